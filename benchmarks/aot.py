@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_longspec_kernels"
 sys.modules[PACKAGE] = ModuleType(PACKAGE)
 sys.modules[PACKAGE].__path__ = [str(ROOT / "hf_longspec" / "attention_backends" / "triton")]
-kernels, tiles = (import_module(f"{PACKAGE}.{name}") for name in ("kernels", "tiles"))
+kernels, tiles = (import_module(f"{PACKAGE}.{name}") for name in ("kernels", "config"))
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 START, END = "<!-- aot:start -->", "<!-- aot:end -->"

@@ -11,10 +11,9 @@ from benchmarks.gpu_run import GpuRun
 from benchmarks.harness import Skip
 from benchmarks.hf_side import hf_attention
 from benchmarks.random_inputs import DeviceAttention, Layer, poisoned_outputs, random_attention, relative_error
-from hf_longspec.attention_backends.merge import AttentionState, merge_attention_states
+from hf_longspec.attention_backends.registry import AttentionState, merge_attention_states
 from hf_longspec.attention_backends.scores import ScoreCapture
-from hf_longspec.attention_backends.torch_backend import tree_attention
-from hf_longspec.attention_backends.torch_fused import one_head, pack, unpack
+from hf_longspec.attention_backends.torch_backend import one_head, pack, tree_attention, unpack
 from hf_longspec.bench.summaries import significant
 
 # The log-sum-exp is computed in float32 from products of exact inputs, whatever the dtype of these.

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.merge import AttentionState, merge_attention_states
-from hf_longspec.attention_backends.registry import AttentionBackend
+from hf_longspec.attention_backends.registry import AttentionBackend, AttentionState, merge_attention_states
 from hf_longspec.bench.calls import endless
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree

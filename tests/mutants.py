@@ -336,10 +336,10 @@ MUTATIONS = (
     ),
     Mutation(
         "A sink enters the denominator",
-        "attention_backends/merge.py",
+        "attention_backends/registry.py",
         "        lse = torch.logaddexp(lse, sinks)\n",
         "        pass\n",
-        "tests/attention_backends/test_merge.py",
+        "tests/attention_backends/test_registry.py",
     ),
     Mutation(
         "The kernel moves accepted nodes alone",
@@ -380,7 +380,7 @@ MUTATIONS = (
         "The newest level of a tree sees its own ancestors",
         "attention_backends/contexts.py",
         "        return self.node_positions\n",
-        "        return self.node_positions\n\n    windowed_mask = lambda self, window: torch.ones_like(self.mask)\n",
+        "        return self.node_positions\n\n    def __post_init__(self):\n        self.mask = self.mask | True\n",
         "tests/modeling/assistant/test_generation_assistant.py::test_trees_are_those_of_plain_forwards",
     ),
     Mutation(
@@ -413,14 +413,14 @@ MUTATIONS = (
     ),
     Mutation(
         "The lowest values bound the products of negative queries, and the highest those of positive ones",
-        "attention_backends/pages.py",
+        "attention_backends/scores.py",
         "key_products(grouped.clamp_min(0), highest) + key_products(grouped.clamp_max(0), lowest)",
         "key_products(grouped.clamp_min(0), lowest) + key_products(grouped.clamp_max(0), highest)",
         "tests/attention_backends/test_pages.py::test_bounds",
     ),
     Mutation(
         "Every drafting step chooses pages by its own query",
-        "attention_backends/pages.py",
+        "attention_backends/scores.py",
         "page_bounds(query, *",
         'page_bounds(vars(self.pages).setdefault(f"{layer_idx} {self.full.tolist()}", query), *',
         "tests/modeling/quest/test_generation_quest.py::test_every_step_reads_the_pages_that_fit_its_own_query",

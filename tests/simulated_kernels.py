@@ -6,7 +6,7 @@ Parity of the kernels with `attention_backends/reference.py`, which these call, 
 
 import torch
 
-from hf_longspec.attention_backends.triton.config import LIBRARY
+from hf_longspec.attention_backends.triton.launch import LIBRARY
 from tests.attention_backends import reference
 
 

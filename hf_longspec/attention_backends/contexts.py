@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from .lengths import SeqLens
-from .merge import AttentionState, merge_attention_states
-from .registry import AttentionBackend
+from .registry import AttentionBackend, AttentionState, merge_attention_states
 
 
-class LayerInputs(NamedTuple):
+class LayerAttention(NamedTuple):
     """The attention that one layer of a step asks for.
 
     Args:
@@ -29,10 +28,9 @@ class LayerInputs(NamedTuple):
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the step.
         key (`torch.Tensor` of shape `(B, K, S, D)`): Buffer of the layer's cache, with the keys of the step.
         value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
-        scaling (`float`): Factor of the scores.
         sliding_window (`int`, *optional*): Window of the layer, in positions.
-        softcap (`float`, *optional*): Softcap of the scores.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits of the layer.
+        options (`dict`): The keywords `scaling`, a factor of the scores, and `softcap` of every attention function.
     """
 
     backend: AttentionBackend
@@ -40,26 +38,15 @@ class LayerInputs(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    scaling: float
     sliding_window: int | None
-    softcap: float | None
     sinks: torch.Tensor | None
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value."""
-        return self.query, self.key, self.value
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keywords of attention without a window."""
-        return {"scaling": self.scaling, "softcap": self.softcap}
+    options: dict[str, Any]
 
     def attend_to_prefix(self, lengths: SeqLens, positions: torch.Tensor | None = None) -> AttentionState:
         """Attend to the slots below `lengths[b]` with the sinks, and with the window if given `positions` `(B, N)`."""
         window = {"positions": positions, "sliding_window": None if positions is None else self.sliding_window}
-        state = self.backend.prefix_attention(*self.tensors, lengths, **window, **self.options)
-        return merge_attention_states([state], self.sinks)
+        state = self.backend.prefix_attention(self.query, self.key, self.value, lengths, **window, **self.options)
+        return state if self.sinks is None else merge_attention_states([state], self.sinks)
 
 
 class GraphStep(NamedTuple):
@@ -139,12 +126,12 @@ class StepContext:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention of one layer, `(B, H, N, Dv)`; arguments as in [`LayerInputs`]."""
+        """Return the attention of one layer, `(B, H, N, Dv)`; arguments as in [`LayerAttention`]."""
         self.calls.append(layer_idx)
-        options = (scaling, self.window_of(layer_idx, sliding_window), softcap, sinks)
-        return self.state(LayerInputs(backend, layer_idx, query, key, value, *options))[0]
+        window, options = self.window_of(layer_idx, sliding_window), {"scaling": scaling, "softcap": softcap}
+        return self.state(LayerAttention(backend, layer_idx, query, key, value, window, sinks, options))[0]
 
-    def state(self, layer: LayerInputs) -> AttentionState:
+    def state(self, layer: LayerAttention) -> AttentionState:
         """Return output and log-sum-exp of one layer, with the sinks."""
         raise NotImplementedError
 
@@ -199,41 +186,44 @@ class TreeContext(StepContext):
         capture = step.keep if is_captured else None
         return cls(step.layers[0], step.changing[0], step.mask[:, 0], capture, windows=windows)
 
-    def state(self, layer: LayerInputs) -> AttentionState:
+    def state(self, layer: LayerAttention) -> AttentionState:
         """Attend from the staged nodes, and pass scores, or what they are computed from, to the capture."""
-        state = self._scored(layer)
-        if state is None:
-            state = self._unscored(layer)
-            if self.capture is not None:
-                inputs = (layer.layer_idx, layer.query, layer.key, state[1])
-                self.capture.collect(*inputs, lengths=self.lengths, **layer.options)
+        if self.capture is not None and (scored := self._scored(layer)) is not None:
+            return scored
+        state = self._unscored(layer)
+        if self.capture is not None:
+            inputs = (layer.layer_idx, layer.query, layer.key, state[1])
+            self.capture.collect(*inputs, lengths=self.lengths, **layer.options)
         return state
 
-    def _scored(self, layer: LayerInputs) -> AttentionState | None:
+    def _scored(self, layer: LayerAttention) -> AttentionState | None:
         """Return the state, with the scores in the capture. None if it wants no scores or the backend writes none."""
         rows = getattr(self.capture, "score_rows", None)
         attention = getattr(layer.backend, "scored_attention", None)  # backends of an older copy have no such field
         if rows is None or attention is None or layer.layer_idx in rows.skipped_layers:
             return None
-        last_node = self.capture.last_node
-        lengths, positions = self.hidden_by(layer.sliding_window, self.lengths)
+        last_node, (lengths, positions) = self.capture.last_node, self.hidden_by(layer.sliding_window, self.lengths)
         window = {"positions": positions, "sliding_window": layer.sliding_window}
         tree = {"mask": self.windowed_mask(layer.sliding_window), "sinks": layer.sinks, "per_row": rows.weights}
-        state = attention(*layer.tensors, lengths, last_node, **tree, **window, **layer.options)
+        inputs = (layer.query, layer.key, layer.value, lengths, last_node)
+        state = attention(*inputs, **tree, **window, **layer.options)
         if state is None:
             return None
         out, lse, scores = state
         self.capture.keep_scores(layer.layer_idx, rows.of_entries(scores, lse, last_node))
         return out, lse
 
-    def _unscored(self, layer: LayerInputs) -> AttentionState:
-        if self.mask.shape[-1] == 1:  # a lone node: its own slot is the end of the prefix
-            if "with_root" not in self._memo:
-                self._memo["with_root"] = self.lengths.plus(1)
-            return layer.attend_to_prefix(*self.hidden_by(layer.sliding_window, self._memo["with_root"]))
-        backend, mask = layer.backend, self.windowed_mask(layer.sliding_window)
-        lengths, positions = self.hidden_by(layer.sliding_window, self.lengths)
-        where = (*layer.tensors, lengths)
+    def _unscored(self, layer: LayerAttention) -> AttentionState:
+        backend, lengths, positions = layer.backend, self.lengths, self.positions
+        is_lone = self.mask.shape[-1] == 1
+        if is_lone:  # its own slot is the end of the prefix
+            lengths = lengths.plus(1)
+        if self.columns is not None:
+            lengths, positions = self.hidden_by(layer.sliding_window, lengths)
+        if is_lone:
+            return layer.attend_to_prefix(lengths, positions)
+        mask = self.mask if layer.sliding_window is None else self.windowed_mask(layer.sliding_window)
+        where = (layer.query, layer.key, layer.value, lengths)
         options = {"sliding_window": layer.sliding_window, **layer.options}
         if backend.hybrid_attention is not None and mask.shape[1] == mask.shape[2]:  # the nodes of whole trees
             more = {"sinks": layer.sinks, "memo": self._memo}
@@ -350,7 +340,7 @@ class SparseContext(StepContext):
         dense = next((step.layers[layer] for layer in dense_layers), sparse)
         return cls(sparse.plus(1), step.changing[0], dense.plus(1), dense_layers, windows=windows)
 
-    def state(self, layer: LayerInputs) -> AttentionState:
+    def state(self, layer: LayerAttention) -> AttentionState:
         """Attend to the whole cache, or to the compact buffer."""
         if layer.layer_idx in self.dense_layers:
             return layer.attend_to_prefix(self.dense_lengths, self.positions)

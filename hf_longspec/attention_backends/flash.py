@@ -20,10 +20,16 @@ import torch
 from transformers.utils import logging
 
 from .lengths import SeqLens
-from .merge import AttentionState, nothing_visible
-from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend, why_not_dtype
-from .torch_backend import attention_to_copies, causal_attention, tree_attention
-from .torch_fused import with_unit_stride
+from .registry import (
+    WINDOW_WITHOUT_POSITIONS,
+    AttentionBackend,
+    AttentionCall,
+    AttentionState,
+    nothing_visible,
+    register_backend,
+    why_not_dtype,
+)
+from .torch_backend import attention_to_copies, causal_attention, tree_attention, with_unit_stride
 
 logger = logging.get_logger(__name__)
 
@@ -148,7 +154,7 @@ def _attend(
     function = None if capability is None else flash_function(capability)
     if function is None:
         raise ValueError(f'{_missing(capability)}. Use attn_implementation="hf_longspec".')
-    cache = [with_unit_stride(states).transpose(1, 2) for states in (key, value)]
+    cache = [states.transpose(1, 2) for states in with_unit_stride(key, value)]
     where = {"cache_seqlens": ends}
     if starts is not None:  # lengths count from slot 0, whatever the padding on the left
         rows = torch.arange(key.shape[0], device=key.device)[:, None].expand(-1, query.shape[0] // key.shape[0])

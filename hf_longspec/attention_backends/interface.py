@@ -11,12 +11,20 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .differentiable import differentiable_attention
 from .lengths import SeqLens
-from .merge import AttentionState, merge_attention_states
-from .registry import AttentionBackend, AttentionCall, choose, outside_autocast, select
+from .registry import (
+    AttentionBackend,
+    AttentionCall,
+    AttentionState,
+    choose,
+    merge_attention_states,
+    outside_autocast,
+    select,
+)
 from .torch_backend import TORCH_BACKEND
 
 try:
@@ -83,8 +91,7 @@ def attention_forward(
     if torch.is_autocast_enabled(query.device.type):
         kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
         kwargs |= {"s_aux": s_aux, "tree": tree, "trial": trial, "backend_name": backend_name}
-        again = partial(attention_forward, module, attention_mask=attention_mask, **kwargs)
-        return outside_autocast(again, query, key, value)
+        return outside_autocast(partial(attention_forward, module), query, key, value, attention_mask, **kwargs)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if trial is not None:
@@ -97,7 +104,12 @@ def attention_forward(
     call = AttentionCall(query.device, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
     backend = (choose if torch.compiler.is_compiling() else select)(call, backend_name)
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
-    _refuse(kwargs)
+    for name, reason in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} was passed to the attention of hf_longspec, which does not support it: {reason}. "
+                'Load the model with another attn_implementation, such as "eager".'
+            )
     if tree is not None:
         out = tree.attend(backend, module.layer_idx, query, key, value, **options)
         return out.transpose(1, 2).contiguous(), None
@@ -117,20 +129,65 @@ def attention_forward(
     return merge_attention_states([state], s_aux)[0].transpose(1, 2).contiguous(), None
 
 
-def attention_mask(
+def differentiable_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
     *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    config: Any = None,
-    device: Any = "cpu",
-    **kwargs: Any,
-) -> torch.Tensor | None:
+    causal: bool,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Compute attention with gradients, for fine-tuning a model on this implementation.
+
+    The backends return a log-sum-exp, for which the fused ops have no gradient. This costs the memory of ordinary
+    attention. Other arguments are those of `AttentionBackend`.
+
+    Args:
+        mask (`torch.Tensor` of shape `(B, 1 or H, N, S)`, *optional*): Boolean or additive, everything included.
+        causal (`bool`): Without a mask: query n is position `S - N + n` and sees no later one.
+        sliding_window (`int`, *optional*): Without a mask: each query sees the last `sliding_window` positions.
+        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
+        dropout (`float`, *optional*, defaults to 0.0): Dropout probability of the weights.
+
+    Returns:
+        `torch.Tensor` of shape `(B, H, N, Dv)`, 0 for queries that see nothing.
+    """
+    nodes, length = query.shape[2], key.shape[2]
+    plain = mask is None and softcap is None and sinks is None
+    if plain and (not causal or (nodes == length and (sliding_window is None or sliding_window >= length))):
+        return scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=True
+        )
+    if mask is None and causal:
+        distance = torch.arange(length - nodes, length, device=query.device)[:, None]
+        distance = distance - torch.arange(length, device=query.device)
+        mask = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+    groups = query.shape[1] // key.shape[1]
+    products = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3)
+    scores = products.to(torch.promote_types(query.dtype, torch.float32)) * scaling  # [B, H, N, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = None
+    if mask is not None:
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        scores = scores if mask.dtype == torch.bool else scores + mask
+        # not -inf: softmax of a row of -inf is NaN, forward and backward
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, nodes, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :length]
+    if visible is not None:
+        weights = weights.masked_fill(~visible, 0.0)
+    return drop(weights, dropout).to(value.dtype) @ value.repeat_interleave(groups, dim=1)
+
+
+def attention_mask(*, allow_is_causal_skip: bool = True, **options: Any) -> torch.Tensor | None:
     """Return the mask of a forward, with the signature of transformers' `AttentionMaskInterface`.
 
     Returns:
@@ -139,23 +196,15 @@ def attention_mask(
         [`WindowMask`] for the config's sliding window. Otherwise, for instance with chunks, the boolean `sdpa_mask` of
         transformers.
     """
-    last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if allow_is_causal_skip and last and _nothing_padded(attention_mask):
-        if local_size is None or local_size > kv_length:
+    queries, keys, size = options["q_length"], options["kv_length"], options.get("local_size")
+    first, offset = options.get("q_offset", 0), options.get("kv_offset", 0)
+    is_last = isinstance(first, int) and first + queries == offset + keys
+    if allow_is_causal_skip and is_last and _nothing_padded(options.get("attention_mask")):
+        if size is None or size > keys:
             return None
-        if local_size == getattr(config, "sliding_window", None) and not torch.compiler.is_compiling():
-            return WindowMask.of(batch_size, q_length, kv_length, local_size, device)
-    sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
-    mask: torch.Tensor | None = AttentionMaskInterface()["sdpa"](
-        batch_size=batch_size,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,
-        config=config,
-        device=device,
-        **sizes,
-        **kwargs,
-    )
+        if size == getattr(options.get("config"), "sliding_window", None) and not torch.compiler.is_compiling():
+            return WindowMask.of(options["batch_size"], queries, keys, size, options.get("device", "cpu"))
+    mask: torch.Tensor | None = AttentionMaskInterface()["sdpa"](allow_is_causal_skip=False, **options)
     return mask
 
 
@@ -186,15 +235,6 @@ def _nothing_padded(attention_mask: torch.Tensor | None) -> bool:
         return True
     # reading the values of a tensor would break the graph
     return not torch.compiler.is_compiling() and bool(attention_mask.all())
-
-
-def _refuse(kwargs: dict[str, Any]) -> None:
-    for name, reason in REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name} was passed to the attention of hf_longspec, which does not support it: {reason}. "
-                'Load the model with another attn_implementation, such as "eager".'
-            )
 
 
 class WindowMask(torch.Tensor):

@@ -43,6 +43,7 @@ class SeqLens:
         self.shared: int | None = self.longest if self.host and min(self.host) == self.longest else None
         self._tensors = [] if tensor is None else [tensor]
         self._slots: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sums: dict[int, SeqLens] = {}
 
     @classmethod
     def of(cls, lengths: "SeqLens | Sequence[int]") -> "SeqLens":
@@ -90,7 +91,7 @@ class SeqLens:
     def with_gaps(self) -> "SeqLens":
         """Return these lengths for windows that count more places than there are slots, which `fit_window` denies."""
         lengths = copy(self)
-        lengths.longest = None
+        lengths.longest, lengths._sums = None, {}
         return lengths
 
     def on(self, device: torch.device | str) -> torch.Tensor:
@@ -113,10 +114,15 @@ class SeqLens:
             lengths = SeqLens([one + more for one, more in zip(self.host, count.host, strict=True)])
             lengths._tensors = [one + added[one.device] for one in self._tensors if one.device in added]
             return lengths
-        lengths = SeqLens(None)
-        lengths.host = tuple(length + count for length in self.host)
+        if count in self._sums:
+            return self._sums[count]
+        lengths = self._sums[count] = SeqLens(None)
+        if self.shared is None:
+            lengths.host = tuple([length + count for length in self.host])
+        else:
+            lengths.shared = self.shared + count
+            lengths.host = (lengths.shared,) * len(self.host)
         lengths.longest = None if self.longest is None else self.longest + count
-        lengths.shared = None if self.shared is None else self.shared + count
         lengths._tensors = [tensor + count for tensor in self._tensors]
         return lengths
 

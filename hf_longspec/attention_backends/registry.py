@@ -1,8 +1,14 @@
-"""The attention backends of this package, and the choice among them.
+"""The attention backends of this package: what they return, how it is merged, and the choice among them.
 
 A backend is four functions and a `why_not`, which returns `None` for a call that the backend can compute and the
 reason for any other. `select` returns the preferred backend that accepts; if none does, its error lists every reason.
 `tests/attention_backends/reference.py` defines what the functions compute.
+
+Softmax over a union of key sets needs from each part only its output and the log of its denominator:
+
+    lse = log(sum_p exp(lse_p))        out = sum_p exp(lse_p - lse) * out_p
+
+An attention sink is a logit without a value: it enters the denominator once, whatever the number of parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +18,61 @@ from typing import Any, NamedTuple
 
 import torch
 
-AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+AttentionState = tuple[torch.Tensor, torch.Tensor]
+AttentionFunction = Callable[..., AttentionState]
 
 WINDOW_WITHOUT_POSITIONS = (
     "sliding_window is {}, but positions is None: a window is counted from the position of each query. "
     "Pass positions of shape (batch, num_nodes)."
 )
+
+
+def merge_attention_states(parts: Sequence[AttentionState], sinks: torch.Tensor | None = None) -> AttentionState:
+    """Merge attention over disjoint key sets into attention over their union.
+
+    Args:
+        parts (sequence of `(out, lse)`):
+            `out` of shape `(B, H, N, Dv)`, `lse` of shape `(B, H, N)`, natural logarithm. A part in which a query sees
+            nothing has `out` 0 and `lse` -inf there.
+        sinks (`torch.Tensor` of shape `(H,)`, *optional*):
+            Sink logits, added once to the denominator.
+
+    Returns:
+        `(out, lse)`: `out` in the dtype of the parts, 0 where no part sees anything; `lse` with the sinks included.
+        Computed in float32, or in float64 for float64 parts.
+
+    Raises:
+        ValueError: If `parts` is empty.
+    """
+    if not parts:
+        raise ValueError("parts is empty, expected at least one (out, lse). See nothing_visible for an empty part.")
+    (out, lse), *others = parts
+    dtype = out.dtype
+    for other_out, other_lse in others:
+        # sigmoid(b - a) = exp(b) / (exp(a) + exp(b)); NaN from -inf - -inf, where neither part sees anything
+        weight = (other_lse - lse).sigmoid_().nan_to_num_(0.0)
+        # float32: the parts are rounded already, and a weight rounded to bfloat16 as well would double the error
+        out = torch.lerp(out.to(lse.dtype), other_out.to(lse.dtype), weight.unsqueeze(-1))
+        lse = torch.logaddexp(lse, other_lse)
+    if sinks is not None:
+        sinks = sinks.to(lse.dtype)[:, None]
+        out = out * (lse - sinks).sigmoid_().unsqueeze(-1)
+        lse = torch.logaddexp(lse, sinks)
+    return out.to(dtype), lse
+
+
+def nothing_visible(query: torch.Tensor, value: torch.Tensor) -> AttentionState:
+    """Return the state of queries `(B, H, N, D)` that see no key: `out` 0, `lse` -inf. Merging it changes nothing."""
+    shape = query.shape[:3]
+    lse = query.new_full(shape, -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+    return value.new_zeros((*shape, value.shape[3])), lse
+
+
+def concatenate(states: Sequence[AttentionState], dim: int) -> AttentionState:
+    """Concatenate states of different rows (`dim` 0) or queries (`dim` 2)."""
+    if len(states) == 1:
+        return states[0]
+    return torch.cat([out for out, _ in states], dim=dim), torch.cat([lse for _, lse in states], dim=dim)
 
 
 class AttentionCall(NamedTuple):
@@ -54,7 +109,7 @@ class AttentionBackend:
         causal_attention (`Callable`): Attends the last N of S positions to all S, causally.
         why_not (`Callable`): Returns `None` for an `AttentionCall` it accepts, or the reason for refusing.
         hybrid_attention (`Callable`, *optional*):
-            Prefix, tree and merge in one, for the calls where this is faster; see torch_fused.py. Returns `None` for
+            Prefix, tree and merge in one, for the calls where this is faster; see torch_backend.py. Returns `None` for
             the others.
         scored_attention (`Callable`, *optional*):
             Prefix, tree, merge and the scores of two nodes in one pass over the keys; see triton/backend.py.
@@ -67,26 +122,26 @@ class AttentionBackend:
     sparse_attention: AttentionFunction
     causal_attention: AttentionFunction
     why_not: Callable[[AttentionCall], str | None]
-    hybrid_attention: Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None = None
+    hybrid_attention: Callable[..., AttentionState | None] | None = None
     scored_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] | None = None
 
 
-def outside_autocast(attention: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Return `attention(*tensors)`; inside of `torch.autocast` in its dtype, with autocast off.
+def outside_autocast(attention: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Return `attention(*inputs, **options)`; inside of `torch.autocast` in its dtype, with autocast off.
 
     Under autocast rotary embeddings give queries and keys in float32 beside values in half precision. Autocast casts
     all three for torch's own attention function and knows no others. Products of the others would lose precision.
 
     Args:
-        attention (`Callable`): Function of a query, a key and a value.
-        tensors (`torch.Tensor`): Query, key and value.
+        attention (`Callable`): Function of a query, a key, a value and further inputs.
     """
-    device_type = tensors[0].device.type
+    device_type = inputs[0].device.type
     if not torch.is_autocast_enabled(device_type):
-        return attention(*tensors)
+        return attention(*inputs, **options)
     dtype = torch.get_autocast_dtype(device_type)
+    tensors = (x if x.dtype == torch.float64 else x.to(dtype) for x in inputs[:3])
     with torch.autocast(device_type, enabled=False):
-        return attention(*(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors))
+        return attention(*tensors, *inputs[3:], **options)
 
 
 _backends: dict[str, AttentionBackend] = {}

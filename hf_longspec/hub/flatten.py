@@ -25,10 +25,10 @@ LEFT_OUT = (
 # Files of the copy, by the modules that are joined in them. The modules of a method, modeling/<method>/, become
 # <method>.py.
 FILES: dict[str, tuple[str, ...]] = {
-    "attention": tuple(f"attention_backends/{name}" for name in ("registry", "lengths", "merge", "contexts")),
-    "attention_scores": ("attention_backends/scores", "attention_backends/pages"),
-    "attention_torch": ("attention_backends/torch_fused", "attention_backends/torch_backend"),
-    "attention_interface": ("attention_backends/differentiable", "attention_backends/interface"),
+    "attention": tuple(f"attention_backends/{name}" for name in ("registry", "lengths", "contexts")),
+    "attention_scores": ("attention_backends/scores",),
+    "attention_torch": ("attention_backends/torch_backend",),
+    "attention_interface": ("attention_backends/interface",),
     "cache": (
         "generation/cache",
         "generation/user_cache",

@@ -13,7 +13,7 @@ import torch
 from hf_longspec.attention_backends import flash, torch_backend
 from hf_longspec.attention_backends.flash import FLASH_BACKEND
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.attention_backends.triton import config, language, launch, tiles
+from hf_longspec.attention_backends.triton import config, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.flash_standins import PACKAGES, Machine
 from tests.attention_backends.reference import REFERENCE_BACKEND
@@ -34,7 +34,7 @@ def kernel_device():
     device = torch.device(DEVICE)
     if BROKEN_INTERPRETER:
         pytest.skip("the interpreter of triton 3.6 does not work with numpy 2.4")
-    reason = config.why_not_device(device)
+    reason = launch.why_not_device(device)
     if reason is not None:
         pytest.skip(reason)
     return device
@@ -43,7 +43,7 @@ def kernel_device():
 @pytest.fixture(scope="session", autouse=True)
 def language_listed_once():
     """Triton's interpreter lists its whole language for every call of a function in a kernel, a third of its time."""
-    if not language.INTERPRETED:
+    if not config.INTERPRETED:
         yield
         return
     interpreter, names = import_module("triton.runtime.interpreter"), {}
@@ -70,8 +70,8 @@ def small_tiles(monkeypatch):
 
     monkeypatch.setattr(launch, "BLOCK_STATES", 32)
     monkeypatch.setattr(launch, "BLOCK_PARTS", 2)
-    monkeypatch.setattr(launch, "hybrid_config", small(tiles.hybrid_config))
-    monkeypatch.setattr(launch, "tree_config", small(tiles.tree_config))
+    monkeypatch.setattr(launch, "hybrid_config", small(config.hybrid_config))
+    monkeypatch.setattr(launch, "tree_config", small(config.tree_config))
 
 
 @pytest.fixture
@@ -127,6 +127,8 @@ def prepared(request, monkeypatch):
             return FLASH_BACKEND, device
         monkeypatch.setattr(torch_backend, "BLOCK_KEYS", 64)
         monkeypatch.setattr(torch_backend, "BLOCK_QUERIES", 30)
+        if name == "torch_apart":  # as after a long prefix
+            monkeypatch.setattr(torch_backend, "DENSE_KEYS", 0)
         if name == "torch_unfused":  # as on CUDA: no position is read back, and no fused op takes a mask
             bounds = torch_backend._window_bounds
             monkeypatch.setattr(torch_backend, "can_fuse", lambda *args, masked=False: False)

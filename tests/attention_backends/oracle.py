@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.merge import merge_attention_states
+from hf_longspec.attention_backends.registry import merge_attention_states
 from tests.attention_backends import reference
 from tests.attention_backends.triton.machine import on
 
@@ -128,6 +128,13 @@ def tensors(batch, kv_heads, groups, nodes, slots, size, dtype, value_size=None,
     return tuple(x.to(dtype) for x in (query, key, value))
 
 
+def computed(backend, method, inputs, options, device="cpu", form="contiguous"):
+    """What a function of a backend returns, computed on a device, on the CPU."""
+    (query, key, value, *rest), options = on(device, inputs, options)
+    inputs = query, layout(key, form), layout(value, form), *rest
+    return on("cpu", *getattr(backend, f"{method}_attention")(*inputs, **options))
+
+
 def double(*xs):
     return tuple(x.double() for x in xs)
 
@@ -184,8 +191,9 @@ class Capture:
 def attended(context, backend, query, key, value, device="cpu", **options):
     """The state of one layer, computed on a device, on the CPU."""
     context.capture = Capture()
-    context, inputs, values = context.to(device), on(device, query, key, value), on(device, *options.values())
-    out = context.attend(backend, 0, *inputs, scaling=SCALING, **dict(zip(options, values, strict=True)))
+    inputs, options = on(device, (query, key, value), options)
+    context = context.to(device)
+    out = context.attend(backend, 0, *inputs, scaling=SCALING, **options)
     return on("cpu", out, context.capture.collected[0][3])
 
 

@@ -24,17 +24,7 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, register_backend
 
 
-def prefix_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: SeqLens,
-    *,
-    scaling: float,
-    positions: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def prefix_attention(query, key, value, lengths, *, scaling, positions=None, sliding_window=None, softcap=None):
     """Attend N queries to the committed prefix: all of them see the key slots below `lengths[b]`; slot j is position j.
 
     Args:
@@ -56,15 +46,7 @@ def prefix_attention(
     return tree_attention(query, key, value, visible, scaling=scaling, softcap=softcap)
 
 
-def tree_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tree_attention(query, key, value, mask, *, scaling, softcap=None):
     """Attend N queries to M keys under an explicit mask; the keys have M slots instead of S.
 
     Args:
@@ -90,16 +72,7 @@ def tree_attention(
     return (weights @ value_).to(value.dtype), lse
 
 
-def sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sparse_attention(query, key, value, indices, counts, *, scaling, softcap=None):
     """Attend N queries to chosen key slots.
 
     Args:
@@ -115,15 +88,7 @@ def sparse_attention(
     return prefix_attention(query, key, value, SeqLens(None, counts), scaling=scaling, softcap=softcap)
 
 
-def causal_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def causal_attention(query, key, value, *, scaling, sliding_window=None, softcap=None):
     """Attend the last N of S positions to all S, causally: query n is position `S - N + n`, and N <= S.
 
     Args:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from hf_longspec.attention_backends import torch_fused
+from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.contexts import SparseContext
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.merge import merge_attention_states
+from hf_longspec.attention_backends.registry import merge_attention_states
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends.oracle import SCALING, Capture, assert_within_budget, attended, expected_tree, tree_case
 from tests.attention_backends.reference import REFERENCE_BACKEND, prefix_attention
@@ -27,32 +27,11 @@ def test_what_a_capture_is_given():
     assert options == {"lengths": context.lengths, "scaling": SCALING, "softcap": 3.0}
 
 
-@pytest.mark.parametrize(
-    ("lengths", "shape", "groups", "dtype", "dense_keys"),
-    pairwise(
-        ((64,), (50, 50)),
-        ((3, 8), (7, 40), (17, 64), (69, 256)),
-        (1, 2, 4, 7),
-        (torch.float32, torch.bfloat16),
-        (0, torch_fused.DENSE_KEYS),
-    ),
-)
-def test_both_ways_of_the_torch_backend(lengths, shape, groups, dtype, dense_keys, monkeypatch):
-    monkeypatch.setattr(torch_fused, "DENSE_KEYS", dense_keys)
-    nodes, size = shape
-    context, query, key, value = tree_case(lengths, nodes, 2, groups, size, size, dtype)
-    exact, plain = expected_tree(context, query, key, value, None, None, None)
-    where = (context.lengths, context.mask, context.positions)
-    options = {"scaling": SCALING, "sliding_window": None, "softcap": None, "memo": {}}
-    state = torch_fused.hybrid_attention(query, key, value, *where, **options)
-    assert_within_budget(state, exact, plain)
-
-
 def test_layers_with_different_windows_share_a_context(monkeypatch):
     context, query, key, value = tree_case((90, 90), 17)
     for dense_keys in (0, 60, 4096):
         context = replace(context)
-        monkeypatch.setattr(torch_fused, "DENSE_KEYS", dense_keys)
+        monkeypatch.setattr(torch_backend, "DENSE_KEYS", dense_keys)
         # 92: slot 0 of the 90 is hidden from the deepest nodes only
         for window in (None, 3, 40, 92, None, 200, 3):
             exact, plain = expected_tree(context, query, key, value, window, None, None)
@@ -63,7 +42,7 @@ def test_layers_with_different_windows_share_a_context(monkeypatch):
 def test_the_mask_of_a_step_is_built_once(monkeypatch):
     context, query, key, value = tree_case((90,), 5)
     built = []
-    monkeypatch.setattr(torch_fused, "pack_mask", lambda *args: built.append(1) or torch.zeros(1, 1, 15, 95))
+    monkeypatch.setattr(torch_backend, "pack_mask", lambda *args: built.append(1) or torch.zeros(1, 1, 15, 95))
     for layer in range(6):
         context.attend(TORCH_BACKEND, layer, query, key, value, scaling=SCALING)
     assert (len(built), context.calls) == (1, list(range(6)))
@@ -86,30 +65,6 @@ def test_a_step_compiles_into_one_graph():
             expected = context.attend(TORCH_BACKEND, 0, query, key, value, scaling=SCALING)
             torch.testing.assert_close(outs, [expected, expected])
     assert counter.frame_count <= 2
-
-
-def test_padding_nodes_see_only_themselves():
-    """And never matter to a real node, whatever they hold."""
-    context, query, key, value = tree_case((20,), 5)
-    context.mask[0, 3:], context.mask[0, :, 3:] = False, False
-    context.mask[0, [3, 4], [3, 4]] = True
-    out = context.attend(TORCH_BACKEND, 0, query, key, value, scaling=SCALING)
-    key[:, :, 23:25] += 1.0
-    value[:, :, 23:25] += 1.0
-    fresh = replace(context)
-    assert torch.equal(fresh.attend(TORCH_BACKEND, 0, query, key, value, scaling=SCALING)[:, :, :3], out[:, :, :3])
-
-
-def test_to_moves_the_tensors_and_shares_the_rest():
-    capture = Capture()
-    context = replace(tree_case((4,), 3)[0], capture=capture)
-    assert context.to(None) is context.to("cpu") is context
-    assert context.to(torch.device("cpu"), non_blocking=True) is context
-    moved = context.to("meta", non_blocking=True)
-    assert {moved.lengths.on("meta").device.type, moved.positions.device.type, moved.mask.device.type} == {"meta"}
-    assert (moved.capture, moved.lengths.host) == (capture, (4,)) and moved.calls is context.calls
-    assert context.to("meta") is moved  # one copy per device and step, however many layers ask
-    assert moved.to("meta") is moved
 
 
 def drafting_case(batch=2, slots=40):
@@ -150,11 +105,13 @@ def test_layers_of_a_drafting_step(layer_idx, softcap, sinks, backend):
     assert len(context.calls) == 1
 
 
-def test_a_drafting_step_moves_likewise():
-    context = drafting_case()[0]
-    assert context.to("cpu") is context
-    moved = context.to("meta")
-    assert moved.positions.device.type == "meta"
-    assert (moved.calls, moved.dense_layers, moved.lengths.host) == (context.calls, frozenset({0, 3}), (9, 6))
-    assert moved.dense_lengths.host == (40, 29)
-    assert context.to("meta") is moved
+@pytest.mark.parametrize("make", [lambda: tree_case((9, 6), 3)[0], lambda: drafting_case()[0]], ids=["tree", "draft"])
+def test_to_moves_the_tensors_and_shares_the_rest(make):
+    context = make()
+    assert context.to(None) is context.to("cpu") is context.to(torch.device("cpu"), non_blocking=True) is context
+    moved = context.to("meta", non_blocking=True)
+    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
+    assert tensors and {x.device.type for x in (*tensors, moved.lengths.on("meta"))} == {"meta"}
+    shared = [name for name, value in vars(context).items() if not isinstance(value, torch.Tensor) and name != "_memo"]
+    assert "calls" in shared and all(getattr(moved, name) is getattr(context, name) for name in shared)
+    assert context.to("meta") is moved.to("meta") is moved  # one copy per device, however many layers ask

@@ -4,20 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.interface import WindowMask, attention_forward, register
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.pairwise import pairwise
@@ -31,21 +22,14 @@ LAYERS = 2  # of each
 LENGTHS = (40, 23)
 
 
-def hidden_window(config_class, model_class, **settings):
-    """Models that put their window into the mask and do not pass it to the attention function."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16, "initializer_range": 0.3}
-    return model_class(config_class(**sizes, **heads, **settings)).eval()
-
-
 @pytest.fixture(scope="module")
 def models():
     made = {name: tiny_target(name) for name in MODELS[:-2]}
-    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
-    window = {"use_sliding_window": True, "max_window_layers": 1}
-    made["qwen2_moe"] = hidden_window(Qwen2MoeConfig, Qwen2MoeForCausalLM, **experts, **window, num_experts_per_tok=2)
-    made["phimoe"] = hidden_window(PhimoeConfig, PhimoeForCausalLM, num_local_experts=4)
+    # these put their window into the mask and do not pass it to the attention function
+    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}
+    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    made["qwen2_moe"] = tiny_target("qwen3_moe", model_type="qwen2_moe", **window, **experts)
+    made["phimoe"] = tiny_target("mixtral", model_type="phimoe", sliding_window=16)
     return made
 
 
@@ -144,24 +128,6 @@ def test_a_window_mask_stands_for_its_entries(use):
     assert torch.equal(use(mask), use(expected))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_tree_reaches_every_layer_with_its_options(name, models):
-    """A chain in one forward over a cache is the text itself."""
-    model, nodes = models[name], 6
-    input_ids, _ = tiny_prompts(128, (40, 40))
-    expected = run(model, "eager", input_ids).logits[:, -nodes:]
-    cache = DynamicCache()
-    run(model, "hf_longspec", input_ids[:, :-nodes], past_key_values=cache, use_cache=True)
-    chain = torch.ones(2, nodes, nodes, dtype=torch.bool).tril()
-    depths = torch.arange(nodes).expand(2, -1)
-    windows = TargetView(model).windows  # qwen2_moe and phimoe do not pass theirs
-    context = TreeContext(SeqLens([34, 34]), 34 + depths, chain, windows=windows)
-    options = {"position_ids": 34 + depths, "attention_mask": chain[:, None], "past_key_values": cache}
-    actual = run(model, "hf_longspec", input_ids[:, -nodes:], tree=context, use_cache=True, **options).logits
-    torch.testing.assert_close(actual, expected, **rounding(expected, LAYERS))
-    assert len(context.calls) == model.config.num_hidden_layers
-
-
 def test_no_mask_is_built_without_padding(monkeypatch, models):
     calls = []
     sdpa_mask = AttentionMaskInterface()["sdpa"]
@@ -241,15 +207,6 @@ def test_a_query_that_sees_nothing_gives_zero(lowest):
         assert not gradient.isnan().any()
 
 
-def test_not_causal():
-    query, key, value = tensors(nodes=7)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
-    for module, options in ((Layer(is_causal=False), {}), (Layer(), {"is_causal": False})):
-        for needs_grad in (False, True):
-            out = attention_forward(module, query.requires_grad_(needs_grad), key, value, None, **options)[0]
-            torch.testing.assert_close(out, expected)
-
-
 @pytest.mark.parametrize("name", [None, *NAMES[1:]])
 def test_a_mask_may_be_longer_than_the_keys(name):
     query, key, value = tensors()
@@ -276,7 +233,11 @@ def test_autocast_gives_what_it_gives_with_sdpa(name, half):
             torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0.0, atol=2 * torch.finfo(half).eps)
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"s_aux": torch.ones(4)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"s_aux": torch.ones(4)}, {"is_causal": False}],
+    ids=str,
+)
 def test_training_computes_the_same(options):
     for nodes in (1, 3, 7):
         query, key, value = tensors(nodes=nodes)
@@ -284,6 +245,10 @@ def test_training_computes_the_same(options):
         actual = attention_forward(Layer(), query, key.requires_grad_(), value, None, **options)[0]
         assert actual.requires_grad
         torch.testing.assert_close(actual, expected)
+        if options == {"is_causal": False}:
+            every = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+            torch.testing.assert_close(expected, every.transpose(1, 2))
+            assert torch.equal(attention_forward(Layer(is_causal=False), query, key, value, None)[0], actual)
 
 
 @pytest.mark.parametrize("name", ["indices", "position_bias", "cache"])

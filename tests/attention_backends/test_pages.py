@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.pages import KeyPages, PageContext, PageSizes, page_bounds, page_extremes
+from hf_longspec.attention_backends.scores import KeyPages, PageContext, PageSizes, page_bounds
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.oracle import SCALING, assert_within_budget, double_loop, plain_attention
@@ -42,24 +42,24 @@ def bounds_by_loops(query, keys, page_size):
 
 
 @pytest.mark.parametrize(
-    ("length", "page_size", "groups", "dtype"),
-    pairwise((1, 16, 35), (1, 3, 16, 40), (1, 2, 5), (torch.float32, torch.bfloat16)),
+    ("pages", "page_size", "groups", "dtype"),
+    pairwise((1, 2, 7), (1, 3, 16), (1, 2, 5), (torch.float32, torch.bfloat16)),
 )
-def test_bounds(length, page_size, groups, dtype):
+def test_bounds(pages, page_size, groups, dtype):
     """They are those of loops over all keys, and no key of a page scores higher with any query of its group."""
-    query, keys, _ = random_case(length, groups, dtype)
-    lowest, highest = page_extremes(keys, page_size)
-    found = page_bounds(query, lowest, highest)
+    query, keys, _ = random_case(pages * page_size, groups, dtype)
+    paged = keys.unflatten(2, (pages, page_size))
+    found = page_bounds(query, paged.amin(3), paged.amax(3))
     torch.testing.assert_close(found, bounds_by_loops(query, keys, page_size), rtol=0, atol=TOLERANCE)
     scores = query.float() @ keys.float().repeat_interleave(groups, 1).transpose(2, 3)  # [B, H, 1, S]
-    of_entries = found.repeat_interleave(page_size, 2)[..., :length].repeat_interleave(groups, 1)
+    of_entries = found.repeat_interleave(page_size, 2).repeat_interleave(groups, 1)
     assert (scores.squeeze(2) <= of_entries + TOLERANCE).all()
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_bounds_that_grow_are_those_of_all_keys(page_size, monkeypatch):
     """Rows grow by different numbers of tokens; one of them is cut and goes on with other keys."""
-    monkeypatch.setattr("hf_longspec.attention_backends.pages.PAGES_AT_ONCE", 2)
+    monkeypatch.setattr("hf_longspec.attention_backends.scores.PAGES_AT_ONCE", 2)
     generator = torch.Generator().manual_seed(3)
     capacity, pages = 100, KeyPages(page_size, num_sinks=4)
     keys = torch.full((BATCH, KV_HEADS, capacity, SIZE), torch.nan)

@@ -1,4 +1,4 @@
-"""Every backend against the reference in float64: over a prefix, a tree, both at once, and selected keys.
+"""Every backend against the reference in float64: over a prefix, a tree, both at once, selected keys, whole texts.
 
 Torch runs in small blocks, once as on CUDA, once part by part; flash-attn is a stand-in; Triton's kernels run in small
 tiles, interpreted where there is no GPU, and in memory that is NaN at first.
@@ -7,14 +7,15 @@ tiles, interpreted where there is no GPU, and in memory that is NaN at first.
 import pytest
 import torch
 
-from hf_longspec.attention_backends import torch_fused
+from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.triton.tiles import sparse_config
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends import reference
 from tests.attention_backends.flash_standins import HALVES
 from tests.attention_backends.oracle import (
     assert_within_budget,
     attended,
+    computed,
     double,
     expected_tree,
     layout,
@@ -25,7 +26,6 @@ from tests.attention_backends.oracle import (
     tensors,
     tree_case,
 )
-from tests.attention_backends.triton.machine import on
 from tests.pairwise import pairwise
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
@@ -42,10 +42,7 @@ SOFTCAPS = (None, 3.0)
 def attend(prepared, name, method, inputs, options, form="contiguous"):
     """The state of a backend, on the CPU."""
     backend, device = prepared(name)
-    query, key, value, *rest = inputs
-    inputs = on(device, query, layout(key, form), layout(value, form), *rest)
-    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    return on("cpu", *getattr(backend, method)(*inputs, **options))
+    return computed(backend, method, inputs, options, device, form)
 
 
 PREFIX = [
@@ -66,9 +63,15 @@ def test_prefix(prepared, name, nodes, groups, sizes, lengths, window, form, sof
     """Depths out of order, as in a tree: every node has its own first key, and some see nothing of the prefix."""
     case = prefix_case(nodes, groups, sizes[0], lengths, window, dtype, softcap, sizes[-1])
     query, key, value, lengths, options, exact, plain = case
-    # kernels take lengths from the device in any case
-    for known in [lengths] if name == "triton" else [lengths, SeqLens(None, lengths.on("cpu"))]:
-        state = attend(prepared, name, "prefix_attention", (query, key, value, known), options, form)
+    on_device = SeqLens(None, lengths.on("cpu"))
+    if name == "triton":  # it takes lengths from the device, of any type, and reads no slot before every window
+        on_device = SeqLens(None, lengths.on("cpu").int())
+        if window is not None:
+            first = options["positions"].amin(1) - window + 1
+            hidden = (torch.arange(key.shape[2]) < first[:, None])[:, None, :, None]
+            key, value = key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.nan)
+    for known in [on_device] if name == "triton" else [lengths, on_device]:
+        state = attend(prepared, name, "prefix", (query, key, value, known), options, form)
         assert_within_budget(state, exact, plain)
 
 
@@ -97,13 +100,17 @@ def test_tree(prepared, name, nodes, groups, size, form, softcap, dtype, dims):
     if name == "triton":
         key[1, :, nodes - 1], value[1, :, nodes - 1] = torch.nan, torch.nan
     mask = {"BNM": mask, "B1NM": mask[:, None], "BHNM": mask[:, None].expand(-1, 2 * groups, -1, -1)}[dims]
-    state = attend(prepared, name, "tree_attention", (query, key, value, mask), options, form)
+    state = attend(prepared, name, "tree", (query, key, value, mask), options, form)
     assert_within_budget(state, exact, plain)
 
 
 @pytest.mark.parametrize(
     ("name", "heads", "softcap", "dtype"),
-    [*pairwise(["torch", "triton"], (1, 4), SOFTCAPS, (FLOAT32,)), ("triton", 4, 3.0, torch.float64)],
+    [
+        *pairwise(["torch", "triton"], (1, 4), SOFTCAPS, (FLOAT32,)),
+        ("triton", 4, 3.0, torch.float64),
+        ("triton", 1, None, BFLOAT16),
+    ],
 )
 def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
     query, key, value = tensors(2, 2, 2, 35, 50, 8, FLOAT32)
@@ -114,11 +121,11 @@ def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
     exact = reference.tree_attention(*double(query, key, value), bias, **options)
     assert (exact[1][0, :, 3] == -torch.inf).all()
     plain = reference.tree_attention(query, key, value, bias.float(), **options)[0]
-    assert_within_budget(attend(prepared, name, "tree_attention", (query, key, value, bias), options), exact, plain)
+    assert_within_budget(attend(prepared, name, "tree", (query, key, value, bias), options), exact, plain)
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "groups", "sizes", "counts", "form", "dtype", "per_head"),
+    ("name", "nodes", "groups", "sizes", "counts", "form", "dtype", "per_head", "softcap"),
     [
         *pairwise(
             ["torch", "triton"],
@@ -129,26 +136,22 @@ def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
             LAYOUTS,
             (FLOAT32, FLOAT16, BFLOAT16),
             (True, False),
+            SOFTCAPS,
         ),
         *pairwise(
-            ["flash2", "flash3"], (1, 3), (1, 2), ((16, 16),), ((5, 0), (13, 2, 4)), LAYOUTS[:2], HALVES, (True,)
+            *(["flash2", "flash3"], (1, 3), (1, 2), ((16, 16),), ((5, 0), (13, 2, 4)), LAYOUTS[:2]),
+            *(HALVES, (True,), SOFTCAPS),
         ),
     ],
 )
-def test_sparse(prepared, name, nodes, groups, sizes, counts, form, dtype, per_head):
-    inputs, options, exact, plain = sparse_case(counts, groups, nodes, sizes, dtype, per_head=per_head)
+def test_sparse(prepared, name, nodes, groups, sizes, counts, form, dtype, per_head, softcap):
+    """Rows of 9 nodes and groups of two heads or more are several tiles. Counts and slots are integers of any type."""
+    inputs, options, exact, plain = sparse_case(counts, groups, nodes, sizes, dtype, 13, 2, softcap, per_head)
     if name != "triton":
         inputs = tuple(x.nan_to_num() for x in inputs)
-        options = {"scaling": options["scaling"]}
-    assert_within_budget(attend(prepared, name, "sparse_attention", inputs, options, form), exact, plain)
-
-
-@pytest.mark.parametrize(("dtype", "integers"), [(FLOAT32, torch.int64), (BFLOAT16, torch.int32)])
-def test_sparse_with_softcap_and_several_tiles_of_queries(prepared, dtype, integers):
-    inputs, options, exact, plain = sparse_case((13, 6), 2, 9, (16, 24), dtype, softcap=3.0, per_head=False)
-    assert inputs[0].shape[2] * 2 > sparse_config(16, 24, dtype.itemsize).block_rows
-    inputs = (*inputs[:3], *(numbers.to(integers) for numbers in inputs[3:]))
-    assert_within_budget(attend(prepared, "triton", "sparse_attention", inputs, options, "buffer"), exact, plain)
+    elif dtype == BFLOAT16:
+        inputs = (*inputs[:3], *(numbers.int() for numbers in inputs[3:]))
+    assert_within_budget(attend(prepared, name, "sparse", inputs, options, form), exact, plain)
 
 
 HYBRID_LENGTHS = ((0,), (90,), (50, 50), (0, 90, 33), (64, 130))
@@ -160,7 +163,7 @@ HYBRID_OPTIONS = ((None, None, False), (4, None, True), (92, None, False), (40, 
     ("name", "lengths", "options", "nodes", "groups", "sizes", "dtype"),
     [
         *pairwise(
-            ["reference", "torch", "torch_parts", "triton"],
+            ["reference", "torch", "torch_apart", "torch_parts", "triton"],
             HYBRID_LENGTHS,
             HYBRID_OPTIONS,
             (1, 5, 33),
@@ -169,7 +172,7 @@ HYBRID_OPTIONS = ((None, None, False), (4, None, True), (92, None, False), (40, 
             (FLOAT32,),
         ),
         *pairwise(
-            ["flash2", "flash3", "triton", "torch"],
+            ["flash2", "flash3", "triton", "torch", "torch_apart"],
             HYBRID_LENGTHS[1:4],
             HYBRID_OPTIONS,
             (1, 9),
@@ -178,6 +181,7 @@ HYBRID_OPTIONS = ((None, None, False), (4, None, True), (92, None, False), (40, 
             HALVES,
         ),
         ("torch", (0, 90, 33), (4, 3.0, False), 5, 3, (16, 12), FLOAT32),
+        ("torch_apart", (64,), HYBRID_OPTIONS[0], 69, 7, (256, 256), BFLOAT16),
         ("torch_parts", (0, 90, 33), (4, 3.0, False), 5, 3, (16, 12), FLOAT32),
     ],
 )
@@ -202,7 +206,7 @@ def test_every_node_sees_the_prefix_and_its_path(prepared, name, lengths, option
 )
 def test_windows_that_count_gaps_between_tokens(prepared, monkeypatch, name, lengths, window, nodes, dense_keys):
     """Gaps in the prefix and among the nodes. A window may hide slots of a prefix that has fewer than it."""
-    monkeypatch.setattr(torch_fused, "DENSE_KEYS", dense_keys)
+    monkeypatch.setattr(torch_backend, "DENSE_KEYS", dense_keys)
     context, query, key, value = tree_case(lengths, nodes, dtype=FLOAT16 if name.startswith("flash") else FLOAT32)
     steps = torch.ones(len(lengths), key.shape[2], dtype=torch.long)
     for row, length in enumerate(lengths):
@@ -222,28 +226,54 @@ def test_nothing_to_compute(prepared, name):
     query, key, value = tensors(2, 2, 2, 3, 7, 8, FLOAT16 if name.startswith("flash") else FLOAT32)
     for nodes, slots in ((0, 7), (3, 0)):
         inputs = query[:, :, :nodes], key[:, :, :slots], value[:, :, :slots], SeqLens([0, 0])
-        states = [attend(prepared, name, "prefix_attention", inputs, {"scaling": 1.0})]
+        states = [attend(prepared, name, "prefix", inputs, {"scaling": 1.0})]
         if name == "triton":
             cut, options, _, _ = sparse_case((0, 0), 2, nodes, (8, 8), FLOAT32, chosen=slots)
-            states.append(attend(prepared, name, "sparse_attention", cut, options))
+            states.append(attend(prepared, name, "sparse", cut, options))
         for out, lse in states:
             assert (out.shape, lse.shape) == ((2, 4, nodes, 8), (2, 4, nodes))
             assert not out.any() and (lse == -torch.inf).all()
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-def test_a_buffer_that_is_too_short(prepared, name):
-    query, key, value = tensors(1, 2, 4, 1, 50, 16, FLOAT32)
-    whole = torch.zeros(1, 2, 90, 16)
-    whole[:, :, :50] = key  # the numbers after the slice exist in memory, and must not be read
-    backend, device = prepared(name)
-    inputs = on(device, query, whole[:, :, :50], value, SeqLens([60]))
-    with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
-        backend.prefix_attention(*inputs, scaling=1.0)
+@pytest.mark.parametrize(
+    ("name", "method"), [("torch", "prefix"), ("triton", "prefix"), ("triton", "hybrid"), ("triton", "scored")]
+)
+def test_a_buffer_that_is_too_short(prepared, name, method):
+    context, query, key, value = tree_case((60,), 5)
+    more = {"prefix": (), "hybrid": (context.mask, context.positions), "scored": (torch.tensor([0]),)}[method]
+    # the numbers after the slice exist in memory, and must not be read
+    inputs = (query, key[:, :, :50], value[:, :, :50], context.lengths, *more)
+    stop = 65 if method == "hybrid" else 60
+    with pytest.raises(ValueError, match=f"slots 0 to {stop} were asked for, but the buffer has 50"):
+        attend(prepared, name, method, inputs, {"scaling": 1.0})
 
 
 @pytest.mark.parametrize("name", ["reference", "flash2", "triton"])
 def test_a_window_needs_positions(prepared, name):
     inputs = *tensors(1, 2, 4, 1, 50, 16, FLOAT16), SeqLens([50])
     with pytest.raises(ValueError, match="sliding_window is 5, but positions is None"):
-        attend(prepared, name, "prefix_attention", inputs, {"scaling": 1.0, "sliding_window": 5})
+        attend(prepared, name, "prefix", inputs, {"scaling": 1.0, "sliding_window": 5})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "length", "window", "dtype", "softcap"),
+    [
+        *[(*case, None) for case in pairwise((1, 7, 40), (40, 90), (None, 1, 30, 90), (FLOAT32, BFLOAT16))],
+        (40, 90, 30, FLOAT32, 2.0),
+        (40, 90, None, BFLOAT16, 2.0),
+        (1, 90, 30, FLOAT32, 2.0),
+        (60, 90, 30, BFLOAT16, None),  # more than one block of queries
+        (60, 90, None, FLOAT32, 2.0),
+    ],
+)
+def test_causal(nodes, length, window, dtype, softcap, monkeypatch):
+    monkeypatch.setattr(torch_backend, "BLOCK_QUERIES", 50)
+    query, key, value = tensors(2, 2, 3, nodes, length, 16, dtype)
+    options = {"scaling": 0.25, "softcap": softcap}
+    exact = reference.causal_attention(*double(query, key, value), sliding_window=window, **options)
+    distance = torch.arange(length - nodes, length)[:, None] - torch.arange(length)
+    visible = (distance >= 0) & (distance < (window or length))
+    plain = plain_attention(query, key, value, visible[None, None], **options)
+    key, value = layout(key, "buffer"), layout(value, "buffer")
+    state = TORCH_BACKEND.causal_attention(query, key, value, sliding_window=window, **options)
+    assert_within_budget(state, exact, plain)

@@ -1,40 +1,60 @@
-"""Causal attention of the torch backend against the reference in float64, and the proof that its fast paths run."""
+"""The torch backend: the traps of torch's fused attention op on CPU, each sprung once; and that fast paths run."""
 
 import pytest
 import torch
 
-from hf_longspec.attention_backends import torch_backend, torch_fused
+from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from tests.attention_backends import reference
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND, can_fuse, fused_attention
 from tests.attention_backends.oracle import assert_within_budget, double, layout, plain_attention, tensors
-from tests.pairwise import pairwise
+from tests.attention_backends.reference import tree_attention
 
-DTYPES = (torch.float32, torch.bfloat16)
+TRAPS = {
+    # heads of a group, queries, keys, sizes of keys and values, the tensor whose last stride is not 1, what is visible
+    "query_in_columns": (2, 5, 9, (8, 8), 0, "all"),
+    "key_in_columns": (2, 5, 9, (8, 8), 1, "all"),
+    "value_in_columns": (2, 5, 9, (8, 8), 2, "all"),
+    "shorter_values": (2, 5, 9, (8, 5), None, "all"),
+    "longer_values": (2, 5, 9, (5, 8), None, "all"),
+    "single_numbers": (2, 5, 9, (1, 1), None, "all"),
+    "grouped_without_packing": (3, 5, 9, (8, 8), None, "all"),
+    "a_query_that_sees_nothing": (2, 5, 9, (8, 8), None, "some"),
+    "causal_is_for_squares": (2, 9, 9, (8, 8), None, "causal"),
+}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "length", "window", "dtype", "softcap"),
-    [
-        *[(*case, None) for case in pairwise((1, 7, 40), (40, 90), (None, 1, 30, 90), DTYPES)],
-        (40, 90, 30, torch.float32, 2.0),
-        (40, 90, None, torch.bfloat16, 2.0),
-        (1, 90, 30, torch.float32, 2.0),
-        (60, 90, 30, torch.bfloat16, None),  # more than one block of queries
-        (60, 90, None, torch.float32, 2.0),
-    ],
-)
-def test_causal(nodes, length, window, dtype, softcap, monkeypatch):
-    monkeypatch.setattr(torch_backend, "BLOCK_QUERIES", 50)
-    query, key, value = tensors(2, 2, 3, nodes, length, 16, dtype)
-    options = {"scaling": 0.25, "softcap": softcap}
-    exact = reference.causal_attention(*double(query, key, value), sliding_window=window, **options)
-    distance = torch.arange(length - nodes, length)[:, None] - torch.arange(length)
-    visible = (distance >= 0) & (distance < (window or length))
-    plain = plain_attention(query, key, value, visible[None, None], **options)
-    key, value = layout(key, "buffer"), layout(value, "buffer")
-    state = TORCH_BACKEND.causal_attention(query, key, value, sliding_window=window, **options)
-    assert_within_budget(state, exact, plain)
+@pytest.mark.parametrize("name", TRAPS)
+def test_traps_of_the_op(name):
+    groups, nodes, slots, sizes, columns, seen = TRAPS[name]
+    inputs = list(tensors(2, 2, groups, nodes, slots, sizes[0], torch.float32, sizes[1]))
+    if columns is not None:
+        inputs[columns] = layout(inputs[columns], "columns")
+        assert inputs[columns].stride(3) != 1
+    visible = torch.ones(2, 1, nodes, slots, dtype=torch.bool)
+    options = {"is_causal": seen == "causal"}
+    if seen == "causal":
+        visible = visible.tril()
+    elif seen == "some":
+        visible[0, :, 2] = False
+        options["mask"] = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    exact = tree_attention(*double(*inputs), visible, scaling=0.5)
+    plain = plain_attention(*inputs, visible, scaling=0.5)
+    assert_within_budget(fused_attention(*inputs, scaling=0.5, **options), exact, plain)
+
+
+@pytest.mark.parametrize(("nodes", "slots"), [(5, 0), (0, 9)])
+def test_nothing_to_compute(nodes, slots):
+    """The op would divide by zero, and the process would end."""
+    out, lse = fused_attention(*tensors(2, 2, 2, nodes, slots, 8, torch.float32), scaling=0.5)
+    assert (out.shape, lse.shape) == ((2, 4, nodes, 8), (2, 4, nodes))
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_can_be_fused(masked):
+    odd = torch.empty(1, 1, 1, 33), torch.empty(1, 1, 1, 7)
+    assert can_fuse(*odd, masked=masked)
+    assert not can_fuse(*(x.to("meta") for x in odd), masked=masked)  # neither CPU nor CUDA
 
 
 class Spy:
@@ -52,8 +72,8 @@ class Spy:
 
 @pytest.fixture
 def spy(monkeypatch):
-    spy = Spy(torch_fused._flash_cpu)
-    monkeypatch.setattr(torch_fused, "_flash_cpu", spy)
+    spy = Spy(torch_backend._flash_cpu)
+    monkeypatch.setattr(torch_backend, "_flash_cpu", spy)
     return spy
 
 
@@ -102,3 +122,22 @@ def test_a_slow_number_of_rows_gets_one_more(spy, groups, nodes, dtype, rows):
     out, lse = TORCH_BACKEND.prefix_attention(query, key, value, SeqLens([50, 50]), scaling=1.0)
     assert spy.queries == [(4, 1, rows, 16)]
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
+
+
+@pytest.mark.parametrize("masked", ["no", "one", "each"])
+def test_in_parts(masked, monkeypatch, spy):
+    """Many 16-bit queries: a few batch rows at a time, each with its own mask, to the numbers of one call."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(5, 1, n, 8, generator=generator).bfloat16() for n in (70, 33, 33))
+    mask = torch.zeros(5 if masked == "each" else 1, 1, 70, 33).bfloat16()
+    mask[:, :, 3:, :7] = -torch.inf
+    mask[-1, :, :, 9:11] = -torch.inf
+    mask = None if masked == "no" else mask
+    whole = fused_attention(query, key, value, mask, scaling=0.5)
+    monkeypatch.setattr(torch_backend, "REARRANGED_BYTES", 2 * 2 * 2 * 33 * 8)  # keys and values of two rows
+    for part, one in zip(fused_attention(query, key, value, mask, scaling=0.5), whole, strict=True):
+        assert torch.equal(part, one)
+    assert len(spy.keys) == 1 + 3
+    for inputs in ((query.float(), key.float(), value.float()), (query[:, :, :63], key, value)):
+        fused_attention(*inputs, scaling=0.5)
+    assert len(spy.keys) == 4 + 2  # in one call each

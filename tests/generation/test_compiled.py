@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel, SpeculativeCache
-from hf_longspec.attention_backends import torch_backend, torch_fused
+from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.compiled_steps import MOST_ROWS, CompiledRunner
@@ -100,7 +100,7 @@ def test_rows_of_equal_and_different_lengths_in_turn(graphs, no_masks):
 @pytest.mark.parametrize("kind", ["longspec", "ngram"])
 def test_texts_of_one_row_build_each_graph_once(kind, graphs, monkeypatch):
     """Lengths are on both sides of `DENSE_KEYS`, up to which steps that run as they are attend in one call."""
-    monkeypatch.setattr(torch_fused, "DENSE_KEYS", 24)
+    monkeypatch.setattr(torch_backend, "DENSE_KEYS", 24)
     model = small("llama")
     draft = random_longspec_draft(model, window=8, tree_widths=[3, 2]) if kind == "longspec" else None
     draft = draft or NgramDraftModel.from_target(model, num_assistant_tokens=3)

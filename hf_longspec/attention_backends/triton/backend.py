@@ -9,14 +9,17 @@ from typing import Any
 import torch
 
 from ..lengths import SeqLens
-from ..merge import AttentionState
-from ..registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend, why_not_dtype
-from ..torch_backend import causal_attention
-from ..torch_fused import check_slots, with_unit_stride
-from .config import DTYPES, gpu_of, why_not_device
-from .language import INTERPRETED
-from .launch import hybrid_op, sparse_op, tree_op
-from .tiles import largest_rows
+from ..registry import (
+    WINDOW_WITHOUT_POSITIONS,
+    AttentionBackend,
+    AttentionCall,
+    AttentionState,
+    register_backend,
+    why_not_dtype,
+)
+from ..torch_backend import causal_attention, short_buffer, with_unit_stride
+from .config import INTERPRETED, largest_rows
+from .launch import DTYPES, gpu_of, hybrid_op, sparse_op, tree_op, why_not_device
 
 MAX_SIZE = 256
 
@@ -39,7 +42,7 @@ def hybrid_attention(
     memo: dict[Any, Any] | None = None,
     **options: Any,
 ) -> AttentionState:
-    """Attend N staged nodes to the prefix and each other; see torch_fused.py. Lengths are read on the device."""
+    """Attend N staged nodes to the prefix and each other; see torch_backend.py. Lengths are read on the device."""
     return _attend(query, key, value, lengths, mask=mask, positions=positions, **options)[:2]
 
 
@@ -100,14 +103,16 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attend to the prefix, with `mask` to the staged nodes as well; the scores are empty without `last_node`."""
     if lengths.longest is not None:
-        check_slots(0, lengths.longest + (0 if mask is None else mask.shape[-1]), key.shape[2])
+        stop = lengths.longest + (0 if mask is None else mask.shape[-1])
+        if stop > key.shape[2]:
+            raise short_buffer(0, stop, key.shape[2])
     if sliding_window is None:
         positions = None
     elif positions is None:
         raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
     else:
         positions = positions.contiguous()
-    query, key, value = (with_unit_stride(x) for x in (query, key, value))
+    query, key, value = with_unit_stride(query, key, value)
     tensors = (lengths.on(query.device).contiguous(), positions, mask, sinks, last_node)
     return hybrid_op(query, key, value, *tensors, scaling, sliding_window, softcap, per_row)
 

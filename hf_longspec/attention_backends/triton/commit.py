@@ -16,8 +16,8 @@ from functools import cache, lru_cache
 import torch
 from transformers.utils import logging
 
-from .config import LIBRARY, launching_on
-from .language import INSTALLED, jit, tl
+from .config import INSTALLED, jit, tl
+from .launch import LIBRARY, launching_on
 
 logger = logging.get_logger(__name__)
 

@@ -1,68 +1,221 @@
-"""The devices and dtypes that the kernels run on, and what their launches need of torch.
+"""The guarded import of Triton, and tile sizes of the kernels. Neither torch nor a GPU is needed.
 
-The interpreter keeps bfloat16 as bit patterns and multiplies those, without an error. `upcast` returns whether kernels
-have to convert what they load to float32 first.
+Without triton the kernel files still import, as plain functions that are never called. With TRITON_INTERPRET=1 in the
+environment before the first import, kernels run on a CPU, slowly, for tests.
+
+Tile sizes are plain functions of shapes and of the GPU. Autotuning would run every candidate in the middle of a
+generation, cannot run while a CUDA graph is captured, and can choose differently on two days, which changes the order
+of summation and so the last bits. The compiler's report on every tile is in docs/kernels.md (benchmarks/aot.py): none
+spills registers. None was timed on a GPU.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+try:
+    import triton
+    from triton import language
+except ImportError:
+    triton = language = None
 
-from .language import INSTALLED, INTERPRETED
-from .tiles import Gpu
+tl: Any = language
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Ampere. Older ones have neither bfloat16 nor asynchronous copies, and 64 KB of shared memory.
-MIN_CAPABILITY = (8, 0)
-# Hopper, and Blackwell of data centers: warpgroups multiply from shared memory. On other GPUs single warps do.
-WARPGROUP_CAPABILITIES = (9, 10)
-# Shared memory of one program on the smallest GPUs of that age (RTX 30 and 40, L4). Every configuration fits in it
-# where the device does not have more.
-SHARED_MEMORY = 99 * 1024
-# The namespace of the operators. A copy of this file from the Hub gets its own: registering an operator a second time
-# would pull the first one from under the package.
-LIBRARY = "hf_longspec" if __name__.startswith("hf_longspec.") else "hf_longspec_" + __name__.replace(".", "_")
+INSTALLED = triton is not None
+INTERPRETED = INSTALLED and bool(triton.knobs.runtime.interpret)
 
 
-def upcast(tensor: torch.Tensor) -> bool:
-    """Return whether kernels must convert this tensor's numbers to float32 before they calculate with them."""
-    return INTERPRETED and tensor.dtype == torch.bfloat16
+def jit(**options: Any) -> Callable[[Any], Any]:
+    """Return `triton.jit(**options)`, or without triton a decorator that does nothing."""
+    return (lambda function: function) if triton is None else triton.jit(**options)
 
 
-def output_dtype(value: torch.Tensor) -> torch.dtype:
-    """Return what a kernel writes: the interpreter truncates where a GPU rounds, so torch rounds to bfloat16."""
-    return torch.float32 if upcast(value) else value.dtype
+def constant(number: float) -> Any:
+    """Return a number that kernels may use by its name: a compiled kernel reads no other globals."""
+    return number if triton is None else tl.constexpr(number)
 
 
-def launching_on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Make the tensor's device current: Triton launches there, and under `device_map="auto"` it may be another one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+# tl.dot needs at least this many rows, keys and numbers per vector.
+SMALLEST_TILE = 16
+
+# For 16-bit numbers: the largest size of a vector -> the rows of a program -> block_keys, num_warps, num_stages.
+# With warpgroup instructions (Hopper and data-center Blackwell) a tile of 64 rows needs 4 warps, so that two programs
+# fit on a multiprocessor, and one of 128 rows reads keys and values half as often.
+WARPGROUP_TILES = {
+    64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)},
+    128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)},
+    256: {16: (32, 8, 3), 32: (64, 8, 2), 64: (32, 8, 3)},
+}
+# Elsewhere 64 rows spill with 4 warps, and 128 rows spill in any case.
+TILES = {
+    64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 3)},
+    128: {16: (64, 4, 3), 32: (64, 8, 3), 64: (64, 8, 3)},
+    256: {16: (32, 8, 3), 32: (64, 8, 2)},
+}
+# In float32 no tensor cores are used, and all operands of a product are in registers.
+FLOAT32_TILES = {64: {16: (16, 4, 2)}, 128: {16: (16, 4, 2)}, 256: {16: (16, 8, 3)}}
+# Programs of one launch: two for each of the 132 multiprocessors of an H100 or H200.
+PROGRAMS = 264
+# Prefix slots of one program at least. With fewer, partial results weigh more than the keys that they save.
+SHORTEST_SPLIT = 128
+# Chosen slots of one program. A fixed length, not a fixed number: the order of summation depends on neither batch nor
+# capacity. 128: one row of 8 key/value heads and 2,300 chosen slots (7 % of 32K) makes 144 programs, for 132
+# multiprocessors. Not measured.
+SPARSE_SPLIT = 128
 
 
-def why_not_device(device: torch.device) -> str | None:
-    """Return None if kernels run on this device, or the reason for refusing it."""
-    if not INSTALLED:
-        return "triton is not installed: pip install hf_longspec[triton]"
-    if INTERPRETED and device.type in ("cpu", "cuda"):
-        return None
-    if device.type != "cuda":
-        return f"device is {device.type}, expected cuda (with TRITON_INTERPRET=1 set before the import, cpu for tests)"
-    if torch.version.hip is not None:
-        return "this is ROCm, where the configurations were never tried"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        return f"compute capability is {capability[0]}.{capability[1]}, expected at least 8.0"
-    return None
+class Gpu(NamedTuple):
+    """The properties of a GPU that tiles depend on.
+
+    Args:
+        shared_memory (`int`): Bytes that one program may use.
+        warpgroups (`bool`): Whether four warps multiply together, from shared memory: compute capability 9 or 10.
+    """
+
+    shared_memory: int
+    warpgroups: bool
 
 
-def gpu_of(device: torch.device) -> Gpu:
-    """Return what tiles depend on; for the interpreter that of the smallest GPUs."""
-    return _gpu(device) if device.type == "cuda" else Gpu(SHARED_MEMORY, False)
+class TileConfig(NamedTuple):
+    """One way to run a kernel.
+
+    Args:
+        block_rows (`int`): Query rows of one program.
+        block_keys (`int`): Prefix slots or chosen slots per turn of its loop.
+        tree_keys (`int`): Nodes per turn of the loop over the tree.
+        tree_stages (`int`): Turns of that loop whose loads are in flight together.
+        split_keys (`int`): Prefix slots of one program at least; chosen slots of one program at most.
+        block_size (`int`): Size of a query and a key, rounded up.
+        block_value (`int`): Size of a value, rounded up.
+        num_warps (`int`): Warps of one program.
+        num_stages (`int`): Turns of the loop over the prefix whose loads are in flight together.
+    """
+
+    block_rows: int
+    block_keys: int
+    tree_keys: int
+    tree_stages: int
+    split_keys: int
+    block_size: int
+    block_value: int
+    num_warps: int
+    num_stages: int
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def largest_rows(size: int, value_size: int, itemsize: int, gpu: Gpu) -> int:
+    """Return the most query rows of one program."""
+    return max(_tiles(size, value_size, itemsize, gpu))
 
 
 @cache
-def _gpu(device: torch.device) -> Gpu:
-    shared_memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_MEMORY)
-    return Gpu(shared_memory, torch.cuda.get_device_capability(device)[0] in WARPGROUP_CAPABILITIES)
+def hybrid_config(rows: int, size: int, value_size: int, itemsize: int, gpu: Gpu, plain: bool = True) -> TileConfig:
+    """Choose the tiles of attention to the prefix, with or without a tree.
+
+    Args:
+        rows (`int`): Query rows that share a key head, `H // K * N`.
+        size (`int`): Size of a query and a key.
+        value_size (`int`): Size of a value.
+        itemsize (`int`): Bytes of one number.
+        gpu (`Gpu`): Properties of the device.
+        plain (`bool`, *optional*, defaults to `True`): Whether there is a tree and no scores are written. Otherwise
+            tiles of 64 keys and 32 rows or more spill up to 80 bytes per thread; they get 32 keys.
+    """
+    tiles = _tiles(size, value_size, itemsize, gpu)
+    block_rows = min(max(SMALLEST_TILE, power_of_two(rows)), max(tiles))
+    block_keys, num_warps, num_stages = tiles[block_rows]
+    if not plain and block_rows > 16 and block_keys > 32:
+        block_keys, num_stages = 32, num_stages + 1
+    # The loop over the tree is short, and stages would spill 56 bytes; in float32 it spills 300 without.
+    tree = (16 if block_rows == 16 else 32, 1) if itemsize == 2 else (16, num_stages)
+    sizes = _padded(size, value_size)
+    tile = TileConfig(block_rows, block_keys, *tree, SHORTEST_SPLIT, *sizes, num_warps, num_stages)
+    return _fit(tile, itemsize, gpu.shared_memory)
+
+
+@cache
+def tree_config(rows: int, size: int, value_size: int, itemsize: int, gpu: Gpu) -> TileConfig:
+    """Choose the tiles of attention under a mask alone; arguments as above. 64 rows spill with an additive mask."""
+    tile = hybrid_config(min(rows, 32), size, value_size, itemsize, gpu)
+    num_warps = 8 if max(size, value_size) > 128 else 4  # 8 spill with vectors of 128 on sm_80
+    return tile._replace(tree_keys=min(tile.block_keys, 32), num_warps=num_warps)
+
+
+@cache
+def sparse_config(size: int, value_size: int, itemsize: int) -> TileConfig:
+    """Choose the tiles of the sparse kernel; arguments as above.
+
+    Not measured. These are the largest for which no architecture spills registers: 32 query rows spill 8 bytes in 16
+    bits, and 4 warps up to 6 KB in float32, whose products run without matrix units. A drafting step has one query, so
+    16 rows hold a group of 16 heads.
+    """
+    is_large = max(size, value_size) > 128
+    block_keys, num_warps = (32, 8) if itemsize == 4 else (32 if is_large else 64, 4)
+    stages = 3 if itemsize == 4 and is_large else 2
+    return TileConfig(16, block_keys, 0, 0, SPARSE_SPLIT, *_padded(size, value_size), num_warps, stages)
+
+
+def wanted_splits(row_tiles: int, all_kv_heads: int, has_tree: bool) -> int:
+    """Return the splits of a row's prefix that make `PROGRAMS` programs, with those of the tree.
+
+    Args:
+        row_tiles (`int`): Tiles of query rows that share a key head.
+        all_kv_heads (`int`): Key heads of all rows of the batch.
+        has_tree (`bool`): Whether there is a tree.
+    """
+    return max(1, -(-PROGRAMS // (row_tiles * all_kv_heads)) - has_tree)
+
+
+def most_splits(capacity: int, wanted: int, split_keys: int, block_keys: int) -> int:
+    """Return the largest number of splits of any prefix of up to `capacity` slots.
+
+    A prefix of S slots has splits of `k = max(split_keys / block_keys, S // (wanted * block_keys))` blocks, all full
+    but the last: see the kernel. S is below `(k + 1) * wanted` blocks, so there are up to `wanted + wanted / k` splits.
+    """
+    shortest = split_keys // block_keys
+    return min(-(-capacity // split_keys), wanted + -(-wanted // shortest))
+
+
+def tile_options(
+    config: TileConfig, groups: int, size: int, value_size: int, has_softcap: bool, upcast: bool
+) -> dict[str, Any]:
+    """Return the constants that all kernels over keys have in common."""
+    return {
+        "GROUPS": groups,
+        "SIZE": size,
+        "VALUE_SIZE": value_size,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_KEYS": config.block_keys,
+        "BLOCK_SIZE": config.block_size,
+        "BLOCK_VALUE": config.block_value,
+        "HAS_SOFTCAP": has_softcap,
+        "UPCAST": upcast,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def _tiles(size: int, value_size: int, itemsize: int, gpu: Gpu) -> dict[int, tuple[int, int, int]]:
+    tables = FLOAT32_TILES if itemsize == 4 else WARPGROUP_TILES if gpu.warpgroups else TILES
+    return next(tiles for largest, tiles in tables.items() if max(size, value_size) <= largest)
+
+
+def _padded(size: int, value_size: int) -> tuple[int, int]:
+    return power_of_two(max(SMALLEST_TILE, size)), power_of_two(max(SMALLEST_TILE, value_size))
+
+
+def _fit(tile: TileConfig, itemsize: int, shared_memory: int) -> TileConfig:
+    """Halve the keys per turn until keys, values, queries and weights fit in shared memory."""
+
+    def needed(keys: int) -> int:
+        staged = tile.num_stages * keys * (tile.block_size + tile.block_value)
+        return itemsize * (staged + tile.block_rows * (tile.block_size + keys))
+
+    keys = tile.block_keys
+    while needed(keys) > shared_memory and keys > SMALLEST_TILE:
+        keys //= 2
+    return tile._replace(block_keys=keys)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 
-from .language import constant, jit, tl
+from .config import constant, jit, tl
 
 LOG2_E = constant(math.log2(math.e))
 LN_2 = constant(math.log(2.0))

@@ -1,15 +1,15 @@
 """LongSpecDraftModel: one block with a windowed self-attention and a cross-attention to the target's cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from ...attention_backends.differentiable import shifted_attention, windowed_attention
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, attention_of, decoder_of
 from ..base import DraftModel
@@ -219,3 +219,60 @@ class SelfAttention(CrossAttention):
     def key_value(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys, not rotated, and values, `(B, K, N, D)`."""
         return self._split(self.k_proj(hidden)), self._split(self.v_proj(hidden))
+
+
+def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
+    """Compute causal attention in which each position sees the last `window` positions, its own included.
+
+    The text is cut into blocks of `window` positions. A block sees itself and the previous block, so memory and time
+    grow with the length, not with its square.
+
+    Args:
+        window (`int`): Number of positions that a query sees.
+    """
+    length = query.shape[2]
+    if length <= window:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    blocks = -(-length // window)
+    rest = blocks * window - length
+    query, key, value = (pad(states, (0, 0, 0, rest)) for states in (query, key, value))
+    key_blocks, value_blocks = (_blocks(states, window) for states in (key, value))
+    # each block after its predecessor; that of a text's first block is wrong and hidden
+    keys, values = (torch.cat([states.roll(1, 0), states], dim=2) for states in (key_blocks, value_blocks))
+    position = torch.arange(window, device=query.device)[:, None] + window
+    seen = torch.arange(2 * window, device=query.device)
+    mask = ((seen <= position) & (seen > position - window)).repeat(blocks, 1, 1)  # [blocks, window, 2 * window]
+    mask[0, :, :window] = False
+    mask = mask[:, None].repeat(query.shape[0], 1, 1, 1)
+    out = scaled_dot_product_attention(_blocks(query, window), keys, values, attn_mask=mask, enable_gqa=True)
+    out = out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)
+    return out[:, :, :length]
+
+
+def shifted_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gaps: Sequence[int]) -> torch.Tensor:
+    """Compute attention in which the query at position t of row b sees the keys at positions up to `t - gaps[b]`.
+
+    This is Flash Noisy Training (LongSpec, https://huggingface.co/papers/2502.17421, section 3.2). Without the
+    first queries and the last keys it is ordinary causal attention, which any flash kernel computes.
+
+    Args:
+        gaps (`Sequence[int]`): One per row, at least 0. The first queries see no key and get zeros.
+    """
+    length, rows = query.shape[2], []
+    for row, gap in enumerate(gaps):
+        gap = min(gap, length)
+        one = slice(row, row + 1)
+        shifted = scaled_dot_product_attention(
+            query[one, :, gap:],
+            key[one, :, : length - gap],
+            value[one, :, : length - gap],
+            is_causal=True,
+            enable_gqa=True,
+        )
+        rows.append(pad(shifted, (0, 0, gap, 0)))
+    return torch.cat(rows)
+
+
+def _blocks(states: torch.Tensor, size: int) -> torch.Tensor:
+    """Reshape `(B, H, L, D)` to `(B * L / size, H, size, D)`."""
+    return states.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)

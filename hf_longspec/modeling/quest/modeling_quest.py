@@ -13,7 +13,7 @@ import torch
 
 from ...attention_backends.contexts import StepContext
 from ...attention_backends.lengths import on_device
-from ...attention_backends.pages import KeyPages, PageContext, PageSizes
+from ...attention_backends.scores import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
 from ...generation.compact_cache import CompactCache
 from ...generation.drafter import Binding, SelfDrafter, Verification

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 ROOT = Path(__file__).resolve().parents[3]
 sys.modules["kernels"] = ModuleType("kernels")
 sys.modules["kernels"].__path__ = [str(ROOT / "hf_longspec" / "attention_backends" / "triton")]
-commit, launch, tiles = (import_module(f"kernels.{name}") for name in ("commit", "launch", "tiles"))
+commit, launch, tiles = (import_module(f"kernels.{name}") for name in ("commit", "launch", "config"))
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities).

@@ -7,22 +7,23 @@ from pathlib import Path
 
 import numpy
 import torch
+from torch.utils._pytree import tree_map_only
 
-from hf_longspec.attention_backends.triton import language
+from hf_longspec.attention_backends.triton import config
 
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # 3.6 calls int() on an array of one number, which numpy refuses from 2.4 on.
 BROKEN_INTERPRETER = (
-    language.INTERPRETED
-    and language.triton.__version__.startswith("3.6.")
+    config.INTERPRETED
+    and config.triton.__version__.startswith("3.6.")
     and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
 )
 
 
 def on(device, *values):
-    """Tensors on the device; everything else as it is."""
-    return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in values)
+    """Tensors, and those in containers, on the device; everything else as it is."""
+    return tree_map_only(torch.Tensor, lambda x: x.to(device), values)
 
 
 def python(*arguments, **environment):

@@ -1,15 +1,25 @@
-"""The Triton backend as torch and transformers see it: operators, compilation, refusals, a whole model."""
+"""The Triton backend as torch and transformers see it: operators, compilation, refusals, whole models.
+
+A backend that writes scores while it verifies makes SpecAttn's texts and selections in one pass over the keys.
+test_scores.py compares the scores, and tests/generation/test_on_simulated_cuda.py captures such steps.
+"""
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from hf_longspec import SpecAttnDraftModel
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionCall
+from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.attention_backends.triton import backend, config
+from hf_longspec.attention_backends.triton import backend, config, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
 from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
+from hf_longspec.generation import compiled_steps, decoding
+from hf_longspec.generation.selection import SelectedCache
+from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.attention_backends.oracle import SCALING, tree_case
@@ -25,18 +35,15 @@ def arguments(device, lengths=(40, 70), dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("with_tree", "with_scores"), [(True, True), (False, False)])
-def test_opcheck_hybrid(kernel_device, small_tiles, with_tree, with_scores):
+def test_operators(kernel_device, small_tiles, with_tree, with_scores):
     context, query, key, value = arguments(kernel_device)
     sinks = torch.linspace(-2, 3, 6, device=kernel_device)
     last = torch.tensor([4, 2], device=kernel_device) if with_scores else None
     place = (context.lengths.on(kernel_device), context.positions, context.mask if with_tree else None, sinks, last)
     torch.library.opcheck(hybrid_op, (query, key, value, *place, 0.3, 50, 3.0, with_tree))
-
-
-def test_opcheck_tree(kernel_device, small_tiles):
-    context, query, key, value = arguments(kernel_device, dtype=torch.float16)
-    nodes = context.staged(key), context.staged(value)
-    torch.library.opcheck(tree_op, (query, *nodes, context.mask, 0.3, None))
+    if with_tree:
+        half = [x.half() for x in (query, context.staged(key), context.staged(value))]
+        torch.library.opcheck(tree_op, (*half, context.mask, 0.3, None))
 
 
 def test_compiles_whole(kernel_device, small_tiles):
@@ -86,7 +93,7 @@ def test_refusals(call, reason):
 def test_refusals_of_the_machine(monkeypatch):
     call = AttentionCall(CPU, torch.float16, 64, 64)
     gpu = AttentionCall(torch.device("cuda"), torch.float16, 64, 64)
-    monkeypatch.setattr(config, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     assert "TRITON_INTERPRET=1" in why_not(call)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert why_not(gpu) == "compute capability is 7.5, expected at least 8.0"
@@ -94,7 +101,7 @@ def test_refusals_of_the_machine(monkeypatch):
     assert why_not(gpu) is None
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "ROCm" in why_not(gpu)
-    monkeypatch.setattr(config, "INSTALLED", False)
+    monkeypatch.setattr(launch, "INSTALLED", False)
     assert why_not(gpu) == why_not(call) == "triton is not installed: pip install hf_longspec[triton]"
 
 
@@ -108,24 +115,107 @@ def test_a_second_copy_has_operators_of_its_own(kernel_device, kernel_copy):
     """A copy from the Hub beside the installed package: both keep working."""
     copy = kernel_copy("hub_copy", "launch").hybrid_op
     assert hybrid_op._qualname == "hf_longspec::triton_hybrid_attention"
-    assert copy._qualname == "hf_longspec_hub_copy_config::triton_hybrid_attention"
+    assert copy._qualname == "hf_longspec_hub_copy_launch::triton_hybrid_attention"
     _, query, key, value = arguments(kernel_device)
     inputs = (query, key, value, torch.tensor([9, 5], device=kernel_device), None, None, None, None, 0.3, None, None)
     for one, other in zip(hybrid_op(*inputs, False), copy(*inputs, False), strict=True):
         assert torch.equal(one, other)
 
 
+def text_of(target, lengths, **options):
+    input_ids, mask = on(target.device, *tiny_prompts(target.config.vocab_size, lengths))
+    options |= {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    return target.generate(input_ids, attention_mask=mask, **options)
+
+
 def test_a_model_generates(kernel_device, small_tiles, monkeypatch):
     """Greedy text on the kernels, drafts included, is that of the stock `generate`."""
     target = tiny_target("llama", num_hidden_layers=1).to(kernel_device)
-    names = ("input_ids", "attention_mask")
-    inputs = dict(zip(names, on(kernel_device, *tiny_prompts(128, (37, 13))), strict=True))
-    expected = target.generate(**inputs, max_new_tokens=4, do_sample=False)
+    expected = text_of(target, (37, 13))
     target.set_attn_implementation("hf_longspec_triton")
-    calls = []
-    monkeypatch.setattr(backend, "hybrid_op", lambda *args: calls.append(args[5]) or hybrid_op(*args))
-    draft = NgramDraftModel.from_target(target)
-    out = target.generate(**inputs, max_new_tokens=4, do_sample=False, assistant_model=draft)
-    assert torch.equal(out, expected)
-    assert len(calls) >= 3 * target.config.num_hidden_layers  # prompt, and two verifications at the very least
-    assert any(mask is not None for mask in calls)
+    masks = []
+    monkeypatch.setattr(backend, "hybrid_op", lambda *args: masks.append(args[5]) or hybrid_op(*args))
+    assert torch.equal(text_of(target, (37, 13), assistant_model=NgramDraftModel.from_target(target)), expected)
+    # prompt, and two verifications at the very least
+    assert len(masks) >= 3 * target.config.num_hidden_layers and any(mask is not None for mask in masks)
+
+
+class Watched:
+    """SpecAttn on an implementation: layers whose scores came with the attention (`written`) and from a second pass
+    (`computed`), and the entries that were selected."""
+
+    def __init__(self, target, lengths=(29, 3), implementation="hf_longspec_triton", **settings):
+        target.set_attn_implementation(implementation)
+        settings |= {"num_assistant_tokens": 3, "sparse_min_tokens": 8, "sparse_ratio": 0.3}
+        draft = SpecAttnDraftModel.from_target(target, **settings)
+        self.written, self.computed, self.selected, fill = [], [], [], SelectedCache.fill
+
+        def noting_fill(cache, layer_idx, chosen):
+            rows = [chosen[row, :, :count].sort(-1).values.tolist() for row, count in enumerate(tuple(cache.counts))]
+            self.selected.append((layer_idx, rows))
+            return fill(cache, layer_idx, chosen)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SelectedCache, "fill", noting_fill)
+            for name, layers in (("keep_scores", self.written), ("collect", self.computed)):
+                patch.setattr(ScoreCapture, name, self._noting(getattr(ScoreCapture, name), layers))
+            self.text = text_of(target, lengths, assistant_model=draft)
+        self.passes = draft.last_speculation.num_forwards + 1  # of the prompt's end and of every verification
+
+    @staticmethod
+    def _noting(method, layers):
+        def noted(capture, layer_idx, *args, **options):
+            if layer_idx not in capture.skipped_layers:
+                layers.append(layer_idx)
+            return method(capture, layer_idx, *args, **options)
+
+        return noted
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gemma2", {"score": "logits", "granularity": "kv_head"}),
+        ("gpt_oss", {}),
+        pytest.param("llama", {"score": "weights", "granularity": "kv_head"}, marks=pytest.mark.soak),
+        pytest.param("llama", {"score": "logits", "granularity": "layer"}, marks=pytest.mark.soak),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.soak),
+    ],
+)
+def test_scores_come_with_the_attention(kernel_device, small_tiles, name, settings):
+    """One pass over the keys, and the entries of two. Softcap, sinks, keys made for the call; no scores of windows."""
+    target = tiny_target(name, attn_implementation="eager")
+    expected = text_of(target, (29, 3))
+    scored = set(range(target.config.num_hidden_layers)) - TargetView(target).sliding_layers
+    here, there = Watched(target, **settings), Watched(target, implementation="hf_longspec_torch", **settings)
+    assert torch.equal(here.text, expected) and here.passes == there.passes
+    assert set(here.written) == scored and len(here.written) == len(scored) * here.passes
+    assert there.computed == here.written and not here.computed and not there.written
+    assert here.selected == there.selected and here.selected
+
+
+@pytest.mark.parametrize(
+    "selection",
+    ["last_accepted", *(pytest.param(name, marks=pytest.mark.soak) for name in ("window", "all_rows"))],
+)
+def test_other_selections_take_a_second_pass(kernel_device, small_tiles, selection):
+    target = tiny_target("llama", num_hidden_layers=1)
+    expected, found = text_of(target, (29, 3)), Watched(target, selection=selection)
+    assert torch.equal(found.text, expected)
+    assert not found.written and len(found.computed) == (0 if selection == "window" else found.passes)
+
+
+@pytest.mark.parametrize("lengths", [(29, 3), pytest.param((29,), marks=pytest.mark.soak)], ids=["ragged", "one"])
+def test_compiled_steps(kernel_device, small_tiles, lengths, monkeypatch):
+    """Traced whole, the scores included; drafting and verifying are one graph each."""
+    target = tiny_target("llama", num_hidden_layers=1)
+    loose = Watched(target, lengths)
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(compiled_steps, "BACKEND", graphs)
+    runner = compiled_steps.CompiledRunner()
+    monkeypatch.setattr(decoding, "runner_of", lambda *_: runner)
+    fixed = Watched(target, lengths)
+    torch._dynamo.reset()
+    assert torch.equal(fixed.text, loose.text) and fixed.passes == loose.passes and graphs.frame_count >= 2
+    assert fixed.written == loose.written and not fixed.computed and fixed.selected == loose.selected

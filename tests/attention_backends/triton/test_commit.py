@@ -56,17 +56,9 @@ def on_device(*lists):
     return tuple(torch.tensor(numbers, device=DEVICE) for numbers in lists)
 
 
-@pytest.mark.parametrize("number", range(len(PATHS)), ids=PATHS)
-def test_every_slot_of_every_buffer(number):
-    lengths, path, counts = list(PATHS.values())[number]
-    buffers = make_buffers(len(lengths), (torch.float32, torch.bfloat16)[number % 2])
-    expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
-    commit.move_nodes(buffers, *on_device(path, lengths, counts))
-    for found, wanted in zip(buffers, expected, strict=True):
-        assert same_bits(found, wanted)
-
-
-def test_buffers_of_different_dtypes_are_one_launch(monkeypatch):
+@pytest.mark.parametrize("name", PATHS)
+def test_every_slot_of_every_buffer(name, monkeypatch):
+    """Buffers of different dtypes are moved by one launch."""
     launches, kernel = [], commit._move_kernel
 
     class Spy:
@@ -75,12 +67,12 @@ def test_buffers_of_different_dtypes_are_one_launch(monkeypatch):
             return kernel[grid]
 
     monkeypatch.setattr(commit, "_move_kernel", Spy())
-    lengths, path, counts = PATHS["gaps"]
-    buffers = [*make_buffers(3, torch.float32), *make_buffers(3, torch.bfloat16)]
+    lengths, path, counts = PATHS[name]
+    buffers = [*make_buffers(len(lengths), torch.float32)[:4], *make_buffers(len(lengths), torch.bfloat16)[4:]]
     expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
     commit.move_nodes(buffers, *on_device(path, lengths, counts))
     assert all(map(same_bits, buffers, expected))
-    assert launches == [(sum(buffer.shape[1] for buffer in buffers), 3)]
+    assert launches == [(sum(buffer.shape[1] for buffer in buffers), len(lengths))]
 
 
 def test_views_inference_tensors_and_a_second_copy(kernel_copy):

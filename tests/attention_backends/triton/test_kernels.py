@@ -1,4 +1,5 @@
-"""The Triton kernels beyond their parity with other backends (test_parity.py): what they read, merge and launch.
+"""The Triton kernels beyond their parity with other backends (test_parity.py): what they read, merge and launch, and
+their tiles: plain functions against counting, and every shipped tile against the reference in float64.
 
 Interpreted on a CPU, compiled on a GPU.
 """
@@ -7,92 +8,66 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.merge import merge_attention_states
+from hf_longspec.attention_backends.registry import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
-from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
+from hf_longspec.attention_backends.triton.config import (
+    SHORTEST_SPLIT,
+    SPARSE_SPLIT,
+    Gpu,
+    hybrid_config,
+    most_splits,
+    wanted_splits,
+)
 from hf_longspec.attention_backends.triton.launch import launch_combine
-from hf_longspec.attention_backends.triton.tiles import SPARSE_SPLIT
-from tests.attention_backends import reference
 from tests.attention_backends.oracle import (
     SCALING,
     assert_within_budget,
     attended,
-    double,
+    computed,
     expected_tree,
-    layout,
-    plain_attention,
     prefix_case,
     sparse_case,
-    tensors,
     tree_case,
 )
-from tests.attention_backends.triton.machine import DEVICE, on
+from tests.attention_backends.triton.machine import on
 
-pytestmark = pytest.mark.usefixtures("kernel_device", "small_tiles", "poisoned_memory")
-
+HOPPER, SMALLEST = Gpu(227 * 1024, True), Gpu(99 * 1024, False)
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def run(device, query, key, value, lengths, options, form="buffer"):
-    """The state of the prefix kernel, on the CPU."""
-    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    inputs = on(device, query, layout(key, form), layout(value, form))
-    return on("cpu", *TRITON_BACKEND.prefix_attention(*inputs, lengths, **options))
+@pytest.fixture
+def small(small_tiles, poisoned_memory):
+    """Small tiles, and memory that is NaN at first."""
 
 
-def run_sparse(inputs, options):
-    return on("cpu", *TRITON_BACKEND.sparse_attention(*on(DEVICE, *inputs), **options))
-
-
-@pytest.mark.parametrize("lengths", [(90, 0, 33), (70, 140, 64)], ids=str)
-@pytest.mark.parametrize("window", [1, 32, 70])
-def test_slots_before_every_window_are_not_read(kernel_device, window, lengths):
-    """NaN wherever no query looks, before the window as well as after the prefix."""
-    query, key, value, lengths, options, exact, plain = prefix_case(5, 3, 16, lengths, window, torch.float32)
-    first = options["positions"].amin(1) - window + 1
-    hidden = (torch.arange(key.shape[2]) < first[:, None])[:, None, :, None]
-    key, value = key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.nan)
-    assert_within_budget(run(kernel_device, query, key, value, lengths, options), exact, plain)
-
-
-def test_int32_lengths_and_a_capacity_far_beyond_them(kernel_device):
-    query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (70, 3), None, torch.float32)
-    room = key.new_full((2, 2, 500, 16), torch.nan)
-    key, value = torch.cat([key, room], 2), torch.cat([value, room], 2)
-    lengths = SeqLens(None, lengths.on("cpu").int())
-    assert_within_budget(run(kernel_device, query, key, value, lengths, options), exact, plain)
-
-
-def test_the_result_does_not_depend_on_the_capacity(kernel_device, monkeypatch):
-    """The length of a split follows from the row's own prefix: more room, or a longer row beside it, changes no bit."""
+def test_the_result_does_not_depend_on_the_capacity(kernel_device, small, monkeypatch):
+    """A split follows from the row's own prefix: more room, other rows or a longer one beside it change no bit."""
     monkeypatch.setattr(launch, "wanted_splits", lambda *args: 2)
-    query, key, value, lengths, options, _, _ = prefix_case(3, 2, 16, (400, 170), None, torch.float32)
-    options = {"scaling": options["scaling"]}
-    both = run(kernel_device, query, key, value, lengths, options)
-    twice = [1, 1]
-    short = key[twice, :, :170], value[twice, :, :170], SeqLens([170, 170])
-    same = run(kernel_device, query[twice], *short, options)
-    for one, other in zip(both, same, strict=True):
-        assert torch.equal(one[1], other[1])
+    query, key, value, lengths, options, _, _ = prefix_case(3, 2, 16, (400, 170), None, FLOAT32)
+    both = computed(TRITON_BACKEND, "prefix", (query, key, value, lengths), options, kernel_device)
+    short = query[[1, 1]], key[[1, 1], :, :170], value[[1, 1], :, :170], SeqLens([170, 170])
+    same = computed(TRITON_BACKEND, "prefix", short, {"scaling": options["scaling"]}, kernel_device)
+    assert all(torch.equal(one[1], other[1]) for one, other in zip(both, same, strict=True))
+    (query, key, value, indices, counts), options, _, _ = sparse_case(
+        (140, 100), 2, 1, (16, 16), FLOAT32, chosen=300, kv_heads=1, slots=310
+    )
+    both = computed(TRITON_BACKEND, "sparse", (query, key, value, indices, counts), options, kernel_device)
+    short = query[:1], key[:1], value[:1], indices[:1, :, :140], counts[:1]
+    same = computed(TRITON_BACKEND, "sparse", short, options, kernel_device)
+    assert all(torch.equal(one[:1], other) for one, other in zip(both, same, strict=True))
 
 
-def test_a_bfloat16_mask_hides_with_its_own_lowest_number(kernel_device):
-    query, key, value = tensors(1, 2, 2, 5, 9, 16, torch.bfloat16)
-    visible = torch.ones(1, 1, 5, 9, dtype=torch.bool).tril()
-    bias = torch.zeros(1, 1, 5, 9, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
-    exact = reference.tree_attention(*double(query, key, value), visible, scaling=0.3)
-    plain = plain_attention(query, key, value, visible, scaling=0.3)
-    state = TRITON_BACKEND.tree_attention(*on(kernel_device, query, key, value, bias), scaling=0.3)
-    assert_within_budget(on("cpu", *state), exact, plain)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 70])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_combine(kernel_device, parts, with_sinks):
+def test_combine(kernel_device, small, monkeypatch, parts, with_sinks):
     """Any number of parts, some of them empty and their outputs NaN, against the merge in float64."""
+    if parts == 70:  # as it is shipped
+        monkeypatch.undo()
+        assert (launch.BLOCK_STATES, launch.BLOCK_PARTS) == (1, 64)
     generator = torch.Generator().manual_seed(parts)
-    out = torch.randn(2, 4, 9, parts, 12, generator=generator)
-    lse = 10 * torch.randn(2, 4, 9, parts, generator=generator)
+    out = torch.randn(2, 4, 3, parts, 12, generator=generator)
+    lse = 10 * torch.randn(2, 4, 3, parts, generator=generator)
     lse[torch.rand(lse.shape, generator=generator) < 0.4] = -torch.inf
     lse[0, 0, 0] = -torch.inf
     empty = lse == -torch.inf
@@ -100,13 +75,13 @@ def test_combine(kernel_device, parts, with_sinks):
     states = [(out[..., p, :].double().masked_fill(empty[..., p, None], 0), lse[..., p].double()) for p in range(parts)]
     exact = merge_attention_states(states, None if sinks is None else sinks.double())
     inputs = (out.masked_fill(empty[..., None], torch.nan), lse / torch.tensor(2.0).log())
-    state = launch_combine(*on(kernel_device, *inputs, out[:, :, 0], sinks))
-    torch.testing.assert_close(state[0].cpu().double(), exact[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(state[1].cpu().double(), exact[1], rtol=1e-6, atol=1e-5)
+    state = on("cpu", *launch_combine(*on(kernel_device, *inputs, out[:, :, 0], sinks)))
+    torch.testing.assert_close(state[0].double(), exact[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(state[1].double(), exact[1], rtol=1e-6, atol=1e-5)
     assert state[0].transpose(1, 2).is_contiguous()
 
 
-def test_hybrid_is_one_operator_and_reads_no_number(kernel_device, monkeypatch):
+def test_hybrid_is_one_operator_and_reads_no_number(kernel_device, small, monkeypatch):
     """Wrong host lengths change nothing, as they must not under a CUDA graph; and no length leaves its tensor."""
     context, query, key, value = tree_case((70, 33), 5)
     exact, plain = expected_tree(context, query, key, value, None, None, None)
@@ -130,15 +105,7 @@ def test_hybrid_is_one_operator_and_reads_no_number(kernel_device, monkeypatch):
     assert_within_budget((out.cpu(), exact[1].float()), exact, plain)
 
 
-def test_no_room_for_the_nodes(kernel_device):
-    context, query, key, value = tree_case((70,), 5)
-    mask, positions = on(kernel_device, context.mask, context.positions)
-    inputs = on(kernel_device, query, key[:, :, :74], value[:, :, :74])
-    with pytest.raises(ValueError, match="slots 0 to 75 were asked for, but the buffer has 74"):
-        hybrid_attention(*inputs, context.lengths, mask, positions, scaling=1.0)
-
-
-def test_offsets_beyond_32_bits(kernel_device):
+def test_offsets_beyond_32_bits(kernel_device, small):
     """Row 2 of a batch begins after 2^31 numbers. The memory is reserved, and only what is used is touched."""
     torch.use_deterministic_algorithms(False)  # poisoned_memory would fill all of it
     stride = 2**30 + 64
@@ -153,53 +120,28 @@ def test_offsets_beyond_32_bits(kernel_device):
     assert_within_budget(attended(context, TRITON_BACKEND, query, *far, kernel_device), exact, plain)
 
 
-def test_the_shipped_merge(kernel_device, monkeypatch):
-    monkeypatch.undo()
-    assert (launch.BLOCK_STATES, launch.BLOCK_PARTS) == (1, 64)
-    out, lse = torch.randn(1, 2, 3, 70, 16), torch.randn(1, 2, 3, 70)
-    exact = merge_attention_states([(out[..., p, :].double(), lse[..., p].double()) for p in range(70)])
-    state = launch_combine(*on(kernel_device, out, lse / torch.tensor(2.0).log(), out[:, :, 0]))
-    torch.testing.assert_close(state[0].cpu().double(), exact[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(state[1].cpu().double(), exact[1], rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("counts", "length", "parts", "dtype"),
     [
-        ((300, 129), 300, 3, torch.float32),
-        ((0, 128), 256, 2, torch.bfloat16),
-        ((1,), 2100, 17, torch.float16),  # 17 parts: two blocks of the merging kernel
+        ((300, 129), 300, 3, FLOAT32),
+        ((0, 128), 256, 2, BFLOAT16),
+        ((1,), 2100, 17, FLOAT16),  # 17 parts: two blocks of the merging kernel
+        ((99,), 13, 1, FLOAT32),  # a count beyond the slots reads no further
     ],
 )
-def test_several_parts_of_chosen_slots(counts, length, parts, dtype):
+def test_several_parts_of_chosen_slots(kernel_device, small, counts, length, parts, dtype):
     """Full, partly used and empty parts."""
-    inputs, options, exact, plain = sparse_case(
-        counts, 2, 1, (16, 16), dtype, chosen=length, kv_heads=1, slots=length + 9
-    )
+    sizes = {"chosen": length, "kv_heads": 1, "slots": length + 9}
+    inputs, options, exact, plain = sparse_case(counts, 2, 1, (16, 16), dtype, **sizes)
     assert -(-length // SPARSE_SPLIT) == parts
-    assert_within_budget(run_sparse(inputs, options), exact, plain)
-
-
-def test_parts_do_not_depend_on_capacity():
-    """Bit for bit: more room for slots, and more rows, change no sum."""
-    inputs, options, _, _ = sparse_case((140, 100), 2, 1, (16, 16), torch.float32, chosen=300, kv_heads=1, slots=310)
-    expected = run_sparse(inputs, options)
-    query, key, value, indices, counts = inputs
-    narrow = run_sparse((query[:1], key[:1], value[:1], indices[:1, :, :140], counts[:1]), options)
-    assert torch.equal(narrow[0], expected[0][:1]) and torch.equal(narrow[1], expected[1][:1])
-
-
-def test_a_count_beyond_the_slots_reads_no_further():
-    inputs, options, exact, plain = sparse_case((13,), 2, 1, (8, 8), torch.float32)
-    assert_within_budget(run_sparse((*inputs[:4], torch.tensor([99])), options), exact, plain)
+    assert_within_budget(computed(TRITON_BACKEND, "sparse", inputs, options, kernel_device), exact, plain)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_custom_op_of_the_sparse_kernel(softcap):
-    inputs, options, _, _ = sparse_case((140, 0), 2, 1, (8, 16), torch.float32, chosen=140, kv_heads=1, slots=150)
-    inputs = tuple(x.to(DEVICE) for x in inputs)
+def test_custom_op_of_the_sparse_kernel(kernel_device, small, softcap):
+    inputs, options, _, _ = sparse_case((140, 0), 2, 1, (8, 16), FLOAT32, 140, 1, softcap, slots=150)
+    inputs = on(kernel_device, *inputs)
     torch.library.opcheck(launch.sparse_op, (*inputs, 0.3, softcap))
-    options["softcap"] = softcap
 
     def doubled(*tensors):
         out, lse = TRITON_BACKEND.sparse_attention(*tensors, **options)
@@ -208,3 +150,128 @@ def test_custom_op_of_the_sparse_kernel(softcap):
     compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
     for found, expected in zip(compiled(*inputs), doubled(*inputs), strict=True):
         assert torch.equal(found, expected)
+
+
+def splits_of(length, wanted, split_keys, block_keys):
+    """The splits of a prefix, as (first, stop), by the rule in the kernel's docstring."""
+    size = max(split_keys, length // (wanted * block_keys) * block_keys)
+    return [(first, min(first + size, length)) for first in range(0, length, size)]
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 5, 32])
+@pytest.mark.parametrize(("split_keys", "block_keys"), [(128, 64), (128, 32), (64, 32), (128, 128)])
+def test_there_is_a_part_for_every_split(wanted, split_keys, block_keys):
+    most = 0
+    for length in range(0, 12 * wanted * block_keys, 7):
+        splits = splits_of(length, wanted, split_keys, block_keys)
+        assert sum(stop - first for first, stop in splits) == length
+        most = max(most, len(splits))
+        assert most <= most_splits(length, wanted, split_keys, block_keys)
+    assert wanted <= most  # a long prefix has as many as were wanted, at least
+
+
+@pytest.mark.parametrize(("nodes", "block_rows"), [(1, 16), (4, 16), (8, 32), (16, 64), (17, 128), (64, 128)])
+def test_two_programs_for_every_multiprocessor(nodes, block_rows):
+    """8K tokens, 8 key heads, groups of 4, on a GPU with 132: programs that have keys, the tree's included."""
+    config = hybrid_config(4 * nodes, 128, 128, 2, HOPPER)
+    assert config.block_rows == block_rows
+    row_tiles, tree = -(-4 * nodes // block_rows), nodes > 1
+    splits = splits_of(8192, wanted_splits(row_tiles, 8, tree), config.split_keys, config.block_keys)
+    assert 264 <= row_tiles * 8 * (len(splits) + tree) <= 1.31 * 264
+
+
+def test_a_batch_needs_fewer_splits():
+    """4 rows of 8 key heads: the programs of one row, each of them four times as long."""
+    assert wanted_splits(1, 8, True) == 32
+    assert wanted_splits(1, 4 * 8, True) == 8
+    assert wanted_splits(2, 64 * 8, True) == 1
+
+
+def test_small_gpus_get_no_tile_of_warpgroups_and_smaller_blocks():
+    assert hybrid_config(500, 128, 128, 2, HOPPER).block_rows == 128
+    assert hybrid_config(500, 128, 128, 2, SMALLEST).block_rows == 64
+    large = hybrid_config(64, 128, 128, 2, Gpu(163 * 1024, False))
+    small = hybrid_config(64, 128, 128, 2, SMALLEST)
+    assert (large.block_keys, small) == (64, large._replace(block_keys=32))
+
+
+def test_every_tile_fits():
+    for size in (64, 128, 256):
+        for itemsize in (2, 4):
+            for rows in (16, 32, 64, 128):
+                small = hybrid_config(rows, size, size, itemsize, SMALLEST)
+                assert small.split_keys % small.block_keys == 0
+                # without warpgroups the compiler keeps a buffer less than stages: soak compiles all of them
+                staged = (small.num_stages - 1) * small.block_keys * 2 * size
+                assert itemsize * (staged + small.block_rows * size) <= SMALLEST.shared_memory
+
+
+@pytest.fixture
+def hopper(monkeypatch, poisoned_memory):
+    """The tiles of a Hopper GPU, wherever the kernels run, and two splits for a long prefix; few programs merge."""
+    monkeypatch.setattr(launch, "gpu_of", lambda device: HOPPER)
+    monkeypatch.setattr(launch, "wanted_splits", lambda *args: 2)
+    monkeypatch.setattr(launch, "BLOCK_STATES", 64)
+
+
+# Nodes and heads of a group, and so the tile: of 16, 32, 64 and 128 rows, and two of 128.
+TILES = [(1, 3), (3, 7), (16, 4), (31, 4), (33, 4)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "groups", "size"), [*((*tile, 128) for tile in TILES), (31, 4, 64), (1, 3, 136), (16, 4, 136)]
+)
+def test_every_tile_with_its_tree(kernel_device, hopper, monkeypatch, nodes, groups, size):
+    """Ragged rows: none, a part of a block, and splits longer than the shortest. One launch and one merge."""
+    lengths = (0, 37, 450) if nodes < 16 else (450, 33)
+    context, query, key, value = tree_case(lengths, nodes, 1, groups, size, size, FLOAT16)
+    exact, plain = expected_tree(context, query, key, value, None, None, None)
+    launches = []
+    for name in ("attention_kernel", "combine_kernel"):
+        monkeypatch.setattr(launch, name, counted(getattr(launch, name), launches))
+    assert_within_budget(attended(context, TRITON_BACKEND, query, key, value, kernel_device), exact, plain)
+    (options, grid), (_, _) = launches
+    config = hybrid_config(nodes * groups, size, size, 2, HOPPER)
+    assert (options["BLOCK_ROWS"], options["BLOCK_KEYS"]) == (config.block_rows, config.block_keys)
+    splits = most_splits(key.shape[2], 2, config.split_keys, config.block_keys)
+    tree = int(nodes > 1)  # a lone node is one more token of the prefix
+    assert options["TREE"] == tree
+    assert grid == (-(-nodes * groups // config.block_rows), len(lengths), tree + splits)
+
+
+@pytest.mark.parametrize(("nodes", "groups"), TILES[1:4])
+def test_every_tile_with_scores(kernel_device, hopper, nodes, groups):
+    """The tiles of 32 keys, a window and a softcap; the scores of node 0 and of the last node by a plain product."""
+    query, key, value, lengths, options, exact, plain = prefix_case(nodes, groups, 128, (270, 33), 150, FLOAT16, 3.0)
+    last = torch.tensor([nodes - 1, nodes // 2])
+    *state, scores = computed(TRITON_BACKEND, "scored", (query, key, value, lengths, last), options, kernel_device)
+    assert_within_budget(state, exact, plain)
+    for b, length in enumerate(lengths.host):
+        both = query[b].double()[:, [0, int(last[b])]].unflatten(0, (2, groups)).sum((1, 2))
+        products = torch.einsum("kd,ksd->ks", both, key[b, :, :length].double())
+        # sums of products of float16 numbers in float32
+        torch.testing.assert_close(scores[b, :, :length].double(), products, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_long_splits_change_no_result(kernel_device, hopper, window):
+    """Splits of 448 and 192 slots instead of 128, with and without a window that begins within a block."""
+    query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (900, 401), window, FLOAT32)
+    assert [splits_of(length, 2, SHORTEST_SPLIT, 16)[0] for length in lengths.host] == [(0, 448), (0, 192)]
+    inputs = query, key, value, SeqLens(None, lengths.on("cpu"))
+    state = computed(TRITON_BACKEND, "prefix", inputs, options, kernel_device)
+    assert_within_budget(state, exact, plain)
+
+
+def counted(kernel, launches):
+    """A kernel that notes its launches: `(options, grid)`."""
+
+    class Counted:
+        def __getitem__(self, grid):
+            def run(*args, **options):
+                launches.append((options, grid))
+                return kernel[grid](*args, **options)
+
+            return run
+
+    return Counted()

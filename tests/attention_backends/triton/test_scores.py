@@ -1,6 +1,7 @@
 """Scores that the Triton kernels write while they attend, against a double loop and a second pass over the keys."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, scored_attention
 from hf_longspec.generation.selection import select_top
-from tests.attention_backends.oracle import SCALING, assert_within_budget, layout, prefix_case, tensors, tree_case
+from tests.attention_backends.oracle import SCALING, assert_within_budget, computed, prefix_case, tensors, tree_case
 from tests.attention_backends.triton.machine import on
 from tests.pairwise import pairwise
 
@@ -33,12 +34,10 @@ def test_scores_against_a_double_loop(kernel_device, nodes, groups, last, window
     lengths, size, softcap = (70, 37), 16, 2.0
     case = prefix_case(nodes, groups, size, lengths, window, dtype, softcap)
     query, key, value, lengths, options, exact, plain = case
-    options = {name: x.to(kernel_device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    inputs = on(kernel_device, query, layout(key, "buffer"), layout(value, "buffer"))
-    inputs = (*inputs, lengths, torch.tensor(last))
-    *state, summed = on("cpu", *scored_attention(*inputs, **options))
+    run = partial(computed, TRITON_BACKEND, "scored", (query, key, value, lengths, torch.tensor(last)))
+    *state, summed = run(options, kernel_device, "buffer")
     assert_within_budget(state, exact, plain)
-    *state, rows = on("cpu", *scored_attention(*inputs, **options, per_row=True))
+    *state, rows = run({**options, "per_row": True}, kernel_device, "buffer")
     assert_within_budget(state, exact, plain)
     assert (summed.shape, rows.shape) == ((2, 2, key.shape[2]), (2, 2, 2, groups, key.shape[2]))
     q, k = query.double(), key.double()
@@ -61,13 +60,6 @@ def test_scores_of_too_many_heads(kernel_device):
     assert scored_attention(*inputs, scaling=1.0) is None
     eight = on(kernel_device, *tensors(1, 1, 8, 2, 20, 16, torch.float32))
     assert scored_attention(*eight, *inputs[3:], scaling=1.0) is not None
-
-
-def test_scores_of_a_buffer_that_is_too_short(kernel_device):
-    query, key, value = tensors(1, 2, 4, 1, 50, 16, torch.float32)
-    inputs = (*on(kernel_device, query, key, value), SeqLens([60]), torch.tensor([0]))
-    with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
-        scored_attention(*inputs, scaling=1.0)
 
 
 # nodes, groups, prefix lengths, last nodes, window, softcap, sinks
@@ -123,27 +115,19 @@ def test_the_selection_is_that_of_the_second_pass(kernel_device, monkeypatch, na
 
 
 @pytest.mark.parametrize(
-    ("options", "groups"),
+    ("backend", "options", "groups"),
     [
-        ({"rows": "all_rows"}, 3),
-        ({"rows": "each_row"}, 3),
-        ({"score": "weights"}, 9),  # 18 rows of two nodes do not fit in one program of 16
+        (TRITON_BACKEND, {"rows": "all_rows"}, 3),
+        (TRITON_BACKEND, {"rows": "each_row"}, 3),
+        (TRITON_BACKEND, {"score": "weights"}, 9),  # 18 rows of two nodes do not fit in one program of 16
+        (replace(TRITON_BACKEND, scored_attention=None), {"score": "weights"}, 3),
     ],
-    ids=["all_rows", "each_row", "too_many_heads"],
+    ids=["all_rows", "each_row", "too_many_heads", "no_score_rows"],
 )
-def test_other_scores_take_the_second_pass(kernel_device, options, groups):
+def test_other_scores_take_the_second_pass(kernel_device, backend, options, groups):
     """And give what they give on the torch backend."""
     case = (5, groups, (90, 33), None, None, False)
-    found, expected = (captured(backend, (4, 2), case, **options)[1] for backend in (TRITON_BACKEND, TORCH_BACKEND))
+    found, expected = (captured(one, (4, 2), case, **options)[1] for one in (backend, TORCH_BACKEND))
     assert found.shape == expected.shape
     for row, length in enumerate((90, 33)):
         torch.testing.assert_close(found[row, ..., :length], expected[row, ..., :length], rtol=0, atol=1e-4)
-
-
-def test_a_backend_without_score_rows_takes_the_second_pass(kernel_device):
-    case = (5, 3, (90, 33), None, None, False)
-    backend = replace(TRITON_BACKEND, scored_attention=None)
-    _, found = captured(backend, (4, 2), case, score="weights")
-    _, expected = captured(TRITON_BACKEND, (4, 2), case, score="weights")
-    for row, length in enumerate((90, 33)):
-        torch.testing.assert_close(found[row, :, :length], expected[row, :, :length], rtol=0, atol=2 * SCORE_ERROR)

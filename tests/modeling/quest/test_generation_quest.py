@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_longspec import QuestDraftModel, SpeculativeCache
-from hf_longspec.attention_backends.pages import KeyPages, PageContext
+from hf_longspec.attention_backends.scores import KeyPages, PageContext
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.quest.modeling_quest import QuestDrafter
 from hf_longspec.testing import tiny_target
