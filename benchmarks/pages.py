@@ -143,7 +143,7 @@ def _mib(key: str) -> Callable[[Record], str]:
 
 
 def memory_tables(records: Sequence[Record]) -> list[str]:
-    """Everything, with the bounds."""
+    """Everything, with the bounds that earlier runs wrote."""
     columns: Columns = {
         "method": "method",
         "context": "context",
