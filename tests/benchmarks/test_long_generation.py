@@ -108,13 +108,3 @@ def test_going_on_after_a_mark_keeps_the_text_before_it(target, prompts, tmp_pat
     benchmark.speed_at(8, plain, LongRow("mine", plain, 16, GREEDY), text, cache, 6)
     for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
         torch.testing.assert_close(ours.keys[:, :, :27], theirs.keys, **rounding(theirs.keys, layers=2))
-
-
-def test_a_row_without_time_is_named(target, prompts, tmp_path):
-    plain = hf_longspec.PlainDraftModel.from_target(target)
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8])
-    with Run(tmp_path / "long.jsonl", "long", 0) as results:
-        for _ in range(2):
-            benchmark.measure(LongRow("mine", plain, 8, GREEDY), {}, 0, results)
-    kinds = [record["kind"] for record in read_records(tmp_path / "long.jsonl")]
-    assert kinds == ["environment", "long", "skipped", "end"]
