@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_longspec.hub.cards import Card, render
+from hf_longspec.hub.repository import Card, render
 
 from .conftest import DRAFTS
 

@@ -9,7 +9,7 @@ from hf_longspec import LongSpecDraftModel, NgramConfig, NgramDraftModel
 from hf_longspec.cli import CommandError
 from hf_longspec.cli.session import open_draft
 from hf_longspec.cli.tune import plan_for
-from hf_longspec.hub.cards import Card, render
+from hf_longspec.hub.repository import Card, render
 from hf_longspec.modeling.convert import converters
 from hf_longspec.modeling.register_draft import DRAFTS, weightless_drafts
 from hf_longspec.testing import tiny_prompts
