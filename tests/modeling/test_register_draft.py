@@ -13,7 +13,7 @@ from hf_longspec.hub.repository import Card, render
 from hf_longspec.modeling.convert import converters
 from hf_longspec.modeling.register_draft import DRAFTS, weightless_drafts
 from hf_longspec.testing import tiny_prompts
-from hf_longspec.training.method import TrainingMethod, method_of
+from hf_longspec.training.trainer import TrainingMethod, method_of
 from tests.modeling.toy_draft import ToyConfig, ToyDraftModel
 
 HERE = "tests.modeling.test_register_draft"

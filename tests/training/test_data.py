@@ -53,7 +53,7 @@ def test_a_template_without_marks_cannot_train_on_the_assistant_only(args, token
     unmarked = tokenizer.chat_template
     try:
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        with pytest.raises(ValueError, match="marks no tokens of the assistant: put"):
+        with pytest.raises(ValueError, match="assistant_only"):
             DocumentEncoder(args, tokenizer)({"messages": [{"role": "assistant", "content": "yes"}]})
     finally:
         tokenizer.chat_template = unmarked
@@ -69,16 +69,10 @@ def test_batches_are_padded_on_the_right(args):
     }
 
 
-@pytest.mark.parametrize("token", [-1, 10])
-def test_tokens_outside_the_vocabulary_are_refused(args, token):
-    collate = DraftCollator(DocumentEncoder(args), vocab_size=10)
-    with pytest.raises(ValueError, match=f"the token {token}, and the target's vocabulary is 0 to 9.*tokenizer"):
-        collate([{"input_ids": [3, token]}])
-
-
-def test_empty_rows_are_refused(args):
-    with pytest.raises(ValueError, match="no tokens: filter"):
-        DraftCollator(DocumentEncoder(args), vocab_size=10)([{"input_ids": [3]}, {"input_ids": []}])
+@pytest.mark.parametrize(("row", "match"), [([3, -1], "token -1"), ([3, 10], "token 10"), ([], "no tokens")])
+def test_empty_rows_and_tokens_outside_the_vocabulary_are_refused(args, row, match):
+    with pytest.raises(ValueError, match=match):
+        DraftCollator(DocumentEncoder(args), vocab_size=10)([{"input_ids": [3]}, {"input_ids": row}])
 
 
 @pytest.mark.parametrize(("streaming", "length"), [(False, 5), (True, 1000)])

@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 from hf_longspec.attention_backends.triton.config import INTERPRETED
 from hf_longspec.generation.target_modules import TargetEnds
 from hf_longspec.testing import tiny_target
-from hf_longspec.training import losses as losses_module
-from hf_longspec.training.losses import cross_entropy, forward_kl, head_loss, liger_cross_entropy, rank
+from hf_longspec.training import frozen_target
+from hf_longspec.training.frozen_target import cross_entropy, forward_kl, head_loss, liger_cross_entropy, rank
 
 LEVELS, PLACES, WIDTH, VOCAB = 2, 37, 12, 53
 # Sums of 37 losses around 4 and their gradients, in another order of summation.
@@ -139,11 +139,11 @@ ON_GPU = SimpleNamespace(is_cuda=True)
 def test_ligers_loss_is_used_on_gpus_with_a_head_that_it_supports(monkeypatch):
     """Granite divides its logits. Gemma 2 has a softcap, which Liger applies too."""
     llama, gemma2, granite = (TargetEnds(tiny_target(name)) for name in ("llama", "gemma2", "granite"))
-    monkeypatch.setattr(losses_module, "LigerFusedLinearCrossEntropyLoss", lambda **settings: None)
+    monkeypatch.setattr(frozen_target, "LigerFusedLinearCrossEntropyLoss", lambda **settings: None)
     assert liger_cross_entropy(llama, ON_GPU) is not None and liger_cross_entropy(gemma2, ON_GPU) is not None
     assert liger_cross_entropy(granite, ON_GPU) is None
     assert liger_cross_entropy(llama, torch.zeros(1)) is None
-    monkeypatch.setattr(losses_module, "LigerFusedLinearCrossEntropyLoss", None)  # not installed
+    monkeypatch.setattr(frozen_target, "LigerFusedLinearCrossEntropyLoss", None)  # not installed
     assert liger_cross_entropy(llama, ON_GPU) is None
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of both methods: what they change, what they do not depend on, and that they learn."""
+"""Whole runs of every method: what they change, what they do not depend on, and that they learn."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformers import AutoModel
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
-from hf_longspec.training.target_states import HiddenPass, TargetPass
+from hf_longspec.training.frozen_target import HiddenPass, TargetPass
 
 KINDS = pytest.mark.parametrize("kind", ["longspec", "heads"])
 # float32 sums in another order, in two steps of SGD with gradients of size 1
@@ -15,9 +15,9 @@ SGD_TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 
 @pytest.fixture
-def make(make_draft, make_heads):
+def make(make_draft, make_heads, make_eagle3):
     """`make[kind](**settings)`: a new draft, with the same weights every time."""
-    return {"longspec": make_draft, "heads": make_heads}
+    return {"longspec": make_draft, "heads": make_heads, "eagle3": make_eagle3}
 
 
 def trained(make_trainer, model, **settings):
@@ -65,7 +65,7 @@ def test_the_result_is_the_same(make_trainer, make, kind):
         torch.testing.assert_close(trained(make_trainer, make[kind](), **sgd, **settings)[1], expected, **SGD_TOLERANCE)
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("longspec", "kl"), ("heads", "ce")])
+@pytest.mark.parametrize(("kind", "loss"), [("longspec", "kl"), ("heads", "ce"), ("eagle3", "kl")])
 def test_stored_states_give_the_losses_with_the_target(make_trainer, make, rows, tmp_path, loss, kind, monkeypatch):
     settings = {"dataset": rows, "loss": loss, "max_steps": 2} | ({"max_offset": 0} if kind == "longspec" else {})
     running = trained(make_trainer, make[kind](), **settings)[0]
