@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks import gate
 from benchmarks.gate import (
     CATCH_UP,
     PLAIN_STEP,
@@ -47,24 +46,6 @@ def test_ways_run_as_named(target, prompts, tmp_path):
     assert rows["useless, gated"]["faster"] == PLAIN
     table = (tmp_path / "gate.md").read_text()
     assert all(f"| 30 | {name} |" in table for name in rows)
-
-
-def test_a_gated_way_is_compared_with_the_faster_one(target, prompts, tmp_path, monkeypatch):
-    """Seconds that are made up: per text, the ways take 4, 6, 5 and 3."""
-    times = dict(zip(WAYS, (4.0, 6.0, 5.0, 3.0), strict=True))
-    named = []
-
-    def seconds(steps):
-        named.append(len(steps))
-        return times[WAYS[(len(named) - 1) // 3]]
-
-    monkeypatch.setattr(gate, "_seconds", seconds)
-    rows = measured(target, prompts, tmp_path)
-    assert [rows[name]["faster"] for name in WAYS] == [PLAIN, PLAIN, "draft, ungated", PLAIN]
-    assert [rows[name]["time_over_faster"]["mean"] for name in WAYS] == pytest.approx([1, 1.5, 5 / 3, 0.75], rel=1e-3)
-    assert rows["draft, gated"]["tokens_per_second"] == 30 / 5
-    table = (tmp_path / "gate.md").read_text()
-    assert "| +25.0% ± 0.0% |" in table and "+66.7% ± 0.0% over draft, ungated" in table
 
 
 TOKENS, CONTEXT = 2 * TURN + 7, 31

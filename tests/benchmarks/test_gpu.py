@@ -15,21 +15,16 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_attention
-from benchmarks.gpu import iteration_floor, iteration_ms
+from benchmarks.gpu import iteration_ms
 from benchmarks.gpu_attention import BASELINES
-from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun, Stop, time_call
-from benchmarks.harness import Skip
-from benchmarks.pages import PAGES
-from benchmarks.random_inputs import random_attention
+from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun, Stop
 from benchmarks.roofline import Machine
-from hf_longspec import LongSpecDraftModel, NgramDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import register_backend
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.results import read_records
-from hf_longspec.testing import tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -90,18 +85,6 @@ def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_pat
 def test_iterations_begin_and_end_with_tokens():
     arrivals, emitted = [0.0, 1.0, 1.0, 3.0, 7.0, 7.5], [2, 1, 1, 1]
     assert iteration_ms(arrivals, emitted) == [1000, 2000, 4000, 500]
-
-
-def test_no_time_left_is_said_and_a_section_ends_with_its_own_seconds(make_run):
-    run = make_run(seconds=0)
-    gpu.execute(run, list(gpu.SECTIONS))
-    skipped = of(run.records, "skipped")
-    assert {r["reason"] for r in skipped} == {"no time left"} and [r["part"] for r in skipped] == list(gpu.SECTIONS)
-    run = make_run()
-    run.section("kernels", gpu_attention.kernels, until=run.elapsed)
-    assert not of(run.records, "kernel") and {r["reason"] for r in of(run.records, "skipped")} == {"no time left"}
-    run.section("correctness", gpu_attention.correctness, until=100)  # the time of the next one is its own
-    assert of(run.records, "correctness")
 
 
 def test_a_lost_device_and_the_end_of_the_time_stop_the_run_wherever_it_is(make_run, monkeypatch):
@@ -199,57 +182,11 @@ def test_a_wrong_backend_is_not_timed_anywhere(make_run, register, prefix_attent
     assert not of(run.records, "kernel", backend="wrong") and of(run.records, "kernel", backend=TORCH)
 
 
-def test_an_error_is_a_line_and_the_run_goes_on(make_run, register):
-    def broken(*args, **options):
-        raise RuntimeError("no such instruction")
-
-    run = make_run([register("broken", broken), TORCH], points=SMOKE.points[:1])
-    gpu_attention.kernels(run)
-    failed = of(run.records, "failed", backend="broken")
-    assert len(failed) == len(of(run.records, "kernel", backend=TORCH)) == len(SMOKE.nodes)
-    assert "no such instruction" in PAGES["gpu"].report(run.records)
-
-
-def test_the_exact_state_is_a_loop_over_keys():
-    case = random_attention(SMOKE.shape, (3, 7), 4, 1, CPU, torch.float32)
-    out, lse = case.exact(case.layers[0])
-    keys, values = (part.double() for part in case.layers[0])
-    for row, length in enumerate(case.lengths):
-        for node in range(4):
-            seen = [*range(length), *(length + j for j in range(4) if case.tree.mask[row, node, j])]
-            for head in range(4):
-                scores = keys[row, head // 2, seen] @ case.query[row, head, node].double() / 4
-                assert torch.allclose(lse[row, head, node], scores.logsumexp(0))
-                assert torch.allclose(out[row, head, node], scores.softmax(0) @ values[row, head // 2, seen])
-        assert bool(keys[row, :, length + 4 :].isnan().all())
-    assert gpu_attention.errors((out * torch.nan, lse), (out, lse))[0] != 0.0
-
-
-def test_a_call_that_takes_too_long_is_not_repeated():
-    calls = []
-    with pytest.raises(Skip, match="do not fit"):
-        time_call(lambda: calls.append(torch.randn(200, 200) @ torch.randn(200, 200)), CPU, limit=1e-6)
-    assert len(calls) == 2
-
-
 def test_what_does_not_fit_into_memory_is_said(make_run):
     run = make_run(memory_bytes=1_000)
     gpu.execute(run, ["iterations", "kernels"])
     reasons = " ".join(record["reason"] for record in of(run.records, "skipped"))
     assert "the random target needs" in reasons and "the case with its float64 reference needs" in reasons
-
-
-def test_floors_of_drafts_follow_their_settings(make_run):
-    at, target = make_run().roofline(1, 1000), tiny_target("llama")
-    settings = {"num_assistant_tokens": 3, "sparse_ratio": 0.07, "sparse_min_tokens": 256}
-    assert iteration_floor(SpecAttnDraftModel.from_target(target, **settings), at) == at.specattn(3, 0.256)
-    tree = LongSpecDraftModel.from_target(target, window=512, tree_widths=[4, 4])
-    assert iteration_floor(tree, at) == at.longspec([4, 4], 512)
-    heads = TokenSwiftDraftModel.from_target(target)
-    for self_draft, budget in (("partial_kv", 64), ("verify_hidden", None)):
-        heads.generation_config.update(tree_branching=[1, 3], self_draft=self_draft, partial_kv_budget=64)
-        assert iteration_floor(heads, at) == at.tokenswift([1, 3], budget=budget)
-    assert iteration_floor(NgramDraftModel.from_target(target), at) is None
 
 
 # Runs programs to which these packages seem not to be installed, each in a fork of a process that has imported torch.

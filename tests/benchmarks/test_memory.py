@@ -8,7 +8,6 @@ from benchmarks.harness import Run
 from benchmarks.memory import MemoryBenchmark, Peak, make_drafts, peak_memory
 from benchmarks.random_inputs import Shape, cache_bytes, random_target
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.generation.cache import SpeculativeLayer
 
 SMALL = Shape(layers=6, hidden=32, intermediate=48, heads=8, kv_heads=4, head_dim=32, vocab=64)
 # longer than what the torch backend computes in one masked call, whose mask grows up to there, and long enough that
@@ -62,16 +61,6 @@ def test_what_was_there_before_does_not_count_and_replacing_it_counts_once():
     assert peak.torch_bytes == MIB
 
 
-def test_buffers_inside_an_operation_are_seen():
-    # the CPU op keeps partial results of every thread, and on some processors a rearranged copy of the keys
-    query = torch.randn(1, 1, 64, 64).bfloat16()
-    keys = torch.randn(1, 1, 8192, 64).bfloat16()
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output = flash(query, keys, keys)[0].nbytes
-    peak, _ = peak_memory(lambda: flash(query, keys, keys))
-    assert peak.torch_bytes > 4 * output
-
-
 def test_only_specattn_grows_with_the_context(extra, benchmark):
     grown, kv = CONTEXTS[1] - CONTEXTS[0], cache_bytes(SMALL, 1, CONTEXTS[1] - CONTEXTS[0], torch.float32)
     assert len(benchmark.drafts) == 6
@@ -86,24 +75,6 @@ def test_only_specattn_grows_with_the_context(extra, benchmark):
     assert TEXT_BYTES * grown < kv / SMALL.layers / 2
     for context in CONTEXTS:
         assert extra["prefill", PLAIN, context] <= extra["prefill", HF, context] + TEXT_BYTES * context
-
-
-def test_plain_generate_is_charged_for_its_copies_but_not_for_the_cache(extra, benchmark):
-    layer = benchmark.kv_bytes(CONTEXTS[0]) / SMALL.layers
-    assert layer / 2 < extra["decode", HF, CONTEXTS[0]] < 1.5 * layer  # keys are copied and freed, then values
-
-
-def test_a_clone_of_the_cache_is_seen(benchmark, monkeypatch):
-    honest = SpeculativeLayer._stage
-
-    def careless(self, keys, values, count):
-        stored = honest(self, keys, values, count)
-        self.kept = [part.clone() for part in stored]
-        return stored
-
-    monkeypatch.setattr(SpeculativeLayer, "_stage", careless)
-    peak = benchmark.ours(benchmark.drafts["LongSpec, 4+4+4+3"], CONTEXTS[0], CONTEXTS[0] - 1, {"max_new_tokens": 3})
-    assert peak.total > benchmark.kv_bytes(CONTEXTS[0])
 
 
 def test_the_last_chunk_has_the_peak_of_a_whole_prefill(benchmark):
