@@ -25,17 +25,14 @@ def test_the_end_of_text_token_is_appended_and_predicted(args, tokenizer):
     assert tokens.tolist() == labels.tolist() == encode("some text", tokenizer)
     again, _ = DocumentEncoder(args, tokenizer)({"text": "some text<eos>"})
     assert again.tolist() == tokens.tolist()
+    args.max_length = 4
+    cut, labels = DocumentEncoder(args, tokenizer)({"text": "some text"})
+    assert cut.tolist() == labels.tolist() == tokens[:4].tolist()
 
 
 def test_tokens_and_labels_are_used_as_they_are(args):
     tokens, labels = DocumentEncoder(args)({"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "text": 3})
     assert tokens.tolist() == [5, 6, 7] and labels.tolist() == [-100, 6, 7]
-
-
-def test_a_text_is_cut_at_max_length(args, tokenizer):
-    args.max_length = 4
-    tokens, labels = DocumentEncoder(args, tokenizer)({"text": "some text"})
-    assert tokens.tolist() == labels.tolist() == encode("some text", tokenizer)[:4]
 
 
 @pytest.mark.parametrize("assistant_only", [False, True])
@@ -46,6 +43,8 @@ def test_conversations_go_through_the_template(args, tokenizer, assistant_only):
     assert tokenizer.decode(tokens) == "U:hiA:yes<eos>"
     predicted = labels[labels != -100]
     assert tokenizer.decode(predicted) == ("yes<eos>" if assistant_only else "U:hiA:yes<eos>")
+    (row,) = pack(datasets.Dataset.from_dict({"messages": [messages] * 2}), tokenizer, args, 100)
+    assert row["input_ids"] == tokens.tolist() * 2 and row["labels"] == labels.tolist() * 2
 
 
 def test_a_template_without_marks_cannot_train_on_the_assistant_only(args, tokenizer):
@@ -83,14 +82,6 @@ def test_packed_rows_are_the_documents_one_after_the_other(args, tokenizer, stre
     assert [token for row in rows for token in row["input_ids"]] == stream
     assert [len(row["input_ids"]) for row in rows[:-1]] == [length] * (len(rows) - 1)
     assert all(set(row) == {"input_ids", "labels"} and row["labels"] == row["input_ids"] for row in rows)
-
-
-def test_packed_conversations_keep_their_labels(args, tokenizer):
-    args.assistant_only = True
-    turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]] * 2
-    (row,) = pack(datasets.Dataset.from_dict({"messages": turns}), tokenizer, args, 100)
-    assert tokenizer.decode(row["input_ids"]) == "U:hiA:yes<eos>" * 2
-    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "yes<eos>" * 2
 
 
 @pytest.mark.parametrize("kind", [list, torch.tensor, lambda tokens: np.array(tokens, dtype=np.uint16)])

@@ -88,27 +88,15 @@ def test_the_lower_id_comes_first_of_equal_logits():
     assert rank(logits, torch.arange(5)[:, None]).tolist() == [3, 0, 1, 4, 2]
 
 
-def test_never_more_logits_than_a_chunk(case):
-    sizes = []
+def test_never_more_logits_than_a_chunk_and_those_of_the_target_once(case):
+    sizes = {"draft": [], "target": []}
 
-    def head(hidden):
-        sizes.append(len(hidden))
-        return case["head"](hidden)
+    def head(name):
+        return lambda hidden: sizes[name].append(len(hidden)) or case["head"](hidden)
 
-    totals, _ = head_loss(case["hidden"], head, cross_entropy(case["labels"]), 10)
+    totals, _ = head_loss(case["hidden"], head("draft"), forward_kl(case["target"], head("target")), 10)
     totals.sum().backward()
-    assert sizes == [10, 10, 10, 10, 10, 10, 7, 7]
-
-
-def test_the_targets_logits_are_computed_once_for_all_levels(case):
-    sizes = []
-
-    def target_head(hidden):
-        sizes.append(len(hidden))
-        return case["head"](hidden)
-
-    head_loss(case["hidden"], case["head"], forward_kl(case["target"], target_head), 20)
-    assert sizes == [20, 17]
+    assert sizes == {"draft": [10, 10, 10, 10, 10, 10, 7, 7], "target": [10, 10, 10, 7]}
 
 
 def test_a_frozen_head_gets_no_gradient_and_an_empty_batch_gives_zero():
