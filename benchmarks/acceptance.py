@@ -8,7 +8,6 @@ other work may go on beside it. Every result is written as soon as it is known, 
     python -m benchmarks.acceptance --draft ngram --output benchmarks/results/ngram.jsonl
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -77,19 +76,16 @@ class AcceptanceBenchmark:
 
     def run(self, plan: Sequence[Planned], results: harness.Run) -> None:
         """Run all planned settings, in the given order, until the time is over."""
-        longest = 0.0
-        for name, setting, length in plan:
+
+        def what(planned: Planned) -> dict[str, Any]:
+            name, setting, length = planned
             options = ({} if name is None else {"draft": name}) | dict(setting.options)
-            what = {"mode": setting.mode, "options": options, "length": length}
-            if longest > results.left:
-                results.skip("no time left", **what)
-                continue
-            started = time.perf_counter()
-            record = self.measure(name, setting, length)
-            seconds = time.perf_counter() - started
-            longest = max(longest, seconds)
-            results.write("acceptance", **what, **record, seconds=round(seconds, 1))
-            results.say(f"{what}: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
+            return {"mode": setting.mode, "options": options, "length": length}
+
+        for planned in results.in_time(plan, what):
+            record = self.measure(*planned)
+            results.write("acceptance", **what(planned), **record)
+            results.say(f"{what(planned)}: tau {record['tau']['mean']:.3f}")
 
     def measure(self, name: str | None, setting: Setting, length: int) -> dict[str, Any]:
         """tau of one setting at one length: mean over prompts with interval, and difference to what came first."""

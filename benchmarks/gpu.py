@@ -2,8 +2,8 @@
 
 A random target of the sizes of Llama-3.1-8B is drawn on the device, after random keys and values: nothing is
 downloaded, nothing is prefilled, and the package need not be installed. The most telling rows come first: iterations of
-`generate` without a draft, with SpecAttn and with LongSpec after 8K, 32K and 128K tokens; then kernels, other ways to
-compute the same attention, whole forwards, the other drafts, larger batches, FP8. Each line is written as soon as it is
+stock `generate` and of ours without a draft, with SpecAttn and with LongSpec, after 8K, 32K and 128K tokens; then
+kernels, other ways to compute the same attention, the other drafts. Each line is written as soon as it is
 known. A wrong result is not timed; a measurement that is missing or does not fit is a line with the reason.
 
     python benchmarks/gpu.py
@@ -20,6 +20,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
@@ -33,13 +34,12 @@ if not __package__:  # run as a file: the root of the checkout takes the place o
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_longspec
-from benchmarks.floors import Iteration, Machine, Roofline
 from benchmarks.gpu_attention import baselines, correctness, kernels
-from benchmarks.gpu_forward import batches, forwards, profile, quantised
-from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun, Plan, Stop, gpu_facts
-from benchmarks.harness import RESULTS, Skip, Timing, integers, names
-from benchmarks.predictions import PREDICTIONS
-from hf_longspec.bench.calls import PLAIN, Call, Decoding, changed, run_call
+from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun, Plan, Stop, Timing, gpu_facts
+from benchmarks.harness import RESULTS, Skip, integers, names
+from benchmarks.hf_side import dynamic_cache
+from benchmarks.roofline import Iteration, Machine, Roofline
+from hf_longspec.bench.calls import HF, PLAIN, Call, Decoding, HfMethod, changed, run_call
 from hf_longspec.bench.summaries import significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView
@@ -65,25 +65,11 @@ def ceilings(run: GpuRun) -> None:
     run.say(f"ceilings: {found}")
 
 
-# Tokens per iteration that a paper reports for the very setting, and the place in the paper.
-PAPERS = {
-    "SpecAttn, gamma 7": (6.11, "accepted of 7, Qwen3-8B on LongBench-v2: https://huggingface.co/papers/2602.07223"),
-    "LongSpec, 4+16+16+16+16": (
-        3.25,
-        "Llama-3.1-8B on GovReport, greedy, table 1: https://huggingface.co/papers/2502.17421",
-    ),
-    "TokenSwift, partial_kv": (
-        3.28,
-        "0.82 of 4, with n-grams, 100K tokens, figure 3: https://huggingface.co/papers/2502.18890",
-    ),
-}
-
-
 def first_drafts(target: Any, plan: Plan) -> dict[str, Any]:
-    """No draft, with which the others are compared, SpecAttn and LongSpec; with random weights."""
+    """No draft, with which the others are compared, stock `generate`, SpecAttn and LongSpec; with random weights."""
     specattn = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=plan.gamma)
-    plain = hf_longspec.PlainDraftModel.from_target(target)
-    return {PLAIN: plain, f"SpecAttn, gamma {plan.gamma}": specattn, **_longspec(target, plan.trees[:1])}
+    found = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), HF: HfMethod()}
+    return found | {f"SpecAttn, gamma {plan.gamma}": specattn, **_longspec(target, plan.trees[:1])}
 
 
 def other_drafts(target: Any, plan: Plan) -> dict[str, Any]:
@@ -109,12 +95,12 @@ def iterations(run: GpuRun, make_drafts: Callable[[Any, Plan], dict[str, Any]]) 
     """Whole iterations through `generate`: drafting, verification, acceptance, commit and what is between.
 
     Random weights give no information about acceptance. c is the time of a step without a draft over that of an
-    iteration; its product with the tau of a paper is the speed-up that this tau would give.
+    iteration; its product with tau is the speed-up.
     """
     drafts = make_drafts(run.model, run.plan)
     for context in run.plan.contexts:
         with run.attempt(context=context):
-            most = max(draft.num_tree_nodes(TargetView(run.model)) for draft in drafts.values())
+            most = max(nodes_of(draft, run.model) for draft in drafts.values())
             cache = run.cache(1, context, slots=most, room=run.plan.tokens + most + 1)
             stored = context - most  # the same for all, so that they continue the same keys and values
             plain: dict[bool, tuple[float, list[int]]] = {}  # median and text without a draft, which comes first
@@ -125,18 +111,25 @@ def iterations(run: GpuRun, make_drafts: Callable[[Any, Plan], dict[str, Any]]) 
                         _time_draft(run, draft, cache, stored, plain, what)
 
 
+def nodes_of(method: Any, model: Any) -> int:
+    """Nodes of a verification; stock `generate` has steps of one token."""
+    return 1 if isinstance(method, HfMethod) else method.num_tree_nodes(TargetView(model))
+
+
 def _time_draft(
     run: GpuRun, draft: Any, cache: SpeculativeCache, stored: int, plain: dict[bool, Any], what: dict[str, Any]
 ) -> None:
     """One row: calls of the same shapes, after one that compiles kernels and captures what later calls can reuse."""
     run.require_time()
-    compiled = what["compiled"]
+    compiled, stock = what["compiled"], isinstance(draft, HfMethod)
     if compiled and not run.is_cuda:
         raise Skip("steps are captured as CUDA graphs, and there is no CUDA device")
-    if compiled and "compile" not in draft.settings:
+    if compiled and (stock or "compile" not in draft.settings):
         raise Skip(f"{type(draft).__name__} has no setting `compile`")
-    mode = {"compile": "graph" if compiled else "off"} if "compile" in draft.settings else {}
-    with changed(draft, mode):
+    if stock:
+        run.require(2 * cache.nbytes, "the cache of stock `generate` and its copy in every step")
+    mode = {} if stock or "compile" not in draft.settings else {"compile": "graph" if compiled else "off"}
+    with changed(draft, mode) if mode else nullcontext():
         first, milliseconds, _ = generate(run, draft, cache, what["context"], stored, WARM_UP_TOKENS)
         per_token = statistics.median(milliseconds) * len(milliseconds) / first.tokens / 1e3
         affordable = int(min(ROW_SECONDS, run.left_here) / CALLS / per_token)
@@ -151,25 +144,21 @@ def _time_draft(
     if what["draft"] == PLAIN:
         plain[compiled] = found, text
     base, base_text = plain.get(compiled, (None, None))
-    tau_of_paper, source = PAPERS.get(what["draft"], (None, ""))
     at = run.roofline(1, what["context"])
-    floor, nodes = iteration_floor(draft, at), draft.num_tree_nodes(TargetView(run.model))
+    floor, nodes = None if stock else iteration_floor(draft, at), nodes_of(draft, run.model)
     values: dict[str, Any] = {
         "nodes": nodes,
-        "backend": run.backend().name,
+        "backend": run.model.config._attn_implementation if stock else run.backend().name,
         "iterations": len(milliseconds),
         "speculated": sum(speculated for _, _, speculated in calls),
         "tau": sum(call.tokens for call, _, _ in calls) / sum(call.steps for call, _, _ in calls),
         "same_tokens": None if base_text is None else len(list(takewhile(bool, map(eq, text, base_text)))),
         "c": None if base is None else base / found,
         "c_floor": None if floor is None else floor.c,
-        "tau_of_paper": tau_of_paper,
-        "c_times_tau": None if base is None or tau_of_paper is None else base / found * tau_of_paper,
-        "source": source,
     }
     if run.is_cuda:
         values["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    floor_ms = at.ar_ms if what["draft"] == PLAIN else floor.iteration_ms if floor else at.verify_ms(nodes)
+    floor_ms = floor.iteration_ms if floor else at.verify_ms(nodes)
     run.write_timing("iteration", Timing(milliseconds, "wall"), floor_ms, **what, **values)
 
 
@@ -185,8 +174,12 @@ def generate(
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(run.plan.shape.vocab, (1, context), generator=generator)
     cache.rollback()
-    cache.set_lengths([stored])
-    draft.generation_config.gate = False  # speculation itself is measured
+    past: Any = cache
+    if isinstance(draft, HfMethod):
+        past = dynamic_cache(cache, context - 1)
+    else:
+        cache.set_lengths([stored])
+        draft.generation_config.gate = False  # speculation itself is measured
     arrivals: list[float] = []
     call = run_call(
         run.model,
@@ -195,11 +188,13 @@ def generate(
         decoding=Decoding(),
         tokens=min(tokens, run.plan.tokens),
         seed=0,
-        cache=cache,
+        cache=past,
         on_arrival=lambda _: arrivals.append(time.perf_counter()),
     )
-    stats = draft.last_speculation
-    (emitted,), (drafted,) = stats.emitted_per_step, stats.drafted_per_step
+    emitted, drafted = [1] * call.steps, [0] * call.steps
+    if not isinstance(draft, HfMethod):
+        stats = draft.last_speculation
+        (emitted,), (drafted,) = stats.emitted_per_step, stats.drafted_per_step
     if len(emitted) < 2:
         raise Skip("the call ended with its first iteration")
     return call, iteration_ms(arrivals, emitted)[1:], sum(count > 0 for count in drafted[1:])
@@ -233,26 +228,19 @@ def iteration_floor(draft: Any, at: Roofline) -> Iteration | None:
     return None
 
 
-# In their order, with the seconds of each. A section may also use the time that those before it left. FP8 changes the
-# target, so it comes last.
+# In their order, with the seconds of each. A section may also use the time that those before it left.
 SECTIONS: dict[str, tuple[float, Callable[[GpuRun], None]]] = {
     "ceilings": (15.0, ceilings),  # with the imports
-    "iterations": (170.0, partial(iterations, make_drafts=first_drafts)),
-    "correctness": (40.0, correctness),
-    "kernels": (90.0, kernels),
-    "baselines": (60.0, baselines),
-    "forwards": (65.0, forwards),
-    "drafts": (45.0, partial(iterations, make_drafts=other_drafts)),
-    "profile": (10.0, profile),
-    "batches": (25.0, batches),
-    "quantised": (15.0, quantised),
+    "iterations": (200.0, partial(iterations, make_drafts=first_drafts)),
+    "correctness": (45.0, correctness),
+    "kernels": (110.0, kernels),
+    "baselines": (80.0, baselines),
+    "drafts": (90.0, partial(iterations, make_drafts=other_drafts)),
 }
 
 
 def execute(run: GpuRun, sections: Sequence[str]) -> None:
-    """Predict, measure, judge; say what was left out if the time ends or the device is lost."""
-    for prediction in PREDICTIONS:
-        run.write("prediction", name=prediction.name, text=prediction.text)
+    """Measure; say what was left out if the time ends or the device is lost."""
     chosen = [name for name in SECTIONS if name in sections]
     share = run.seconds / sum(SECTIONS[name][0] for name in chosen)
     until = 0.0
@@ -266,8 +254,6 @@ def execute(run: GpuRun, sections: Sequence[str]) -> None:
         run.skip(f"{reason}: the rest of it, and what follows", part=" ".join(chosen))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    for prediction in PREDICTIONS:
-        run.write("outcome", **prediction.outcome(run.records))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -304,7 +290,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--seconds", type=float, default=540.0, help="time limit, imports included (default: %(default)s)")
     add("--sections", type=names, default=list(SECTIONS), help=f"default: {','.join(SECTIONS)}")
-    add("--contexts", type=integers, help="of iterations and forwards (default: 8192,32768,131072)")
+    add("--contexts", type=integers, help="of iterations (default: 8192,32768,131072)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: bfloat16")
     add("--backends", type=names, default=BACKENDS, help=f"default: {','.join(BACKENDS)}")
     add("--smoke", action="store_true", help="every path on a tiny target on the CPU; the numbers mean nothing")

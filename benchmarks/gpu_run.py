@@ -1,7 +1,9 @@
 """One run on a GPU: its sizes, its device, what is left of its time and memory, and the floors of what it measures."""
 
 import gc
+import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,12 +12,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.floors import Machine, Roofline, TargetShape, shape_from_config
-from benchmarks.harness import Run, Skip, Timing, time_call
+from benchmarks.harness import Run, Skip
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
+from benchmarks.roofline import Machine, Roofline, TargetShape, shape_from_config
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, select
 from hf_longspec.bench.machine import versions
-from hf_longspec.bench.summaries import significant
+from hf_longspec.bench.results import Record
+from hf_longspec.bench.summaries import significant, summarize
 from hf_longspec.generation.cache import SpeculativeCache
 
 # Relative error against float64. In bfloat16 the rounding of inputs and output alone gives about 3e-3; in float32 a GPU
@@ -28,14 +31,12 @@ class Plan:
     """The measurements and their sizes."""
 
     shape: Shape  # sizes of the random target
-    contexts: tuple[int, ...]  # contexts of whole forwards and of iterations
+    contexts: tuple[int, ...]  # contexts of iterations
     points: tuple[tuple[int, int], ...]  # batch and context of the attention cases, most important first
     lengths: tuple[int, ...]  # prefix lengths that are checked for correctness
     nodes: tuple[int, ...]  # nodes of a verification
     rotating: int  # layers that a timed pass goes through, so that no cache level holds what is read
     matrix: int  # rows and columns of the matrix product whose rate is the ceiling
-    batches: tuple[int, ...]  # batch sizes at `batch_context` tokens
-    batch_context: int  # tokens per row in them
     tokens: int  # tokens of a timed call of `generate` at most
     ms: float  # milliseconds of the repeats of one timing
     gamma: int = 7  # drafted tokens of SpecAttn
@@ -52,8 +53,6 @@ LLAMA_8B = Plan(
     nodes=(1, 8, 16, 64),
     rotating=8,
     matrix=8192,
-    batches=(4, 16, 32, 64, 128),
-    batch_context=2048,
     tokens=64,
     ms=100.0,
 )
@@ -66,13 +65,85 @@ SMOKE = Plan(
     nodes=(1, 5, 9),
     rotating=2,
     matrix=64,
-    batches=(2, 3),
-    batch_context=24,
     tokens=6,
     ms=1.0,
     gamma=2,
     trees=((2, 2), (2, 1)),
 )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of a call that does the same work every time."""
+
+    milliseconds: list[float]  # one entry per repeat
+    # "graph" (replay of a CUDA graph), "events" (calls between CUDA events, launches included), or "wall" (the clock of
+    # the host)
+    how: str
+    note: str | None = None  # why it is not "graph"
+
+    @property
+    def median(self) -> float:
+        """Milliseconds."""
+        return statistics.median(self.milliseconds)
+
+    def scaled(self, count: int) -> "Timing":
+        """One of `count` equal parts of the call."""
+        return Timing([value / count for value in self.milliseconds], self.how, self.note)
+
+    def to_dict(self) -> Record:
+        """For JSON."""
+        found: Record = {"ms": summarize(self.milliseconds), "how": self.how}
+        return found if self.note is None else found | {"note": self.note}
+
+
+# Calls that a timing makes at least, the warm-up included.
+FEWEST_CALLS = 12
+
+
+def time_call(
+    function: Callable[[], object], device: torch.device, *, graph: bool = True, ms: float = 100.0, limit: float = 6.0
+) -> Timing:
+    """Time a function: on a GPU by `triton.testing`, on a processor by `torch.utils.benchmark`.
+
+    Args:
+        function (`Callable`): Reads nothing back from the device if it is to be captured.
+        graph (`bool`, *optional*, defaults to `True`): Replay it from a CUDA graph where that can be done.
+        ms (`float`, *optional*, defaults to 100): Milliseconds that the repeats take together.
+        limit (`float`, *optional*, defaults to 6): Seconds that the whole measurement may take.
+
+    Raises:
+        Skip: If one call takes so long that the measurement would not end in time.
+    """
+    once = min(_seconds_until_done(function, device) for _ in range(2))  # the first may compile
+    if once * FEWEST_CALLS > limit:
+        raise Skip(f"one call takes {once * 1e3:.0f} ms, and {FEWEST_CALLS} do not fit into {limit:.1f} s")
+    if device.type != "cuda":
+        from torch.utils.benchmark import Timer
+
+        timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+        return Timing([seconds * 1e3 for seconds in timer.blocked_autorange(min_run_time=ms / 1e3).times], "wall")
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    note = None
+    if graph:
+        torch.cuda.empty_cache()  # a graph has memory of its own
+        try:
+            return Timing(do_bench_cudagraph(function, rep=ms / 5, return_mode="all"), "graph")
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # such as a function that reads from the device
+            torch.cuda.synchronize()
+            note = f"not captured: {str(error).splitlines()[0]}"
+    return Timing(do_bench(function, rep=ms, return_mode="all"), "events", note)
+
+
+def _seconds_until_done(function: Callable[[], object], device: torch.device) -> float:
+    started = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 class Stop(BaseException):
@@ -124,8 +195,7 @@ class GpuRun(Run):
         if self._model is None:
             self.require(self.shape.stored_weights * self.dtype.itemsize, "the random target")
             self.say("drawing the random target")
-            longest = max(*self.plan.contexts, self.plan.batch_context)
-            self._model = random_target(self.plan.shape, longest + 512, self.device, self.dtype)
+            self._model = random_target(self.plan.shape, max(self.plan.contexts) + 512, self.device, self.dtype)
         return self._model
 
     @cached_property
@@ -209,13 +279,9 @@ class GpuRun(Run):
                 try:
                     self.backend(name)
                 except ValueError as error:  # its first two lines are the call and the reason, then comes a remedy
-                    self.refuse(name, "; ".join(line.strip() for line in str(error).splitlines()[:2]))
+                    self.refused[name] = "; ".join(line.strip() for line in str(error).splitlines()[:2])
+                    self.skip(f"not timed: {self.refused[name]}", backend=name)
         return [name for name in self.backends if name not in self.refused]
-
-    def refuse(self, name: str, reason: str) -> None:
-        """Leave a backend out from here on; write one line with the reason."""
-        self.refused[name] = reason
-        self.skip(f"not timed: {reason}", backend=name)
 
     def backend(self, name: str | None = None) -> AttentionBackend:
         """A backend by name, or the preferred one; ValueError if it refuses the device or the dtype."""

@@ -5,13 +5,10 @@ Nothing here imports an optional package before it is needed: `gpu.py` runs with
 
 import argparse
 import math
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -21,7 +18,7 @@ from hf_longspec.bench.calls import endless
 from hf_longspec.bench.machine import git_commit
 from hf_longspec.bench.prefill import PrefilledPrompts, prefill
 from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
-from hf_longspec.bench.results import Record, ResultFile
+from hf_longspec.bench.results import ResultFile
 from hf_longspec.bench.summaries import in_turns, summarize
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +26,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 HUB_CARDS = ROOT / "hub_cards"
 STDLIB = "stdlib"
 MIN_REPEATS = 5
+
+T = TypeVar("T")
 
 
 class Run(ResultFile):
@@ -72,6 +71,19 @@ class Run(ResultFile):
         self.skip(needed if self.left else "no time left", **what)
         return False
 
+    def in_time(self, planned: Iterable[T], describe: Callable[[T], Mapping[str, Any]]) -> Iterator[T]:
+        """Yield what there is time for, as long as the longest before took; add a line for all else.
+
+        Args:
+            describe (`Callable`): Names one of `planned` in such a line.
+        """
+        longest = 0.0
+        for item in planned:
+            if self.has_time(longest, **describe(item)):
+                before = self.elapsed
+                yield item
+                longest = max(longest, self.elapsed - before)
+
     def say(self, text: str) -> None:
         """Show the present task, with the time since the start."""
         if not self.quiet:
@@ -103,80 +115,6 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[s
 
 class Skip(Exception):
     """The reason for leaving a measurement out; becomes a `skipped` line."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The time of a call that does the same work every time."""
-
-    milliseconds: list[float]  # one entry per repeat
-    # "graph" (replay of a CUDA graph), "events" (calls between CUDA events, launches included), or "wall" (the clock of
-    # the host)
-    how: str
-    note: str | None = None  # why it is not "graph"
-
-    @property
-    def median(self) -> float:
-        """Milliseconds."""
-        return statistics.median(self.milliseconds)
-
-    def scaled(self, count: int) -> "Timing":
-        """One of `count` equal parts of the call."""
-        return Timing([value / count for value in self.milliseconds], self.how, self.note)
-
-    def to_dict(self) -> Record:
-        """For JSON."""
-        found: Record = {"ms": summarize(self.milliseconds), "how": self.how}
-        return found if self.note is None else found | {"note": self.note}
-
-
-# Calls that a timing makes at least, the warm-up included.
-FEWEST_CALLS = 12
-
-
-def time_call(
-    function: Callable[[], object], device: torch.device, *, graph: bool = True, ms: float = 100.0, limit: float = 6.0
-) -> Timing:
-    """Time a function: on a GPU by `triton.testing`, on a processor by `torch.utils.benchmark`.
-
-    Args:
-        function (`Callable`): Reads nothing back from the device if it is to be captured.
-        graph (`bool`, *optional*, defaults to `True`): Replay it from a CUDA graph where that can be done.
-        ms (`float`, *optional*, defaults to 100): Milliseconds that the repeats take together.
-        limit (`float`, *optional*, defaults to 6): Seconds that the whole measurement may take.
-
-    Raises:
-        Skip: If one call takes so long that the measurement would not end in time.
-    """
-    once = min(_seconds_until_done(function, device) for _ in range(2))  # the first may compile
-    if once * FEWEST_CALLS > limit:
-        raise Skip(f"one call takes {once * 1e3:.0f} ms, and {FEWEST_CALLS} do not fit into {limit:.1f} s")
-    if device.type != "cuda":
-        from torch.utils.benchmark import Timer
-
-        timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-        return Timing([seconds * 1e3 for seconds in timer.blocked_autorange(min_run_time=ms / 1e3).times], "wall")
-    from triton.testing import do_bench, do_bench_cudagraph
-
-    note = None
-    if graph:
-        torch.cuda.empty_cache()  # a graph has memory of its own
-        try:
-            return Timing(do_bench_cudagraph(function, rep=ms / 5, return_mode="all"), "graph")
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # such as a function that reads from the device
-            torch.cuda.synchronize()
-            note = f"not captured: {str(error).splitlines()[0]}"
-    return Timing(do_bench(function, rep=ms, return_mode="all"), "events", note)
-
-
-def _seconds_until_done(function: Callable[[], object], device: torch.device) -> float:
-    started = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def parser(

@@ -1,11 +1,10 @@
-"""A text of 100,000 tokens: our loop without a draft, TokenSwift in several settings, plain `generate` at the marks.
+"""A text of 100,000 tokens: our loop without a draft, TokenSwift, plain `generate` at the marks.
 
 All texts begin after the same prompt with the same seed. Sampled rows use temperature 1, min_p and the contextual
 penalty of the paper. Speed at a mark is from the first token to that one; plain `generate` and our loop without a draft
 also run for a few hundred tokens after every mark, on the keys and values of a row's text.
 
-    python -m benchmarks.long_generation --draft hub_cards/tiny-tokenswift --rows all --tokens 20000
-    python -m benchmarks.long_generation --draft hub_cards/tiny-tokenswift --rows both --tokens 100000
+    python -m benchmarks.long_generation --draft hub_cards/tiny-tokenswift --tokens 20000
 """
 
 import argparse
@@ -82,14 +81,9 @@ class LongBenchmark:
     model: PreTrainedModel  # the target, without an end-of-text token
     prompt: torch.Tensor  # `(1, P)`, the prompt of all texts
     marks: Sequence[int]  # numbers of generated tokens at which to measure
-    _longest: float = field(default=0.0, init=False)
 
     def measure(self, row: LongRow, baselines: Mapping[str, Any], tokens: int, results: Run) -> None:
-        """One row, and some tokens of each baseline at its marks; left out if there is no time for it."""
-        before = results.elapsed
-        if self._longest > results.left:
-            results.skip("no time left", method=row.method, **row.how())
-            return
+        """One row, and some tokens of each baseline at its marks."""
         for method in (row.draft, *baselines.values()):
             if not isinstance(method, HfMethod) and method.setting("compile") == "compile":
                 self._call(method, row, self.prompt, WARM_UP, self._cache(method, row))
@@ -98,7 +92,6 @@ class LongBenchmark:
             for name, method in baselines.items():
                 speed = self.speed_at(mark, method, row, text, cache, tokens)
                 results.write("baseline", method=name, **row.how(), mark=mark, tokens=tokens, tokens_per_second=speed)
-        self._longest = max(self._longest, results.elapsed - before)
 
     def run(self, row: LongRow, results: Run) -> tuple[torch.Tensor, SpeculativeCache]:
         """Decode one row, write a record per mark; returns the text, prompt included, and the cache."""
@@ -145,25 +138,11 @@ class LongBenchmark:
         return SpeculativeCache(self.model.config, 1, room, tree_slots=draft.num_tree_nodes(TargetView(self.model)))
 
 
-NGRAMS = {"ngram_candidates": 1, "ngram_num_tokens": 4}
-# Settings in addition to the draft's own, the most important first.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "TokenSwift, n-grams": NGRAMS,
-    "TokenSwift, partial_kv": {"self_draft": "partial_kv"},
-    "TokenSwift, partial_kv, n-grams": {"self_draft": "partial_kv", **NGRAMS},
-    "TokenSwift, [1, 1]": {"tree_branching": [1, 1]},
-    "TokenSwift, [1, 2, 1]": {"tree_branching": [1, 2, 1]},
-    "TokenSwift, 4 n-grams": NGRAMS | {"ngram_candidates": 4},
-    "TokenSwift, [1, 3, 3, 3]": {"tree_branching": [1, 3, 3, 3]},
-}
-
-
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     model = load_target(args.target, torch.bfloat16)
     tokens, origin = load_prompts(args.target, args.data, PROMPT, 1)
-    rows = [row for row in make_rows(model, args) if row.how()["mode"] in args.modes]
-    rows = [row for row in rows if not args.only or row.method in args.only]
+    rows = make_rows(model, args)
     settings = {"tokens": args.tokens, "compile": args.compile, "dtype": "bfloat16", "near": BASELINE_TOKENS}
     settings |= {"min_p": MIN_P, "penalty": PENALTY, "penalty_window": PENALTY_WINDOW, **origin}
     baselines = {HF: HfMethod(), PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
@@ -173,41 +152,28 @@ def main(arguments: list[str] | None = None) -> None:
             method.generation_config.compile = "compile"
     benchmark = LongBenchmark(model, tokens, marks)
     with start(args, "long", settings) as results:
-        for row in rows:
+        for row in results.in_time(rows, lambda row: {"method": row.method, **row.how()}):
             results.say(f"{row.method}, {row.decoding.to_dict()}: {row.tokens} tokens")
             compared = baselines if row is rows[0] or row.method == PLAIN else {}
             benchmark.measure(row, compared, BASELINE_TOKENS, results)
 
 
 def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]:
-    """The rows of `--rows`; sampled with the penalty unless named otherwise."""
-    plain = hf_longspec.PlainDraftModel.from_target(model)
-
-    def draft(options: dict[str, Any]) -> Any:
-        made = AutoModel.from_pretrained(args.draft, dtype=model.dtype)
-        made.generation_config.update(**options)
-        return made
-
-    def way(mode: str, penalised: bool) -> Decoding:
-        penalty = {"penalty": PENALTY, "window": PENALTY_WINDOW} if penalised else {}
-        return replace(MODES[mode], min_p=MIN_P if mode == "sample" else None, **penalty)
-
-    usual = way("sample", penalised=True)
-    rows = [LongRow("TokenSwift", draft({}), args.tokens, usual), LongRow(PLAIN, plain, args.tokens, usual)]
-    if args.rows != "all":
-        return {"both": rows, "one": rows[:1], "plain": rows[1:]}[args.rows]
-    others = [LongRow(name, draft(options), args.tokens, usual) for name, options in SETTINGS.items()]
-    for mode, penalised in (("sample", False), ("greedy", True)):
-        others[2:2] = [replace(row, decoding=way(mode, penalised)) for row in (*rows, others[0])]
-    return [*rows, *others]
+    """TokenSwift and the plain loop: sampled with the penalty, greedily with it, and sampled without it."""
+    draft = AutoModel.from_pretrained(args.draft, dtype=model.dtype)
+    methods = {"TokenSwift": draft, PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
+    penalty = {"penalty": PENALTY, "window": PENALTY_WINDOW}
+    sampled = replace(MODES["sample"], min_p=MIN_P)
+    ways = (replace(sampled, **penalty), replace(MODES["greedy"], **penalty), sampled)
+    rows = [LongRow(name, method, args.tokens, way) for way in ways for name, method in methods.items()]
+    return [row for row in rows if row.how()["mode"] in args.modes and row.method in (args.only or methods)]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     made = parser(__doc__, "long", minutes=40, prompts=True)
     add = made.add_argument
     add("--draft", default=str(HUB_CARDS / "tiny-tokenswift"), help="folder or Hub id")
-    add("--rows", choices=["all", "both", "one", "plain"], default="all", help="default: %(default)s")
-    add("--only", action="append", help="a method among the rows, such as 'plain loop'; repeatable")
+    add("--only", action="append", help="'TokenSwift' or 'plain loop' (default: both)")
     add("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="default: both")
     add("--compile", action="store_true", help="compile the steps of all our methods, before the clock starts")
     add("--tokens", type=int, default=20_000, help="per row (default: %(default)s)")

@@ -15,10 +15,10 @@ their sum is an upper bound. Pages of zeros count in full, touched or not.
 """
 
 import gc
-import math
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -31,7 +31,6 @@ from benchmarks.harness import Run, parser, start
 from benchmarks.hf_side import dynamic_cache
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView
 
 MEASURED = "hf_longspec: measured"
@@ -86,45 +85,11 @@ def _highest(profiler: Any) -> int:
 # More layers than usual for so small a model: scores of one layer exist at a time, and their share of the cache is that
 # of a real model only if there are as many layers. 24 KiB of keys and values per token in float32.
 SHAPE = Shape(layers=24, hidden=128, intermediate=256, heads=8, kv_heads=2, head_dim=64, vocab=256)
-# Bytes that any method may take per token of context: ids, positions and masks as int64, a few of each.
-TEXT_BYTES = 64
-# Further ones of n-grams: two arrays of int32 of up to twice the length, and the text.
-INDEX_BYTES = 192
-# Share of the keys and values that SpecAttn's scores may take.
-SCORE_SHARE = 0.008
 FIRST_CONTEXT = 64  # of a call that is not measured
 CONTEXTS = (8192, 16384, 32768, 65536)
 CHUNK = 128  # tokens per forward of the prefill
 BUDGET = 1024  # entries of TokenSwift's partial cache
 TOKENS = 3  # the first from the prompt, then two iterations: the second replaces what the first has selected
-
-
-@dataclass(frozen=True)
-class MeasuredDraft:
-    """A draft and what its memory may depend on."""
-
-    draft: Any  # with its settings
-    ratio: float = 0.0  # share of the cache that it copies
-    floor: int = 0  # entries that it copies at least
-    index: bool = False  # whether it keeps an index of the text
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that may be taken per token of context, whatever the target."""
-        return TEXT_BYTES + (INDEX_BYTES if self.index else 0)
-
-    def copied(self, context: int, kv_bytes: int, nodes: int, layers: int) -> int:
-        """Bytes of selected entries and scores.
-
-        Args:
-            context (`int`): Cached tokens.
-            kv_bytes (`int`): Their keys and values.
-            nodes (`int`): Nodes of a verification: as many entries follow the selected ones, and as many slots are
-                free.
-            layers (`int`): While the copies of one layer are made, those they replace still exist.
-        """
-        entries = min(context, max(self.floor, math.ceil(self.ratio * context))) + 2 * nodes
-        return int(entries * (1 + 1 / layers) * kv_bytes / context + SCORE_SHARE * kv_bytes)
 
 
 @dataclass
@@ -133,81 +98,39 @@ class MemoryBenchmark:
 
     model: LlamaForCausalLM  # on the CPU, never ending by itself
     shape: Shape  # its sizes
-    drafts: Mapping[str, MeasuredDraft]  # by name; one of them is `PLAIN`
+    drafts: Mapping[str, Any]  # by name; one of them is `PLAIN`
     chunk: int  # tokens per forward of the prefill
-    results: Run  # where the lines go
 
-    def __post_init__(self) -> None:
-        self._prefill_of_hf = 0
-        self._smallest: dict[str, tuple[int, int]] = {}  # its smallest context, and what it took there
-
-    def run(self, contexts: Sequence[int]) -> None:
-        """Measure all contexts, the smallest first: differences to it show the growth."""
-        for measured in self.drafts.values():  # the first call of a process also checks the target
-            nodes = measured.draft.num_tree_nodes(TargetView(self.model))
-            cache = full_cache(self.model, 1, FIRST_CONTEXT, TOKENS, nodes)
-            self._ours(measured.draft, cache, FIRST_CONTEXT, FIRST_CONTEXT - 1, {"max_new_tokens": TOKENS})
+    def run(self, contexts: Sequence[int], results: Run) -> None:
+        """Write a line for each way to decode, part and context, the smallest context first."""
+        for draft in self.drafts.values():  # the first call of a process also checks the target
+            self.ours(draft, FIRST_CONTEXT, FIRST_CONTEXT - 1, {"max_new_tokens": TOKENS})
+        decode = {"max_new_tokens": TOKENS}
+        prefill = {"max_new_tokens": 1, "prefill_chunk_size": self.chunk}
         for context in sorted(contexts):
-            for name in (HF, *self.drafts):
-                self._guarded(name, context, "decode", self.decoding)
-            for name in (HF, PLAIN):
-                self._guarded(name, context, "prefill", self.prefilling)
-
-    def _guarded(self, name: str, context: int, part: str, measure: Callable[[str, int], None]) -> None:
-        if self.results.has_time(part=part, method=name, context=context):
-            self.results.say(f"{part}, {name}, {context} tokens")
-            measure(name, context)
-
-    def decoding(self, name: str, context: int) -> None:
-        """Decode after a full cache, and compare with what the method may take."""
-        if name == HF:
-            peak = self._hf(context, context - 1, {"max_new_tokens": TOKENS})
-            self._write("decode", name, context, peak)
-            return
-        measured = self.drafts[name]
-        nodes = measured.draft.num_tree_nodes(TargetView(self.model))
-        cache = full_cache(self.model, 1, context, TOKENS, nodes)
-        peak = self._ours(measured.draft, cache, context, context - 1, {"max_new_tokens": TOKENS})
-        self._smallest.setdefault(name, (context, peak.total))
-        values = {"draft_state_bytes": measured.draft.last_speculation.draft_state_bytes}
-        self._write("decode", name, context, peak, bound_bytes=self.bound(name, context, nodes), **values)
-
-    def bound(self, name: str, context: int, nodes: int) -> int | None:
-        """Bytes that a draft may take: those at the smallest context, and what may grow from there on.
-
-        SpecAttn, whose copies grow by design, is held to what the loop without a draft took, its copies and its scores.
-        Nothing is known at the smallest context of the others.
-        """
-        measured = self.drafts[name]
-        first, extra = self._smallest[PLAIN if measured.ratio else name]
-        growth = measured.bytes_per_token * (context - first)
-        if measured.ratio:
-            copied = measured.copied(context, self.kv_bytes(context), nodes, self.shape.layers)
-            return extra + growth + copied
-        return None if context == first else extra + growth
-
-    def prefilling(self, name: str, context: int) -> None:
-        """Run the last chunk of a prompt after a cache that holds the rest of it."""
-        stored, options = context - self.chunk - 1, {"max_new_tokens": 1, "prefill_chunk_size": self.chunk}
-        if name == HF:
-            peak = self._hf(context, stored, options)
-            self._prefill_of_hf = peak.total
-            self._write("prefill", name, context, peak)
-            return
-        cache = full_cache(self.model, 1, context, 1, 1)
-        peak = self._ours(self.drafts[PLAIN].draft, cache, context, stored, options)
-        self._write("prefill", name, context, peak, bound_bytes=self._prefill_of_hf + TEXT_BYTES * context)
+            parts = [("decode", name, context - 1, decode) for name in (HF, *self.drafts)]
+            parts += [("prefill", name, context - self.chunk - 1, prefill) for name in (HF, PLAIN)]
+            for part, name, stored, options in parts:
+                if results.has_time(part=part, method=name, context=context):
+                    results.say(f"{part}, {name}, {context} tokens")
+                    measured = self.stock if name == HF else partial(self.ours, self.drafts[name])
+                    peak = measured(context, stored, options)
+                    record = {"extra_bytes": peak.total, "torch_bytes": peak.torch_bytes}
+                    record |= {"python_bytes": peak.python_bytes, "kv_bytes": self.kv_bytes(context)}
+                    results.write("memory", part=part, method=name, context=context, **record)
 
     def kv_bytes(self, context: int) -> int:
         """Keys and values of one row."""
         return cache_bytes(self.shape, 1, context, self.model.dtype)
 
-    def _ours(self, draft: Any, cache: SpeculativeCache, context: int, stored: int, options: dict[str, Any]) -> Peak:
+    def ours(self, draft: Any, context: int, stored: int, options: Mapping[str, Any]) -> Peak:
+        """The peak of a call of `generate` with a draft, `stored` tokens of whose prompt are in the cache."""
+        cache = full_cache(self.model, 1, context, TOKENS, draft.num_tree_nodes(TargetView(self.model)))
         cache.set_lengths([stored])
         prompt = self._prompt(context)
         return peak_memory(lambda: self._generate(prompt, past_key_values=cache, assistant_model=draft, **options))[0]
 
-    def _hf(self, context: int, stored: int, options: dict[str, Any]) -> Peak:
+    def stock(self, context: int, stored: int, options: Mapping[str, Any]) -> Peak:
         """Plain `generate`; keys and values of the new tokens do not count, its copies of the old ones do."""
         prompt = self._prompt(context)
 
@@ -218,19 +141,11 @@ class MemoryBenchmark:
         peak, after = peak_memory(generate, lambda: (dynamic_cache(full_cache(self.model, 1, stored, 1, 1), stored),))
         return Peak(peak.torch_bytes - (after - self.kv_bytes(stored)), peak.python_bytes)
 
-    def _generate(self, prompt: torch.Tensor, **options: Any) -> None:
-        self.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options)
-
     def _prompt(self, context: int) -> torch.Tensor:
         return torch.randint(self.shape.vocab, (1, context), generator=torch.Generator().manual_seed(0))
 
-    def _write(self, part: str, name: str, context: int, peak: Peak, **values: Any) -> None:
-        kv_bytes = self.kv_bytes(context)
-        record: dict[str, Any] = {"extra_bytes": peak.total, "torch_bytes": peak.torch_bytes}
-        record |= {"python_bytes": peak.python_bytes, "kv_bytes": kv_bytes, **values}
-        if values.get("bound_bytes") is not None:
-            record["within"] = peak.total <= values["bound_bytes"]
-        self.results.write("memory", part=part, method=name, context=context, **record)
+    def _generate(self, prompt: torch.Tensor, **options: Any) -> None:
+        self.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -239,22 +154,20 @@ def main(arguments: list[str] | None = None) -> None:
     settings = {"shape": vars(SHAPE), "dtype": "float32", "chunk": CHUNK, "budget": BUDGET}
     with start(args, "memory", settings) as results:
         model = random_target(SHAPE, max(CONTEXTS) + 64, torch.device("cpu"), torch.float32)
-        MemoryBenchmark(model, SHAPE, make_drafts(model), chunk=CHUNK, results=results).run(CONTEXTS)
+        MemoryBenchmark(model, SHAPE, make_drafts(model), CHUNK).run(CONTEXTS, results)
 
 
-def make_drafts(model: LlamaForCausalLM, budget: int = BUDGET) -> dict[str, MeasuredDraft]:
-    """Every kind of draft with its default settings, and what its memory may depend on."""
-    specattn = hf_longspec.SpecAttnDraftModel.from_target(model, num_assistant_tokens=4)
-    ratio, floor = specattn.setting("sparse_ratio"), specattn.setting("sparse_min_tokens")
+def make_drafts(model: LlamaForCausalLM, budget: int = BUDGET) -> dict[str, Any]:
+    """Every kind of draft with its default settings."""
     heads = hf_longspec.TokenSwiftDraftModel.from_target(model)
     heads.generation_config.update(self_draft="partial_kv", partial_kv_budget=budget)
     return {
-        PLAIN: MeasuredDraft(hf_longspec.PlainDraftModel.from_target(model)),
-        "SpecAttn, gamma 4": MeasuredDraft(specattn, ratio, floor),
-        "LongSpec, 4+4+4+3": MeasuredDraft(hf_longspec.LongSpecDraftModel.from_target(model)),
-        "TokenSwift, verify_hidden": MeasuredDraft(hf_longspec.TokenSwiftDraftModel.from_target(model)),
-        "TokenSwift, partial_kv": MeasuredDraft(heads),
-        "n-grams": MeasuredDraft(hf_longspec.NgramDraftModel.from_target(model), index=True),
+        PLAIN: hf_longspec.PlainDraftModel.from_target(model),
+        "SpecAttn, gamma 4": hf_longspec.SpecAttnDraftModel.from_target(model, num_assistant_tokens=4),
+        "LongSpec, 4+4+4+3": hf_longspec.LongSpecDraftModel.from_target(model),
+        "TokenSwift, verify_hidden": hf_longspec.TokenSwiftDraftModel.from_target(model),
+        "TokenSwift, partial_kv": heads,
+        "n-grams": hf_longspec.NgramDraftModel.from_target(model),
     }
 
 

@@ -16,7 +16,7 @@ from hf_longspec.bench.markdown import (
     table,
     with_defaults,
 )
-from hf_longspec.bench.results import Record, grouped, of_kind
+from hf_longspec.bench.results import Record, of_kind
 
 Columns = Mapping[str, Column]
 
@@ -143,7 +143,7 @@ def _mib(key: str) -> Callable[[Record], str]:
 
 
 def memory_tables(records: Sequence[Record]) -> list[str]:
-    """Everything, with the bounds."""
+    """Everything, with the bounds that earlier runs wrote."""
     columns: Columns = {
         "method": "method",
         "context": "context",
@@ -198,9 +198,9 @@ GATE_QUOTED = ("context", "method", "time over plain loop", "over the faster one
 
 GPU_NOTE = (
     "Milliseconds, median of the repeats with the lowest and highest. The target has random weights, keys and "
-    "values. Floors are computed from the ceilings measured in the same run. Error: relative, of "
-    "attention against float64, of a forward against transformers' logits. c: time of a step without a draft over "
-    "that of an iteration; c times the tau of a paper is what that tau would give here, not a measured speed-up. "
+    "values. Floors are computed from the ceilings measured in the same run. Error: relative, "
+    "against float64. c: time of a step without a draft over "
+    "that of an iteration; its product with tau is the speed-up. "
     "Speculated: iterations that verified drafted tokens. The first iteration of a call, which captures CUDA graphs, "
     "is left out. Same tokens: the text up to there is that of the loop without a draft. Timed by: graph (replay of a "
     "CUDA graph), events (calls between CUDA events, launches included), wall (host clock)."
@@ -209,75 +209,46 @@ GPU_NOTE = (
 GPU_TABLES = {
     "iteration": (
         "One iteration of a drafter",
-        "draft compiled batch context nodes speculated iterations tau same_tokens c c_floor tau_of_paper c_times_tau",
+        "draft compiled batch context nodes speculated iterations tau same_tokens c c_floor",
     ),
-    "forward": ("One forward of the target", "side backend mode batch context nodes error"),
     "kernel": ("Attention of one layer", "backend batch context nodes tb_per_second error"),
     "baseline": ("Other ways to compute it", "baseline batch context nodes error"),
     "score_rows": ("With SpecAttn's score rows", "backend batch context nodes overhead"),
-    "commit": ("Commit of an accepted path, all layers", "nodes context"),
-    "batch": ("Larger batches", "backend batch context nodes"),
-    "fp8": ("Matrix products in FP8", "backend batch context nodes"),
+    "correctness": ("Against float64", "backend lengths nodes error lse_error"),
+}
+GPU_TIMES: Columns = {
+    "ms": spread("ms", 3),
+    "floor, ms": lambda row: f"{row['floor_ms']:g}",
+    "times floor": "times_floor",
+    "timed by": "how",
 }
 
 
 def _gpu_table(records: Sequence[Record], kind: str, heading: str = "##") -> list[str]:
     title, columns = GPU_TABLES[kind]
-    times: Columns = {
-        "ms": spread("ms", 3),
-        "floor, ms": lambda row: f"{row['floor_ms']:g}",
-        "times floor": "times_floor",
-        "timed by": "how",
-    }
-    return titled(f"{heading} {title}", of_kind(records, kind), {name: name for name in columns.split()} | dict(times))
+    times = {} if kind == "correctness" else GPU_TIMES
+    return titled(f"{heading} {title}", of_kind(records, kind), {**{name: name for name in columns.split()}, **times})
 
 
 def gpu_headline(records: Sequence[Record]) -> str:
-    """Iterations and forwards."""
-    return "\n\n".join(part for kind in ("iteration", "forward") for part in _gpu_table(records, kind, "####"))
+    """Iterations."""
+    return "\n\n".join(_gpu_table(records, "iteration", "####"))
 
 
 def gpu_tables(records: Sequence[Record]) -> list[str]:
-    """Everything that was measured, refused and left out."""
+    """Everything that was measured and what failed."""
     parts = [
         f"{found.get('gpu', found['device'])}: {found['tb_per_second']} TB/s copied, {found['tflops']} TFLOP/s in "
         f"bfloat16 matrix products, measured in this run; CUDA {found['cuda']}, triton {found['triton']}."
         for found in of_kind(records, "gpu_ceilings")
     ]
-    outcomes = {record["name"]: record for record in of_kind(records, "outcome")}
-    predicted = [row | outcomes.get(row["name"], {}) for row in of_kind(records, "prediction")]
-    verdicts = {True: "held", False: "did not hold", None: "not measured"}
-    columns: Columns = {
-        "": "name",
-        "predicted": "text",
-        "outcome": lambda row: verdicts[row.get("holds")],
-        "measured": lambda row: ", ".join(f"{value:g}" for value in row.get("values", [])),
-    }
-    parts += titled("## Predictions", predicted, columns)
     parts += [part for kind in GPU_TABLES for part in _gpu_table(records, kind)]
-    checked = [
-        {
-            "backend": backend,
-            "cases": len(own),
-            "wrong": "; ".join(_miss(row) for row in own if not row["right"]) or "none",
-        }
-        for backend, own in grouped(of_kind(records, "correctness"), lambda row: row["backend"]).items()
-    ]
-    parts += titled("## Against float64", checked, {name: name for name in ("backend", "cases", "wrong")})
-    operations: Columns = {"operation": "name", "calls": "calls", "ms": lambda row: f"{row['ms']:g}"}
-    for found in of_kind(records, "profile"):
-        what = f"{found['nodes']} nodes after {found['context']}, {found['launches']} launches"
-        parts += titled(f"## Profile of {found['side']}: {what}", found["top"], operations)
     failed = [
         f"- {', '.join(f'{name}={value}' for name, value in row.items() if name not in ('kind', 'reason'))}: "
         f"{row['reason']}"
         for row in of_kind(records, "failed")
     ]
     return parts + (["Failed:\n\n" + "\n".join(failed)] if failed else [])
-
-
-def _miss(row: Record) -> str:
-    return f"{row['lengths']} x {row['nodes']}: {row['error']}"
 
 
 # Measurements that were left out for one reason and are named.

@@ -1,87 +1,352 @@
 """Floors of decoding for a model on a GPU: the least time of a step, a verification and an iteration. Nothing is run.
 
-A floor divides bytes by bandwidth and operations by arithmetic, so no implementation can be faster. It also gives the
-acceptance from which a drafter can pay. Rates come from data sheets unless measured ones are given.
+Weights are read while their matrix products run, keys and values while attention runs; the longer of the two counts in
+each pair, and the pairs follow each other. Activations, norms and launches are left out, so a real step is slower than
+the floor. Rates come from data sheets unless measured ones are given. Whether a draft can pay follows from
+
+    c = time of a step without a draft / time of an iteration        speed-up <= c * tau
+
+where tau is the number of tokens an iteration emits. Below tau = 1 / c a draft slows down whatever it proposes.
 
     python -m benchmarks.roofline --target Llama-3.1-8B --gpu H200
     python -m benchmarks.roofline --target path/or/hub-id --tbs 3.1 --tflops 700 --batches 1,8 --contexts 8192,131072
 """
 
 import argparse
-import json
-from collections.abc import Sequence
-from itertools import product
+from dataclasses import dataclass
+from itertools import accumulate, product
+from operator import mul
 from typing import Any
 
-from benchmarks.floors import CONFIGS, MACHINES, Machine, Roofline, TargetShape, shape_of
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from benchmarks.harness import integers, trees
-from benchmarks.pages import Columns, fixed
 from hf_longspec.bench.markdown import table
+from hf_longspec.bench.summaries import significant
+
+# Share of the rates in a data sheet that a long read and a large matrix product reach, as a rule of thumb. Measured
+# rates replace them: `--tbs` and `--tflops`, or the ceilings that benchmarks/gpu.py writes.
+SUSTAINED_BANDWIDTH, SUSTAINED_FLOPS = 0.9, 0.8
 
 
-def roofline_rows(shape: TargetShape, machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per batch size and context of the command line.
+@dataclass(frozen=True)
+class Machine:
+    """The rates that floors divide by."""
 
-    Returns:
-        `list[dict]`, ready for JSON: times in milliseconds, sizes in bytes.
+    name: str  # for the title of the table
+    tb_per_second: float  # memory bandwidth that a long read sustains, 10^12 bytes per second
+    tflops: float  # matrix products in the dtype of the weights, 10^12 operations per second, sustained
+    memory_gb: float | None = None  # memory in 10^9 bytes; what does not fit is then marked
+
+    def __post_init__(self) -> None:
+        if not (self.tb_per_second > 0 and self.tflops > 0):
+            raise ValueError(
+                f"{self.tb_per_second} TB/s and {self.tflops} TFLOP/s: both must be positive. Pass measured rates with "
+                "--tbs and --tflops."
+            )
+
+
+# NVIDIA's data sheets of the SXM modules: bandwidth, dense bfloat16 without sparsity, memory.
+DATA_SHEETS = {"H100": (3.35, 989, 80), "H200": (4.8, 989, 141), "A100-80G": (2.039, 312, 80)}
+# Two digits of what is sustained of the peak rates.
+MACHINES = {
+    name: Machine(name, significant(SUSTAINED_BANDWIDTH * peak, 2), significant(SUSTAINED_FLOPS * tflops, 2), memory)
+    for name, (peak, tflops, memory) in DATA_SHEETS.items()
+}
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """Sizes of a decoder with grouped-query attention."""
+
+    name: str  # for the title of the table
+    layers: int  # decoder layers
+    hidden: int  # width of the residual stream
+    intermediate: int  # width of the gated feed-forward block; of one expert if there are any
+    heads: int  # query heads
+    kv_heads: int  # key/value heads
+    head_dim: int  # size of a head
+    vocab: int  # rows of the language-model head
+    read_weights: int  # weights that one forward reads, experts apart: all but a table that is only looked up
+    stored_weights: int  # all weights
+    expert_weights: int = 0  # those that belong to experts
+    experts: int = 0  # experts per layer
+    experts_per_token: int = 0  # experts that one token runs through
+    windows: tuple[int | None, ...] = ()  # sliding window of every layer
+
+    def weights_read(self, tokens: int) -> float:
+        """Weights that a forward over `tokens` tokens reads; with experts, as many as even routing touches."""
+        if not self.experts:
+            return float(self.read_weights)
+        touched = 1 - (1 - self.experts_per_token / self.experts) ** tokens
+        return self.read_weights + touched * self.expert_weights
+
+    def weights_per_token(self) -> float:
+        """Weights that one token is multiplied with."""
+        share = self.experts_per_token / self.experts if self.experts else 0.0
+        return self.read_weights + share * self.expert_weights
+
+    def kv_numbers(self, context: int) -> int:
+        """Cached numbers of one row that a step reads: keys and values of all layers, windows applied."""
+        return 2 * self.kv_heads * self.head_dim * self.visible(context)
+
+    def visible(self, context: int) -> int:
+        """Entries that a query sees, summed over the layers."""
+        windows = self.windows or (None,) * self.layers
+        return sum(context if window is None else min(window, context) for window in windows)
+
+
+# Configurations that need no download, by name.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {"model_type": "llama", "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256},
+    "Qwen3-8B": {"model_type": "qwen3", "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936},
+}
+ALIKE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+
+
+def shape_of(target: str) -> TargetShape:
+    """The shape of a built-in configuration, or that of one in a folder or on the Hub.
+
+    Raises:
+        ValueError: If there is no such model, or its cache is not one of keys and values.
     """
-    rows = []
-    for batch, context in product(args.batches, args.contexts):
-        at = Roofline(shape, machine, batch, context, args.weight_bytes, args.kv_bytes, args.attention_tflops)
-        drafted = [
-            *(at.longspec(widths) for widths in args.trees),
-            *(at.specattn(gamma, args.ratio) for gamma in args.gammas),
-            *(at.tokenswift(args.branching, budget=budget) for budget in (args.budget, None)),
-        ]
-        rows.append(
-            {
-                "target": shape.name,
-                "machine": machine.name,
-                "tb_per_second": machine.tb_per_second,
-                "tflops": machine.tflops,
-                "batch": batch,
-                "context": context,
-                "fits": at.fits,
-                "weight_bytes_read": shape.weights_read(batch) * at.weight_bytes,
-                "kv_bytes_per_token": at.kv_bytes_per_token,
-                "ar_ms": at.ar_ms,
-                "verify_ms": {str(count): at.verify_ms(count) for count in args.nodes},
-                "masked_verify_ms": {str(count): at.masked_verify_ms(count) for count in args.nodes},
-                "iterations": [iteration.to_dict() for iteration in drafted],
-            }
+    if target in CONFIGS:
+        return shape_from_config(AutoConfig.for_model(**CONFIGS[target], **ALIKE, tie_word_embeddings=False), target)
+    try:
+        config = AutoConfig.from_pretrained(target)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no configuration in {target!r}: pass a folder, a Hub id, or one of {', '.join(CONFIGS)}. ({error})"
+        ) from error
+    return shape_from_config(config, target)
+
+
+def shape_from_config(config: Any, name: str) -> TargetShape:
+    """Sizes of a causal language model, its weights counted on a model without memory (the meta device).
+
+    Raises:
+        ValueError: If it caches latents (MLA) or a recurrent state, whose traffic is not that of keys and values.
+    """
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if getattr(text, "kv_lora_rank", None) is not None or kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{name} caches latents or a recurrent state ({config.model_type}); the floors are those of cached keys "
+            "and values. Choose a target whose layers have full or sliding-window attention."
         )
-    return rows
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = dict(model.named_parameters())  # a tied table appears once
+    stored = sum(weight.numel() for weight in weights.values())
+    of_experts = sum(weight.numel() for name, weight in weights.items() if ".experts." in name)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    looked_up = 0 if embedding is head else embedding.numel()
+    experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 0
+    heads = text.num_attention_heads
+    return TargetShape(
+        name,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=_first(text, "moe_intermediate_size", "intermediate_size") or 0,
+        heads=heads,
+        kv_heads=_first(text, "num_key_value_heads") or heads,
+        head_dim=_first(text, "head_dim") or text.hidden_size // heads,
+        vocab=text.vocab_size,
+        read_weights=stored - of_experts - looked_up,
+        stored_weights=stored,
+        expert_weights=of_experts,
+        experts=experts if of_experts else 0,
+        experts_per_token=_first(text, "num_experts_per_tok") or 0,
+        windows=_windows(text),
+    )
 
 
-def roofline_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Two tables: a step and a verification, then the drafters."""
-    first = rows[0]
+def _windows(text: Any) -> tuple[int | None, ...]:
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    if not window or (kinds is None and getattr(text, "use_sliding_window", None) is False):
+        return ()
+    kinds = kinds or ["sliding_attention"] * text.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+FLOPS_PER_WEIGHT = 2  # a multiplication and an addition
+FLOPS_PER_SCORE = 4  # one of each for q . k, and again for the weighted sum of values
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Floor of one iteration of a drafter."""
+
+    drafter: str  # name of the drafter, with its settings
+    draft_ms: float  # drafting
+    verify_ms: float  # the verification
+    c: float  # time of a step without a draft over that of the iteration
+    max_tau: int  # most tokens that an iteration can emit
+
+    @property
+    def iteration_ms(self) -> float:
+        """Time of drafting and verification together."""
+        return self.draft_ms + self.verify_ms
+
+    @property
+    def break_even_tau(self) -> float:
+        """Tokens per iteration below which decoding without a draft is faster."""
+        return 1 / self.c
+
+    @property
+    def max_speedup(self) -> float:
+        """With every drafted token accepted."""
+        return self.c * self.max_tau
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Floors of one target on one machine, at one batch size and context."""
+
+    shape: TargetShape
+    machine: Machine
+    batch: int  # rows
+    context: int  # cached tokens per row
+    weight_bytes: float = 2  # bytes of one weight: 2 for bfloat16, 1 for FP8
+    kv_bytes: float = 2  # bytes of one cached number
+    # of attention where arithmetic bounds it; by default the machine's rate, which no attention kernel reaches
+    attention_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.context < 0:
+            raise ValueError(
+                f"batch={self.batch}, context={self.context}: expected at least one row and no less than 0."
+            )
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Keys and values of one token, all layers."""
+        shape = self.shape
+        return 2 * shape.layers * shape.kv_heads * shape.head_dim * self.kv_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and the stored keys and values are within the machine's memory, if that is known."""
+        stored = self.shape.stored_weights * self.weight_bytes + self.batch * self.context * self.kv_bytes_per_token
+        return self.machine.memory_gb is None or stored <= self.machine.memory_gb * 1e9
+
+    @property
+    def ar_ms(self) -> float:
+        """A step without a draft."""
+        return self.verify_ms(1)
+
+    def weights_ms(self, tokens: int) -> float:
+        """All layers and the head on `tokens` tokens, attention apart."""
+        read = self.shape.weights_read(tokens) * self.weight_bytes
+        return self._longer(read, FLOPS_PER_WEIGHT * self.shape.weights_per_token() * tokens)
+
+    def attention_ms(self, queries: int, context: int | None = None) -> float:
+        """Attention of all layers: `queries` per row over `context` entries, by default those of the cache."""
+        context = self.context if context is None else context
+        seen = self.shape.visible(context)
+        flops = FLOPS_PER_SCORE * self.shape.heads * self.shape.head_dim * seen * queries * self.batch
+        return self._longer(self.batch * self.shape.kv_numbers(context) * self.kv_bytes, flops, self.attention_tflops)
+
+    def verify_ms(self, nodes: int) -> float:
+        """One verification of `nodes` nodes per row."""
+        return self.weights_ms(nodes * self.batch) + self.attention_ms(nodes)
+
+    def masked_verify_ms(self, nodes: int) -> float:
+        """The same as transformers' `sdpa` computes a masked block: keys repeated for every query head of a group.
+
+        They are read, written for each head of the group, and read again; a lone node needs no mask.
+        """
+        if nodes == 1:
+            return self.ar_ms
+        group = self.shape.heads // self.shape.kv_heads
+        repeats = 2 * group * self.batch * self.shape.kv_numbers(self.context) * self.kv_bytes
+        return self.verify_ms(nodes) + self._longer(repeats, 0)
+
+    def longspec(self, widths: list[int], window: int = 512) -> Iteration:
+        """LongSpec: per level its one block, one layer of the target's cache, and the target's head."""
+        shape, entries = self.shape, self.context + window
+        query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        # self-attention, query and output of the cross-attention, feed-forward
+        block = shape.hidden * (4 * query + 2 * keys + 3 * shape.intermediate)
+        block_and_head = block + shape.vocab * shape.hidden
+        kv = 2 * keys * self.kv_bytes * self.batch * entries
+        draft = 0.0
+        previous = 1  # nodes of the level that is run, to propose the next one
+        for width in widths:
+            tokens = previous * self.batch
+            scores = FLOPS_PER_SCORE * query * entries * tokens
+            draft += self._longer(block_and_head * self.weight_bytes, FLOPS_PER_WEIGHT * block_and_head * tokens)
+            draft += self._longer(kv, scores, self.attention_tflops)
+            previous = width
+        name = f"LongSpec {'+'.join(map(str, widths))}"
+        return self._iteration(name, draft, 1 + sum(widths), len(widths) + 1)
+
+    def specattn(self, gamma: int, ratio: float) -> Iteration:
+        """SpecAttn: gamma steps of the whole target over a share of the cache."""
+        step = self.weights_ms(self.batch) + ratio * self.attention_ms(1)
+        return self._iteration(f"SpecAttn gamma {gamma}, {ratio:.0%}", gamma * step, gamma + 1, gamma + 1)
+
+    def tokenswift(self, branching: list[int], nodes: int | None = None, budget: int | None = 4096) -> Iteration:
+        """TokenSwift: heads of one square matrix each, with one pass over the language-model head for all of them.
+
+        Args:
+            branching (`list[int]`): Children of every node, level by level; entry 0 is the target's own prediction.
+            nodes (`int`, *optional*): Nodes that are verified, n-grams included; by default those of the tree.
+            budget (`int`, *optional*): Entries that the step which gives the hidden state reads. None: the state is
+                that of the last verification, whose prediction is the root already (`verify_hidden`).
+        """
+        widths = branching[1:] if budget is None else branching
+        heads = (len(branching) - 1) * self.shape.hidden**2
+        if budget is None:
+            heads += self.shape.vocab * self.shape.hidden
+        draft = self._longer(heads * self.weight_bytes, FLOPS_PER_WEIGHT * heads * self.batch)
+        if budget is not None:  # its head is read once for the prediction and for the heads
+            draft += self.weights_ms(self.batch) + self.attention_ms(1, min(budget, self.context))
+        nodes = nodes or sum(accumulate(widths, mul, initial=1))
+        where = "verify_hidden" if budget is None else f"partial cache {budget}"
+        return self._iteration(f"TokenSwift {where}, {nodes} nodes", draft, nodes, len(widths) + 1)
+
+    def _iteration(self, drafter: str, draft: float, nodes: int, max_tau: int) -> Iteration:
+        verify = self.verify_ms(nodes)
+        return Iteration(drafter, draft, verify, self.ar_ms / (draft + verify), max_tau)
+
+    def _longer(self, read: float, flops: float, tflops: float | None = None) -> float:
+        """Milliseconds of reading and of computing at the same time."""
+        seconds = max(read / self.machine.tb_per_second, flops / (tflops or self.machine.tflops))
+        return seconds / 1e9
+
+
+def tables(found: list[Roofline], args: argparse.Namespace) -> str:
+    """A step and a verification at every place, then the drafters."""
+    at = found[0]
     facts = (
-        f"Floors, computed and not measured: {first['target']} on {first['machine']} "
-        f"({first['tb_per_second']:g} TB/s, {first['tflops']:g} TFLOP/s). A forward of one token reads "
-        f"{first['weight_bytes_read'] / 1e9:.2f} GB of weights; keys and values take "
-        f"{first['kv_bytes_per_token'] / 1024:g} KiB per token. A verification in brackets repeats the keys and values "
+        f"Floors, computed and not measured: {at.shape.name} on {at.machine.name} ({at.machine.tb_per_second:g} TB/s, "
+        f"{at.machine.tflops:g} TFLOP/s). A forward of one token reads "
+        f"{at.shape.weights_read(1) * at.weight_bytes / 1e9:.2f} GB of weights; keys and values take "
+        f"{at.kv_bytes_per_token / 1024:g} KiB per token. A verification in brackets repeats the keys and values "
         "of every group, as transformers does under a mask."
     )
-    place: dict[str, Any] = {
-        "batch": "batch",
-        "context": lambda row: f"{row['context']}" + ("" if row["fits"] else " (does not fit)"),
-    }
-    steps = place | {"step, ms": fixed("ar_ms", 2)}
-    for count in first["verify_ms"]:
-        steps[f"verify {count}, ms"] = lambda row, count=count: (
-            f"{row['verify_ms'][count]:.2f} ({row['masked_verify_ms'][count]:.2f})"
-        )
-    drafters: Columns = {
-        **place,
-        "drafter": "drafter",
-        **{f"{name}, ms": fixed(f"{name}_ms", 2) for name in ("draft", "verify", "iteration")},
-        "c": fixed("c", 3),
-        "break-even tau": fixed("break_even_tau", 2),
-        "at most": lambda row: f"{row['max_speedup']:.2f}x (tau {row['max_tau']})",
-    }
-    drafted = [row | iteration for row in rows for iteration in row["iterations"]]
-    return "\n\n".join([facts, table(rows, steps), table(drafted, drafters)])
+    steps, drafted = [], []
+    for at in found:
+        place = {"batch": at.batch, "context": f"{at.context}" + ("" if at.fits else " (does not fit)")}
+        verified = {f"verify {n}, ms": f"{at.verify_ms(n):.2f} ({at.masked_verify_ms(n):.2f})" for n in args.nodes}
+        steps.append({**place, "step, ms": f"{at.ar_ms:.2f}", **verified})
+        iterations = [at.longspec(widths) for widths in args.trees]
+        iterations += [at.specattn(gamma, args.ratio) for gamma in args.gammas]
+        iterations += [at.tokenswift(args.branching, budget=budget) for budget in (args.budget, None)]
+        for own in iterations:
+            times = {"draft, ms": own.draft_ms, "verify, ms": own.verify_ms, "iteration, ms": own.iteration_ms}
+            line: dict[str, Any] = {**place, "drafter": own.drafter}
+            line |= {name: f"{value:.2f}" for name, value in times.items()}
+            line |= {"c": f"{own.c:.3f}", "break-even tau": f"{own.break_even_tau:.2f}"}
+            drafted.append(line | {"at most": f"{own.max_speedup:.2f}x (tau {own.max_tau})"})
+    return "\n\n".join([facts, *(table(lines, {name: name for name in lines[0]}) for lines in (steps, drafted))])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -102,13 +367,13 @@ def main(arguments: list[str] | None = None) -> None:
     add("--ratio", type=float, default=0.07, help="share that SpecAttn drafts over (default: %(default)s)")
     add("--branching", type=integers, default="1,3,3,3", help="TokenSwift's children (default: %(default)s)")
     add("--budget", type=int, default=4096, help="of TokenSwift's partial cache (default: %(default)s)")
-    add("--json", action="store_true", help="JSON in place of tables")
     args = made.parse_args(arguments)
     try:
-        rows = roofline_rows(shape_of(args.target), machine_of(args), args)
+        shape, machine, places = shape_of(args.target), machine_of(args), product(args.batches, args.contexts)
+        options = args.weight_bytes, args.kv_bytes, args.attention_tflops
+        print(tables([Roofline(shape, machine, *place, *options) for place in places], args))
     except ValueError as error:
         made.error(str(error))
-    print(json.dumps(rows, indent=2) if args.json else roofline_markdown(rows))
 
 
 def machine_of(args: argparse.Namespace) -> Machine:

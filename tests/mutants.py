@@ -329,7 +329,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Tokens that do not count add nothing to the loss",
-        "training/losses.py",
+        "training/frozen_target.py",
         "weight = counts[level, chunk].to(wide)",
         "weight = torch.ones_like(losses)",
         "tests/training/test_losses.py",

@@ -140,24 +140,20 @@ def test_a_variant_changes_one_thing(kind, variant, fields):
     assert {name: value for name, value in other.items() if value != plain[name]} == fields
 
 
-@pytest.mark.parametrize(("kind", "variant"), [("longspec", "no-offsets"), ("tokenswift", "sequential")])
-def test_a_variant_is_trained(train, longspec, kind, variant):
-    """The first one changes the training, the other one the draft."""
-    folder = train(variant, "--kind", kind, "--variant", variant)
-    config = AutoModel.from_pretrained(folder / "final").config
-    assert config.sequential if variant == "sequential" else config.trained_max_length <= 32
-    assert AutoModel.from_pretrained(longspec / "final").config.trained_max_length > 32
-    assert f"--variant {variant}" in (folder / "command.txt").read_text()
+def test_a_variant_is_trained(train, longspec):
+    folder = train("no-offsets", "--variant", "no-offsets")
+    longest = [AutoModel.from_pretrained(run / "final").config.trained_max_length for run in (folder, longspec)]
+    assert longest[0] <= 32 < longest[1] and "--variant no-offsets" in (folder / "command.txt").read_text()
 
 
 def test_wrong_options(tmp_path, capsys):
     (tmp_path / "none").mkdir()
     given = ("--streams", tmp_path / "none", "--output", tmp_path / "run")
-    with pytest.raises(SystemExit, match=r"has no \*\.npy: run examples/train_tiny_target.py"):
+    with pytest.raises(SystemExit, match=r"\*\.npy"):
         run("train_tiny_draft", *given)
     with pytest.raises(SystemExit):
         run("train_tiny_draft", *given, "--kind", "eagle3", "--variant", "no-noise")
-    assert "--variant no-noise with --kind eagle3: expected one of none" in capsys.readouterr().err
+    assert "--variant no-noise" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_goes_on_and_its_log_has_all_minutes(train):
@@ -218,9 +214,6 @@ def test_rows_are_the_streams_and_then_the_target(written):
     # bfloat16 rounds differently with and without a cache: near-ties may swap
     assert (logits.max(-1).values - chosen).max() < 0.1
     assert len({tuple(row) for row in sampled.tolist()}) == 5 and not np.array_equal(greedy, sampled)
-
-
-def test_a_seed_says_what_is_written(written):
     again, other = written(0), written(2)
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(written.first, again, strict=True))
     assert not np.array_equal(written.first[1], other[1])

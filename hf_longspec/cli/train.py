@@ -227,7 +227,7 @@ def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
         CommandError: If it cannot be loaded, or is of no known kind.
         ValueError: If its settings do not exist.
     """
-    from ..training.method import trained_drafts
+    from ..training.trainer import trained_drafts
 
     if isinstance(recipe.draft, str):
         with loading(recipe.draft, "draft"):

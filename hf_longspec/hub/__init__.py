@@ -3,7 +3,6 @@
 Drafts are handled as objects and their source as text, so this room imports no other room of the package.
 """
 
-from .cards import Card
-from .repository import push, write_repository
+from .repository import Card, push, write_repository
 
 __all__ = ["Card", "push", "write_repository"]

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
 import torch
@@ -345,10 +345,10 @@ class DraftModel(PreTrainedModel):
             ValueError: If the draft cannot be published. Nothing is uploaded then.
         """
         try:
-            hub = import_module("hf_longspec.hub")  # by name, as published copies of this file lack it
+            push = resolve_name("hf_longspec.hub:push")  # by name, as published copies of this file lack it
         except ImportError:
             return super().push_to_hub(repo_id, **kwargs)
-        return hub.push(self, repo_id, **kwargs)
+        return push(self, repo_id, **kwargs)
 
     @classmethod
     def from_pretrained(

@@ -1,19 +1,14 @@
 """Long texts with marks: the counts at a mark, the baselines after it, and the table."""
 
 import pytest
-import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_longspec
 from benchmarks.harness import Run
 from benchmarks.long_generation import LongBenchmark, LongRow, Marks
 from benchmarks.pages import long_headline
-from hf_longspec.bench.calls import HF, MODES, PLAIN, Decoding, HfMethod, endless
+from hf_longspec.bench.calls import HF, MODES, PLAIN, Decoding, HfMethod
 from hf_longspec.bench.results import read_records
-from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.stats import SpeculationStats
-from hf_longspec.testing import tiny_target
-from tests.rounding import rounding
 
 GREEDY = MODES["greedy"]
 
@@ -69,52 +64,3 @@ def test_ratios_are_those_of_the_same_mark(records):
         assert line[5] == f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}"
         theirs = next(at for at in records if at.get("method") == HF and at["mark"] == row["mark"])
         assert line[8] == f"{row['tokens_per_second_near'] / theirs['tokens_per_second']:.2f}"
-
-
-def test_graphs_are_built_before_the_clock_starts(prompts, tmp_path, monkeypatch):
-    """All of them, the baseline's as well: none is built while a text is written.
-
-    The text of three layers soon has steps of every kind.
-    """
-    target = endless(tiny_target("llama", num_hidden_layers=3, attn_implementation="sdpa"))
-    torch._dynamo.reset()
-    graphs, built = CompileCounterWithBackend("eager"), []
-    monkeypatch.setattr(compiled, "BACKEND", graphs)
-    run = LongBenchmark.run
-
-    def watched(self, *args):
-        built.append(graphs.frame_count)
-        return run(self, *args)
-
-    monkeypatch.setattr(LongBenchmark, "run", watched)
-    drafts = hf_longspec.PlainDraftModel.from_target(target), hf_longspec.NgramDraftModel.from_target(target)
-    for draft in drafts:
-        draft.generation_config.compile = "compile"
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [30])
-    with Run(tmp_path / "long.jsonl", "long", 60) as results:
-        benchmark.measure(LongRow("mine", drafts[1], 30, GREEDY), {HF: HfMethod(), PLAIN: drafts[0]}, 5, results)
-    assert built == [graphs.frame_count] and built[0] >= 2
-    torch._dynamo.reset()
-
-
-def test_going_on_after_a_mark_keeps_the_text_before_it(target, prompts, tmp_path):
-    """The text that a baseline writes after a mark is that of a fresh call, so the keys before it are the text's."""
-    plain = hf_longspec.PlainDraftModel.from_target(target)
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8, 16])
-    with Run(tmp_path / "long.jsonl", "long", 60) as results:
-        text, cache = benchmark.run(LongRow("mine", plain, 16, GREEDY), results)
-    fresh = target(text[:, :27], use_cache=True).past_key_values
-    benchmark.speed_at(16, plain, LongRow("mine", plain, 16, GREEDY), text, cache, 6)
-    benchmark.speed_at(8, plain, LongRow("mine", plain, 16, GREEDY), text, cache, 6)
-    for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
-        torch.testing.assert_close(ours.keys[:, :, :27], theirs.keys, **rounding(theirs.keys, layers=2))
-
-
-def test_a_row_without_time_is_named(target, prompts, tmp_path):
-    plain = hf_longspec.PlainDraftModel.from_target(target)
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8])
-    with Run(tmp_path / "long.jsonl", "long", 0) as results:
-        for _ in range(2):
-            benchmark.measure(LongRow("mine", plain, 8, GREEDY), {}, 0, results)
-    kinds = [record["kind"] for record in read_records(tmp_path / "long.jsonl")]
-    assert kinds == ["environment", "long", "skipped", "end"]

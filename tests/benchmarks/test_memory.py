@@ -4,20 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import memory
 from benchmarks.harness import Run
-from benchmarks.memory import (
-    SCORE_SHARE,
-    TEXT_BYTES,
-    MeasuredDraft,
-    MemoryBenchmark,
-    Peak,
-    peak_memory,
-)
-from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
+from benchmarks.memory import MemoryBenchmark, Peak, make_drafts, peak_memory
+from benchmarks.random_inputs import Shape, cache_bytes, random_target
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.results import read_records
-from hf_longspec.generation.cache import SpeculativeLayer
 
 SMALL = Shape(layers=6, hidden=32, intermediate=48, heads=8, kv_heads=4, head_dim=32, vocab=64)
 # longer than what the torch backend computes in one masked call, whose mask grows up to there, and long enough that
@@ -29,33 +19,27 @@ MIB = 2**20
 PYTHON_NOISE = 2**18
 
 
+# Bytes per token of context: ids, positions and masks as int64, a few of each; n-grams also keep two arrays of int32 of
+# up to twice the length, and the text.
+TEXT_BYTES, INDEX_BYTES = 64, 192
+# Share of the keys and values that SpecAttn's scores may take.
+SCORE_SHARE = 0.008
+
+
 @pytest.fixture(scope="module")
-def model():
+def benchmark():
     torch.manual_seed(0)
-    return random_target(SMALL, max(CONTEXTS) + 64, torch.device("cpu"), torch.float32)
+    model = random_target(SMALL, max(CONTEXTS) + 64, torch.device("cpu"), torch.float32)
+    return MemoryBenchmark(model, SMALL, make_drafts(model, budget=256), CHUNK)
 
 
 @pytest.fixture(scope="module")
-def drafts(model):
-    return memory.make_drafts(model, budget=256)
-
-
-@pytest.fixture(scope="module")
-def records(model, drafts, tmp_path_factory):
-    output = tmp_path_factory.mktemp("memory") / "memory.jsonl"
-    with Run(output, "memory", 600, quiet=True) as results:
-        MemoryBenchmark(model, SMALL, drafts, chunk=CHUNK, results=results).run(CONTEXTS)
-    return read_records(output)
-
-
-def row(records, part, method, context):
-    found = [
-        r
-        for r in records
-        if r["kind"] == "memory" and (r["part"], r["method"], r["context"]) == (part, method, context)
-    ]
-    assert len(found) == 1
-    return found[0]
+def extra(benchmark, tmp_path_factory):
+    """Extra bytes by part, method and context."""
+    with Run(tmp_path_factory.mktemp("memory") / "memory.jsonl", "memory", 600, quiet=True) as results:
+        benchmark.run(CONTEXTS, results)
+    rows = [record for record in results.records if record["kind"] == "memory"]
+    return {(row["part"], row["method"], row["context"]): row["extra_bytes"] for row in rows}
 
 
 def test_the_measurement_counts_tensors_and_numpy_from_the_beginning_of_the_call():
@@ -77,83 +61,24 @@ def test_what_was_there_before_does_not_count_and_replacing_it_counts_once():
     assert peak.torch_bytes == MIB
 
 
-def test_buffers_inside_an_operation_are_seen():
-    # the CPU op keeps partial results of every thread, and on some processors a rearranged copy of the keys
-    query = torch.randn(1, 1, 64, 64).bfloat16()
-    keys = torch.randn(1, 1, 8192, 64).bfloat16()
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output = flash(query, keys, keys)[0].nbytes
-    peak, _ = peak_memory(lambda: flash(query, keys, keys))
-    assert peak.torch_bytes > 4 * output
-
-
-def test_bounds_hold(records):
-    assert not [record for record in records if not record.get("within", True)]
-    bounded = {(r["part"], r["method"]) for r in records if "within" in r and r["context"] == max(CONTEXTS)}
-    assert len(bounded) == 7  # six drafts and the prefill
-
-
-def test_only_specattn_grows_with_the_context(records, drafts):
-    first, last = CONTEXTS
-    grown = last - first
-    for name, measured in drafts.items():
-        extra = [row(records, "decode", name, context)["extra_bytes"] for context in CONTEXTS]
-        kv = cache_bytes(SMALL, 1, grown, torch.float32)
-        if measured.ratio:
-            selected = measured.ratio * kv
-            assert 0.9 * selected < extra[1] - extra[0] < selected * (1 + 1 / SMALL.layers) + (SCORE_SHARE + 0.01) * kv
+def test_only_specattn_grows_with_the_context(extra, benchmark):
+    grown, kv = CONTEXTS[1] - CONTEXTS[0], cache_bytes(SMALL, 1, CONTEXTS[1] - CONTEXTS[0], torch.float32)
+    assert len(benchmark.drafts) == 6
+    for name, draft in benchmark.drafts.items():
+        growth = extra["decode", name, CONTEXTS[1]] - extra["decode", name, CONTEXTS[0]]
+        if name.startswith("SpecAttn"):
+            selected = draft.setting("sparse_ratio") * kv
+            assert 0.9 * selected < growth < selected * (1 + 1 / SMALL.layers) + (SCORE_SHARE + 0.01) * kv
         else:
-            assert extra[1] - extra[0] <= measured.bytes_per_token * grown
+            assert growth <= (TEXT_BYTES + (INDEX_BYTES if name == "n-grams" else 0)) * grown
     # a copy of the whole cache, or even of one layer's keys, would be far beyond
     assert TEXT_BYTES * grown < kv / SMALL.layers / 2
+    for context in CONTEXTS:
+        assert extra["prefill", PLAIN, context] <= extra["prefill", HF, context] + TEXT_BYTES * context
 
 
-def test_plain_generate_is_charged_for_its_copies_but_not_for_the_cache(records):
-    kv = row(records, "decode", HF, CONTEXTS[0])["kv_bytes"]
-    layer = kv / SMALL.layers
-    extra = row(records, "decode", HF, CONTEXTS[0])["extra_bytes"]
-    assert layer / 2 < extra < 1.5 * layer  # keys are copied, the old ones freed, then the values
-
-
-def test_a_clone_of_the_cache_is_seen(model, drafts, tmp_path, monkeypatch):
-    honest = SpeculativeLayer._stage
-
-    def careless(self, keys, values, count):
-        stored = honest(self, keys, values, count)
-        self.kept = [part.clone() for part in stored]
-        return stored
-
-    monkeypatch.setattr(SpeculativeLayer, "_stage", careless)
-    with Run(tmp_path / "clone.jsonl", "memory", 600, quiet=True) as results:
-        benchmark = MemoryBenchmark(model, SMALL, drafts, chunk=CHUNK, results=results)
-        for context in CONTEXTS:
-            benchmark.decoding("LongSpec, 4+4+4+3", context)
-    record = results.records[-2]  # before the end
-    assert record["within"] is False and record["extra_bytes"] > record["kv_bytes"]
-    assert "| NO |" in (tmp_path / "clone.md").read_text()
-
-
-def test_the_last_chunk_has_the_peak_of_a_whole_prefill(model, drafts):
-    context, plain = 3 * 768 + 1, drafts[PLAIN].draft
-    benchmark = MemoryBenchmark(model, SMALL, drafts, chunk=768, results=None)
-    options = {"max_new_tokens": 1, "prefill_chunk_size": 768}
-    whole, last = (
-        benchmark._ours(plain, full_cache(model, 1, context, 1, 1), context, stored, options).torch_bytes
-        for stored in (0, 2 * 768)
-    )
+def test_the_last_chunk_has_the_peak_of_a_whole_prefill(benchmark):
+    context, options = 3 * 768 + 1, {"max_new_tokens": 1, "prefill_chunk_size": 768}
+    plain = benchmark.drafts[PLAIN]
+    whole, last = (benchmark.ours(plain, context, stored, options).torch_bytes for stored in (0, 2 * 768))
     assert whole == pytest.approx(last, rel=0.01)
-
-
-def test_no_time_left_is_said(model, drafts, tmp_path):
-    with Run(tmp_path / "m.jsonl", "memory", 0) as results:
-        MemoryBenchmark(model, SMALL, {PLAIN: drafts[PLAIN]}, chunk=CHUNK, results=results).run([64])
-    skipped = [record["reason"] for record in results.records if record["kind"] == "skipped"]
-    assert skipped == ["no time left"] * 4  # two ways, decoding and prefill
-
-
-def test_what_a_draft_may_copy():
-    specattn = MeasuredDraft(None, ratio=0.125, floor=256)
-    # 1,000 entries of 1,000 bytes, 10 layers: the floor, twice 5 nodes, one layer twice, and the scores
-    assert specattn.copied(1000, 1_000_000, 5, 10) == 266 * 1.1 * 1000 + 8000
-    assert specattn.copied(10_000, 10_000_000, 5, 10) == int(1260 * 1.1 * 1000 + 80_000)
-    assert MeasuredDraft(None, index=True).bytes_per_token > TEXT_BYTES == MeasuredDraft(None).bytes_per_token

@@ -1,13 +1,11 @@
 """Floors against figures worked out by hand, and the weights that are counted against those of models."""
 
-import json
 from functools import cache
 
 import pytest
 
-from benchmarks import roofline
-from benchmarks.floors import MACHINES, Machine, Roofline, shape_from_config, shape_of
 from benchmarks.random_inputs import Shape
+from benchmarks.roofline import Machine, Roofline, main, shape_from_config, shape_of
 from hf_longspec.testing import tiny_target
 
 H200 = Machine("H200", 4.3, 790, 141)
@@ -19,22 +17,18 @@ LLAMA = {
     (1, 8192): (3.74, 3.87, 4.23, 0.65, 0.72, 0.151, 0.106),
     (1, 32768): (4.49, 4.99, 6.45, 0.65, 0.74, 0.174, 0.123),
     (1, 131072): (7.49, 9.49, 15.34, 0.63, 0.79, 0.249, 0.181),
-    (4, 8192): (4.49, 6.74, 8.21, 0.52, 0.74, 0.174, 0.123),
-    (4, 32768): (7.49, 11.25, 17.10, 0.55, 0.79, 0.249, 0.181),
     (4, 131072): (19.47, 29.25, 52.66, 0.58, 0.85, 0.413, 0.319),
-    (8, 8192): (5.49, 13.49, 16.41, 0.35, 0.76, 0.201, 0.144),
     (8, 32768): (11.48, 22.49, 34.20, 0.45, 0.82, 0.321, 0.240),
 }
-QWEN = {(1, 8192): 3.80, (1, 32768): 4.64, (1, 131072): 8.01, (4, 131072): 21.50, (8, 8192): 5.77, (8, 32768): 12.51}
 # drafting and the whole iteration of LongSpec 4+16+16+16+16
-LONGSPEC_MS = {(1, 8192): (1.85, 5.71), (1, 131072): (2.43, 11.9), (4, 131072): (4.31, 33.6), (8, 32768): (3.08, 25.6)}
+LONGSPEC_MS = {(1, 8192): (1.85, 5.71), (4, 131072): (4.31, 33.6)}
 
 
 shape_named = cache(shape_of)
 
 
-def at(place, shape="Llama-3.1-8B", **options):
-    return Roofline(shape_named(shape), H200, *place, **options)
+def at(place, **options):
+    return Roofline(shape_named("Llama-3.1-8B"), H200, *place, **options)
 
 
 @pytest.mark.parametrize("place", LLAMA, ids=str)
@@ -49,30 +43,6 @@ def test_figures_worked_out_by_hand(place):
     assert found.longspec([4, 4, 4, 3]).c == pytest.approx(four, abs=ROUNDED)
     assert found.specattn(6, 0.07).c == pytest.approx(six, abs=ROUNDED / 10)
     assert found.specattn(9, 0.07).c == pytest.approx(nine, abs=ROUNDED / 10)
-
-
-def test_further_figures_worked_out_by_hand():
-    for place, step in QWEN.items():
-        assert at(place, "Qwen3-8B").ar_ms == pytest.approx(step, abs=ROUNDED)
-    for place, (draft, iteration) in LONGSPEC_MS.items():
-        found = at(place).longspec([4, 16, 16, 16, 16])
-        assert found.draft_ms == pytest.approx(draft, abs=ROUNDED)
-        assert found.iteration_ms == pytest.approx(iteration, abs=10 * ROUNDED)
-    # 41 nodes: [1, 3, 9, 27] and the root. 121 are with n-grams.
-    for place, own, with_ngrams in [((1, 8192), 0.51, 0.48), ((1, 32768), 0.55, 0.46), ((1, 131072), 0.67, 0.42)]:
-        assert at(place).tokenswift([1, 3, 3, 3]).c == pytest.approx(own, abs=ROUNDED)
-        assert at(place).tokenswift([1, 3, 3, 3], 121).c == pytest.approx(with_ngrams, abs=ROUNDED)
-    assert at((8, 131072)).fits is False and at((4, 131072)).fits is True
-    # repeated keys and values: each group of 4 is written and read 4 times over
-    for context, extra in [(8192, 2.0), (32768, 8.0), (131072, 32.0)]:
-        found = at((1, context))
-        assert found.masked_verify_ms(8) - found.verify_ms(8) == pytest.approx(extra, rel=0.01)
-
-
-def test_data_rows_give_the_rates_of_the_figures():
-    assert (MACHINES["H200"].tb_per_second, MACHINES["H200"].tflops) == (H200.tb_per_second, H200.tflops)
-    assert shape_named("Llama-3.1-8B").read_weights * 2 == pytest.approx(15.01e9, rel=1e-3)
-    assert shape_named("Qwen3-8B").read_weights * 2 == pytest.approx(15.14e9, rel=1e-3)
 
 
 def test_a_tiny_model_by_hand():
@@ -120,17 +90,10 @@ def test_shape_of_any_configuration(name):
     assert shape.visible(100) == (layers - sliding) * 100 + sliding * 16
 
 
-def test_experts_are_read_as_far_as_tokens_reach_them():
-    shape = shape_from_config(tiny_target("qwen3_moe").config, "moe")  # 2 of 4 experts per token
-    assert shape.weights_read(1) == shape.read_weights + shape.expert_weights / 2
-    assert shape.weights_read(2) == shape.read_weights + shape.expert_weights * 3 / 4
-    assert shape.weights_per_token() == shape.read_weights + shape.expert_weights / 2
-
-
 def test_refusals(tmp_path):
-    with pytest.raises(ValueError, match="caches latents"):
+    with pytest.raises(ValueError, match="deepseek caches latents"):
         shape_from_config(tiny_target("deepseek_v3").config, "deepseek")
-    with pytest.raises(ValueError, match=r"pass a folder.*Llama-3\.1-8B"):
+    with pytest.raises(ValueError, match="no configuration"):
         shape_of(str(tmp_path))
     with pytest.raises(ValueError, match="--tbs"):
         Machine("none", 0, 1)
@@ -140,18 +103,14 @@ def test_refusals(tmp_path):
 
 def test_command_line(tmp_path, capsys):
     tiny_target("llama").save_pretrained(tmp_path)
-    main = roofline.main
-    main(
-        ["--target", str(tmp_path), "--contexts", "64", "--batches", "1", "--nodes", "5", "--tbs", "1", "--tflops", "1"]
-    )
+    small = ["--contexts", "64", "--batches", "1", "--nodes", "5"]
+    main(["--target", str(tmp_path), *small, "--tbs", "1", "--tflops", "1"])
     text = capsys.readouterr().out
     assert "measured rates (1 TB/s, 1 TFLOP/s)" in text and "| 1 | 64 | SpecAttn gamma 6, 7% |" in text
-    arguments = ["--contexts", "8192,131072", "--batches", "8", "--json"]
-    main(arguments)
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["fits"] for row in rows] == [True, False]
-    assert [row["ar_ms"] for row in rows] == [at((8, context)).ar_ms for context in (8192, 131072)]
-    assert len(rows[0]["iterations"]) == 6 and rows[1]["iterations"][2] == at((8, 131072)).specattn(6, 0.07).to_dict()
+    main(["--contexts", "8192,131072", "--batches", "8"])
+    text = capsys.readouterr().out
+    assert f"| 8 | 8192 | {at((8, 8192)).ar_ms:.2f} |" in text and "| 8 | 131072 (does not fit) |" in text
+    assert f"| {at((8, 8192)).specattn(6, 0.07).c:.3f} |" in text
     with pytest.raises(SystemExit):
         main(["--tbs", "3"])
-    assert "belong together" in capsys.readouterr().err
+    assert "--tflops" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Tables of result files: reports and pages follow from them, and pages keep what is around a table."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -37,27 +36,6 @@ def test_a_page_gets_the_tables_that_it_names_and_keeps_the_rest(page, capsys):
     assert places == sorted(places) and str(page) in capsys.readouterr().out
     main([str(page)])
     assert page.read_text() == text and not capsys.readouterr().out
-
-
-def test_a_part_of_a_result_file_is_a_table_with_a_link(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- bench:start figure:small_model -->\n<!-- bench:end -->\n")
-    lines = refreshed(page).splitlines()
-    names = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ") and " ± " in line]
-    assert names[:3] == ["no draft", "small model", "small model, window"]
-    assert {name for name in names if "no draft" not in name} <= {
-        "small model",
-        "small model, window",
-        "MagicDec: a small model accepts more with a window than without",
-    }
-    assert any("benchmarks/results/figure.md" in line for line in lines)
-
-
-def test_reports_are_written_anew(page, tmp_path):
-    shutil.copy(RESULTS / "offsets.jsonl", tmp_path)
-    page.write_text("no block")
-    main([str(page), "--results", str(tmp_path), "--reports"])
-    assert (tmp_path / "offsets.md").read_bytes() == (RESULTS / "offsets.md").read_bytes()
 
 
 @pytest.mark.parametrize(

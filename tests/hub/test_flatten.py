@@ -66,23 +66,25 @@ def test_forms_of_import(package, source, imported, shipped):
 def test_modules_are_joined_and_comments_stay(package):
     files = {
         "room/a.py": '"""About a."""\n\nfrom .e import x\n\n# of one\nONE = 1\n\n\n'
-        "def f():\n    return x + ONE  # end\n",
+        'def f():\n    """Return it\n    here.\n\n    Args:\n        x: y\n    """\n    return x + ONE  # end\n',
         "room/e.py": '"""About e."""\n\nimport math\n\nfrom ..b.c import value\n\nx = value + math.pi\n',
     }
     sources = flat(package(files), {"both": ("room/a", "room/e")})
     assert set(sources) == {"both.py", "b_c.py"}
-    for part in ("# About a.", "# About e.", "# of one\nONE = 1", "# end", "import math", "from .b_c import value"):
+    for part in (
+        "# About a.",
+        "# About e.",
+        "# of one\nONE = 1",
+        "# end",
+        'Return it\n    here."""\n    return',
+        "import math",
+        "from .b_c import value",
+    ):
         assert part in sources["both.py"]
     assert (
         sources["both.py"].index("x = value") < sources["both.py"].index("def f")
         and "import x" not in sources["both.py"]
     )
-
-
-def test_docstrings_end_after_their_first_paragraph(package):
-    text = '"""Return it\n    here.\n\n    More.\n\n    Args:\n        x: y\n    """'
-    sources = flat(package({"room/a.py": f"def f(x):\n    {text}\n    return x\n"}))
-    assert sources["room_a.py"].endswith('def f(x):\n    """Return it\n    here."""\n    return x\n')
 
 
 def test_an_import_of_what_is_left_out_is_refused(package):

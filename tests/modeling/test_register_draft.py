@@ -9,10 +9,10 @@ from hf_longspec import LongSpecDraftModel, NgramConfig, NgramDraftModel
 from hf_longspec.cli import CommandError
 from hf_longspec.cli.session import open_draft
 from hf_longspec.cli.tune import plan_for
-from hf_longspec.hub.cards import Card, render
+from hf_longspec.hub.repository import Card, render
 from hf_longspec.modeling.register_draft import DRAFTS, converters, weightless_drafts
 from hf_longspec.testing import tiny_prompts
-from hf_longspec.training.method import TrainingMethod, method_of
+from hf_longspec.training.trainer import TrainingMethod, method_of
 from tests.modeling.toy_draft import ToyConfig, ToyDraftModel
 
 HERE = "tests.modeling.test_register_draft"

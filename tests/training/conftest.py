@@ -7,7 +7,7 @@ import torch
 
 from hf_longspec import Eagle3DraftModel, LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.testing import tiny_target
-from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows, losses
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows, frozen_target
 from tests.tiny_tokenizers import byte_tokenizer
 
 
@@ -123,10 +123,10 @@ def ligers_loss(monkeypatch):
 
     def install():
         on_gpu = type("OnGpu", (), {"is_cuda": True})
-        own = losses.liger_cross_entropy
-        monkeypatch.setattr(losses, "LigerFusedLinearCrossEntropyLoss", Fused)
-        monkeypatch.setattr(losses, "liger_cross_entropy", lambda ends, _: own(ends, on_gpu))
-        monkeypatch.setattr(losses, "SAMPLED_PLACES", 10)
+        own = frozen_target.liger_cross_entropy
+        monkeypatch.setattr(frozen_target, "LigerFusedLinearCrossEntropyLoss", Fused)
+        monkeypatch.setattr(frozen_target, "liger_cross_entropy", lambda ends, _: own(ends, on_gpu))
+        monkeypatch.setattr(frozen_target, "SAMPLED_PLACES", 10)
         return calls
 
     return install

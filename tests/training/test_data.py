@@ -25,17 +25,14 @@ def test_the_end_of_text_token_is_appended_and_predicted(args, tokenizer):
     assert tokens.tolist() == labels.tolist() == encode("some text", tokenizer)
     again, _ = DocumentEncoder(args, tokenizer)({"text": "some text<eos>"})
     assert again.tolist() == tokens.tolist()
+    args.max_length = 4
+    cut, labels = DocumentEncoder(args, tokenizer)({"text": "some text"})
+    assert cut.tolist() == labels.tolist() == tokens[:4].tolist()
 
 
 def test_tokens_and_labels_are_used_as_they_are(args):
     tokens, labels = DocumentEncoder(args)({"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "text": 3})
     assert tokens.tolist() == [5, 6, 7] and labels.tolist() == [-100, 6, 7]
-
-
-def test_a_text_is_cut_at_max_length(args, tokenizer):
-    args.max_length = 4
-    tokens, labels = DocumentEncoder(args, tokenizer)({"text": "some text"})
-    assert tokens.tolist() == labels.tolist() == encode("some text", tokenizer)[:4]
 
 
 @pytest.mark.parametrize("assistant_only", [False, True])
@@ -46,6 +43,8 @@ def test_conversations_go_through_the_template(args, tokenizer, assistant_only):
     assert tokenizer.decode(tokens) == "U:hiA:yes<eos>"
     predicted = labels[labels != -100]
     assert tokenizer.decode(predicted) == ("yes<eos>" if assistant_only else "U:hiA:yes<eos>")
+    (row,) = pack(datasets.Dataset.from_dict({"messages": [messages] * 2}), tokenizer, args, 100)
+    assert row["input_ids"] == tokens.tolist() * 2 and row["labels"] == labels.tolist() * 2
 
 
 def test_a_template_without_marks_cannot_train_on_the_assistant_only(args, tokenizer):
@@ -53,7 +52,7 @@ def test_a_template_without_marks_cannot_train_on_the_assistant_only(args, token
     unmarked = tokenizer.chat_template
     try:
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        with pytest.raises(ValueError, match="marks no tokens of the assistant: put"):
+        with pytest.raises(ValueError, match="assistant_only"):
             DocumentEncoder(args, tokenizer)({"messages": [{"role": "assistant", "content": "yes"}]})
     finally:
         tokenizer.chat_template = unmarked
@@ -69,16 +68,10 @@ def test_batches_are_padded_on_the_right(args):
     }
 
 
-@pytest.mark.parametrize("token", [-1, 10])
-def test_tokens_outside_the_vocabulary_are_refused(args, token):
-    collate = DraftCollator(DocumentEncoder(args), vocab_size=10)
-    with pytest.raises(ValueError, match=f"the token {token}, and the target's vocabulary is 0 to 9.*tokenizer"):
-        collate([{"input_ids": [3, token]}])
-
-
-def test_empty_rows_are_refused(args):
-    with pytest.raises(ValueError, match="no tokens: filter"):
-        DraftCollator(DocumentEncoder(args), vocab_size=10)([{"input_ids": [3]}, {"input_ids": []}])
+@pytest.mark.parametrize(("row", "match"), [([3, -1], "token -1"), ([3, 10], "token 10"), ([], "no tokens")])
+def test_empty_rows_and_tokens_outside_the_vocabulary_are_refused(args, row, match):
+    with pytest.raises(ValueError, match=match):
+        DraftCollator(DocumentEncoder(args), vocab_size=10)([{"input_ids": [3]}, {"input_ids": row}])
 
 
 @pytest.mark.parametrize(("streaming", "length"), [(False, 5), (True, 1000)])
@@ -89,14 +82,6 @@ def test_packed_rows_are_the_documents_one_after_the_other(args, tokenizer, stre
     assert [token for row in rows for token in row["input_ids"]] == stream
     assert [len(row["input_ids"]) for row in rows[:-1]] == [length] * (len(rows) - 1)
     assert all(set(row) == {"input_ids", "labels"} and row["labels"] == row["input_ids"] for row in rows)
-
-
-def test_packed_conversations_keep_their_labels(args, tokenizer):
-    args.assistant_only = True
-    turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]] * 2
-    (row,) = pack(datasets.Dataset.from_dict({"messages": turns}), tokenizer, args, 100)
-    assert tokenizer.decode(row["input_ids"]) == "U:hiA:yes<eos>" * 2
-    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "yes<eos>" * 2
 
 
 @pytest.mark.parametrize("kind", [list, torch.tensor, lambda tokens: np.array(tokens, dtype=np.uint16)])

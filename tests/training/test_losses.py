@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 from hf_longspec.attention_backends.triton.config import INTERPRETED
 from hf_longspec.generation.target_modules import TargetEnds
 from hf_longspec.testing import tiny_target
-from hf_longspec.training import losses as losses_module
-from hf_longspec.training.losses import cross_entropy, forward_kl, head_loss, liger_cross_entropy, rank
+from hf_longspec.training import frozen_target
+from hf_longspec.training.frozen_target import cross_entropy, forward_kl, head_loss, liger_cross_entropy, rank
 
 LEVELS, PLACES, WIDTH, VOCAB = 2, 37, 12, 53
 # Sums of 37 losses around 4 and their gradients, in another order of summation.
@@ -88,27 +88,15 @@ def test_the_lower_id_comes_first_of_equal_logits():
     assert rank(logits, torch.arange(5)[:, None]).tolist() == [3, 0, 1, 4, 2]
 
 
-def test_never_more_logits_than_a_chunk(case):
-    sizes = []
+def test_never_more_logits_than_a_chunk_and_those_of_the_target_once(case):
+    sizes = {"draft": [], "target": []}
 
-    def head(hidden):
-        sizes.append(len(hidden))
-        return case["head"](hidden)
+    def head(name):
+        return lambda hidden: sizes[name].append(len(hidden)) or case["head"](hidden)
 
-    totals, _ = head_loss(case["hidden"], head, cross_entropy(case["labels"]), 10)
+    totals, _ = head_loss(case["hidden"], head("draft"), forward_kl(case["target"], head("target")), 10)
     totals.sum().backward()
-    assert sizes == [10, 10, 10, 10, 10, 10, 7, 7]
-
-
-def test_the_targets_logits_are_computed_once_for_all_levels(case):
-    sizes = []
-
-    def target_head(hidden):
-        sizes.append(len(hidden))
-        return case["head"](hidden)
-
-    head_loss(case["hidden"], case["head"], forward_kl(case["target"], target_head), 20)
-    assert sizes == [20, 17]
+    assert sizes == {"draft": [10, 10, 10, 10, 10, 10, 7, 7], "target": [10, 10, 10, 7]}
 
 
 def test_a_frozen_head_gets_no_gradient_and_an_empty_batch_gives_zero():
@@ -139,11 +127,11 @@ ON_GPU = SimpleNamespace(is_cuda=True)
 def test_ligers_loss_is_used_on_gpus_with_a_head_that_it_supports(monkeypatch):
     """Granite divides its logits. Gemma 2 has a softcap, which Liger applies too."""
     llama, gemma2, granite = (TargetEnds(tiny_target(name)) for name in ("llama", "gemma2", "granite"))
-    monkeypatch.setattr(losses_module, "LigerFusedLinearCrossEntropyLoss", lambda **settings: None)
+    monkeypatch.setattr(frozen_target, "LigerFusedLinearCrossEntropyLoss", lambda **settings: None)
     assert liger_cross_entropy(llama, ON_GPU) is not None and liger_cross_entropy(gemma2, ON_GPU) is not None
     assert liger_cross_entropy(granite, ON_GPU) is None
     assert liger_cross_entropy(llama, torch.zeros(1)) is None
-    monkeypatch.setattr(losses_module, "LigerFusedLinearCrossEntropyLoss", None)  # not installed
+    monkeypatch.setattr(frozen_target, "LigerFusedLinearCrossEntropyLoss", None)  # not installed
     assert liger_cross_entropy(llama, ON_GPU) is None
 
 

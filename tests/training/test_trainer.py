@@ -26,52 +26,47 @@ class TestRefusals:
     """Each gives the value, the rule and the remedy in one line."""
 
     def test_datasets_without_rows_or_columns(self, make_trainer, tokenizer):
-        refuse("train_dataset has no rows: check", make_trainer, dataset=[])
-        refuse("eval_dataset has no rows: check", make_trainer, eval_dataset=iter(()))
-        refuse(
-            r"columns \['content', 'id'\].*text_column='text'.*right column",
-            make_trainer,
-            dataset=[{"content": "x", "id": 1}],
-        )
+        refuse("train_dataset", make_trainer, dataset=[])
+        refuse("eval_dataset", make_trainer, eval_dataset=iter(()))
+        refuse(r"\['content', 'id'\].*text_column='text'", make_trainer, dataset=[{"content": "x", "id": 1}])
         refuse("text_column='body'", make_trainer, dataset=[{"text": "x"}], text_column="body", tokenizer=tokenizer)
-        refuse("no tokenizer was given: pass processing_class", make_trainer, dataset=[{"text": "x"}])
+        refuse("processing_class", make_trainer, dataset=[{"text": "x"}])
 
     def test_lengths_beyond_the_target(self, make_trainer, tokens, draft, heads):
         for model in (draft, heads):
-            refuse("513 tokens, and the target has 512.*max_length", make_trainer, max_length=513, model=model)
+            refuse("513 tokens.*512.*max_length", make_trainer, max_length=513, model=model)
             trainer = make_trainer(dataset=TokenWindows(tokens, 600), model=model)
-            refuse("600 tokens, and the target has 512 positions", trainer.train)
+            refuse("600 tokens.*512", trainer.train)
 
     @pytest.mark.parametrize(
         ("settings", "match"),
         [
             ({"loss": "mse"}, "loss='mse': expected one of kl, ce"),
-            ({"anchors": -1}, "anchors=-1: expected a whole number of at least 0"),
+            ({"anchors": -1}, "anchors=-1"),
             ({"max_offset": -5}, "max_offset=-5"),
-            ({"loss_chunk_size": 0}, "loss_chunk_size=0: expected a whole number of at least 1"),
+            ({"loss_chunk_size": 0}, "loss_chunk_size=0"),
             ({"target_chunk_size": 0}, "target_chunk_size=0"),
-            ({"max_length": 1}, "max_length=1: a row needs 2 tokens"),
-            ({"remove_unused_columns": True}, "leave it False"),
-            ({"push_to_hub": True}, "without its code, under the name of a folder: leave it False"),
+            ({"max_length": 1}, "max_length=1"),
+            ({"remove_unused_columns": True}, "remove_unused_columns"),
+            ({"push_to_hub": True}, "push_to_hub=True"),
         ],
     )
     def test_settings(self, tmp_path, settings, match):
         refuse(match, DraftTrainingArguments, output_dir=str(tmp_path), use_cpu=True, **settings)
 
     def test_uploads(self, make_trainer):
-        refuse(r"call draft.push_to_hub\('owner/name'\)", make_trainer().push_to_hub)
+        refuse("draft.push_to_hub", make_trainer().push_to_hub)
 
     def test_models_that_do_not_fit_together(self, make_trainer, make_draft, target):
         target.train()
-        refuse("bfloat16, in which small updates.*draft.float", make_trainer, model=make_draft().bfloat16())
-        refuse("requires a gradient: call", make_trainer, model=make_draft().requires_grad_(False))
+        refuse("bfloat16.*draft.float", make_trainer, model=make_draft().bfloat16())
+        refuse("requires a gradient", make_trainer, model=make_draft().requires_grad_(False))
         refuse(r"noise_range=\[3, 2\]", make_trainer, model=make_draft(noise_range=[3, 2]))
         args = DraftTrainingArguments("unused", use_cpu=True)
         refuse("hidden_size=64, and this target has hidden_size=32", DraftTrainer, model=make_draft(), args=args,
                target=tiny_target("llama", vocab_size=260, hidden_size=32))  # fmt: skip
-        trained = r"Eagle3DraftModel.from_target\(target\) or LongSpecDraftModel.*or TokenSwiftDraftModel.from_target"
         for model in (SpecAttnDraftModel.from_target(target), target):
-            refuse(f"{type(model).__name__}, which cannot be trained.*{trained}", make_trainer, model=model)
+            refuse(f"{type(model).__name__}.*Eagle3.*LongSpec.*TokenSwiftDraftModel", make_trainer, model=model)
         # a refusal changes nothing
         assert target.training and all(parameter.requires_grad for parameter in target.parameters())
 
@@ -81,7 +76,7 @@ def test_a_loss_of_nan_ends_the_run_before_it_reaches_the_weights(make_trainer, 
     with torch.no_grad():
         draft.block.mlp.down_proj.weight[0, 0] = float("nan")
     before = weights(draft)
-    with pytest.raises(FloatingPointError, match="the loss at step 1 is nan: lower learning_rate"):
+    with pytest.raises(FloatingPointError, match=r"step 1 is nan.*learning_rate"):
         trainer.train()
     assert all(
         tensor.equal(before[name]) or name.endswith("down_proj.weight") for name, tensor in draft.state_dict().items()

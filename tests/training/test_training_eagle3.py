@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 drafts: the loss against a loop over steps and places, resumption, the layout that is written."""
+"""Training of EAGLE-3 drafts: the loss against a loop over steps and places, the layout that is written."""
 
 import json
 
@@ -109,32 +109,6 @@ def test_positions_after_the_anchors_are_shifted(make_trainer, make_eagle3, monk
     assert (seen[0] == torch.arange(32)).all()
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(make_trainer, make_eagle3, tmp_path):
-    """To the bit, weights and log, with the length of the longest row."""
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_offset": 100, "max_steps": 4}
-    whole = make_eagle3(**REDUCED)
-    trainer = make_trainer(model=whole, **settings)
-    trainer.train()
-    trainer.save_model(tmp_path / "saved")
-    resumed = make_eagle3(**REDUCED)
-    again = make_trainer(model=resumed, **settings, output_dir=str(tmp_path / "again"))
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert all(torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items())
-    logs = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (trainer, again)]
-    assert logs[0] == logs[1]
-    assert Eagle3DraftModel.from_pretrained(tmp_path / "saved").config.trained_max_length == 33
-
-
-def test_stored_states_give_the_losses_with_the_target(make_trainer, make_eagle3, rows, tmp_path):
-    def losses(**settings):
-        trainer = make_trainer(model=make_eagle3(), dataset=rows, max_steps=2, **settings)
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    # padding depends on the batch, and with it the order of float32 sums
-    assert losses(target_kv_dir=str(tmp_path / "states")) == pytest.approx(losses(), rel=1e-4)
-
-
 def test_the_draft_learns_and_drafts_better(make_trainer, make_eagle3, target, tokens, tmp_path):
     """On texts of the target, whose most frequent tokens are drafted. The draft that is written for other engines is
     the trained one.
@@ -171,7 +145,7 @@ def test_the_draft_learns_and_drafts_better(make_trainer, make_eagle3, target, t
 
 
 def test_refusals(make_trainer, make_eagle3):
-    with pytest.raises(ValueError, match="training_steps=0 in the draft's config: expected at least 1"):
+    with pytest.raises(ValueError, match="training_steps=0"):
         make_trainer(model=make_eagle3(training_steps=0))
-    with pytest.raises(ValueError, match="3 token ids, 2 of them different: expected draft_vocab_size=20"):
+    with pytest.raises(ValueError, match="draft_vocab_size=20"):
         make_eagle3(**REDUCED).set_vocabulary([3, 4, 4])

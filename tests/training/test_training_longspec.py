@@ -77,13 +77,13 @@ class TestRowNoise:
 
     @pytest.mark.parametrize("gaps", [(0, 3), (3, 2), (1,)])
     def test_impossible_gaps_are_refused(self, gaps):
-        with pytest.raises(ValueError, match=r"noise_range=.*at least 1"):
+        with pytest.raises(ValueError, match="noise_range="):
             RowNoise(0, gaps, LIMIT, None)
 
     def test_offsets_without_a_range_are_refused(self):
-        with pytest.raises(ValueError, match=r"65 tokens, and the target has 64 positions.*max_length"):
+        with pytest.raises(ValueError, match=r"65 tokens.*64.*max_length"):
             RowNoise(0, (1, 1), LIMIT, None).draw(0, 1, [0], [65])
-        with pytest.raises(ValueError, match="set max_offset"):
+        with pytest.raises(ValueError, match="max_offset"):
             RowNoise(0, (1, 1), None, None)
 
 

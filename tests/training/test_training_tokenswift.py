@@ -92,5 +92,5 @@ def test_rows_that_no_head_can_learn_from_have_no_loss(make_trainer, heads, toke
 
 
 def test_refusals(make_trainer, heads):
-    with pytest.raises(ValueError, match=r"max_offset=100: heads have no positions of their own.*Leave it out"):
+    with pytest.raises(ValueError, match="max_offset=100"):
         make_trainer(model=heads, max_offset=100)

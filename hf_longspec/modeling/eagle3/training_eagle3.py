@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...generation.target_modules import TargetEnds, final_norm_of
 from ...training.arguments import DraftTrainingArguments
-from ...training.method import LevelsMethod, acceptance, check_length, counted
+from ...training.trainer import LevelsMethod, acceptance, check_length, counted
 from ..longspec.training_longspec import RowNoise, anchor_offset_positions
 
 # Weight of the loss of step s is this to the power of s, as in the authors' training.

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from ...generation.target_modules import TargetParts
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
-from ...training.losses import DraftObjective
-from ...training.method import TrainingMethod, acceptance, check_length, counted
-from ...training.target_states import TargetPass, TargetStates
+from ...training.frozen_target import DraftObjective, TargetPass, TargetStates
+from ...training.trainer import TrainingMethod, acceptance, check_length, counted
 
 # Assumed share of drafted tokens that are accepted, for gaps drawn by the chance that their level is reached.
 ACCEPTED = 0.6

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from ...generation.target_modules import TargetEnds, final_norm_of
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
-from ...training.losses import DraftObjective
-from ...training.method import LevelsMethod, check_length
+from ...training.frozen_target import DraftObjective
+from ...training.trainer import LevelsMethod, check_length
 
 TOP = 3  # number of children that a tree usually gives to a node of a head
 
