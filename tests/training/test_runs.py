@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from hf_longspec.training import TokenWindows
+from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
+from hf_longspec.testing import tiny_target
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from hf_longspec.training.frozen_target import HiddenPass, TargetPass
 
 KINDS = pytest.mark.parametrize("kind", ["longspec", "heads"])
@@ -130,3 +132,28 @@ def test_the_loss_falls_and_accuracy_rises(make_trainer, make, tokens, tmp_path,
 
 
 # interleaved rotation; a softcap, windows and a final norm of its own
+
+
+# interleaved rotation; a softcap, windows and a final norm of its own
+@pytest.mark.parametrize(("kind", "name"), [("longspec", "glm4"), ("heads", "gemma2")])
+def test_other_architectures_learn(kind, name, tmp_path):
+    """New heads under a large scale in the target's final norm have flat logits for longer than this run."""
+    target = tiny_target(name)
+    torch.manual_seed(0)
+    settings = {"per_device_train_batch_size": 4, "target_chunk_size": 10, "max_steps": 12, "learning_rate": 1e-2}
+    settings |= {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    if kind == "heads":
+        draft = TokenSwiftDraftModel.from_target(target)
+        settings |= {"max_steps": 25, "learning_rate": 3e-2}
+    else:
+        draft = LongSpecDraftModel.from_target(target, window=16)
+    rows = TokenWindows(torch.randint(3, 128, (4 * 25,), generator=torch.Generator().manual_seed(0)), 25)
+    trainer = DraftTrainer(
+        draft, target, DraftTrainingArguments(str(tmp_path), **settings), train_dataset=rows, eval_dataset=rows
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < (1.0 if kind == "heads" else 0.9) * before["eval_loss"]
+    for head in (1, 2, 3) if kind == "heads" else ():
+        assert after[f"eval_head_{head}_top1"] > before[f"eval_head_{head}_top1"] + 0.15

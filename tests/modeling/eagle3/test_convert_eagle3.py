@@ -230,7 +230,11 @@ OTHERS = [
     ("llama_norm_before_residual", {"draft_vocab_size": 41}, r"(d2t|lm_head.weight) has shape \(40"),
     ("llama_plain", {"tensors": {"embed_tokens.weight": torch.ones(96, 32)}}, r"embed_tokens.weight has shape \(96"),
     ("llama_norm_before_residual", {"tensors": {"d2t": torch.arange(40) * -1}}, "d2t leads to 1 tokens"),
-    ("llama_norm_before_residual", {"tensors": {"d2t": torch.full((40,), 90)}}, "d2t .* from 90 to 129, .* of 97"),
+    (
+        "llama_norm_before_residual",
+        {"tensors": {"d2t": torch.full((40,), 90)}, "drop": ("t2d",)},
+        "d2t .* from 90 to 129, .* of 97",
+    ),
     ("llama_norm_before_residual", {"tensors": {"t2d": torch.ones(97).bool()}}, "those that t2d marks"),
     ("original_no_theta", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
     ("original_no_theta", {"model_type": "llama4"}, "model_type='llama4'"),
