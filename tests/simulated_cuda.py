@@ -321,9 +321,9 @@ class SimulatedCuda(TorchDispatchMode):
         properties = SimpleNamespace(name="simulated", major=self.capability[0], minor=self.capability[1], **shape)
         event = SimpleNamespace(record=lambda *a: None, synchronize=self._wait, query=lambda: True)
         replaced = {
-            "_lazy_init": lambda: None,
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
+            **dict.fromkeys(("_lazy_init", "empty_cache", "set_stream", "reset_peak_memory_stats"), lambda *args: None),
+            **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
+            **dict.fromkeys(("Stream", "current_stream"), lambda *args, **kwargs: stream),
             "device_count": lambda: self.device.index + 1,
             "current_device": lambda: self._current,
             "set_device": lambda device: setattr(self, "_current", torch.device(device).index or 0),
@@ -334,14 +334,9 @@ class SimulatedCuda(TorchDispatchMode):
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
             "synchronize": lambda device=None: self._wait(),
-            "empty_cache": lambda: None,
             "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
-            "reset_peak_memory_stats": lambda device=None: None,
             "max_memory_allocated": lambda device=None: 0,
-            "Stream": lambda *args, **kwargs: stream,
-            "current_stream": lambda device=None: stream,
             "stream": lambda other: nullcontext(),
-            "set_stream": lambda other: None,
             "default_generators": [_DefaultGenerator()] * (self.device.index + 1),
             "Event": lambda *args, **kwargs: event,
             "CUDAGraph": SimulatedGraph,
@@ -390,7 +385,9 @@ class SimulatedCuda(TorchDispatchMode):
             def run() -> None:
                 interpret(executor, *inner, **kwargs)
 
-            self._launch(name, run, [x.host for x in tensors])
+            if self._capture is not None:
+                self._capture.keep([x.host for x in tensors])
+            self._note_launch(name, run, [], 1)
             with _disable_current_modes():
                 run()
 
@@ -450,13 +447,6 @@ class SimulatedCuda(TorchDispatchMode):
 
         graph.on_replay = count
         self.graphs.append(graph)
-
-    def _launch(self, name: str, run: Callable[[], Any], changed: list[torch.Tensor]) -> None:
-        if self._capture is None:
-            self.launches[name] += 1
-            return
-        self._capture.keep(changed)
-        self._capture.graph.record(run, [])
 
     # -- operations
 

@@ -260,32 +260,25 @@ def _attend_keys(
     state = nothing_visible(query, value)
     if length == 0 or query.numel() == 0:
         return state
-    scaled = query.to(state[1].dtype) * scaling
+    (batch, heads, nodes, size), kv_heads = query.shape, key.shape[1]
+    # the query heads of a key head are just more rows
+    packed = (query.to(state[1].dtype) * scaling).reshape(batch, kv_heads, -1, size)
     blocks = [(0, length)]
     if not torch.compiler.is_compiling():  # the number of blocks would be compiled in, and with it the length
         blocks = [(start, min(start + BLOCK_KEYS, length)) for start in range(0, length, BLOCK_KEYS)]
     for start, stop in blocks:
-        keys, values = (x[:, :, start:stop].to(scaled.dtype) for x in (key, value))
-        part = _attend_block(scaled, keys, values, None if mask is None else mask(start, stop), softcap)
+        keys, values = (x[:, :, start:stop].to(packed.dtype) for x in (key, value))
+        scores = (packed @ keys.transpose(2, 3)).view(batch, heads, nodes, -1)
+        if softcap is not None:
+            scores = (scores / softcap).tanh_().mul_(softcap)
+        if mask is not None:
+            scores = scores + mask(start, stop)
+        lse = torch.logsumexp(scores, dim=-1)
+        shift = lse if mask is None else lse.masked_fill(lse == -torch.inf, 0.0)
+        weights = (scores - shift[..., None]).exp_().view(batch, kv_heads, heads // kv_heads * nodes, -1)
+        part = (weights @ values).view(batch, heads, nodes, -1), lse
         state = part if start == 0 else merge_attention_states([state, part])
     return state[0].to(value.dtype), state[1]
-
-
-def _attend_block(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, softcap: float | None
-) -> AttentionState:
-    (batch, heads, nodes, size), kv_heads = query.shape, key.shape[1]
-    packed = query.reshape(batch, kv_heads, -1, size)  # the query heads of a key head are just more rows
-    scores = (packed @ key.transpose(2, 3)).view(batch, heads, nodes, -1)
-    if softcap is not None:
-        scores = (scores / softcap).tanh_().mul_(softcap)
-    if mask is not None:
-        scores = scores + mask
-    lse = torch.logsumexp(scores, dim=-1)
-    shift = lse if mask is None else lse.masked_fill(lse == -torch.inf, 0.0)
-    weights = (scores - shift[..., None]).exp_()
-    out = weights.view(batch, kv_heads, heads // kv_heads * nodes, -1) @ value
-    return out.view(batch, heads, nodes, -1), lse
 
 
 def hybrid_attention(
