@@ -277,8 +277,8 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
     tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target).get_text_config()
     found, described = [], []
     for source in sources or [STDLIB]:
-        documents, _ = read_source(BUILTIN if source == STDLIB else source)
-        encoded = [encode(tokenizer, document.body) for document in documents]
+        documents = read_source(BUILTIN if source == STDLIB else source)
+        encoded = [encode(tokenizer, document.text) for document in documents]
         lengths = [len(ids) for ids in encoded]
         room = num_disjoint(lengths, window)
         described.append({"source": Path(source).name, "tokens": sum(lengths), "disjoint_windows": room})

@@ -21,6 +21,8 @@ from ..cli import CommandError, one_line
 
 INPUT_ERROR, INTERRUPTED = 2, 130
 DtypeName = StrEnum("DtypeName", ["auto", "float32", "bfloat16", "float16"])
+Preset = StrEnum("Preset", ["all"])
+DEMO_CONTEXT = 6144
 
 # One batch may have so many rows.
 MOST_ROWS = 1024
@@ -126,15 +128,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came f
 
 
 @contextmanager
-def one_line_errors(
-    debug: bool, explain: Callable[[Any], str | None] | None = None, interrupted: str = "Interrupted."
-) -> Iterator[None]:
+def one_line_errors(debug: bool) -> Iterator[None]:
     """Import the package, and end the command with one line for an error that the user can correct.
 
     Args:
         debug (`bool`): Leave an error as it is, for its traceback.
-        explain (`Callable`, *optional*): Returns the line for an error, or `None` for one that is no user's.
-        interrupted (`str`, *optional*): The line after Ctrl-C.
 
     Raises:
         typer.Exit: With status 2, or 130 after Ctrl-C.
@@ -143,10 +141,10 @@ def one_line_errors(
         import_module("hf_longspec.drafts")  # registers them
         yield
     except KeyboardInterrupt as error:
-        print(f"\n{interrupted}", file=sys.stderr)
+        print("\nInterrupted.", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from error
     except Exception as error:
-        if debug or (line := (explain or said)(error)) is None:
+        if debug or (line := said(error)) is None:
             raise
         print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(INPUT_ERROR) from error

@@ -107,6 +107,15 @@ def _request(name: str) -> None:
         raise ValueError(f"the Hub was not reached ({error}). Check the name and the connection") from error
 
 
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """The type of a name; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    return TORCH_DTYPES.get(name, torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
 def load_tokenizer(target: str) -> Any:
     """The tokenizer of `target`.
 
@@ -149,7 +158,7 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
     model.generation_config = GenerationConfig(
         bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
     )
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    return model.to(device or default_device()).eval()
 
 
 def find_draft(name: str) -> None:
@@ -197,7 +206,7 @@ def _refuse_other_weights(model: PreTrainedModel, info: dict[str, Any]) -> None:
     refuse_missing_weights(model, info)
     if names := sorted(info.get("unexpected_keys") or ()):
         label = f"config.json says model_type={model.config.model_type!r}"
-        print(f"note: {label}, which has no use for {len(names)} weights, {names[0]} for one.", file=sys.stderr)
+        print(f"note: {label}; {len(names)} unused weights, for example {names[0]}.", file=sys.stderr)
 
 
 @contextmanager
@@ -291,7 +300,7 @@ def opened(
         CommandError: If something cannot be found or loaded, or does not go together.
         ValueError: If the draft has no such setting, or refuses its value.
     """
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = default_device()
     if device is not None:
         try:
             one = torch.ones(1, device=device)
@@ -302,12 +311,11 @@ def opened(
                 f"--device {device}: PyTorch has no such device here. Pass cpu, or leave it out."
             ) from error
     console = Console(stderr=True)  # a spinner, on a terminal alone
-    auto = torch.float32 if place.type == "cpu" else torch.bfloat16
     with quiet(progress_bars=not Path(target).is_dir()):
         find_draft(draft)
         with console.status(escape(f"Loading {target}")):
             tokenizer = load_tokenizer(target)
-            model = load_target(target, TORCH_DTYPES.get(dtype, auto), place)
+            model = load_target(target, dtype_of(dtype, place), place)
         with console.status(escape(f"Loading the draft {draft}")):
             loaded = open_draft(draft, model, settings)
         yield Session(target, draft, model, tokenizer, loaded, settings)

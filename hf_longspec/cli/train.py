@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import typer
 import yaml
 from transformers import (
     AutoModel,
@@ -25,7 +24,7 @@ from transformers import (
 )
 
 from ..bench.machine import command, git_commit
-from ..cli import CommandError, options
+from ..cli import CommandError, one_line, options
 from ..hub.repository import CARD_FACTS
 from .session import load_tokenizer, loading
 
@@ -47,6 +46,56 @@ class Recipe:
     # concatenate documents and cut them into rows of so many tokens. Without it every document is a row.
     pack: int | None = None
     lora: dict[str, Any] | None = None  # arguments of `peft.LoraConfig`: train an adapter on the draft
+
+
+def run(
+    config: Path,
+    data: list[str] | None,
+    column: str | None,
+    target: str | None,
+    draft: str | None,
+    output_dir: Path | None,
+    max_steps: int | None,
+    learning_rate: float | None,
+    setting: list[str] | None,
+    resume: bool,
+) -> int:
+    """Train; returns the exit status."""
+    named = {
+        "target": target,
+        "draft": draft,
+        "dataset": dataset_of(data) if data else None,
+        "training.text_column": column,
+        "training.output_dir": output_dir and str(output_dir),
+        "training.max_steps": max_steps,
+        "training.learning_rate": learning_rate,
+    }
+    overrides = {name: value for name, value in named.items() if value is not None}
+    overrides |= options.read_settings(setting, "training.seed=1")
+    try:
+        return train(read_recipe(config, overrides), resume)
+    except FloatingPointError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted. --resume goes on from the last checkpoint.", file=sys.stderr)
+        return options.INTERRUPTED
+
+
+def dataset_of(sources: list[str]) -> dict[str, Any]:
+    """Arguments of `datasets.load_dataset` for text files, for JSON lines, or for one data set or its folder.
+
+    >>> dataset_of(["notes.txt", "more.txt"])["path"], dataset_of(["org/books"])
+    ('text', {'path': 'org/books', 'split': 'train'})
+    """
+    files = [Path(source) for source in sources]
+    if len(files) == 1 and not files[0].suffix and not files[0].is_file():
+        return {"path": sources[0], "split": "train"}
+    if all(file.suffix in (".json", ".jsonl") for file in files):
+        return {"path": "json", "data_files": sources, "split": "train"}
+    for file in files:
+        options.read_text(file, None)
+    return {"path": "text", "data_files": sources, "sample_by": "document", "split": "train"}
 
 
 def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
@@ -103,7 +152,7 @@ def check_names(what: str, given: dict[str, Any], known: Any) -> None:
             raise CommandError(f"unknown key {str(name)!r} in {what}: {choices}")
 
 
-def run(recipe: Recipe, resume: bool) -> None:
+def train(recipe: Recipe, resume: bool) -> int:
     """Train as a recipe describes and save the draft.
 
     Raises:
@@ -144,13 +193,14 @@ def run(recipe: Recipe, resume: bool) -> None:
     if interruption.requested and state.global_step < state.max_steps:
         print(f"Interrupted after step {state.global_step}, which is saved in {args.output_dir}.", file=sys.stderr)
         print("The same command with --resume goes on from there.", file=sys.stderr)
-        raise typer.Exit(options.INTERRUPTED)
+        return options.INTERRUPTED
     trainer.save_model()
     if trainer.is_world_process_zero():
         write_facts(recipe, Path(str(args.output_dir)), trainer.state)
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
         print("This measures which settings of the draft are fastest here, and writes them into it:")
         print(f"  hf-longspec tune TEXT --target {recipe.target} --draft {args.output_dir}")
+    return 0
 
 
 class SaveAtInterrupt(TrainerCallback):
