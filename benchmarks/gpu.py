@@ -40,7 +40,7 @@ from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun, Plan, Stop, gpu_facts
 from benchmarks.harness import RESULTS, Skip, Timing, integers, names
 from benchmarks.predictions import PREDICTIONS
 from hf_longspec.bench.calls import PLAIN, Call, Decoding, changed, run_call
-from hf_longspec.bench.summaries import significant
+from hf_longspec.bench.report import significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView
 

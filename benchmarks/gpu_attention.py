@@ -15,7 +15,7 @@ from hf_longspec.attention_backends.merge import AttentionState, merge_attention
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.torch_backend import tree_attention
 from hf_longspec.attention_backends.torch_fused import one_head, pack, unpack
-from hf_longspec.bench.summaries import significant
+from hf_longspec.bench.report import significant
 
 # The log-sum-exp is computed in float32 from products of exact inputs, whatever the dtype of these.
 LSE_BUDGET = 1e-3

@@ -13,7 +13,7 @@ from benchmarks.gpu_run import GpuRun
 from benchmarks.harness import Skip
 from benchmarks.hf_side import HfForward
 from benchmarks.random_inputs import LOGIT_BUDGET, cache_bytes, random_tree, relative_error
-from hf_longspec.bench.summaries import significant
+from hf_longspec.bench.report import significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView

@@ -15,7 +15,7 @@ from benchmarks.harness import Run, Skip, Timing, time_call
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, select
 from hf_longspec.bench.machine import versions
-from hf_longspec.bench.summaries import significant
+from hf_longspec.bench.report import significant
 from hf_longspec.generation.cache import SpeculativeCache
 
 # Relative error against float64. In bfloat16 the rounding of inputs and output alone gives about 3e-3; in float32 a GPU

@@ -17,12 +17,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.pages import PAGES
-from hf_longspec.bench.calls import endless
+from hf_longspec.bench.calls import PrefilledPrompts, endless, prefill
 from hf_longspec.bench.machine import git_commit
-from hf_longspec.bench.prefill import PrefilledPrompts, prefill
 from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
-from hf_longspec.bench.results import Record, ResultFile
-from hf_longspec.bench.summaries import in_turns, summarize
+from hf_longspec.bench.report import summarize
+from hf_longspec.bench.results import Record, ResultFile, in_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

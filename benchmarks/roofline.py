@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.floors import CONFIGS, MACHINES, Machine, Roofline, TargetShape, shape_of
 from benchmarks.harness import integers, trees
 from benchmarks.pages import Columns, fixed
-from hf_longspec.bench.markdown import table
+from hf_longspec.bench.report import table
 
 
 def roofline_rows(shape: TargetShape, machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .calls import HF, PLAIN
-from .matrix import title_of
-from .report import FAILED, rows_of
+from .report import FAILED, rows_of, title_of
 from .results import Record, grouped
 
 PANEL_INCHES = (5.2, 3.9)

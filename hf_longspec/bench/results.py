@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from .machine import environment
 
 Record = dict[str, Any]
+T = TypeVar("T")
 
 # Parts of the environment that may differ between the parts of one benchmark.
 MAY_CHANGE = {"date", "command", "load_average", "kind", "benchmark", "settings"}
@@ -187,3 +188,20 @@ def grouped(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str
     for record in records:
         groups.setdefault(key(record), []).append(record)
     return groups
+
+
+def in_turns(names: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
+    """Pairs `(repeat, name)` with all names in every repeat, each repeat beginning with another one.
+
+    >>> [name for _, name in in_turns(["a", "b", "c"], 2)]
+    ['a', 'b', 'c', 'b', 'c', 'a']
+    """
+    for repeat in range(repeats):
+        for name in rotated(names, repeat):
+            yield repeat, name
+
+
+def rotated(names: Sequence[T], turn: int) -> list[T]:
+    """Return all names, each turn beginning with another one."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]

@@ -12,11 +12,19 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import set_seed
 
-from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS, Comparison, compare
-from ..auditing_sampling import FOLLOWS, MIN_EXPECTED, SamplingReport, audit_sampling
-from ..bench.progress import Progress
+from ..auditing import (
+    EXACT,
+    FOLLOWS,
+    MIN_EXPECTED,
+    NEAR_TIE,
+    NOT_LOSSLESS,
+    Comparison,
+    SamplingReport,
+    audit_sampling,
+    compare,
+)
 from ..cli import CommandError, options
-from .session import Session, opened, say
+from .session import Progress, Session, opened, say
 
 # From best to worst.
 STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}

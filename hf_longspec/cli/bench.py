@@ -20,17 +20,16 @@ from hf_longspec import __version__
 
 from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
-from ..bench.matrix import Cell, Matrix, Method
+from ..bench.matrix import Cell, Matrix, Method, draft_points, grid, parse_sweeps, split_axes, written
 from ..bench.plots import plot_all
-from ..bench.progress import Progress
 from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
 from ..bench.report import FAILED, NOT_RUN, RUN_BY, matrix_report, rows_of
 from ..bench.results import ResultFile, check_resume, of_kind
-from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
 from ..cli import CommandError, options, session
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
+from .session import Progress
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 OWN = "own"

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from ..auditing import NEAR_TIE, audit
 from ..bench.calls import Call, Decoding, HfMethod, run_call
 from ..bench.machine import native_bfloat16
-from ..bench.progress import PromptProgress
 from ..bench.prompts import BUILTIN, read_source
 from ..bench.report import DIFFERS, FAILED, IDENTICAL, REFERENCE
 from ..cli import CommandError, options, session
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..streaming import FileStreamer
 from .bench import load_drafts
+from .session import PromptProgress
 
 GENERATE, NO_DRAFT = "generate", "no draft"
 # Without bfloat16 instructions reading a prompt takes 10 times as long as in float32, and every method reads it.

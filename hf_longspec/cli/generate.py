@@ -15,12 +15,11 @@ from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from ..bench.calls import TokenClock
-from ..bench.progress import PromptProgress
 from ..cli import CommandError, options
 from ..generation.gate import PLAIN, message_of
 from ..generation.stats import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from .session import Session, opened, say
+from .session import PromptProgress, Session, opened, say
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import AutoModel
 
-from ..bench.markdown import acceptance_section
+from ..bench.report import acceptance_section
 from ..cli import CommandError, one_line, options
 from ..hub import Card, push, write_repository
 from ..hub.repository import CARD_FACTS, MARK, check_engine, check_repo_id, write_engine

@@ -19,18 +19,15 @@ from transformers import set_seed
 
 from hf_longspec import __version__
 
-from ..bench.calls import changed, endless
-from ..bench.prefill import Decoder, prefill
-from ..bench.progress import Progress
+from ..bench.calls import Decoder, changed, endless, prefill
 from ..bench.prompts import cut_windows
-from ..bench.results import Record, ResultFile, check_resume, of_kind
-from ..bench.summaries import in_turns
+from ..bench.results import Record, ResultFile, check_resume, in_turns, of_kind
 from ..cli import CommandError, options
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS, weightless_drafts
-from .session import Session, describe_device, opened, say
+from .session import Progress, Session, describe_device, opened, say
 
 Settings = dict[str, Any]
 

@@ -9,9 +9,8 @@ import pytest
 from scipy import stats
 
 from benchmarks.harness import ratios, time_in_turns
-from hf_longspec.bench.markdown import estimate
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.summaries import holm, in_turns, mean_interval, ratio_interval, significant, summarize
+from hf_longspec.bench.report import estimate, holm, mean_interval, ratio_interval, significant, summarize
+from hf_longspec.bench.results import ResultFile, in_turns
 
 
 def test_summary_is_median_and_range():

@@ -4,8 +4,7 @@ import torch
 import hf_longspec
 from benchmarks.acceptance import AcceptanceBenchmark, Setting, plan
 from benchmarks.harness import Run
-from hf_longspec.bench.calls import HfMethod, changed
-from hf_longspec.bench.prefill import Decoder
+from hf_longspec.bench.calls import Decoder, HfMethod, changed
 from hf_longspec.bench.results import of_kind, read_records
 from tests.bench.conftest import specattn
 

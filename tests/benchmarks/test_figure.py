@@ -14,9 +14,8 @@ from scipy import stats
 
 from benchmarks import figure, figure_report
 from benchmarks.harness import Run
-from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
-from hf_longspec.bench.markdown import estimate
-from hf_longspec.bench.prefill import prefill
+from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless, prefill
+from hf_longspec.bench.report import estimate
 from hf_longspec.bench.results import of_kind, read_records
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.bench.conftest import make_drafts
