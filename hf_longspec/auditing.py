@@ -4,8 +4,8 @@ The model reads the finished sequences in one teacher-forced pass, under its own
 shares no code with the decoding loop, so it also finds mistakes in the loop.
 
 For sampled text [`audit_sampling`] compares the frequencies of tokens with the probabilities of the model. Over many
-samples, the count of an outcome differs by a few standard deviations at most from the sum of the probabilities that the model
-gives it after the sampled prefixes. The deviations are martingale differences, whatever the prefixes are.
+samples, the count of an outcome differs by a few standard deviations at most from the sum of the probabilities that the
+model gives it after the sampled prefixes. The deviations are martingale differences, whatever the prefixes are.
 """
 
 import copy

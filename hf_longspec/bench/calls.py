@@ -41,9 +41,6 @@ class Decoding:
         temperature (`float`): 0 is greedy.
         top_k (`int`): 0 keeps all tokens, as do the defaults of `top_p` and `min_p`.
         penalty (`float`, *optional*): Contextual penalty over the last `window` tokens (1024 by default).
-
-    Raises:
-        ValueError: If a value is out of range, or a window is given without a penalty.
     """
 
     temperature: float = 0.0
@@ -295,11 +292,7 @@ def endless(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
-    """Give a draft other settings while the context is open.
-
-    Raises:
-        ValueError: If the draft does not have one of them.
-    """
+    """Give a draft other settings while the context is open."""
     if unknown := sorted(set(options) - set(draft.settings)):
         raise ValueError(f"{type(draft).__name__} has no settings {unknown}; it has {sorted(draft.settings)}.")
     before = {name: draft.setting(name) for name in options}
@@ -465,9 +458,6 @@ def prefill(
 
     Args:
         done (`Callable[[int], None]`, *optional*): Called with the index of every prompt that is ready.
-
-    Raises:
-        ValueError: If a layer does not keep keys and values of the whole prompt.
     """
     target = TargetView(model)
     if target.sliding_layers or target.has_latent_cache:

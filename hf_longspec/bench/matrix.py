@@ -221,9 +221,6 @@ CONTEXT_KEYS = ("context", "prefill")
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list[str]]:
     """Split the texts into the values of each key, which are still texts.
 
-    Raises:
-        ValueError: If one is not of the form `key=v1,v2`, or a key comes twice.
-
     >>> parse_sweeps(["sparse_ratio=0.03,0.07", "tree_widths=4+4,1+1+1"])
     {'sparse_ratio': ['0.03', '0.07'], 'tree_widths': ['4+4', '1+1+1']}
     """
@@ -243,9 +240,6 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list[str]]:
 
 def read_value(key: str, text: str, like: Any) -> Any:
     """A value in the type of a setting's default; lists are written with `+`.
-
-    Raises:
-        ValueError: If it cannot be read so.
 
     >>> read_value("tree_widths", "4+4+3", [1]), read_value("sparse_ratio", "1", 0.07)
     ([4, 4, 3], 1.0)
@@ -300,9 +294,6 @@ def split_axes(axes: Mapping[str, list[str]], drafts: Mapping[str, Mapping[str, 
 
     Args:
         drafts (`Mapping`): Settings with their defaults, by the name of the draft.
-
-    Raises:
-        ValueError: If a key is none of these and no draft has it.
     """
     decoding: dict[str, list[Any]] = {}
     of_drafts: dict[str, list[str]] = {}

@@ -165,11 +165,7 @@ class Bench:
         return model, methods, [Cell(dtype, *rest) for rest in product(widths, self.batches, ways)]
 
     def _require_room(self, model: PreTrainedModel, widths: Sequence[int], prompts: DocumentPrompts) -> None:
-        """Refuse contexts that exceed the model's positions, or the documents.
-
-        Raises:
-            CommandError: With both numbers.
-        """
+        """Refuse contexts that exceed the model's positions, or the documents."""
         limit = session.positions_of(model.config)
         longest, document = max(widths), max(prompts.sizes)
         if longest + self.tokens > limit:
@@ -202,11 +198,7 @@ class Bench:
 
 
 def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: PreTrainedModel) -> list[Method]:
-    """Every draft with every combination of the settings on `axes` that it has.
-
-    Raises:
-        CommandError: If a draft refuses its settings.
-    """
+    """Every draft with every combination of the settings on `axes` that it has."""
     methods = [
         Method(", ".join(filter(None, [name, written(point)])), draft, point)
         for name, draft in drafts.items()
@@ -222,11 +214,7 @@ def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: 
 
 
 def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
-    """Drafts under their names in the results.
-
-    Raises:
-        CommandError: If two have one name, or one cannot be used.
-    """
+    """Drafts under their names in the results."""
     short = [name_of(name) for name in names]
     if twice := sorted({name for name in short if short.count(name) > 1}):
         raise CommandError(
@@ -236,11 +224,7 @@ def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
-    """A draft by name, folder or Hub id, which drafts in every iteration.
-
-    Raises:
-        CommandError: If it cannot be loaded or was made for another target.
-    """
+    """A draft by name, folder or Hub id, which drafts in every iteration."""
     load = session.load_draft if Path(name).is_dir() else session.open_draft
     draft = load(name, model).to(model.device)
     if "gate" in draft.settings:  # it would stop drafting where that does not pay, and hide what is to be measured
@@ -249,11 +233,7 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
 
 
 def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
-    """An ordinary model for transformers' assisted generation.
-
-    Raises:
-        CommandError: If it cannot be loaded, or has another vocabulary.
-    """
+    """An ordinary model for transformers' assisted generation."""
     with session.loading(name, "assistant"):
         assistant = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).eval().to(model.device)
         sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (assistant, model)]
@@ -269,9 +249,6 @@ def name_of(model: str) -> str:
 
 def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
     """Numbers such as `512,2k`; `own` is 0.
-
-    Raises:
-        CommandError: If a part is no number, or one above `most`.
 
     >>> lengths("--context", "512,2k,own")
     [512, 2048, 0]

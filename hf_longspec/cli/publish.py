@@ -78,12 +78,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def read_card(source: Path, **given: Any) -> Card:
-    """The facts beside the draft, with those that are `given` instead.
-
-    Raises:
-        CommandError: If they cannot be read.
-        ValueError: If the card has unknown fields.
-    """
+    """The facts beside the draft, with those that are `given` instead."""
     file = source / CARD_FACTS
     facts: Any = {}
     if file.is_file():
@@ -97,11 +92,7 @@ def read_card(source: Path, **given: Any) -> Card:
 
 
 def load(source: Path) -> Any:
-    """The draft in a folder, by the installed class.
-
-    Raises:
-        CommandError: If there is none.
-    """
+    """The draft in a folder, by the installed class."""
     if not (source / "config.json").is_file():
         raise CommandError(f"{source} has no config.json: pass the folder of a saved draft.")
     with quiet(progress_bars=False), loading(str(source), "draft"):

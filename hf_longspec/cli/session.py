@@ -52,11 +52,7 @@ def tiny_model(name: str) -> Path:
 
 
 def find_target(name: str | None) -> str:
-    """The folder or Hub id to load: `name`, or the tiny target that comes with the repository.
-
-    Raises:
-        CommandError: If there is no name and no tiny target.
-    """
+    """The folder or Hub id to load: `name`, or the tiny target that comes with the repository."""
     if name is not None:
         return name
     found = tiny_model(TINY_TARGET)
@@ -76,9 +72,6 @@ def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
         what (`str`): What is loaded, for the message, such as `"draft"` or `"tokenizer of"`.
         from_hub (`bool`, *optional*, defaults to `False`): Whether `name` is that of a model. If the first request for
             it fails, the error comes at once; transformers would repeat the request five times for each of its files.
-
-    Raises:
-        CommandError: In place of any other error.
     """
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise CommandError(f"cannot load the {what} {name!r}: there is no such folder. Check the path.")
@@ -122,21 +115,13 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(target: str) -> Any:
-    """The tokenizer of `target`.
-
-    Raises:
-        CommandError: If it cannot be loaded.
-    """
+    """The tokenizer of `target`."""
     with loading(target, "tokenizer of", from_hub=True):
         return AutoTokenizer.from_pretrained(target)
 
 
 def max_positions(target: str) -> int:
-    """Tokens that `target` has positions for; practically unlimited if its configuration names no limit.
-
-    Raises:
-        CommandError: If the configuration cannot be loaded.
-    """
+    """Tokens that `target` has positions for; practically unlimited if its configuration names no limit."""
     with loading(target, "configuration of", from_hub=True):
         return positions_of(AutoConfig.from_pretrained(target))
 
@@ -147,11 +132,7 @@ def positions_of(config: Any) -> int:
 
 
 def load_target(target: str, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
-    """The model in eval mode on `device`, by default the first GPU, or the CPU.
-
-    Raises:
-        CommandError: If it cannot be loaded, or cannot be decoded speculatively.
-    """
+    """The model in eval mode on `device`, by default the first GPU, or the CPU."""
     with loading(target, "model of", from_hub=True):
         model, info = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, output_loading_info=True)
         _refuse_other_weights(model, info)
@@ -167,11 +148,7 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
 
 
 def find_draft(name: str) -> None:
-    """Refuse, before anything is loaded, a name that no draft has.
-
-    Raises:
-        CommandError: With the names of the drafts that need no training.
-    """
+    """Refuse, before anything is loaded, a name that no draft has."""
     if name in (known := weightless_drafts()):
         return
     if "/" not in name and not Path(name).exists():
@@ -185,11 +162,7 @@ def find_draft(name: str) -> None:
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
-    """A published draft for `model`: one of this package, of another project, or an ordinary language model.
-
-    Raises:
-        CommandError: If it cannot be loaded, is no draft, or was made for another target.
-    """
+    """A published draft for `model`: one of this package, of another project, or an ordinary language model."""
     find_draft(name)
     with loading(name, "draft"):
         config = PreTrainedConfig.get_config_dict(name)[0]
@@ -270,9 +243,6 @@ class Session:
         Args:
             last (`int`, *optional*): Keep at most so many tokens, from the end; 0 keeps all.
             room (`int`, *optional*): New tokens that the positions of the target must suffice for.
-
-        Raises:
-            CommandError: If there are no tokens, or too many.
         """
         # verbose=False: what is too long is refused here, or cut
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])[-last:]
@@ -282,11 +252,7 @@ class Session:
         return torch.tensor([ids], device=self.model.device)
 
     def require_room(self, name: str, prompt_tokens: int, new_tokens: int) -> None:
-        """Refuse a prompt that does not fit into the positions of the target.
-
-        Raises:
-            CommandError: With both numbers.
-        """
+        """Refuse a prompt that does not fit into the positions of the target."""
         limit = positions_of(self.model.config)
         if new_tokens and prompt_tokens + new_tokens > limit:
             raise CommandError(
@@ -299,12 +265,7 @@ class Session:
 def opened(
     target: str, draft: str, settings: dict[str, Any], dtype: str = "auto", device: str | None = None
 ) -> Iterator[Session]:
-    """Load everything, under a spinner, with the warnings of transformers off.
-
-    Raises:
-        CommandError: If something cannot be found or loaded, or does not go together.
-        ValueError: If the draft has no such setting, or refuses its value.
-    """
+    """Load everything, under a spinner, with the warnings of transformers off."""
     place = default_device()
     if device is not None:
         try:
@@ -327,12 +288,7 @@ def opened(
 
 
 def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | None = None) -> Any:
-    """The draft called `name` for `model`, with `settings` in place of those it comes with.
-
-    Raises:
-        CommandError: If it cannot be loaded or was made for another target.
-        ValueError: If it has no such setting, or refuses its value.
-    """
+    """The draft called `name` for `model`, with `settings` in place of those it comes with."""
     known = weightless_drafts().get(name)
     draft = load_draft(name, model) if known is None else known.from_target(model)
     for key, value in (settings or {}).items():

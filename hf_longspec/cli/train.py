@@ -103,9 +103,6 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
 
     Args:
         overrides (`dict[str, Any]`): Keys with other values, such as `{"training.max_steps": 10}`.
-
-    Raises:
-        CommandError: If the file cannot be read, or has keys that a recipe does not have.
     """
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=options.YamlLoader)
@@ -140,11 +137,7 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
 
 
 def check_names(what: str, given: dict[str, Any], known: Any) -> None:
-    """Refuse names that do not exist, with the nearest that does.
-
-    Raises:
-        CommandError: For the first such name.
-    """
+    """Refuse names that do not exist, with the nearest that does."""
     for name in given:
         if name not in known:
             near = get_close_matches(str(name), known, 1)
@@ -237,11 +230,7 @@ class SaveAtInterrupt(TrainerCallback):
 
 
 def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: Any) -> Any:
-    """A dataset of a recipe, with rows as the trainer takes them.
-
-    Raises:
-        CommandError: If it cannot be loaded.
-    """
+    """A dataset of a recipe, with rows as the trainer takes them."""
     from ..training import TokenWindows, pack
 
     if data is None:
@@ -271,12 +260,7 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
 
 
 def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft to train, in float32: a new one or a saved one.
-
-    Raises:
-        CommandError: If it cannot be loaded, or is of no known kind.
-        ValueError: If its settings do not exist.
-    """
+    """The draft to train, in float32: a new one or a saved one."""
     from ..training.method import trained_drafts
 
     if isinstance(recipe.draft, str):
@@ -290,11 +274,7 @@ def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def lora_config(settings: dict[str, Any] | None) -> Any:
-    """A `peft.LoraConfig`, or `None`.
-
-    Raises:
-        CommandError: If peft is missing, or has no such setting.
-    """
+    """A `peft.LoraConfig`, or `None`."""
     if settings is None:
         return None
     try:

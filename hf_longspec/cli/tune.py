@@ -265,11 +265,7 @@ def _fastest_tree(name: str, trees: Sequence[list[int]], draft: Any, target: Tar
 
 
 def plan_for(draft: Any) -> Plan:
-    """Return the function that tunes this kind of draft.
-
-    Raises:
-        CommandError: If it is not.
-    """
+    """Return the function that tunes this kind of draft."""
     kind, tuned = draft.config.model_type, [kind for kind, row in DRAFTS.items() if row.tune is not None]
     if kind not in tuned:
         raise CommandError(f"a draft of type {kind} is not tuned: pass one of type {' or '.join(tuned)}.")
@@ -300,11 +296,7 @@ def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 def check_destination(draft: str, output: Path | None) -> None:
-    """Refuse, before anything is measured, a draft that could not be written.
-
-    Raises:
-        CommandError: If there is no place for it.
-    """
+    """Refuse, before anything is measured, a draft that could not be written."""
     if output is not None:
         return  # checked with the options
     if draft in weightless_drafts() or not Path(draft).is_dir():
