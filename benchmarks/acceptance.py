@@ -20,9 +20,8 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks import harness
-from hf_longspec.bench.calls import MODES, Decoding, HfMethod, changed
-from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
-from hf_longspec.bench.summaries import mean_interval, significant
+from hf_longspec.bench.calls import MODES, Decoder, Decoding, HfMethod, PrefilledPrompts, changed
+from hf_longspec.bench.report import mean_interval, significant
 from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
 
 

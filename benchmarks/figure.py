@@ -26,10 +26,9 @@ from transformers import AutoModel, PreTrainedModel
 import hf_longspec
 from benchmarks import harness
 from benchmarks.figure_report import draw
-from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
-from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
-from hf_longspec.bench.results import of_kind
-from hf_longspec.bench.summaries import rotated, significant
+from hf_longspec.bench.calls import HF, PLAIN, Decoder, HfMethod, PrefilledPrompts, endless
+from hf_longspec.bench.report import significant
+from hf_longspec.bench.results import of_kind, rotated
 
 GAMMA = 4
 CHAIN = [1] * GAMMA

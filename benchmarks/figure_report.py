@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.markdown import estimate, pivot, table
+from hf_longspec.bench.report import FEWEST, estimate, holm, mean_interval, pivot, ratio_interval, table
 from hf_longspec.bench.results import Record, of_kind, read_records
-from hf_longspec.bench.summaries import FEWEST, holm, mean_interval, ratio_interval
 
 NOTE = (
     "tau: tokens per verification, the target's own included. Cost: time of an iteration in steps of the plain loop. "

@@ -26,9 +26,9 @@ import hf_longspec
 from benchmarks import harness
 from benchmarks.harness import Run
 from benchmarks.pages import GATED, UNGATED
-from hf_longspec.bench.calls import MODES, PLAIN
-from hf_longspec.bench.prefill import PrefilledPrompts
-from hf_longspec.bench.summaries import mean_interval, rotated, significant
+from hf_longspec.bench.calls import MODES, PLAIN, PrefilledPrompts
+from hf_longspec.bench.report import mean_interval, significant
+from hf_longspec.bench.results import rotated
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.target import TargetView

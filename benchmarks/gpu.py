@@ -40,7 +40,7 @@ from benchmarks.harness import RESULTS, Skip, integers, names
 from benchmarks.hf_side import dynamic_cache
 from benchmarks.roofline import Iteration, Machine, Roofline
 from hf_longspec.bench.calls import HF, PLAIN, Call, Decoding, HfMethod, changed, run_call
-from hf_longspec.bench.summaries import significant
+from hf_longspec.bench.report import significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView
 

@@ -13,7 +13,7 @@ from benchmarks.hf_side import hf_attention
 from benchmarks.random_inputs import DeviceAttention, Layer, poisoned_outputs, random_attention, relative_error
 from hf_longspec.attention_backends.registry import AttentionState
 from hf_longspec.attention_backends.scores import ScoreCapture
-from hf_longspec.bench.summaries import significant
+from hf_longspec.bench.report import significant
 
 # The log-sum-exp is computed in float32 from products of exact inputs, whatever the dtype of these.
 LSE_BUDGET = 1e-3

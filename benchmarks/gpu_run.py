@@ -17,8 +17,8 @@ from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_targ
 from benchmarks.roofline import Machine, Roofline, TargetShape, shape_from_config
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, select
 from hf_longspec.bench.machine import versions
+from hf_longspec.bench.report import significant, summarize
 from hf_longspec.bench.results import Record
-from hf_longspec.bench.summaries import significant, summarize
 from hf_longspec.generation.cache import SpeculativeCache
 
 # Relative error against float64. In bfloat16 the rounding of inputs and output alone gives about 3e-3; in float32 a GPU

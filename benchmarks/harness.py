@@ -14,12 +14,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.pages import PAGES
-from hf_longspec.bench.calls import endless
+from hf_longspec.bench.calls import PrefilledPrompts, endless, prefill
 from hf_longspec.bench.machine import git_commit
-from hf_longspec.bench.prefill import PrefilledPrompts, prefill
 from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.summaries import in_turns, summarize
+from hf_longspec.bench.report import summarize
+from hf_longspec.bench.results import ResultFile, in_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -215,8 +214,8 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
     tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target).get_text_config()
     found, described = [], []
     for source in sources or [STDLIB]:
-        documents, _ = read_source(BUILTIN if source == STDLIB else source)
-        encoded = [encode(tokenizer, document.body) for document in documents]
+        documents = read_source(BUILTIN if source == STDLIB else source)
+        encoded = [encode(tokenizer, document.text) for document in documents]
         lengths = [len(ids) for ids in encoded]
         room = num_disjoint(lengths, window)
         described.append({"source": Path(source).name, "tokens": sum(lengths), "disjoint_windows": room})

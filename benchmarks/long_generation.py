@@ -20,7 +20,7 @@ import hf_longspec
 from benchmarks.harness import HUB_CARDS, Run, integers, load_prompts, load_target, parser, start
 from benchmarks.hf_side import dynamic_cache
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, Decoding, HfMethod, run_call
-from hf_longspec.bench.summaries import significant
+from hf_longspec.bench.report import significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.stats import SpeculationStats
 from hf_longspec.generation.target import TargetView

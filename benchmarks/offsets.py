@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.harness import load_prompts, load_target, parser, start
-from hf_longspec.bench.summaries import mean_interval
+from hf_longspec.bench.report import mean_interval
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
 
 ANCHORS = 4

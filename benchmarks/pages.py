@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks import figure_report
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.markdown import (
+from hf_longspec.bench.report import (
     ACCEPTANCE_NOTE,
     Column,
     acceptance_table,

@@ -22,8 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import integers, trees
-from hf_longspec.bench.markdown import table
-from hf_longspec.bench.summaries import significant
+from hf_longspec.bench.report import significant, table
 
 # Share of the rates in a data sheet that a long read and a large matrix product reach, as a rule of thumb. Measured
 # rates replace them: `--tbs` and `--tflops`, or the ceilings that benchmarks/gpu.py writes.

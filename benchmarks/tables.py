@@ -15,8 +15,7 @@ from pathlib import Path
 
 from benchmarks.figure_report import fill
 from benchmarks.pages import PAGES, Page
-from hf_longspec.bench.markdown import environment_line, with_defaults
-from hf_longspec.bench.report import matrix_report
+from hf_longspec.bench.report import environment_line, matrix_report, with_defaults
 from hf_longspec.bench.results import Record, of_kind, read_records
 
 ROOT = Path(__file__).resolve().parents[1]

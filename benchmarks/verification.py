@@ -19,7 +19,7 @@ from benchmarks.hf_side import HfForward, block_mask, hf_attention
 from benchmarks.random_inputs import LOGIT_BUDGET, DeviceAttention, Shape, relative_error
 from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.bench.machine import read_gb_per_second
-from hf_longspec.bench.summaries import significant, summarize
+from hf_longspec.bench.report import significant, summarize
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView

@@ -21,7 +21,7 @@ from typing import Any
 from transformers import AutoModel
 
 import hf_longspec
-from hf_longspec.bench.markdown import acceptance_section
+from hf_longspec.bench.report import acceptance_section
 from hf_longspec.hub import Card, write_repository
 
 ROOT = Path(__file__).resolve().parents[1]

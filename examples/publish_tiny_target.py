@@ -27,7 +27,7 @@ from tiny_target_card import write_card
 from train_tiny_target import HELD_OUT, HELD_OUT_PACKAGES, read_sources
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from hf_longspec.bench.summaries import FEWEST, mean_interval
+from hf_longspec.bench.report import FEWEST, mean_interval
 
 EDGES = (0, 512, 2048, 4096, 8192, 16384)
 CHUNK = 1024

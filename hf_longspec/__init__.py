@@ -17,9 +17,9 @@ _LAZY = {
     "Drafter": "generation.drafter",
     "FileStreamer": "streaming",
     "IncrementalDecoder": "streaming",
-    "SamplingReport": "auditing_sampling",
+    "SamplingReport": "auditing",
     "audit": "auditing",
-    "audit_sampling": "auditing_sampling",
+    "audit_sampling": "auditing",
     "SpeculationStats": "generation.stats",
     "SpeculativeCache": "generation.cache",
 }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hf_longspec.auditing_sampling import MIN_EXPECTED
+from hf_longspec.auditing import MIN_EXPECTED
 from hf_longspec.generation.draft_tree import DraftTree, trie_of, trie_table
 
 # Seconds on one CPU core, and enough to see the wrong rules of tests/generation/test_verification.py by 10 sigma.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.auditing_sampling import DEVIATES, FOLLOWS, MAX_SIGMA, _count, audit_sampling
+from hf_longspec.auditing import DEVIATES, FOLLOWS, MAX_SIGMA, _count, audit_sampling
 from hf_longspec.testing import tiny_prompts, tiny_target
 
 SAMPLES, TOKENS = 800, 3

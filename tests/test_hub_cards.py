@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import check_imports
 
 import hf_longspec
-from hf_longspec.cli.commands.publish import publish
+from hf_longspec.cli.publish import run as publish
 from hf_longspec.generation.target_modules import LayerInputs, TargetEnds
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")

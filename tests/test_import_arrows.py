@@ -39,7 +39,6 @@ ARROWS = {
     "training": {REGISTRY, "modeling", "generation", "attention_backends"},
     METHODS: {REGISTRY, "training", "modeling", "generation", "attention_backends"},
     "auditing": {"generation", "attention_backends", "testing"},
-    "auditing_sampling": {"auditing"},
     "bench": {"generation", "attention_backends", "auditing", "testing"},
     "testing": set(SHIPPED),
     "hub": {REGISTRY},

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .calls import HF, PLAIN
-from .matrix import title_of
-from .report import FAILED, rows_of
+from .report import FAILED, rows_of, title_of
 from .results import Record, grouped
 
 PANEL_INCHES = (5.2, 3.9)
@@ -20,11 +19,7 @@ SPACING = 1.012
 
 
 def plot_all(records: Sequence[Record], stem: Path) -> list[Path]:
-    """Write `<stem>-speed.png`, `<stem>-tau.png` and `<stem>-depth.png`, those that have something to show.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
+    """Write `<stem>-speed.png`, `<stem>-tau.png` and `<stem>-depth.png`, those that have something to show."""
     rows = [row for row in rows_of(records) if row["text"] not in FAILED]
     if not rows:
         return []

@@ -1,22 +1,25 @@
-"""From the calls of `hf-longspec bench` to rows and to a Markdown report: medians, ratios within turns, verdicts."""
+"""From the records of result files to rows and Markdown: medians, ratios within turns, intervals, verdicts, tables."""
 
 import json
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any
 
 from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
 from .calls import HF, PLAIN
-from .markdown import environment_line, estimate, pivot, range_of, table
-from .matrix import NO_TIME, title_of
-from .results import Record, grouped, of_kind
-from .summaries import FEWEST, mean_interval, significant, summarize
+from .results import Record, grouped, of_kind, read_records
 
 # Verdicts on a text, the worst first.
 REFERENCE, IDENTICAL, DIFFERS, NOT_COMPARED = "reference", "identical", "differs", "not compared"
 VERDICTS = (DIFFERS, NOT_LOSSLESS, NEAR_TIE, NOT_COMPARED, EXACT, IDENTICAL, REFERENCE)
 FAILED = (DIFFERS, NOT_LOSSLESS)
 CELL = ("dtype", "context", "batch", "decoding")
+NO_TIME = "no time left"
+# Fewest values that an interval is shown for: with two of them Student's t multiplies the standard error by 13.
+FEWEST = 3
 
 NOTE = (
     "Every call reads its prompt anew; the prompt is the time to the first token (TTFT), and tokens/s counts from "
@@ -53,6 +56,89 @@ NOT_RUN = {
     "the engines of MagicDec and SpecExtend": "their selections run here, but not their code",
     "vLLM, SGLang": "other engines, whose own model code leaves nothing to compare in one process",
 }
+
+
+ACCEPTANCE_NOTE = (
+    "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "
+    "interval. In brackets: difference to the first row of the same mode, prompt by prompt, with its 95 % "
+    "interval. Settings not named are the defaults."
+)
+
+
+def summarize(values: Sequence[float]) -> dict[str, float]:
+    """Median and range, rounded to four significant digits.
+
+    >>> summarize([3.0, 1.0, 2.0])
+    {'median': 2.0, 'low': 1.0, 'high': 3.0, 'count': 3}
+    """
+    found = {"median": statistics.median(values), "low": min(values), "high": max(values)}
+    return {**{name: significant(value) for name, value in found.items()}, "count": len(values)}
+
+
+def mean_interval(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> dict[str, float]:
+    """Mean of independent values with Student's 95 % interval.
+
+    Towards a bound the half-width is taken on the scale of the logarithm of the distance to the bound: the interval is
+    the usual one far from the bound and does not cross it.
+
+    Args:
+        values (`Sequence[float]`): Fewer than three give no interval: `low` and `high` are the mean then.
+        least (`float`, *optional*): Lowest value that is possible, such as 1 for tau.
+        most (`float`, *optional*): Highest value that is possible, such as 1 for a share.
+
+    >>> found = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    >>> found["mean"], found["high"]
+    (3.0, 4.963)
+    """
+    mean = statistics.fmean(values)
+    low = high = mean
+    # equal values have an interval of no width, also at a bound
+    if len(values) >= FEWEST and len(set(values)) > 1:
+        from scipy.stats import ttest_1samp
+
+        half = ttest_1samp(values, 0.0).confidence_interval(0.95).high - mean
+        low = mean - half if math.isinf(least) else least + (mean - least) * math.exp(-half / (mean - least))
+        high = mean + half if math.isinf(most) else most - (most - mean) * math.exp(-half / (most - mean))
+    return {"mean": significant(mean), "low": significant(low), "high": significant(high), "count": len(values)}
+
+
+def ratio_interval(logs: Sequence[float]) -> dict[str, float]:
+    """Geometric mean of ratios, given by their logarithms, with Student's 95 % interval, which is not symmetric.
+
+    >>> ratio_interval([0.0, 0.0, 0.0])["mean"]
+    1.0
+    """
+    found = mean_interval(logs)
+    return {name: value if name == "count" else math.exp(value) for name, value in found.items()}
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p-values of several tests, corrected for their number: the chance of any error stays below the level.
+
+    >>> holm([0.01, 0.5, 0.02])
+    [0.03, 0.5, 0.04]
+    """
+    corrected, largest = list(values), 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def significant(value: float, digits: int = 4) -> float:
+    """`value` rounded to significant digits.
+
+    >>> significant(1234.567), significant(0.00123456)
+    (1235.0, 0.001235)
+    """
+    return float(f"{value:.{digits}g}")
+
+
+def title_of(record: Mapping[str, Any]) -> str:
+    """The cell of a record in words."""
+    how = ", ".join(f"{name} {value}" for name, value in record["decoding"].items()) or "greedy"
+    length = f"{record['context']} tokens" if record["context"] else "prompts of their own length"
+    return f"{length}, batch {record['batch']}, {record['dtype']}, {how}"
 
 
 def rows_of(records: Sequence[Record]) -> list[Record]:
@@ -168,6 +254,111 @@ def _added(histograms: Iterable[Sequence[int]]) -> list[int]:
     return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table.
+
+    >>> print(markdown_table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+    """
+    first, *others = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([first, "|" + "---|" * len(header), *others])
+
+
+# A column of a table: a key of the records, or a function of one.
+Column = str | Callable[[Record], object]
+
+
+def table(rows: Sequence[Record], columns: Mapping[str, Column]) -> str:
+    """A Markdown table with one line per record. Numbers have three significant digits; missing values are empty."""
+    lines = [[_cell(row.get(of) if isinstance(of, str) else of(row)) for of in columns.values()] for row in rows]
+    return markdown_table(list(columns), lines)
+
+
+def pivot(
+    rows: Sequence[Record], columns: Mapping[str, Column], across: str, heading: str, cell: Callable[[Record], str]
+) -> str:
+    """A Markdown table with one line for all records with the same `columns`, and one cell per value of `across`.
+
+    Args:
+        heading (`str`): Heading of such a cell, with `{}` for the value.
+        cell (`Callable`): Its text.
+    """
+    lines: dict[tuple[str, ...], Record] = {}
+    for row in rows:
+        named = {name: _cell(row[of] if isinstance(of, str) else of(row)) for name, of in columns.items()}
+        lines.setdefault(tuple(named.values()), named)[heading.format(row[across])] = cell(row)
+    headings = [heading.format(value) for value in sorted({row[across] for row in rows})]
+    return table(list(lines.values()), {name: name for name in (*columns, *headings)})
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def environment_line(records: Sequence[Record]) -> str:
+    """Machine, versions, commit, date and command in one paragraph."""
+    found = of_kind(records, "environment")[0]
+    native = {True: "native bfloat16", False: "no native bfloat16", None: "bfloat16 support unknown"}
+    parts = [
+        found["cpu"],
+        f"{found['cores']} cores, {found['usable_cores']} usable, {found['threads']} used",
+        native[found["native_bfloat16"]],
+        *(f"{record['read_gb_per_second']} GB/s read" for record in of_kind(records, "ceilings")),
+        f"torch {found['torch']}",
+        f"transformers {found['transformers']}",
+        f"commit {found['commit']}",
+        f"load average {found['load_average']} at the start",
+        found["date"],
+        *(f"resumed {record['date']}" for record in of_kind(records, "resumed")),
+    ]
+    state = "" if of_kind(records, "end") else " The run was not finished."
+    return f"{', '.join(parts)}: `{found['command']}`.{state}"
+
+
+def with_defaults(note: str, records: Sequence[Record]) -> str:
+    """The note on how to read the numbers, with the default settings if the result file names them."""
+    defaults = of_kind(records, "environment")[0].get("settings", {}).get("defaults", {})
+    named = ", ".join(f"{name}={value}" for name, value in defaults.items())
+    return note + (f" Defaults: {named}." if named else "")
+
+
+def range_of(summary: dict[str, Any] | None, digits: int = 2) -> str:
+    """A median with its lowest and highest value; nothing for `None`."""
+    if summary is None:
+        return ""
+    return f"{summary['median']:.{digits}f} ({summary['low']:.{digits}f}-{summary['high']:.{digits}f})"
+
+
+# Of the largest value of an interval whose three values have four significant digits, the most that rounding moves its
+# middle from the mean, twice.
+ROUNDED = 2e-3
+
+
+def estimate(interval: dict[str, Any], form: str = ".2f", minus: float = 0.0) -> str:
+    """A mean with its 95 % interval: after a sign if it is symmetric, else both ends in brackets.
+
+    Fewer than three values have no interval, and equal values one of no width.
+
+    Args:
+        form (`str`, *optional*): Format of the numbers; only the mean and the ends have its sign.
+        minus (`float`, *optional*): Subtracted from the mean and the ends, such as 1 to show a ratio as a difference.
+
+    >>> estimate({"mean": 2.31, "low": 2.1, "high": 2.52}), estimate({"mean": 2.31, "low": 2.1, "high": 2.6})
+    ('2.31 ± 0.21', '2.31 [2.10, 2.60]')
+    """
+    mean, low, high = interval["mean"], interval["low"], interval["high"]
+    shown = format(mean - minus, form)
+    if interval.get("count", FEWEST) < FEWEST or low == high:
+        return shown
+    if abs(high + low - 2 * mean) <= ROUNDED * max(abs(low - minus), abs(high - minus)):
+        return f"{shown} ± {format((high - low) / 2, form.removeprefix('+'))}"
+    return f"{shown} [{format(low - minus, form)}, {format(high - minus, form)}]"
+
+
 def matrix_report(records: Sequence[Record], brief: bool = False, not_run: bool = True) -> str:
     """Everything that was measured so far, as Markdown.
 
@@ -236,23 +427,28 @@ SWEPT = {
 
 def by_category(records: Sequence[Record]) -> list[str]:
     """Return a table of tau by category for every cell, if the prompts have more than one."""
+    import pandas as pd
+
     parts = []
     for title, runs in grouped(of_kind(records, "run"), title_of).items():
-        totals: dict[tuple[str, str], Record] = {}
-        for run in runs:
-            per_row = run["tokens"] / max(1, len(run["row_steps"]))
-            for category, steps in zip(run.get("categories", ()), run["row_steps"], strict=False):
-                new = {"method": run["method"], "category": category, "tokens": 0, "steps": 0}
-                own = totals.setdefault((run["method"], category), new)
-                own["tokens"] += per_row
-                own["steps"] += steps
-        rows = [row for row in totals.values() if row["method"] not in (HF, PLAIN)]
-        if len({row["category"] for row in rows}) > 1:
-            shown = pivot(
-                rows, {"method": "method"}, "category", "{}", lambda row: f"{row['tokens'] / max(1, row['steps']):.2f}"
-            )
+        rows = pd.DataFrame(
+            [
+                (run["method"], category, run["tokens"] / max(1, len(run["row_steps"])), steps)
+                for run in runs
+                if run["method"] not in (HF, PLAIN)
+                for category, steps in zip(run.get("categories", ()), run["row_steps"], strict=False)
+            ],
+            columns=["method", "category", "tokens", "steps"],
+        )
+        if rows.category.nunique() > 1:
+            sums = rows.groupby(["method", "category"], sort=False, as_index=False).sum().to_dict("records")
+            shown = pivot(sums, {"method": "method"}, "category", "{}", _tau_of_sums)
             parts += [f"## tau by category: {title}", shown]
     return parts
+
+
+def _tau_of_sums(row: Record) -> str:
+    return f"{row['tokens'] / max(1, row['steps']):.2f}"
 
 
 def _left_out(records: Sequence[Record]) -> list[str]:
@@ -265,3 +461,34 @@ def _left_out(records: Sequence[Record]) -> list[str]:
             lines.setdefault(record["reason"], {})[f"{record['method']} ({title_of(record)})"] = None
     found = [f"- {reason}: {'; '.join(what)}" for reason, what in lines.items()]
     return ["## Left out", "\n".join(found)] if found else []
+
+
+def acceptance_table(records: Sequence[Record]) -> str:
+    """One row per setting, one column per length: mean and interval, and the difference to the first setting."""
+    columns: dict[str, Column] = {"mode": "mode", "setting": _options}
+    return pivot(of_kind(records, "acceptance"), columns, "length", "tau at {}", _tau_of)
+
+
+def _options(row: Record) -> str:
+    return ", ".join(str(value) if name == "selection" else f"{name}={value}" for name, value in row["options"].items())
+
+
+def _tau_of(row: Record) -> str:
+    gap = row.get("difference")
+    return estimate(row["tau"]) + ("" if gap is None else f" ({estimate(gap, '+.2f')})")
+
+
+def acceptance_section(results: Path, draft: str) -> str:
+    """Table of tau by context length for one draft, with its note and its environment, as its model card quotes it.
+
+    Args:
+        results (`Path`): The file that `benchmarks/acceptance.py --draft` wrote.
+        draft (`str`): Name of the draft in it.
+    """
+    records = read_records(results)
+    own = [record for record in records if record.get("options", {}).get("draft", draft) == draft]
+    if not of_kind(own, "acceptance") or not of_kind(own, "environment"):
+        names = dict.fromkeys(record["options"].get("draft") for record in records if record.get("options"))
+        found = ", ".join(str(name) for name in names if name) or "none"
+        raise ValueError(f"{results} holds no acceptance of the draft {draft!r}, but of: {found}. Name one of them.")
+    return "\n\n".join([acceptance_table(own), with_defaults(ACCEPTANCE_NOTE, own), environment_line(own)])

@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from .machine import environment
 
 Record = dict[str, Any]
+T = TypeVar("T")
 
 # Parts of the environment that may differ between the parts of one benchmark.
 MAY_CHANGE = {"date", "command", "load_average", "kind", "benchmark", "settings"}
@@ -118,11 +119,7 @@ class ResultFile:
 
 
 def check_resume(path: Path, resume: bool) -> None:
-    """Refuse to replace a result file, and to go on with one that is not there.
-
-    Raises:
-        ValueError: With the remedy.
-    """
+    """Refuse to replace a result file, and to go on with one that is not there."""
     there = path.exists() and path.stat().st_size > 0
     if there and not resume:
         raise ValueError(f"{path} is there already: pass --resume to go on with it, or name another file.")
@@ -133,11 +130,7 @@ def check_resume(path: Path, resume: bool) -> None:
 def refuse_other(
     path: Path, first: Record, benchmark: str, settings: Mapping[str, Any], here: Mapping[str, Any]
 ) -> None:
-    """Refuse a file of other settings or of another environment.
-
-    Raises:
-        ValueError: With what differs, old and new value.
-    """
+    """Refuse a file of other settings or of another environment."""
     if first.get("kind") != "environment" or first.get("benchmark") != benchmark:
         raise ValueError(f"--resume {path}: it is no result file of `hf-longspec {benchmark}`. Name another file.")
     settings = json.loads(json.dumps(settings))  # tuples are lists in the file
@@ -155,11 +148,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Every record of a result file; a last line that was cut off is dropped.
-
-    Raises:
-        ValueError: If another line holds no JSON object.
-    """
+    """Every record of a result file; a last line that was cut off is dropped."""
     records: list[Record] = []
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
     for number, line in enumerate(lines, 1):
@@ -187,3 +176,20 @@ def grouped(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str
     for record in records:
         groups.setdefault(key(record), []).append(record)
     return groups
+
+
+def in_turns(names: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
+    """Pairs `(repeat, name)` with all names in every repeat, each repeat beginning with another one.
+
+    >>> [name for _, name in in_turns(["a", "b", "c"], 2)]
+    ['a', 'b', 'c', 'b', 'c', 'a']
+    """
+    for repeat in range(repeats):
+        for name in rotated(names, repeat):
+            yield repeat, name
+
+
+def rotated(names: Sequence[T], turn: int) -> list[T]:
+    """Return all names, each turn beginning with another one."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]

@@ -1,14 +1,22 @@
-"""The command `hf-longspec`."""
+"""The command `hf-longspec`: the options of each command and their checks.
+
+The work of a command is the function `run` of the module with its name. That module imports torch and transformers, so
+it is imported when the options have been read: `--help`, `--version` and wrong options do without.
+"""
 
 import sys
 import traceback
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 try:
     import typer
 
-    from .commands import audit, bench, convert, demo, env, generate, publish, tokenize, train, tune
-    from .options import INPUT_ERROR, INTERRUPTED
+    from . import options
+    from .options import INPUT_ERROR, INTERRUPTED, number, output
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("typer", "rich"):
@@ -24,8 +32,354 @@ USAGE_ERROR: Any = typer.BadParameter.__base__
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
-for module in (generate, audit, tune, env, bench, tokenize, train, convert, publish, demo):
-    app.command()(getattr(module, module.__name__.rpartition(".")[2]))
+
+
+def command(signature: Callable[..., None]) -> Callable[..., None]:
+    """Register a command; `run` of the module with its name gets the options and returns the exit status."""
+    name = signature.__name__
+
+    @wraps(signature)
+    def run(debug: bool = False, **given: Any) -> None:
+        with options.one_line_errors(debug):
+            status = import_module(f"{__package__}.{name}").run(**given)
+        raise typer.Exit(status or 0)
+
+    app.command()(run)
+    return run
+
+
+@command
+def generate(
+    target: options.Target,
+    file: Annotated[Path | None, typer.Argument(help="Text to continue; - for standard input.")] = None,
+    prompt: options.Prompt = None,
+    draft: options.Draft = "specattn",
+    max_new_tokens: Annotated[int, number(1, "Tokens to generate.")] = 256,
+    temperature: Annotated[float, number(0, "0 is greedy decoding.", float)] = 0.0,
+    top_p: Annotated[float, number(0, "Sample among the likeliest tokens of this mass.", float, 1, above=True)] = 1.0,
+    top_k: Annotated[int, number(0, "Sample among the k likeliest tokens; 0 for all.")] = 0,
+    repetition_penalty: Annotated[
+        float, number(0, "Above 1: tokens of the text become less likely.", float, above=True)
+    ] = 1.0,
+    samples: Annotated[int, number(1, "Texts to sample after the prompt, as one batch.", most=options.MOST_ROWS)] = 1,
+    chat: Annotated[bool, typer.Option("--chat", help="The text is a message: apply the chat template.")] = False,
+    setting: options.Setting = None,
+    dtype: options.Dtype = options.DtypeName.auto,
+    device: options.Device = None,
+    seed: options.Seed = None,
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the drafted tokens.")] = False,
+    html: Annotated[Path | None, output("Write the text as an HTML page with its drafted tokens marked.")] = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Continue a text, with the words appearing as they are decided.
+
+    The text is what the model alone would write. Statistics follow on standard error.
+
+    With --show-drafts, accepted drafted tokens are blue and underlined, the target's own token of each verification
+    is plain; --html FILE writes the same as a page that opens in any browser.
+
+    Examples:
+
+    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --max-new-tokens 512
+    - hf-longspec generate --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --draft ngram --show-drafts
+    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --html notes.html
+    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --json
+
+    Exit status: 0; 2 for what cannot be run; 130 after Ctrl-C.
+    """
+
+
+@command
+def audit(
+    target: options.Target,
+    files: Annotated[list[Path] | None, typer.Argument(help="Texts to continue; - for standard input.")] = None,
+    prompt: options.Prompt = None,
+    draft: options.Draft = "specattn",
+    max_new_tokens: Annotated[int, number(1, "Tokens per prompt.")] = 64,
+    context: Annotated[int, number(1, "Use at most this many tokens from the end of each text.")] = 2048,
+    eps: Annotated[
+        float | None, number(0, "Distance in logits that is a near-tie; by default from the type.", float)
+    ] = None,
+    samples: Annotated[
+        int, number(0, "Also check the distribution of sampling, with this many samples; 0 skips this check.")
+    ] = 0,
+    sample_tokens: Annotated[int, number(2, "Tokens of a sample.")] = 4,
+    temperature: Annotated[float, number(0, "Of the samples.", float, above=True)] = 1.0,
+    batch: Annotated[int, number(1, "Samples that are drawn together.", most=options.MOST_ROWS)] = 32,
+    setting: options.Setting = None,
+    dtype: options.Dtype = options.DtypeName.auto,
+    device: options.Device = None,
+    seed: options.Seed = 0,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Check that a draft leaves the model's text as it is.
+
+    Every prompt is continued greedily by plain generate and with the draft. In float32 the two texts must be the same.
+    In other types two correct computations can choose different tokens where the best tokens are nearly tied: then the
+    model reads the speculative text once more, and every token must be its choice, or within rounding of it.
+
+    --samples N draws the beginning of N texts and compares the frequencies of tokens with the model's probabilities;
+    some hundred samples find large errors, some ten thousand find small ones.
+
+    Examples:
+
+    - hf-longspec audit notes.txt --target Qwen/Qwen3-0.6B --dtype float32
+    - hf-longspec audit notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --dtype bfloat16
+    - hf-longspec audit --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --samples 512 --json
+
+    Exit status: 0 for exact, or with near-ties only; 1 for not lossless; 2 for what cannot be run; 130 after Ctrl-C.
+    """
+
+
+@command
+def tune(
+    target: options.Target,
+    file: Annotated[Path | None, typer.Argument(help="Text of the kind to be continued; - for standard input.")] = None,
+    prompt: options.Prompt = None,
+    draft: options.Draft = "specattn",
+    output: Annotated[Path | None, output("New folder for the tuned draft.", options.require_writable_folder)] = None,
+    results: Annotated[Path, output("File that keeps what was measured until the end.", suffix=".jsonl")] = Path(
+        "tune.jsonl"
+    ),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted measurement.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and show, write nothing.")] = False,
+    context: Annotated[int, number(32, "Tokens of a prompt.")] = 4096,
+    prompts: Annotated[int, number(1, "Prompts, spread over the text.")] = 2,
+    batch: Annotated[int, number(1, "Prompts that are decoded together.", most=options.MOST_ROWS)] = 1,
+    max_new_tokens: Annotated[int, number(4, "Tokens per prompt and run.")] = 64,
+    repeats: Annotated[int, number(1, "Runs of a candidate; their median counts.")] = 3,
+    sample: Annotated[bool, typer.Option("--sample", help="At temperature 1 instead of greedily.")] = False,
+    setting: options.Setting = None,
+    dtype: options.Dtype = options.DtypeName.auto,
+    device: options.Device = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Find the fastest settings of a draft for a text and a machine, and write them into the draft.
+
+    specattn: in the three steps of its paper. The share of the cache that drafting reads is raised until acceptance no
+    longer grows; then the number of drafted tokens is chosen by speed, and the share once more around its value.
+    LongSpec: the widths of its tree. TokenSwift: the branching of its tree. EAGLE-3: what its checkpoint may be wrong
+    about (rope_theta, layers), by tau, and the widths of its tree. Prompts are taken from the text and read
+    once; all candidates decode after them in turns.
+
+    The winner replaces the present settings if it is faster than they are by more than noise. A draft in a folder gets
+    a new generation_config.json, in one step or not at all; other drafts are saved to --output.
+
+    Examples:
+
+    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --dry-run
+    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --context 16384 --output tuned
+    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --draft ./draft
+
+    Exit status: 0, also if the present settings stay; 2 for what cannot be run; 130 after Ctrl-C.
+    """
+
+
+@command
+def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
+    """Describe this installation, to paste into a bug report.
+
+    Versions, processor and GPU, attention backends with the reasons against those that cannot run here, threads, and
+    the commit of a checkout. No paths, no user names, no tokens.
+
+    Examples:
+
+    - hf-longspec env
+    - hf-longspec env --json
+
+    Exit status: 0.
+    """
+
+
+@command
+def bench(
+    target: options.Target,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Hub id or folder of a draft, or one of {options.BY_NAME}. May be repeated. Default: specattn."
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text file, folder of texts, JSON lines, Hub id of a data set, or builtin, the default. Repeatable."
+        ),
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(help="Key or column of --data that holds the texts. Default: text.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Write each text as a message, by the chat template of the target.")
+    ] = False,
+    preset: Annotated[
+        options.Preset | None,
+        typer.Option(
+            help="all: every draft that needs no training beside those of --draft, after 1k to 16k tokens as far as "
+            "positions and texts allow, greedily and at temperature 1."
+        ),
+    ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(help="Tokens of the prompts, such as 2k,8k; own: whole documents of any length. Default: 2k."),
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Rows that are decoded together, such as 1,4.")] = "1",
+    dtype: Annotated[str, typer.Option(help="auto, or some of float32,bfloat16,float16.")] = "auto",
+    assistant: Annotated[
+        str | None, typer.Option(help="An ordinary small model for transformers' assisted generation.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="key=v1,v2: a setting of the drafts, temperature, penalty, window, context. Repeatable."),
+    ] = None,
+    max_new_tokens: Annotated[int, number(2, "Tokens per row and call.")] = 64,
+    repeats: Annotated[int, number(1, "Turns; five or more for numbers to report.")] = 5,
+    temperature: Annotated[float, number(0, "0 is greedy.", float)] = 0.0,
+    lookup_tokens: Annotated[int, number(1, "Of transformers' prompt lookup.")] = 4,
+    minutes: Annotated[float | None, number(0, "Begin no call that would end later.", float)] = None,
+    output: Annotated[Path, output("Result file; table and plots go beside it.", suffix=".jsonl")] = Path(
+        "bench.jsonl"
+    ),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the result file.")] = False,
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw PNGs.")] = True,
+    as_json: options.Json = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list methods of the papers: run or not.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure drafts beside plain generate, our loop without a draft and prompt lookup.
+
+    Every call is written as soon as it is over: Ctrl-C keeps what was measured, and --resume goes on. Use a --context
+    and a --batch like yours, and leave the machine alone meanwhile.
+
+    Examples:
+
+    - hf-longspec bench --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --context 1k,4k
+    - hf-longspec bench --target Qwen/Qwen3-8B --data novels.jsonl --column book --context 8k,32k --batch 1,4
+    - hf-longspec bench --target Qwen/Qwen3-8B --data novels --context 16k --sweep sparse_ratio=0.03,0.07
+    - hf-longspec bench --target Qwen/Qwen3-8B --data novels --preset all --minutes 20
+
+    Exit status: 0; 1 if a text was wrong; 2 for what cannot be run; 130 after Ctrl-C.
+    """
+
+
+@command
+def demo(
+    target: Annotated[
+        str | None, typer.Option(help="Hub id or folder of the model; default: the tiny target of the repository.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft; default: all kinds.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Text to continue; default: a standard library module.")] = None,
+    context: Annotated[
+        int | None, number(1, f"Most tokens of the prompt; default: {options.DEMO_CONTEXT}, or what fits.")
+    ] = None,
+    max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
+    dtype: options.Dtype = options.DtypeName.float32,
+    debug: options.Debug = False,
+) -> None:
+    """Continue a long document with and without drafts, and compare.
+
+    The text appears while it is written; a table has speed, acceptance and whether every text is that of plain
+    generate, all measured as bench measures them, one call each.
+
+    Examples:
+
+    - hf-longspec demo
+    - hf-longspec demo --target Qwen/Qwen3-0.6B --file notes.txt --dtype bfloat16
+    - hf-longspec demo --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --context 2048
+
+    Exit status: 0; 1 if a text is not that of plain generate; 2 for what cannot be run; 130 after Ctrl-C.
+    """
+
+
+@command
+def train(
+    config: Annotated[Path, typer.Option(help="Recipe, such as examples/longspec_pretrain.yaml.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(help="Text files, JSON lines, or Hub ids or folders of data sets, in place of the recipe's."),
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="Key or column of the texts in them. Default: text.")] = None,
+    target: Annotated[str | None, typer.Option(help="Hub id or folder of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft to go on with.")] = None,
+    output_dir: Annotated[
+        Path | None,
+        output("Where checkpoints and the draft are written.", options.require_writable_folder, new=False),
+    ] = None,
+    max_steps: Annotated[int | None, number(1, "Optimizer steps.")] = None,
+    learning_rate: Annotated[float | None, number(0, "Peak learning rate.", float, above=True)] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="Any other key: training.seed=1.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a draft as a recipe describes.
+
+    A recipe names the target, the settings of the draft, the data and the arguments of the trainer; options replace its
+    values. Texts are tokenized once and cached. Checkpoints and the trained draft are written to a folder; nothing is
+    uploaded.
+
+    Examples:
+
+    - hf-longspec train notes.txt --config examples/longspec_pretrain.yaml --target Qwen/Qwen3-8B
+    - hf-longspec train --config examples/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
+    - hf-longspec train --config examples/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
+
+    Exit status: 0; 1 if the loss stopped being a number; 2 for what cannot be run; 130 after Ctrl-C.
+    """
+
+
+@command
+def convert(
+    source: Annotated[str, typer.Argument(help="Published id, folder or weight file of the authors' draft.")],
+    output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
+    target: Annotated[str | None, typer.Option(help="Id, folder or config.json of its target.")] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Convert a checkpoint of EAGLE-3, or of the authors of LongSpec or TokenSwift.
+
+    Published drafts are known by their ids. For other files, also those that the authors' training wrote, name
+    the target; only its configuration is read.
+
+    Examples:
+
+    - hf-longspec convert sail/longspec-Llama-3-8B-Instruct-262k --output longspec-llama-3
+    - hf-longspec convert TokenSwift/TokenSwift-Qwen2.5-7B --output tokenswift-qwen
+    - hf-longspec convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output eagle3-llama
+    - hf-longspec convert ./draft_model_weights.pth --target my-org/my-target --output my-draft
+
+    Exit status: 0; 2 for what cannot be converted.
+    """
+
+
+@command
+def publish(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
+    repo: Annotated[str | None, typer.Option(help="Repository to upload to, owner/name.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write a folder and upload nothing.")] = False,
+    output: Annotated[Path | None, typer.Option(help="The folder of a dry run; DIR-hub by default.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Result file of benchmarks/acceptance.py for the draft.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the draft in --results; that of DIR by default.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the target.")] = None,
+    license: Annotated[str | None, typer.Option(help="License of the weights, such as apache-2.0.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    engine: Annotated[str | None, typer.Option(help="Repository that holds the code instead, owner/name.")] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Publish a draft on the Hub, with the code that it needs and a model card.
+
+    With --dry-run the repository is written to a folder and no network is used. Nothing is uploaded without --repo.
+
+    Examples:
+
+    - hf-longspec publish runs/longspec --dry-run --base-model Qwen/Qwen3-8B
+    - hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --license apache-2.0
+    - hf-longspec publish runs/longspec --dry-run --results acceptance.jsonl --name mine
+    - hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --engine org/engine
+
+    Exit status: 0; 2 for what cannot be published.
+    """
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,6 +1,9 @@
 """`hf-longspec audit`: check that a draft leaves the text of the model as it is, on this machine."""
 
+import json
 import math
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,13 +12,70 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import set_seed
 
-from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS, Comparison, compare
-from ..auditing_sampling import SamplingReport
-from ..bench.progress import Progress
-from .session import Session, say
+from ..auditing import (
+    EXACT,
+    FOLLOWS,
+    MIN_EXPECTED,
+    NEAR_TIE,
+    NOT_LOSSLESS,
+    Comparison,
+    SamplingReport,
+    audit_sampling,
+    compare,
+)
+from ..cli import CommandError, options
+from .session import Progress, Session, opened, say
 
 # From best to worst.
 STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}
+
+
+def run(
+    target: str,
+    files: list[Path] | None,
+    prompt: str | None,
+    draft: str,
+    max_new_tokens: int,
+    context: int,
+    eps: float | None,
+    samples: int,
+    sample_tokens: int,
+    temperature: float,
+    batch: int,
+    setting: list[str] | None,
+    dtype: str,
+    device: str | None,
+    seed: int | None,
+    as_json: bool,
+) -> bool:
+    """Audit; returns whether the draft is not lossless."""
+    texts = [options.read_text(file, None) for file in files or []]
+    texts += [options.read_text(None, prompt)] if prompt is not None or not files else []
+    # the variance of a count is a quarter of the drawn tokens at most
+    if samples and samples * sample_tokens < (fewest := 4 * MIN_EXPECTED):
+        raise CommandError(
+            f"--samples {samples} of {sample_tokens} tokens are too few to judge any frequency. Draw "
+            f"{math.ceil(fewest / sample_tokens)} at least, better some hundred, or 0 to skip this check."
+        )
+    with opened(target, draft, options.read_settings(setting), dtype, device) as session:
+        room = max(max_new_tokens, sample_tokens)
+        prompts = [(name, session.encode(name, text, last=context, room=room)) for name, text in texts]
+        with Progress(2 * len(prompts) + math.ceil(samples / batch), "Decoding") as progress:
+            audits = [(name, *audit_prompt(session, name, ids, max_new_tokens, eps, progress)) for name, ids in prompts]
+            sampling = None
+            if samples:
+                first, how = prompts[0][1], {"max_new_tokens": sample_tokens, "temperature": temperature}
+                drawn = draw_samples(session, first, samples, batch, seed or 0, progress, **how)
+                sampling = audit_sampling(session.model, first, drawn, temperature)
+    verdict = max((compared.verdict for _, compared, _ in audits), key=list(STYLES).index)
+    if sampling is not None and sampling.verdict != FOLLOWS:
+        verdict = NOT_LOSSLESS
+    if as_json:
+        found = {"verdict": verdict, **session.record(), "prompts": [record(*audited) for audited in audits]}
+        print(json.dumps(found | {"sampling": None if sampling is None else asdict(sampling)}))
+    else:
+        show(verdict, audits, sampling)
+    return verdict == NOT_LOSSLESS
 
 
 def audit_prompt(

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,7 +12,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markdown import Markdown
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -20,18 +20,16 @@ from hf_longspec import __version__
 
 from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
-from ..bench.matrix import Cell, Matrix, Method
+from ..bench.matrix import Cell, Matrix, Method, draft_points, grid, parse_sweeps, split_axes, written
 from ..bench.plots import plot_all
-from ..bench.progress import Progress
-from ..bench.prompts import OWN_LENGTH, DocumentPrompts
-from ..bench.report import NOT_RUN, RUN_BY, matrix_report, rows_of
-from ..bench.results import ResultFile, of_kind
-from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
-from ..cli import CommandError, session
+from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
+from ..bench.report import FAILED, NOT_RUN, RUN_BY, matrix_report, rows_of
+from ..bench.results import ResultFile, check_resume, of_kind
+from ..cli import CommandError, options, session
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
-from .commands.bench import Preset
+from .session import Progress
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 OWN = "own"
@@ -42,15 +40,75 @@ ALL_WAYS = "temperature=0,1"
 PACKAGES = ("pandas", "scipy")
 
 
+def run(
+    target: str,
+    draft: list[str] | None,
+    data: list[str] | None,
+    column: str | None,
+    chat: bool,
+    preset: str | None,
+    context: str | None,
+    batch: str,
+    dtype: str,
+    assistant: str | None,
+    sweep: list[str] | None,
+    max_new_tokens: int,
+    repeats: int,
+    temperature: float,
+    lookup_tokens: int,
+    minutes: float | None,
+    output: Path,
+    resume: bool,
+    plots: bool,
+    as_json: bool,
+    verbose: bool,
+) -> int:
+    """Measure and show; returns the exit status."""
+    check_resume(output, resume)
+    require_packages(plots)
+    drafts, sweeps = draft or [], sweep or []
+    if preset is not None:
+        drafts += [name for name in ALL_DRAFTS if name not in drafts]
+        sweeps += [] if temperature or any(one.startswith("temperature=") for one in sweeps) else [ALL_WAYS]
+    bench = Bench(
+        target=target,
+        preset=preset,
+        drafts=drafts or ["specattn"],
+        assistant=assistant,
+        data=data or [BUILTIN],
+        column=column,
+        chat=chat,
+        contexts=lengths("--context", context or (USUAL_CONTEXT if preset is None else ALL_CONTEXTS)),
+        batches=lengths("--batch", batch, options.MOST_ROWS),
+        dtypes=dtypes(dtype),
+        sweeps=sweeps,
+        tokens=max_new_tokens,
+        repeats=repeats,
+        temperature=temperature,
+        lookup_tokens=lookup_tokens,
+    )
+    parse_sweeps(bench.sweeps)
+    documents = read_sources(bench.data, column)
+    with session.quiet(progress_bars=not Path(target).is_dir()):
+        prompts = DocumentPrompts(session.load_tokenizer(target), documents, chat)
+        file, interrupted = bench.measure(prompts, output, math.inf if minutes is None else minutes * 60, resume)
+    show(file, plots, as_json, verbose)
+    if interrupted:
+        print("Interrupted; what was measured is kept. --resume goes on.", file=sys.stderr)
+        return options.INTERRUPTED
+    return int(any(row["text"] in FAILED for row in rows_of(file.records)))
+
+
 @dataclass(frozen=True)
 class Bench:
     """One run of the command: the values that decide the numbers, under their names in the result file."""
 
     target: str
-    preset: Preset | None
+    preset: str | None
     drafts: list[str]
     assistant: str | None
     data: list[str]
+    column: str | None
     chat: bool
     contexts: list[int]
     batches: list[int]
@@ -61,21 +119,15 @@ class Bench:
     temperature: float
     lookup_tokens: int
 
-    def measure(
-        self, prompts: DocumentPrompts, layout: str, output: Path, seconds: float, resume: bool
-    ) -> tuple[ResultFile, bool]:
-        """Measure all dtypes, with one model in memory at a time.
-
-        Returns:
-            The result file, and whether Ctrl-C ended the run.
-        """
+    def measure(self, prompts: DocumentPrompts, output: Path, seconds: float, resume: bool) -> tuple[ResultFile, bool]:
+        """Measure all dtypes, with one model in memory at a time; returns also whether Ctrl-C ended the run."""
         model, methods, cells = self._prepare(self.dtypes[0], prompts)
         facts = {
             "device": session.describe_device(model.device),
             "peak_memory": PeakMemory(model.device).how,
             "hf_longspec": __version__,
         }
-        settings = self._settings(cells, prompts, layout)
+        settings = self._settings(cells, prompts)
         file = ResultFile(output, "bench", matrix_report, seconds, settings, facts, resume)
         try:
             with file, Progress(len(cells) * len(methods) * self.repeats * len(self.dtypes)) as progress:
@@ -113,11 +165,7 @@ class Bench:
         return model, methods, [Cell(dtype, *rest) for rest in product(widths, self.batches, ways)]
 
     def _require_room(self, model: PreTrainedModel, widths: Sequence[int], prompts: DocumentPrompts) -> None:
-        """Refuse contexts that exceed the model's positions, or the documents.
-
-        Raises:
-            CommandError: With both numbers.
-        """
+        """Refuse contexts that exceed the model's positions, or the documents."""
         limit = session.positions_of(model.config)
         longest, document = max(widths), max(prompts.sizes)
         if longest + self.tokens > limit:
@@ -133,29 +181,24 @@ class Bench:
         if OWN_LENGTH in widths:
             prompts.own(1, limit - self.tokens)
 
-    def _settings(self, cells: Sequence[Cell], prompts: DocumentPrompts, layout: str) -> dict[str, Any]:
+    def _settings(self, cells: Sequence[Cell], prompts: DocumentPrompts) -> dict[str, Any]:
         """All values; a run is resumed only if none of them has changed."""
         contexts = list(dict.fromkeys(cell.context for cell in cells))
         digest = hashlib.sha256()
-        for part in (*prompts.bodies, *prompts.tails):
+        for part in (*prompts.texts, prompts.tail):
             digest.update(part.numpy().tobytes())
         names = [Path(without_folders(source)).name or source for source in self.data]
-        source = {"source": ", ".join(names), "layout": layout}
         return vars(self) | {
             "target": name_of(self.target),
             "drafts": [name_of(name) for name in self.drafts],
             "assistant": None if self.assistant is None else name_of(self.assistant),
-            "data": {**source, "sha256": digest.hexdigest()[:16], **prompts.describe(contexts)},
+            "data": {"source": ", ".join(names), "sha256": digest.hexdigest()[:16], **prompts.describe(contexts)},
             "contexts": contexts,
         }
 
 
 def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: PreTrainedModel) -> list[Method]:
-    """Every draft with every combination of the settings on `axes` that it has.
-
-    Raises:
-        CommandError: If a draft refuses its settings.
-    """
+    """Every draft with every combination of the settings on `axes` that it has."""
     methods = [
         Method(", ".join(filter(None, [name, written(point)])), draft, point)
         for name, draft in drafts.items()
@@ -171,11 +214,7 @@ def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: 
 
 
 def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
-    """Drafts under their names in the results.
-
-    Raises:
-        CommandError: If two have one name, or one cannot be used.
-    """
+    """Drafts under their names in the results."""
     short = [name_of(name) for name in names]
     if twice := sorted({name for name in short if short.count(name) > 1}):
         raise CommandError(
@@ -185,11 +224,7 @@ def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
-    """A draft by name, folder or Hub id, which drafts in every iteration.
-
-    Raises:
-        CommandError: If it cannot be loaded or was made for another target.
-    """
+    """A draft by name, folder or Hub id, which drafts in every iteration."""
     load = session.load_draft if Path(name).is_dir() else session.open_draft
     draft = load(name, model).to(model.device)
     if "gate" in draft.settings:  # it would stop drafting where that does not pay, and hide what is to be measured
@@ -198,11 +233,7 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
 
 
 def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
-    """An ordinary model for transformers' assisted generation.
-
-    Raises:
-        CommandError: If it cannot be loaded, or has another vocabulary.
-    """
+    """An ordinary model for transformers' assisted generation."""
     with session.loading(name, "assistant"):
         assistant = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).eval().to(model.device)
         sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (assistant, model)]
@@ -218,9 +249,6 @@ def name_of(model: str) -> str:
 
 def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
     """Numbers such as `512,2k`; `own` is 0.
-
-    Raises:
-        CommandError: If a part is no number, or one above `most`.
 
     >>> lengths("--context", "512,2k,own")
     [512, 2048, 0]
@@ -239,19 +267,13 @@ def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def dtypes(option: str, text: str) -> list[str]:
-    """Names of types; auto is bfloat16 on a GPU and float32 on a CPU.
-
-    Raises:
-        CommandError: If one is unknown.
-    """
+def dtypes(text: str) -> list[str]:
+    """The types of `--dtype`."""
     if text == "auto":
-        return ["bfloat16" if torch.cuda.is_available() else "float32"]
+        return [str(session.dtype_of(text, session.default_device())).removeprefix("torch.")]
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     if unknown := [name for name in names if name not in session.TORCH_DTYPES]:
-        raise CommandError(
-            f"{option} {','.join(unknown)}: expected auto, or some of {', '.join(session.TORCH_DTYPES)}."
-        )
+        raise CommandError(f"--dtype {','.join(unknown)}: expected auto, or some of {', '.join(session.TORCH_DTYPES)}.")
     return names
 
 

@@ -1,8 +1,9 @@
 """`hf-longspec generate`: continue a text with a draft, and show which tokens were drafted."""
 
+import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,92 @@ import torch
 from jinja2 import Environment
 from rich.console import Console
 from rich.text import Text
+from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from ..bench.calls import TokenClock
-from ..bench.progress import PromptProgress
-from ..cli import CommandError
+from ..cli import CommandError, options
+from ..generation.gate import PLAIN, message_of
 from ..generation.stats import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from .session import Session
+from .session import PromptProgress, Session, opened, say
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.
 DRAFTED_STYLE = "underline bright_blue"
 TAIL_CHARACTERS = 300  # of the prompt, shown on a page
+
+
+def run(
+    target: str,
+    file: Path | None,
+    prompt: str | None,
+    draft: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    repetition_penalty: float,
+    samples: int,
+    chat: bool,
+    setting: list[str] | None,
+    dtype: str,
+    device: str | None,
+    seed: int | None,
+    show_drafts: bool,
+    html: Path | None,
+    as_json: bool,
+) -> int:
+    """Continue a text and show it; returns the exit status."""
+    how: dict[str, Any] = {"do_sample": bool(temperature), "repetition_penalty": repetition_penalty}
+    if temperature:
+        how |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    elif (top_p, top_k) != (1.0, 0):
+        raise CommandError("--top-p and --top-k are for sampling: pass a --temperature above 0, such as 1.")
+    if samples > 1 and not temperature:
+        raise CommandError(f"--samples {samples}: greedy texts are all the same. Pass a --temperature above 0.")
+    if samples > 1 and (show_drafts or html is not None):
+        raise CommandError(f"--samples {samples}: --show-drafts and --html show one text. Leave them out.")
+    name, text = options.read_text(file, prompt)
+    with opened(target, draft, options.read_settings(setting), dtype, device) as session:
+        if chat and not getattr(session.tokenizer, "chat_template", None):
+            raise CommandError(f"--chat: the tokenizer of {target} has no chat template. Leave --chat out.")
+        if chat:
+            message = [{"role": "user", "content": text}]
+            text = session.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        ids = session.encode(name, text, room=max_new_tokens)
+        seed = torch.seed() % 2**32 if seed is None else seed
+        set_seed(seed)
+        steps: list[StepText] | None = [] if show_drafts or html is not None else None
+        quiet = as_json or samples > 1
+        rows, stats = decode(session, ids, steps, quiet, show_drafts, samples, max_new_tokens=max_new_tokens, **how)
+        texts = [session.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
+        if as_json:
+            found = {
+                **({"text": texts[0]} if samples == 1 else {"texts": texts}),
+                **session.record(),
+                "seed": seed if temperature else None,
+                "prompt_tokens": ids.shape[1],
+                "new_tokens": max(map(len, rows)),
+                "statistics": stats.to_dict(),
+                **({} if steps is None else {"steps": list(map(asdict, steps))}),
+            }
+            print(json.dumps(found))
+            if stats.interrupted:
+                print("Interrupted.", file=sys.stderr)
+        else:
+            print("\n\n".join(texts) if samples > 1 else "")
+            if show_drafts:
+                coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
+                piped = "Drafted tokens are coloured in a terminal alone; --html FILE writes a page that shows them."
+                Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
+            say(str(stats), stderr=True)
+            if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
+                say(message_of(stats.gate_decisions[-1]), stderr=True)
+        if html is not None:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(page_of(session, text, steps or [], stats), encoding="utf-8")
+    return options.INTERRUPTED if stats.interrupted else 0
 
 
 @dataclass(frozen=True)
@@ -107,20 +181,6 @@ def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[st
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     tallest = max((drafted for drafted, _ in bars), default=1)
     return Environment(autoescape=True).from_string(template).render(bars=bars, tallest=tallest, **shown)
-
-
-def sampling_arguments(temperature: float, top_p: float, top_k: int, repetition_penalty: float) -> dict[str, Any]:
-    """Arguments of `generate` for the way in which the target chooses its tokens.
-
-    Raises:
-        CommandError: If a number has no effect.
-    """
-    if temperature:
-        sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-        return sampled | {"repetition_penalty": repetition_penalty}
-    if (top_p, top_k) != (1.0, 0):
-        raise CommandError("--top-p and --top-k are for sampling: pass a --temperature above 0, such as 1.")
-    return {"do_sample": False, "repetition_penalty": repetition_penalty}
 
 
 def decode(

@@ -21,6 +21,8 @@ from ..cli import CommandError, one_line
 
 INPUT_ERROR, INTERRUPTED = 2, 130
 DtypeName = StrEnum("DtypeName", ["auto", "float32", "bfloat16", "float16"])
+Preset = StrEnum("Preset", ["all"])
+DEMO_CONTEXT = 6144
 
 # One batch may have so many rows.
 MOST_ROWS = 1024
@@ -53,11 +55,7 @@ def number(
 
 
 def require_writable_file(file: Path, suffix: str = "") -> None:
-    """Refuse a file that could not be written. Missing folders on its path are made with it.
-
-    Raises:
-        CommandError: If it is a folder, is called otherwise, or cannot be written.
-    """
+    """Refuse a file that could not be written. Missing folders on its path are made with it."""
     if not file.name.endswith(suffix):
         raise CommandError(f"{file} does not end with {suffix}. Name it {file.with_suffix(suffix)}.")
     if file.is_dir():
@@ -75,9 +73,6 @@ def require_writable_folder(folder: Path, new: bool = True) -> None:
 
     Args:
         new (`bool`, *optional*, defaults to `True`): Whether the folder must be missing or empty.
-
-    Raises:
-        CommandError: If it is not empty, a file is in its place, or it cannot be written to.
     """
     _require_writable_place(folder)
     if new and folder.is_dir() and any(folder.iterdir()):
@@ -126,15 +121,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came f
 
 
 @contextmanager
-def one_line_errors(
-    debug: bool, explain: Callable[[Any], str | None] | None = None, interrupted: str = "Interrupted."
-) -> Iterator[None]:
+def one_line_errors(debug: bool) -> Iterator[None]:
     """Import the package, and end the command with one line for an error that the user can correct.
 
     Args:
         debug (`bool`): Leave an error as it is, for its traceback.
-        explain (`Callable`, *optional*): Returns the line for an error, or `None` for one that is no user's.
-        interrupted (`str`, *optional*): The line after Ctrl-C.
 
     Raises:
         typer.Exit: With status 2, or 130 after Ctrl-C.
@@ -143,10 +134,10 @@ def one_line_errors(
         import_module("hf_longspec.drafts")  # registers them
         yield
     except KeyboardInterrupt as error:
-        print(f"\n{interrupted}", file=sys.stderr)
+        print("\nInterrupted.", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from error
     except Exception as error:
-        if debug or (line := (explain or said)(error)) is None:
+        if debug or (line := said(error)) is None:
             raise
         print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(INPUT_ERROR) from error
@@ -179,9 +170,6 @@ YamlLoader.add_implicit_resolver(
 def read_settings(texts: list[str] | None, example: str = "num_assistant_tokens=6") -> dict[str, Any]:
     """The settings given with `--set`, by name; values are read as YAML.
 
-    Raises:
-        CommandError: If one has another form; the message has the `example`.
-
     >>> read_settings(["training.learning_rate=5e-4"])
     {'training.learning_rate': 0.0005}
     """
@@ -198,11 +186,7 @@ def read_settings(texts: list[str] | None, example: str = "num_assistant_tokens=
 
 
 def read_text(file: Path | None, prompt: str | None) -> tuple[str, str]:
-    """Name and text of a prompt: `--prompt`, a file, or standard input for `-`.
-
-    Raises:
-        CommandError: If there is none, or two, or it is empty or no text.
-    """
+    """Name and text of a prompt: `--prompt`, a file, or standard input for `-`."""
     if (file is None) == (prompt is None):
         raise CommandError("pass one prompt: a FILE, - for standard input, or --prompt TEXT.")
     name, text = "--prompt", prompt

@@ -1,18 +1,76 @@
 """`hf-longspec publish`: upload a draft to the Hub, or write the repository to a folder."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import AutoModel
 
-from ..cli import CommandError, one_line
-from ..hub import Card, write_repository
-from ..hub.repository import CARD_FACTS, MARK, write_engine
-from .session import loading, quiet
+from ..bench.report import acceptance_section
+from ..cli import CommandError, one_line, options
+from ..hub import Card, push, write_repository
+from ..hub.repository import CARD_FACTS, MARK, check_engine, check_repo_id, write_engine
+from .session import NetworkError, loading, quiet
 
 # The engine's repository, below the folder that a dry run writes.
 ENGINE_FOLDER = Path("engine")
+
+
+def run(
+    source: Path,
+    repo: str | None = None,
+    dry_run: bool = False,
+    output: Path | None = None,
+    results: Path | None = None,
+    name: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    private: bool = False,
+    engine: str | None = None,
+) -> None:
+    """Publish a draft, or write its repository."""
+    if repo is not None:
+        check_repo_id(repo)
+    if engine is not None:
+        check_engine(engine, repo)
+    if not dry_run and repo is None:
+        raise CommandError("no repository was named, and nothing is uploaded without: pass --repo, or --dry-run.")
+    if not dry_run and output is not None:
+        raise CommandError(f"--output {output} goes with --dry-run; without it the draft is uploaded.")
+    output = output or source.resolve().with_name(f"{source.resolve().name}-hub")
+    if dry_run:
+        ours = output.is_dir() and (output.samefile(source) or is_ours(output))
+        options.require_writable_folder(output, new=not ours)
+    card = read_card(source, repo=repo, base_model=base_model, license=license)
+    if results is not None:
+        card = replace(card, acceptance=acceptance_section(results, name or source.resolve().name))
+    draft = load(source)
+    if dry_run:
+        write(draft, output, card, repo, engine)
+    else:
+        with errors_of_the_hub():
+            print(push(draft, str(repo), card=card, private=private or None, engine=engine).commit_url)
+
+
+@contextmanager
+def errors_of_the_hub() -> Iterator[None]:
+    """Name what helps if the Hub refuses or is not reached."""
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        raise CommandError("no access token was found: run `hf auth login`, or set HF_TOKEN.") from error
+    except HfHubHTTPError as error:
+        remedy = "Check the name of --repo and that `hf auth whoami` may write there."
+        raise CommandError(f"the Hub refused: {one_line(error)} {remedy}") from error
+    except NetworkError as error:
+        if isinstance(error, OSError):
+            raise
+        remedy = "Try again, or write the folder with --dry-run."
+        raise CommandError(f"the Hub was not reached: {one_line(error)}. {remedy}") from error
 
 
 def is_ours(folder: Path) -> bool:
@@ -20,12 +78,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def read_card(source: Path, **given: Any) -> Card:
-    """The facts beside the draft, with those that are `given` instead.
-
-    Raises:
-        CommandError: If they cannot be read.
-        ValueError: If the card has unknown fields.
-    """
+    """The facts beside the draft, with those that are `given` instead."""
     file = source / CARD_FACTS
     facts: Any = {}
     if file.is_file():
@@ -39,11 +92,7 @@ def read_card(source: Path, **given: Any) -> Card:
 
 
 def load(source: Path) -> Any:
-    """The draft in a folder, by the installed class.
-
-    Raises:
-        CommandError: If there is none.
-    """
+    """The draft in a folder, by the installed class."""
     if not (source / "config.json").is_file():
         raise CommandError(f"{source} has no config.json: pass the folder of a saved draft.")
     with quiet(progress_bars=False), loading(str(source), "draft"):

@@ -1,4 +1,7 @@
-"""A target, its tokenizer and a draft, found and loaded from the options of a command, with errors of one line."""
+"""A target, its tokenizer and a draft, found and loaded from the options of a command, with errors of one line.
+
+Progress is shown on standard error, so that standard output holds results only.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -7,13 +10,15 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import Any, Self
 
 import torch
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -47,11 +52,7 @@ def tiny_model(name: str) -> Path:
 
 
 def find_target(name: str | None) -> str:
-    """The folder or Hub id to load: `name`, or the tiny target that comes with the repository.
-
-    Raises:
-        CommandError: If there is no name and no tiny target.
-    """
+    """The folder or Hub id to load: `name`, or the tiny target that comes with the repository."""
     if name is not None:
         return name
     found = tiny_model(TINY_TARGET)
@@ -71,9 +72,6 @@ def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
         what (`str`): What is loaded, for the message, such as `"draft"` or `"tokenizer of"`.
         from_hub (`bool`, *optional*, defaults to `False`): Whether `name` is that of a model. If the first request for
             it fails, the error comes at once; transformers would repeat the request five times for each of its files.
-
-    Raises:
-        CommandError: In place of any other error.
     """
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise CommandError(f"cannot load the {what} {name!r}: there is no such folder. Check the path.")
@@ -107,22 +105,23 @@ def _request(name: str) -> None:
         raise ValueError(f"the Hub was not reached ({error}). Check the name and the connection") from error
 
 
-def load_tokenizer(target: str) -> Any:
-    """The tokenizer of `target`.
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    Raises:
-        CommandError: If it cannot be loaded.
-    """
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """The type of a name; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    return TORCH_DTYPES.get(name, torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
+def load_tokenizer(target: str) -> Any:
+    """The tokenizer of `target`."""
     with loading(target, "tokenizer of", from_hub=True):
         return AutoTokenizer.from_pretrained(target)
 
 
 def max_positions(target: str) -> int:
-    """Tokens that `target` has positions for; practically unlimited if its configuration names no limit.
-
-    Raises:
-        CommandError: If the configuration cannot be loaded.
-    """
+    """Tokens that `target` has positions for; practically unlimited if its configuration names no limit."""
     with loading(target, "configuration of", from_hub=True):
         return positions_of(AutoConfig.from_pretrained(target))
 
@@ -133,11 +132,7 @@ def positions_of(config: Any) -> int:
 
 
 def load_target(target: str, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
-    """The model in eval mode on `device`, by default the first GPU, or the CPU.
-
-    Raises:
-        CommandError: If it cannot be loaded, or cannot be decoded speculatively.
-    """
+    """The model in eval mode on `device`, by default the first GPU, or the CPU."""
     with loading(target, "model of", from_hub=True):
         model, info = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, output_loading_info=True)
         _refuse_other_weights(model, info)
@@ -149,15 +144,11 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
     model.generation_config = GenerationConfig(
         bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
     )
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    return model.to(device or default_device()).eval()
 
 
 def find_draft(name: str) -> None:
-    """Refuse, before anything is loaded, a name that no draft has.
-
-    Raises:
-        CommandError: With the names of the drafts that need no training.
-    """
+    """Refuse, before anything is loaded, a name that no draft has."""
     if name in (known := weightless_drafts()):
         return
     if "/" not in name and not Path(name).exists():
@@ -171,11 +162,7 @@ def find_draft(name: str) -> None:
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
-    """A published draft for `model`: one of this package, of another project, or an ordinary language model.
-
-    Raises:
-        CommandError: If it cannot be loaded, is no draft, or was made for another target.
-    """
+    """A published draft for `model`: one of this package, of another project, or an ordinary language model."""
     find_draft(name)
     with loading(name, "draft"):
         config = PreTrainedConfig.get_config_dict(name)[0]
@@ -197,7 +184,7 @@ def _refuse_other_weights(model: PreTrainedModel, info: dict[str, Any]) -> None:
     refuse_missing_weights(model, info)
     if names := sorted(info.get("unexpected_keys") or ()):
         label = f"config.json says model_type={model.config.model_type!r}"
-        print(f"note: {label}, which has no use for {len(names)} weights, {names[0]} for one.", file=sys.stderr)
+        print(f"note: {label}; {len(names)} unused weights, for example {names[0]}.", file=sys.stderr)
 
 
 @contextmanager
@@ -256,9 +243,6 @@ class Session:
         Args:
             last (`int`, *optional*): Keep at most so many tokens, from the end; 0 keeps all.
             room (`int`, *optional*): New tokens that the positions of the target must suffice for.
-
-        Raises:
-            CommandError: If there are no tokens, or too many.
         """
         # verbose=False: what is too long is refused here, or cut
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])[-last:]
@@ -268,11 +252,7 @@ class Session:
         return torch.tensor([ids], device=self.model.device)
 
     def require_room(self, name: str, prompt_tokens: int, new_tokens: int) -> None:
-        """Refuse a prompt that does not fit into the positions of the target.
-
-        Raises:
-            CommandError: With both numbers.
-        """
+        """Refuse a prompt that does not fit into the positions of the target."""
         limit = positions_of(self.model.config)
         if new_tokens and prompt_tokens + new_tokens > limit:
             raise CommandError(
@@ -285,13 +265,8 @@ class Session:
 def opened(
     target: str, draft: str, settings: dict[str, Any], dtype: str = "auto", device: str | None = None
 ) -> Iterator[Session]:
-    """Load everything, under a spinner, with the warnings of transformers off.
-
-    Raises:
-        CommandError: If something cannot be found or loaded, or does not go together.
-        ValueError: If the draft has no such setting, or refuses its value.
-    """
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Load everything, under a spinner, with the warnings of transformers off."""
+    place = default_device()
     if device is not None:
         try:
             one = torch.ones(1, device=device)
@@ -302,24 +277,18 @@ def opened(
                 f"--device {device}: PyTorch has no such device here. Pass cpu, or leave it out."
             ) from error
     console = Console(stderr=True)  # a spinner, on a terminal alone
-    auto = torch.float32 if place.type == "cpu" else torch.bfloat16
     with quiet(progress_bars=not Path(target).is_dir()):
         find_draft(draft)
         with console.status(escape(f"Loading {target}")):
             tokenizer = load_tokenizer(target)
-            model = load_target(target, TORCH_DTYPES.get(dtype, auto), place)
+            model = load_target(target, dtype_of(dtype, place), place)
         with console.status(escape(f"Loading the draft {draft}")):
             loaded = open_draft(draft, model, settings)
         yield Session(target, draft, model, tokenizer, loaded, settings)
 
 
 def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | None = None) -> Any:
-    """The draft called `name` for `model`, with `settings` in place of those it comes with.
-
-    Raises:
-        CommandError: If it cannot be loaded or was made for another target.
-        ValueError: If it has no such setting, or refuses its value.
-    """
+    """The draft called `name` for `model`, with `settings` in place of those it comes with."""
     known = weightless_drafts().get(name)
     draft = load_draft(name, model) if known is None else known.from_target(model)
     for key, value in (settings or {}).items():
@@ -329,3 +298,81 @@ def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | Non
         setattr(draft.generation_config, key, value)
     draft.check(TargetView(model))
     return draft
+
+
+class Progress:
+    """A bar on a terminal that is removed in the end, and silent elsewhere.
+
+    Args:
+        total (`int`): Steps to come; 0 if their number is unknown.
+        text (`str`, *optional*): Description of the present task.
+        console (`Console`, *optional*): Where the bar is shown; standard error by default.
+    """
+
+    def __init__(self, total: int, text: str = "", console: Console | None = None):
+        console = console or Console(stderr=True, highlight=False)
+        columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+        columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+        self._bar = RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(escape(text), total=total or None)
+
+    def say(self, text: str) -> None:
+        """Show a description of the present task."""
+        self._bar.update(self._task, description=escape(text))
+
+    def step(self, count: int = 1) -> None:
+        """Advance by so many steps."""
+        self._bar.advance(self._task, count)
+
+    def next(self, text: str, total: int) -> None:
+        """Begin another task in place of this one."""
+        self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(escape(text), total=total or None)
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        self._bar.stop()
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class PromptProgress(Progress):
+    """A bar that advances with every decoder layer that reads a prompt, until it is stopped or another task begins.
+
+    Args:
+        model (`PreTrainedModel`): The model. The bar stays empty if its decoder layers are not found.
+        num_tokens (`int`): Tokens of the prompt.
+        text (`str`): Description.
+        console (`Console`, *optional*): See [`Progress`].
+    """
+
+    def __init__(self, model: PreTrainedModel, num_tokens: int, text: str, console: Console | None = None):
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        layers = next((list(layers) for layers in lists if len(layers) == count), [])
+        super().__init__(len(layers) * num_tokens, text, console)
+        self._hooks = [layer.register_forward_hook(self._has_run, with_kwargs=True) for layer in layers]
+
+    def _has_run(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        states = args[0] if args else kwargs.get("hidden_states")
+        if torch.is_tensor(states):
+            self.step(states.shape[1])
+
+    def next(self, text: str, total: int) -> None:
+        """Begin another task in place of this one, and leave the layers alone."""
+        self._unhook()
+        super().next(text, total)
+
+    def stop(self) -> None:
+        """Remove the bar, and leave the layers alone."""
+        self._unhook()
+        super().stop()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

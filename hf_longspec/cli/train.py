@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import typer
 import yaml
 from transformers import (
     AutoModel,
@@ -25,7 +24,7 @@ from transformers import (
 )
 
 from ..bench.machine import command, git_commit
-from ..cli import CommandError, options
+from ..cli import CommandError, one_line, options
 from ..hub.repository import CARD_FACTS
 from .session import load_tokenizer, loading
 
@@ -49,14 +48,61 @@ class Recipe:
     lora: dict[str, Any] | None = None  # arguments of `peft.LoraConfig`: train an adapter on the draft
 
 
+def run(
+    config: Path,
+    data: list[str] | None,
+    column: str | None,
+    target: str | None,
+    draft: str | None,
+    output_dir: Path | None,
+    max_steps: int | None,
+    learning_rate: float | None,
+    setting: list[str] | None,
+    resume: bool,
+) -> int:
+    """Train; returns the exit status."""
+    named = {
+        "target": target,
+        "draft": draft,
+        "dataset": dataset_of(data) if data else None,
+        "training.text_column": column,
+        "training.output_dir": output_dir and str(output_dir),
+        "training.max_steps": max_steps,
+        "training.learning_rate": learning_rate,
+    }
+    overrides = {name: value for name, value in named.items() if value is not None}
+    overrides |= options.read_settings(setting, "training.seed=1")
+    try:
+        return train(read_recipe(config, overrides), resume)
+    except FloatingPointError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted. --resume goes on from the last checkpoint.", file=sys.stderr)
+        return options.INTERRUPTED
+
+
+def dataset_of(sources: list[str]) -> dict[str, Any]:
+    """Arguments of `datasets.load_dataset` for text files, for JSON lines, or for one data set or its folder.
+
+    >>> dataset_of(["notes.txt", "more.txt"])["path"], dataset_of(["org/books"])
+    ('text', {'path': 'org/books', 'split': 'train'})
+    """
+    files = [Path(source) for source in sources]
+    if len(files) == 1 and not files[0].suffix and not files[0].is_file():
+        return {"path": sources[0], "split": "train"}
+    if all(file.suffix in (".json", ".jsonl") for file in files):
+        return {"path": "json", "data_files": sources, "split": "train"}
+    for file in files:
+        options.read_text(file, None)
+    return {"path": "text", "data_files": sources, "sample_by": "document", "split": "train"}
+
+
 def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
     """The recipe in `file`.
 
     Args:
         overrides (`dict[str, Any]`): Keys with other values, such as `{"training.max_steps": 10}`.
-
-    Raises:
-        CommandError: If the file cannot be read, or has keys that a recipe does not have.
     """
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=options.YamlLoader)
@@ -91,11 +137,7 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
 
 
 def check_names(what: str, given: dict[str, Any], known: Any) -> None:
-    """Refuse names that do not exist, with the nearest that does.
-
-    Raises:
-        CommandError: For the first such name.
-    """
+    """Refuse names that do not exist, with the nearest that does."""
     for name in given:
         if name not in known:
             near = get_close_matches(str(name), known, 1)
@@ -103,7 +145,7 @@ def check_names(what: str, given: dict[str, Any], known: Any) -> None:
             raise CommandError(f"unknown key {str(name)!r} in {what}: {choices}")
 
 
-def run(recipe: Recipe, resume: bool) -> None:
+def train(recipe: Recipe, resume: bool) -> int:
     """Train as a recipe describes and save the draft.
 
     Raises:
@@ -144,13 +186,14 @@ def run(recipe: Recipe, resume: bool) -> None:
     if interruption.requested and state.global_step < state.max_steps:
         print(f"Interrupted after step {state.global_step}, which is saved in {args.output_dir}.", file=sys.stderr)
         print("The same command with --resume goes on from there.", file=sys.stderr)
-        raise typer.Exit(options.INTERRUPTED)
+        return options.INTERRUPTED
     trainer.save_model()
     if trainer.is_world_process_zero():
         write_facts(recipe, Path(str(args.output_dir)), trainer.state)
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
         print("This measures which settings of the draft are fastest here, and writes them into it:")
         print(f"  hf-longspec tune TEXT --target {recipe.target} --draft {args.output_dir}")
+    return 0
 
 
 class SaveAtInterrupt(TrainerCallback):
@@ -187,11 +230,7 @@ class SaveAtInterrupt(TrainerCallback):
 
 
 def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: Any) -> Any:
-    """A dataset of a recipe, with rows as the trainer takes them.
-
-    Raises:
-        CommandError: If it cannot be loaded.
-    """
+    """A dataset of a recipe, with rows as the trainer takes them."""
     from ..training import TokenWindows, pack
 
     if data is None:
@@ -221,12 +260,7 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
 
 
 def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft to train, in float32: a new one or a saved one.
-
-    Raises:
-        CommandError: If it cannot be loaded, or is of no known kind.
-        ValueError: If its settings do not exist.
-    """
+    """The draft to train, in float32: a new one or a saved one."""
     from ..training.trainer import trained_drafts
 
     if isinstance(recipe.draft, str):
@@ -240,11 +274,7 @@ def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def lora_config(settings: dict[str, Any] | None) -> Any:
-    """A `peft.LoraConfig`, or `None`.
-
-    Raises:
-        CommandError: If peft is missing, or has no such setting.
-    """
+    """A `peft.LoraConfig`, or `None`."""
     if settings is None:
         return None
     try:

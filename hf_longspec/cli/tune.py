@@ -1,30 +1,33 @@
 """`hf-longspec tune`: the fastest settings of a draft, measured on the user's text and machine."""
 
+import hashlib
 import json
 import math
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from transformers import set_seed
 
-from ..bench.calls import changed
-from ..bench.prefill import Decoder
-from ..bench.progress import Progress
-from ..bench.results import Record, ResultFile, of_kind
-from ..bench.summaries import in_turns
+from hf_longspec import __version__
+
+from ..bench.calls import Decoder, changed, endless, prefill
+from ..bench.prompts import cut_windows
+from ..bench.results import Record, ResultFile, check_resume, in_turns, of_kind
 from ..cli import CommandError, options
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS, weightless_drafts
-from .session import Session, say
+from .session import Progress, Session, describe_device, opened, say
 
 Settings = dict[str, Any]
 
@@ -50,6 +53,91 @@ BRANCHES, MOST_NODES = (1, 2, 3), 64
 # Two runs of the same settings differ by a few percent; the present settings stay unless others gain more.
 NOISE = 0.03
 SETTINGS_FILE = "generation_config.json"
+
+
+def run(
+    target: str,
+    file: Path | None,
+    prompt: str | None,
+    draft: str,
+    output: Path | None,
+    results: Path,
+    resume: bool,
+    dry_run: bool,
+    context: int,
+    prompts: int,
+    batch: int,
+    max_new_tokens: int,
+    repeats: int,
+    sample: bool,
+    setting: list[str] | None,
+    dtype: str,
+    device: str | None,
+    as_json: bool,
+) -> int:
+    """Measure, show and write the choice; returns the exit status."""
+    check_resume(results, resume)
+    if not dry_run:
+        check_destination(draft, output)
+    name, text = options.read_text(file, prompt)
+    with opened(target, draft, options.read_settings(setting), dtype, device) as session:
+        plan = plan_for(session.draft)
+        session.require_room(f"a prompt of --context {context}", context, max_new_tokens + 1)
+        ids = session.encode(name, text)[0].cpu()
+        if len(ids) < context:
+            raise CommandError(
+                f"{name} has {len(ids)} tokens, and a prompt is to have {context}: pass a longer text, or "
+                f"--context {len(ids)} at most."
+            )
+        windows = cut_windows([ids], context, prompts).to(session.model.device)
+        model = endless(session.model)
+        set_seed(0)
+        how = {"context": context, "prompts": prompts, "batch": batch, "max_new_tokens": max_new_tokens}
+        how |= {"repeats": repeats, "sample": sample}
+        digest = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:16]
+        asked = {**session.record(), "set": session.settings, **how, "text_sha256": digest}
+        facts = {"device": describe_device(model.device), "hf_longspec": __version__}
+        kept = ResultFile(results, "tune", None, math.inf, asked, facts, resume)
+        try:
+            with kept, Progress(len(windows), "Reading the prompts") as progress:
+                decoder = Decoder(model, prefill(model, windows, lambda index: progress.step()), max_new_tokens)
+                mode = "sample" if sample else "greedy"
+                tuner = Tuner(session, decoder, context, batch, repeats, mode, progress, kept)
+                best = plan(session.draft, TargetView(model), context, tuner.measure)
+                chosen, present, plain = tuner.confirm(best)
+        except KeyboardInterrupt:
+            print(f"\nInterrupted; what was measured is kept in {results}. --resume goes on.", file=sys.stderr)
+            return options.INTERRUPTED
+        wins = chosen.options != present.options and chosen.gain_over(present) > NOISE
+        winner = chosen if wins else present
+        if not as_json:
+            show(tuner.trials, winner)
+        written = None if dry_run or not (wins or output) else output or Path(draft)
+        if written is not None and output is None:
+            update_settings(written, session.settings | winner.options)  # what --set gave was measured too
+        elif written is not None:
+            for key, value in winner.options.items():
+                setattr(session.draft.generation_config, key, value)
+            session.draft.save_pretrained(written)
+    results.unlink()
+    if as_json:
+        found = {
+            **session.record(),
+            "options": how,
+            "trials": [asdict(trial) for trial in tuner.trials],
+            "present": present.options,
+            "winner": winner.options,
+            "gain": round(winner.gain_over(present), 4),
+            "gain_over_no_draft": round(winner.gain_over(plain), 4),
+            "written": None if written is None else str(written / SETTINGS_FILE),
+        }
+        print(json.dumps(found))
+    elif wins:
+        say(f"{'Not written (--dry-run)' if dry_run else f'Written to {written}'}: {shown(winner.options)}.")
+    else:
+        saved = "" if written is None else f" Saved to {written}."
+        say(f"The present settings stay: {shown(winner.options)}.{saved}")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -177,11 +265,7 @@ def _fastest_tree(name: str, trees: Sequence[list[int]], draft: Any, target: Tar
 
 
 def plan_for(draft: Any) -> Plan:
-    """Return the function that tunes this kind of draft.
-
-    Raises:
-        CommandError: If it is not.
-    """
+    """Return the function that tunes this kind of draft."""
     kind, tuned = draft.config.model_type, [kind for kind, row in DRAFTS.items() if row.tune is not None]
     if kind not in tuned:
         raise CommandError(f"a draft of type {kind} is not tuned: pass one of type {' or '.join(tuned)}.")
@@ -212,11 +296,7 @@ def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
 
 
 def check_destination(draft: str, output: Path | None) -> None:
-    """Refuse, before anything is measured, a draft that could not be written.
-
-    Raises:
-        CommandError: If there is no place for it.
-    """
+    """Refuse, before anything is measured, a draft that could not be written."""
     if output is not None:
         return  # checked with the options
     if draft in weightless_drafts() or not Path(draft).is_dir():

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import hf_longspec
-from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
+from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless, prefill
 from hf_longspec.bench.matrix import Cell, Matrix, Method
-from hf_longspec.bench.prefill import prefill
 from hf_longspec.bench.prompts import Document, DocumentPrompts
 from hf_longspec.bench.report import matrix_report
 from hf_longspec.bench.results import ResultFile, read_records

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.bench.calls import HF, PLAIN, HfMethod
-from hf_longspec.bench.prefill import Decoder, prefill
+from hf_longspec.bench.calls import HF, PLAIN, Decoder, HfMethod, prefill
 from hf_longspec.testing import tiny_target
 from tests.bench.conftest import make_drafts
 

@@ -1,4 +1,4 @@
-"""Prompts from documents and data sets: layouts on hand-made lines, windows, padding."""
+"""Prompts from texts, JSON lines and data sets: columns, windows, padding."""
 
 import ast
 import json
@@ -10,60 +10,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from benchmarks.harness import load_prompts
-from hf_longspec.bench.prompts import (
-    HELD_OUT,
-    LAYOUTS,
-    Document,
-    DocumentPrompts,
-    read_source,
-    read_sources,
-    window_starts,
-)
-
-LINES = {
-    "LongBench-v2": (
-        {"context": "Long.", "question": "Why?", "choice_A": "a", "choice_B": "b", "choice_C": "c", "choice_D": "d"},
-        "Long.",
-        "\n\nWhy?\n(A) a\n(B) b\n(C) c\n(D) d\nAnswer:",
-    ),
-    "LongBench, also its RepoBench-P and LCC": ({"context": "Code.", "input": "x ="}, "Code.", "\n\nx =\n"),
-    "RepoBench-P": (
-        {
-            "context": [{"path": "a.py", "identifier": "f", "snippet": "def f(): ..."}],
-            "import_statement": "from a import f",
-            "code": "f(",
-        },
-        "# a.py\ndef f(): ...",
-        "\n\nfrom a import f\n\nf(\n",
-    ),
-    "LCC": ({"context": "import os\n", "gt": "os.x"}, "import os\n", ""),
-    "QMSum": (
-        {
-            "meeting_transcripts": [{"speaker": "A", "content": "Hello."}, {"speaker": "B", "content": "Bye."}],
-            "general_query_list": [{"query": "Summarize.", "answer": "x"}],
-            "specific_query_list": [{"query": "Who?", "answer": "y"}],
-        },
-        "A: Hello.\nB: Bye.",
-        "\n\nSummarize.\n",
-    ),
-    "Spec-Bench and SPEED-Bench": (
-        {"question_id": 1, "category": "writing", "turns": ["First.", "Second."]},
-        "First.",
-        "",
-    ),
-    "AIME": ({"id": 60, "problem": "Find x.", "answer": "4"}, "Find x.", ""),
-    "CodeElo": (
-        {"description": "Sort.", "input": "n", "output": "sorted", "interaction": "", "note": "None."},
-        "Sort.\n\nInput\nn\n\nOutput\nsorted\n\nNote\nNone.",
-        "",
-    ),
-    "conversations": (
-        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]},
-        "Why?",
-        "",
-    ),
-    "texts, such as PG-19": ({"short_book_title": "T", "text": "Once."}, "Once.", ""),
-}
+from hf_longspec.bench.prompts import HELD_OUT, Document, DocumentPrompts, read_source, read_sources, window_starts
 
 
 def write(path, *records):
@@ -71,82 +18,50 @@ def write(path, *records):
     return str(path)
 
 
-@pytest.mark.parametrize("name", [layout.name for layout in LAYOUTS])
-def test_every_layout_is_known_by_its_keys(name, tmp_path):
-    record, body, tail = LINES[name]
-    documents, found = read_source(write(tmp_path / "d.jsonl", record, record))
-    assert found == name
-    assert [(d.name, d.body, d.tail) for d in documents] == [("d.jsonl:1", body, tail), ("d.jsonl:2", body, tail)]
-
-
-def test_arrays_and_lines_with_separators_inside_are_read(tmp_path):
-    (tmp_path / "test.json").write_text(json.dumps([LINES["CodeElo"][0]]), encoding="utf-8")
-    assert read_source(str(tmp_path / "test.json"))[1] == "CodeElo"
+def test_lines_are_read_by_column_with_their_category_also_with_separators_inside(tmp_path):
+    """A list stands for its first text, as the turns of a conversation."""
     texts = ["one\u2028two\x85three\x0bfour", "b"]
-    for name in ("lines.json", "d.jsonl"):
-        found, _ = read_source(write(tmp_path / name, *({"text": each} for each in texts)))
-        assert [document.body for document in found] == texts
+    path = write(tmp_path / "d.jsonl", *({"text": each, "turns": ["Q?", each], "category": "math"} for each in texts))
+    assert [(d.name, d.text, d.category) for d in read_source(path)] == [
+        ("d.jsonl:1", texts[0], "math"),
+        ("d.jsonl:2", "b", "math"),
+    ]
+    assert [d.text for d in read_source(path, "turns")] == ["Q?", "Q?"]
 
 
-REFUSED = {
-    "unknown keys": ('{"prompt": "x", "label": 1}', "line 1: its keys are prompt, label; expected LongBench-v2 "),
-    "another layout": (
-        '{"text": "x"}\n{"turns": ["x"]}',
-        r"line 2: its keys are turns; expected texts, such as PG-19 \(text\)",
-    ),
-    "no turn": (
-        '{"turns": ["x"]}\n{"turns": []}',
-        "line 2: its keys are those of Spec-Bench and .* what they hold",
-    ),
-    "no speaker": (
-        '{"meeting_transcripts": ["Hello."]}',
-        "line 1: its keys are those of QMSum .* what they hold",
-    ),
-    "no user": ('{"messages": [{"role": "system", "content": "x"}]}', "those of conversations .* what they hold"),
-    "no text": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "conversations .* what they hold"),
-    "a placeholder": (
-        '{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]}',
-        "line 1: the text is a placeholder of SPEED-Bench, .*preparation script",
-    ),
-    "no object": ("[1]", "line 1: its keys are none, it is a list"),
-    "no JSON": ('{"text": "x"}\n{"text"\n', "line 2: no JSON object"),
-    "nothing": ("\n", "is empty"),
-    "no UTF-8": (b"\xff\xfe\x00", "d.jsonl is not UTF-8 text"),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_read_is_refused_with_its_line(kind, tmp_path):
-    content, message = REFUSED[kind]
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "x", "label": 1}', "row 1: text is no text; the keys are prompt, label"),
+        ('{"text": "x"}\n{"text": []}', "row 2: text is no text"),
+        ('{"text": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]}', "row 1: .* SPEED-Bench"),
+        ("[1]", "row 1: text is no text; the keys are none, it is a list"),
+        ('{"text": "x"}\n{"text"\n', "line 2: no JSON"),
+        ("\n", "there are no rows"),
+        (b"\xff\xfe\x00", "d.jsonl is not UTF-8"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_line(content, message, tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         read_source(str(path))
-    assert kind != "unknown keys" or all(layout.name in str(error.value) for layout in LAYOUTS)
 
 
-def test_missing_files_and_tables_that_cannot_be_read_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no such file or folder"):
-        read_source(str(tmp_path / "absent.jsonl"))
-    (tmp_path / "d.parquet").write_bytes(b"no table")
-    with pytest.raises(ValueError, match="cannot be read as parquet"):
-        read_source(str(tmp_path / "d.parquet"))
-
-
-def test_folders_hold_texts_or_else_json_lines(tmp_path):
+def test_a_folder_of_texts_and_a_data_set_as_datasets_reads_it(tmp_path):
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "b.txt").write_text("B", encoding="utf-8")
     (tmp_path / "books" / "a.txt").write_text("A", encoding="utf-8")
-    assert [d.body for d in read_source(str(tmp_path / "books"))[0]] == ["A", "B"]
+    assert [d.text for d in read_source(str(tmp_path / "books"))] == ["A", "B"]
     (tmp_path / "sets").mkdir()
-    write(tmp_path / "sets" / "q.jsonl", {"turns": ["Q"]})
-    write(tmp_path / "sets" / "t.jsonl", {"text": "T"})
-    documents, layout = read_source(str(tmp_path / "sets"))
-    assert [d.body for d in documents] == ["Q", "T"]
-    assert layout == "Spec-Bench and SPEED-Bench and texts, such as PG-19"
-    (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match="no file there ends with"):
-        read_source(str(tmp_path / "none"))
+    for split, count in (("train", 2), ("test", 300)):
+        rows = Dataset.from_list([{"report": f"{split} {number}", "category": 3} for number in range(count)])
+        rows.to_parquet(str(tmp_path / "sets" / f"{split}.parquet"))
+    found = read_source(str(tmp_path / "sets"), "report")
+    assert len(found) == 256 and (found[1].text, found[1].category) == ("test 1", "")
+    for absent in (tmp_path / "absent", "no/such/set"):
+        with pytest.raises(ValueError, match="no file, and no data set"):
+            read_source(str(absent))
 
 
 def tokenizer(text, **_):
@@ -158,15 +73,6 @@ def text(ids):
     return "".join(map(chr, ids.tolist()))
 
 
-@pytest.mark.parametrize(
-    ("tail", "length", "expected"),
-    [("??", 10, ["abcdefgh??", "ijklmnop??"]), ("0123456789", 8, ["abcdef89", "klmnop89"]), ("?", 3, ["abc", "nop"])],
-)
-def test_prompts_end_with_at_most_a_quarter_of_the_tail(tail, length, expected):
-    prompts = DocumentPrompts(tokenizer, [Document("d", "abcdefghijklmnop", tail)])
-    assert [text(prompt.ids) for prompt in prompts.windows(length, 2)] == expected
-
-
 def test_documents_take_turns_and_short_ones_are_left_out():
     documents = [Document("a", "a" * 40), Document("b", "b" * 38), Document("c", "c" * 5)]
     found = DocumentPrompts(tokenizer, documents).windows(10, 2)
@@ -174,7 +80,7 @@ def test_documents_take_turns_and_short_ones_are_left_out():
 
 
 def test_own_lengths_are_whole_documents_that_fit_from_the_beginning_again():
-    documents = [Document("a", "aaa", "?"), Document("b", "b" * 9), Document("c", "cc")]
+    documents = [Document("a", "aaa?"), Document("b", "b" * 9), Document("c", "cc")]
     prompts = DocumentPrompts(tokenizer, documents)
     assert [text(prompt.ids) for prompt in prompts.own(3, limit=6)] == ["aaa?", "cc", "aaa?"]
     with pytest.raises(ValueError, match="no document has between 1 and 1 tokens"):
@@ -182,7 +88,7 @@ def test_own_lengths_are_whole_documents_that_fit_from_the_beginning_again():
 
 
 def test_disjoint_windows_are_counted_per_document():
-    prompts = DocumentPrompts(tokenizer, [Document("a", "a" * 25), Document("b", "b" * 9, "?")])
+    prompts = DocumentPrompts(tokenizer, [Document("a", "a" * 25), Document("b", "b" * 10)])
     assert prompts.describe([10, 0]) == {"documents": 2, "tokens": 35, "disjoint_windows": {"10": 3}}
 
 
@@ -196,7 +102,7 @@ def test_held_out_modules_are_those_of_the_training_script():
 
 
 def test_standard_library_gives_held_out_modules_only():
-    names = {document.name for document in read_source("builtin")[0]}
+    names = {document.name for document in read_source("builtin")}
     assert {"argparse.py", "typing.py"} <= names <= {f"{name}.py" for name in HELD_OUT}
 
 
@@ -230,37 +136,12 @@ def test_sources_take_turns(tmp_path, monkeypatch):
     assert [source["disjoint_windows"] for source in origin["sources"]] == [4, 4]
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "csv"])
-def test_tables_are_read_by_their_keys_or_by_a_column(suffix, tmp_path):
-    rows = {"problem": ["Find x.", "Find y."], "answer": ["4", "5"], "notes": ["a", "b"]}
-    path = str(tmp_path / f"d.{suffix}")
-    getattr(Dataset.from_dict(rows), f"to_{suffix}")(path)
-    documents, layout = read_source(path)
-    assert (layout, [d.body for d in documents]) == ("AIME", ["Find x.", "Find y."])
-    documents, layout = read_source(path, "notes")
-    assert (layout, [d.body for d in documents]) == ("column notes", ["a", "b"])
-    assert [d.body for d in read_source(write(tmp_path / "d.jsonl", {"text": "x", "story": "once"}), "story")[0]] == [
-        "once"
-    ]
-    with pytest.raises(ValueError, match=r"line 1: its keys are problem, answer, notes; expected column body"):
-        read_source(path, "body")
-
-
-def test_turns_may_be_a_text_and_documents_have_the_category_of_their_data_set(tmp_path):
-    path = write(tmp_path / "speed.jsonl", {"turns": "One?", "category": "math"}, {"turns": ["Two?"], "category": 3})
-    assert [(d.body, d.category) for d in read_source(path)[0]] == [("One?", "math"), ("Two?", "")]
-    table = tmp_path / "speed.parquet"
-    Dataset.from_list([{"turns": ["One?", "More?"], "category": "math"}]).to_parquet(str(table))
-    assert [(d.body, d.category) for d in read_source(str(table))[0]] == [("One?", "math")]
-
-
 def test_several_sources_take_turns_and_name_documents_without_a_category(tmp_path):
-    first = write(tmp_path / "speed.jsonl", {"turns": "a", "category": "math"}, {"turns": "b"}, {"turns": "c"})
+    first = write(tmp_path / "speed.jsonl", {"text": "a", "category": "math"}, {"text": "b"}, {"text": "c"})
     second = write(tmp_path / "books.jsonl", {"text": "d"})
-    documents, layout = read_sources([first, second])
-    assert [(d.body, d.category) for d in documents] == [("a", "math"), ("d", "books"), ("b", "speed"), ("c", "speed")]
-    assert layout == "Spec-Bench and SPEED-Bench and texts, such as PG-19"
-    assert [d.category for d in read_sources([second])[0]] == [""]
+    found = [(document.text, document.category) for document in read_sources([first, second])]
+    assert found == [("a", "math"), ("d", "books"), ("b", "speed"), ("c", "speed")]
+    assert [document.category for document in read_sources([second])] == [""]
 
 
 class ChatTokenizer:
@@ -277,17 +158,16 @@ class ChatTokenizer:
 
 
 def test_a_chat_template_surrounds_every_prompt():
-    documents = [Document("a", "b" * 50, "?", "first"), Document("c", "d" * 40, "", "second")]
+    documents = [Document("a", "b" * 50, "first"), Document("c", "d" * 40, "second")]
     prompts = DocumentPrompts(ChatTokenizer(), documents, chat=True)
     windows = prompts.windows(40, 4)
     found = [text(prompt.ids) for prompt in windows]
     assert {len(each) for each in found} == {40}
     assert all(each.startswith("[user]") and each.endswith("[model]") for each in found)
-    assert sum(each.endswith("?[model]") for each in found) == sum("b" in each for each in found) > 0
     expected = ["first" if "b" in each else "second" for each in found]
     assert [prompt.category for prompt in windows] == expected and set(expected) == {"first", "second"}
     (whole,) = prompts.own(1, 100)
-    assert (text(whole.ids), whole.category) == ("[user]" + "b" * 50 + "?[model]", "first")
+    assert (text(whole.ids), whole.category) == ("[user]" + "b" * 50 + "[model]", "first")
 
 
 def test_tokenizers_without_a_usable_chat_template_are_refused():

@@ -9,13 +9,8 @@ import pytest
 from scipy import stats
 
 from benchmarks.harness import ratios, time_in_turns
-from hf_longspec.bench.markdown import estimate
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.summaries import holm, in_turns, mean_interval, ratio_interval, significant, summarize
-
-
-def test_summary_is_median_and_range():
-    assert summarize([5.0, 1.0, 2.0, 4.0]) == {"median": 3.0, "low": 1.0, "high": 5.0, "count": 4}
+from hf_longspec.bench.report import estimate, holm, mean_interval, ratio_interval
+from hf_longspec.bench.results import ResultFile, in_turns
 
 
 def test_ratios_are_taken_within_a_repeat():
@@ -109,11 +104,6 @@ def test_asymmetric_intervals_are_shown_with_both_ends(low, high, form, minus, s
     interval = {"mean": 2.0, "low": low, "high": high, "count": 5}
     assert estimate(interval, form, minus) == shown
     assert estimate(interval | {"count": 2}, form, minus) == shown.partition(" ")[0]
-
-
-def test_significant_keeps_zero_and_nan():
-    assert significant(0.0) == 0.0
-    assert math.isnan(significant(math.nan))
 
 
 def test_turns_hold_every_name_once_and_rotate():

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_longspec.bench.calls import Decoding
-from hf_longspec.bench.sweep import draft_points, grid, parse_sweeps, read_value, split_axes, written
+from hf_longspec.bench.matrix import draft_points, grid, parse_sweeps, read_value, split_axes, written
 
 SPECATTN = {"sparse_ratio": 0.07, "num_assistant_tokens": 4, "selection": "two_rows", "ngram_preload": True}
 LONGSPEC = {"tree_widths": [4, 4, 4, 3]}

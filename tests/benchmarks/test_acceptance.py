@@ -3,8 +3,7 @@ import torch
 
 from benchmarks.acceptance import AcceptanceBenchmark, Setting, plan
 from benchmarks.harness import Run
-from hf_longspec.bench.calls import changed
-from hf_longspec.bench.prefill import Decoder
+from hf_longspec.bench.calls import Decoder, changed
 from hf_longspec.bench.results import of_kind, read_records
 from tests.bench.conftest import specattn
 

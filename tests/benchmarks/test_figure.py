@@ -14,7 +14,7 @@ from scipy import stats
 from benchmarks import figure, figure_report
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
-from hf_longspec.bench.markdown import estimate
+from hf_longspec.bench.report import estimate
 from hf_longspec.bench.results import of_kind, read_records
 from tests.bench.conftest import make_drafts
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.harness import Run
 from benchmarks.tables import BLOCK, main, refreshed, report, section
-from hf_longspec.bench.markdown import environment_line
+from hf_longspec.bench.report import environment_line
 from hf_longspec.bench.results import read_records
 
 PROJECT = Path(__file__).resolve().parents[2]

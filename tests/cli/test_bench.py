@@ -78,7 +78,7 @@ def test_a_sweep_measures_every_point_and_the_terminal_shows_less_than_the_file(
 
 
 def test_tau_by_category_of_several_data_sets(here):
-    (here / "first.jsonl").write_text(json.dumps({"turns": ["word " * 90], "category": "math"}), encoding="utf-8")
+    (here / "first.jsonl").write_text(json.dumps({"text": ["word " * 90], "category": "math"}), encoding="utf-8")
     (here / "second.jsonl").write_text(json.dumps({"text": "other " * 90}), encoding="utf-8")
     _, calls = run("--data", "first.jsonl", "--data", "second.jsonl", "--draft", "ngram", "--batch", "2")
     call = next(call for call in calls if call["method"] == "ngram")
@@ -100,13 +100,13 @@ def test_decoding_and_context_are_swept_and_the_floor_is_bytes_over_bandwidth(he
 
 
 def test_prompts_of_their_own_length_from_a_column(here):
-    lines = ["title,story", *(f"{n}," + "def f(x): return x + 1; " * n for n in (2, 3, 5))]
-    (here / "q.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    options = ["--data", "q.csv", "--column", "story", "--context", "own", "--batch", "2", "--draft", "ngram"]
+    lines = [json.dumps({"title": n, "story": "def f(x): return x + 1; " * n}) for n in (2, 3, 5)]
+    (here / "q.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    options = ["--data", "q.jsonl", "--column", "story", "--context", "own", "--batch", "2", "--draft", "ngram"]
     result, calls = run(*options)
     assert {call["context"] for call in calls} == {0}
     assert "## prompts of their own length, batch 2" in result.output
-    assert '"layout": "column story"' in (here / "bench.jsonl").read_text(encoding="utf-8")
+    assert '"column": "story"' in (here / "bench.jsonl").read_text(encoding="utf-8")
 
 
 def test_an_interrupted_run_keeps_its_lines_and_is_gone_on_with(here, monkeypatch):

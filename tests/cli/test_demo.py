@@ -1,4 +1,4 @@
-"""The demo from its arguments to its table and exit status, on a random model and a tokenizer of bytes."""
+"""The demo from its arguments to its table, verdict and exit status, on a random model and a tokenizer of bytes."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.bench import calls, prompts
-from hf_longspec.bench.calls import PLAIN, Call
+from hf_longspec.bench.calls import Call
 from hf_longspec.cli import CommandError, demo, session
 from hf_longspec.testing import tiny_target
 from tests.cli.conftest import HUB_CARDS, run_command
@@ -37,110 +37,92 @@ def run(target):
 
 
 def rows(out):
-    """Cells of every line of the tables, by the name in the first column; one entry per table."""
-    found = {}
-    for line in out.splitlines():
-        cells = [cell.strip() for cell in line.strip("│").split("│")]
-        if line.startswith("│") and len(cells) == 6:
-            found.setdefault(cells[0], []).append(cells[1:])
-    return found
+    """Cells of every line of the table, by the name in the first column."""
+    lines = [line.strip("│").split("│") for line in out.splitlines() if line.startswith("│")]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
 
 
-def test_texts_and_tables(run):
-    status, out, err = run(*SMALL)
-    assert status == 0, out
-    assert not err
+@pytest.mark.parametrize(
+    ("dtype", "verdicts"), [("float32", {"identical"}), ("bfloat16", {"identical", "exact", "near-tie"})]
+)
+def test_the_text_the_table_and_the_verdict(run, dtype, verdicts):
+    status, out, err = run(*SMALL, "--dtype", dtype)
+    assert status == 0 and not err, out
     table = rows(out)
-    assert list(table) == ["HF generate", "plain loop", "Ngram", "SpecAttn"]
-    assert [table[name][0][-1] for name in table] == ["reference", "yes", "yes", "yes"]
-    assert {table[name][1][-1] for name in table} <= {"exact", "near-tie"}
-    assert (
-        out.index("float32, after") < out.index("identical text") < out.index("bfloat16, after") < out.index("verdict")
-    )
-    for name, groups in table.items():
-        for speed, ratio, tau, first, _ in groups:
-            assert float(speed) > 0
-            assert float(ratio.rstrip("x")) > 0
-            assert tau == "-" if name == "HF generate" else float(tau) >= 1
-            assert float(first.rstrip(" s")) >= 0  # a fast machine rounds to 0.00 s
-    assert table["plain loop"][0][2] == "1.00"
+    assert list(table) == ["generate", "no draft", "ngram", "specattn"]
+    assert table["generate"][0] == "1.00x" and table["generate"][2:] == ["", "reference"]
+    for name in list(table)[1:]:
+        speed, tokens, accepted, text = table[name]
+        assert float(speed.rstrip("x")) > 0 and float(tokens) > 0 and text in verdicts
+        assert accepted == "" if name == "no draft" else 0 <= int(accepted.rstrip("%")) <= 100
     name, text = demo.read_document(None)
-    tail = demo.end_inside_a_line(text[:300])[-100:]  # a token is a byte here
-    assert name in out and tail in out.split("SpecAttn: 16 tokens")[0]
-    assert "float32: the plain loop ran at" in out.replace("\n", " ")
-
-
-def test_quick_fits_a_small_model(run, monkeypatch):
-    """Neither the default nor the quick context exceeds the positions of the model."""
-    lengths = []
-    original = demo.make_prompt
-
-    def spy(*args, max_tokens):
-        lengths.append(max_tokens)
-        return original(*args, max_tokens=max_tokens)
-
-    monkeypatch.setattr(demo, "make_prompt", spy)
-    assert run("--quick", "--dtypes", "float32", "--draft", "ngram")[0] == 0
-    assert lengths == [MAX_POSITIONS - demo.QUICK_NEW_TOKENS]
+    assert name in out and demo.CUT.match(text[:300])[0][-100:] in out.split("┏")[0]  # a token is a byte here
+    words = " ".join(out.split("┘")[1].split())
+    best = max(("ngram", "specattn"), key=lambda name: float(table[name][0].rstrip("x")))
+    assert words.startswith(f"{best}: ") and "x generate, same text" in words
 
 
 def test_a_published_draft_and_a_file_of_ones_own(run, target, tmp_path):
     model = session.load_target(str(target), torch.float32)
-    SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).save_pretrained(tmp_path)
+    SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).save_pretrained(tmp_path / "mine")
     file = tmp_path / "notes.txt"
     file.write_text("The lighthouse keeper wrote every evening into a book. " * 4, encoding="utf-8")
-    status, out, _ = run("--max-new-tokens", 8, "--draft", tmp_path, "--file", file, "--dtypes", "float32")
-    assert status == 0
-    assert float(rows(out)["SpecAttn"][0][2]) <= 3
-    assert f"first {len(file.read_text())} tokens of notes.txt" in out.replace("\n", " ")
+    status, out, _ = run("--max-new-tokens", 8, "--draft", tmp_path / "mine", "--file", file)
+    assert status == 0 and list(rows(out)) == ["generate", "no draft", "mine"]
+    assert f"Prompt: {len(file.read_text())} tokens of notes.txt" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
-    ("native", "options", "contexts"),
-    [(False, (), [64, 24]), (None, (), [64, 64]), (False, ("--context", "64"), [64, 64])],
+    ("native", "options", "length"), [(False, (), 40), (None, (), 64), (False, ("--context", "50"), 50)]
 )
-def test_emulated_bfloat16_gets_a_shorter_prompt(run, monkeypatch, native, options, contexts):
-    """Unless a length was asked for; every method of a group gets the same prompt."""
+def test_emulated_bfloat16_gets_a_shorter_prompt_unless_a_length_was_asked_for(
+    run, monkeypatch, native, options, length
+):
     monkeypatch.setattr(demo, "native_bfloat16", lambda device: native)
-    monkeypatch.setattr(demo, "EMULATED_CONTEXT", 24)
-    monkeypatch.setattr(demo, "CONTEXT", 64)
-    monkeypatch.setattr(demo, "WARM_UP_PROMPT", 1)
-    seen, run_call = [], demo.run_call
-
-    def noting(model, method, prompt, **how):
-        if prompt[0].shape[1] > 1:
-            seen.append((str(model.dtype), prompt[0].shape[1]))
-        return run_call(model, method, prompt, **how)
-
-    monkeypatch.setattr(demo, "run_call", noting)
-    status, out, _ = run("--max-new-tokens", 4, "--draft", "ngram", *options)
-    assert status == 0
-    assert list(dict.fromkeys(seen)) == [("torch.float32", contexts[0]), ("torch.bfloat16", contexts[1])]
-    assert ("cut to 24 tokens" in out.replace("\n", " ")) == (contexts[1] == 24)
-    assert f"bfloat16, after {contexts[1]} tokens" in out
+    monkeypatch.setattr(demo, "EMULATED_CONTEXT", 40)
+    monkeypatch.setattr(demo.options, "DEMO_CONTEXT", 64)
+    asked, make_prompt = [], demo.make_prompt
+    monkeypatch.setattr(demo, "make_prompt", lambda *args: asked.append(args[-1]) or make_prompt(*args))
+    status, _, err = run("--max-new-tokens", 4, "--draft", "ngram", "--dtype", "bfloat16", *options)
+    assert (status, asked) == (0, [length]), err
 
 
-@pytest.mark.parametrize(("dtype", "status", "check"), [("float32", 1, "no"), ("bfloat16", 0, "NOT lossless")])
-def test_another_text_is_named_and_in_float32_status_1(dtype, status, check, run, monkeypatch):
-    """And the report says where it parts, and that this is no near-tie."""
-    monkeypatch.setattr(demo, "run_call", tampering(demo.run_call, getattr(torch, dtype)))
-    found, out, _ = run(*SMALL, "--dtypes", dtype)
-    assert found == status
-    assert [cells[0][-1] == check for cells in rows(out).values()] == [False, False, False, True]
-    assert f"SpecAttn in {dtype}: NOT lossless: " in out.replace("\n", " ")
-    assert ("it must not" in out) == (dtype == "float32")
-
-
-def tampering(run_call, dtype):
-    """`run_call`, but the draft's text has one token that the model would not write."""
+@pytest.mark.parametrize(("dtype", "check"), [("float32", "differs"), ("bfloat16", "NOT lossless")])
+def test_another_text_is_status_1(dtype, check, run, monkeypatch):
+    run_call = demo.run_call
 
     def tampered(model, method, *args, **how):
         call = run_call(model, method, *args, **how)
-        if isinstance(method, SpecAttnDraftModel) and model.dtype == dtype:
+        if isinstance(method, SpecAttnDraftModel):
             call.text[0, 4] = 3 + (call.text[0, 4] - 2) % 250
         return call
 
-    return tampered
+    monkeypatch.setattr(demo, "run_call", tampered)
+    status, out, _ = run(*SMALL, "--dtype", dtype)
+    assert status == 1 and "Wrong text: specattn." in out and "same text" not in out
+    assert [cells[-1] == check for cells in rows(out).values()] == [False, False, False, True]
+
+
+def call(speed, tau=1.0):
+    return Call(1.0, 100 / speed, 100, int(100 / tau), [], [], torch.zeros(1, 101), drafted=100 if tau > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "texts", "said", "loses"),
+    [
+        ((50, 60, 120, 55), "identical", "ngram: 2.4x generate, same text.", "No gain here: specattn."),
+        ((50, 100, 150, 120), "near-tie", "ngram: 3.0x generate, same text, near-ties aside.", None),
+        ((50, 40, 30, 45), "identical", "specattn: 0.9x generate", "No gain here: ngram, specattn."),
+    ],
+)
+def test_the_verdict_and_what_loses_follow_from_the_speeds(capsys, speeds, texts, said, loses):
+    """Slower than `generate` or than the loop without a draft: a line with a link, and no more."""
+    names = ("generate", "no draft", "ngram", "specattn")
+    measured = {name: call(speed, tau) for name, speed, tau in zip(names, speeds, (1, 1, 2, 2), strict=True)}
+    demo.show(demo.Console(), measured, dict.fromkeys(names, texts))
+    out = capsys.readouterr().out
+    assert said in out and (f"{loses} docs/results.md shows" in out if loses else "No gain" not in out)
+    assert rows(out)["ngram"] == [f"{speeds[2] / speeds[0]:.2f}x", f"{speeds[2]:.1f}", "50%", texts]
 
 
 def test_a_target_from_the_hub_cache(run, target, tmp_path, monkeypatch):
@@ -153,10 +135,9 @@ def test_a_target_from_the_hub_cache(run, target, tmp_path, monkeypatch):
     (repo / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
-    status, out, err = run(*SMALL, "--dtypes", "float32", target="someone/tiny")
+    status, out, err = run(*SMALL, target="someone/tiny")
     assert status == 0, err
-    assert "Loading someone/tiny" in out and "bfloat16" not in out
-    assert rows(out)["SpecAttn"][0][-1] == "yes"
+    assert "Loading someone/tiny" in out and rows(out)["specattn"][-1] == "identical"
 
 
 @pytest.mark.parametrize(
@@ -204,23 +185,28 @@ def test_control_c_between_tokens_ends_the_demo(run, monkeypatch):
     monkeypatch.setattr(calls, "TokenClock", Interrupted)
     status, out, err = run(*SMALL)
     assert status == 130
-    assert err.strip().endswith("Interrupted.") and "identical text" not in out
+    assert err.strip().endswith("Interrupted.") and "accepted" not in out
 
 
 def test_settings_of_transformers_are_restored(run):
     logging.set_verbosity_info()
     try:
         run("--file", "/no/such.txt")
-        assert logging.get_verbosity() == logging.INFO
-        assert logging.is_progress_bar_enabled()
+        assert logging.get_verbosity() == logging.INFO and logging.is_progress_bar_enabled()
     finally:
         logging.set_verbosity_warning()
 
 
-def test_a_prompt_ends_after_a_word():
-    text = "# a heading\n\nThe keeper wrote every evening into a book.\nx = 1\n\ny ="
-    assert demo.end_inside_a_line(text) == "# a heading\n\nThe keeper wrote"
-    assert demo.end_inside_a_line("x = 1\ny = 2\n") == "x = 1\ny = 2\n"
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("# a heading\n\nThe keeper wrote every evening into a book.\nx = 1\n\ny =", "# a heading\n\nThe keeper wrote"),
+        ("x = 1\ny = 2\n", None),
+    ],
+)
+def test_a_prompt_ends_after_a_word(text, kept):
+    found = demo.CUT.match(text)
+    assert (found and found[0]) == kept
 
 
 def test_modules_without_sources_are_skipped(monkeypatch):
@@ -229,57 +215,6 @@ def test_modules_without_sources_are_skipped(monkeypatch):
     monkeypatch.setattr(prompts, "HELD_OUT", ("sys",))
     with pytest.raises(CommandError, match="--file"):
         demo.read_document(None)
-
-
-def group(speeds, dtype="float32", name="SpecAttn", tokens=tuple(range(101)), context=8000):
-    """100 tokens after the first; the draft has 50 accepted of 100."""
-    decoded, text = len(tokens) - 1, torch.tensor([tokens])
-    timed = [Call(1.0, decoded / speed, decoded, decoded, [], [], text) for speed in speeds]
-    timed[2] = Call(1.0, decoded / speeds[2], decoded, decoded // 2, [], [], text, drafted=decoded)
-    return demo.Group(dtype, dict(zip((demo.HF, PLAIN, name), timed, strict=True)), context)
-
-
-FASTER, SLOWER = (50, 100, 150), (50, 100, 40)
-
-
-@pytest.mark.parametrize(
-    ("groups", "native", "last", "said"),
-    [
-        (
-            [group(SLOWER)],
-            True,
-            "In float32 SpecAttn is slower than decoding without a draft here: it rereads all weights",
-            "2.00x the speed of HF generate, SpecAttn at 0.40x that of the plain loop (50% of its drafts accepted)",
-        ),
-        ([group((50, 100, 102))], True, "In float32 SpecAttn is no faster than", "at 1.02x"),
-        ([group(FASTER)], True, "float32: the plain loop ran at", "SpecAttn at 1.50x"),
-        ([group(FASTER), group(SLOWER, dtype="bfloat16")], None, "In bfloat16 SpecAttn is slower than", "at 0.40x"),
-        ([group(SLOWER, name="LongSpec")], True, "In float32 LongSpec is slower", "drafting cost as much as it saved"),
-        (
-            [group((100, 100, 150)), group((25, 100, 150), dtype="bfloat16")],
-            False,
-            "This machine has no bfloat16 instructions",
-            "decoded at 0.25x its float32 speed",
-        ),
-        ([group(FASTER, dtype="bfloat16")], False, "This machine has no bfloat16", "for those of other machines"),
-        (
-            [group((100, 100, 40)), group((25, 100, 40), dtype="bfloat16", context=2048)],
-            False,
-            "This machine has no bfloat16 instructions, so PyTorch emulates them: do not compare the speeds",
-            "with this model at 8000 and 2048 tokens",
-        ),
-        ([group(FASTER, tokens=(1, 2, 3) * 30)], True, "97% of the 4-token sequences", "it repeats itself"),
-    ],
-)
-def test_the_sentences_follow_from_the_numbers(groups, native, last, said):
-    found = demo.remarks(groups, native)
-    assert found[-1].startswith(last)
-    assert said in " ".join(found)
-    assert ("weights" in " ".join(found)) == any("SpecAttn is" in line for line in found)
-
-
-def test_too_short_to_be_timed():
-    assert demo.remarks([group(FASTER, tokens=(1,))], True) == []
 
 
 def test_an_installed_package_finds_the_tiny_target_in_the_current_folder(monkeypatch, tmp_path):

@@ -159,7 +159,7 @@ def test_weights_without_a_use_are_noted(command, tiny, copy_of):
     save_file(tensors | extra, target / "model.safetensors", metadata={"format": "pt"})
     result = command("generate", tiny.notes, "--target", target, *SMALL["generate"])
     assert result.exit_code == 0
-    assert "note: config.json says model_type='llama', which has no use for 1 weights" in result.stderr
+    assert "model_type='llama'; 1 unused weights, for example model.layers.0.self_attn.q_norm" in result.stderr
 
 
 def test_prompts_that_cannot_be_read(fails, tmp_path):
@@ -202,19 +202,15 @@ def test_options_with_wrong_values(fails, monkeypatch, name, arguments, complain
         (["generate", "--html", "."], "'--html': . is a folder. Name a file."),
         (["generate", "--html", "notes.txt/page.html"], "notes.txt is a file. Pass another folder."),
         (["generate", "--html", "locked/page.html"], "locked cannot be written to: Permission denied. Pass another"),
-        (["tune", "--output", "notes.txt/out"], "notes.txt is a file. Pass another folder."),
         (
             ["tune", "--output", "locked/deep/out"],
             "locked cannot be written to: Permission denied.",
         ),
         (["tune", "--output", "full"], "'--output': full is not empty. Pass a new folder."),
-        (["tune", "--results", "locked/tune.jsonl"], "locked cannot be written to"),
         (["tune", "--draft", "locked"], "locked cannot be written to: Permission denied."),
         (["bench", "--output", "bench.txt"], "bench.txt does not end with .jsonl. Name it bench.jsonl."),
-        (["bench", "--output", "locked/bench.jsonl"], "locked cannot be written to"),
         (["train", "--config", "none.yaml", "--output-dir", "locked/run"], "locked cannot be written to"),
         (["convert", "--output", "full"], "full is not empty"),
-        (["tokenize", "--output", "tokens"], "tokens does not end with .npy. Name it tokens.npy."),
         (["publish", "--dry-run", "--output", "locked/out"], "locked cannot be written to"),
         pytest.param(
             ["tune", "--output", "/proc/x"],
@@ -271,7 +267,7 @@ def test_what_ends_a_command_while_it_works(command, tiny, monkeypatch, name, er
     def stop(*_, **__):
         raise error
 
-    monkeypatch.setattr("hf_longspec.cli.audit.compare" if name == "audit" else "transformers.set_seed", stop)
+    monkeypatch.setattr(MODULES[name], "compare" if name == "audit" else "set_seed", stop)
     result = command(name, tiny.notes, "--target", tiny.target, *SMALL[name])
     assert result.exit_code == status and result.stderr.startswith(output), result.stderr
 
@@ -287,6 +283,7 @@ def test_a_missing_package_is_named_in_one_line(monkeypatch, capsys):
 
 def test_a_missing_package_of_a_command_is_named_in_one_line(main, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.text", None)
+    monkeypatch.delitem(sys.modules, "hf_longspec.cli.generate")
     status, _, errors = main("generate", tiny.notes, "--target", tiny.target)
     assert (status, errors) == (2, "error: rich is needed and not installed: pip install rich\n")
 
@@ -296,26 +293,15 @@ def test_a_missing_package_of_a_command_is_named_in_one_line(main, tiny, monkeyp
     [
         (["generate"], "Missing option '--target'. `hf-longspec generate --help` shows what there is."),
         (["generate", "--no-such-option"], "No such option: --no-such-option. `hf-longspec generate --help` shows"),
-        (["nothing"], "No such command 'nothing'. `hf-longspec --help` shows"),
         (["genrate"], "No such command 'genrate'. Did you mean 'generate'? `hf-longspec --help` shows"),
         (["audit", "--max-new-tokens", "many"], "'--max-new-tokens': many is not an integer of at least 1. Pass one"),
         (
             ["audit", "--batch", "0"],
             "Invalid value for '--batch': 0 is not an integer of at least 1 and at most 1024. Pass one that is. `",
         ),
-        (["generate", "--top-k", "-1"], "Invalid value for '--top-k': -1 is not an integer of at least 0. Pass one"),
-        (["demo", "--context", "0"], "'--context': 0 is not an integer of at least 1. Pass one that is."),
-        (["bench", "--temperature", "nan"], "'--temperature': nan is not a number of at least 0. Pass one"),
         (["generate", "--temperature", "inf"], "'--temperature': inf is not a number of at least 0."),
         (["generate", "--top-p", "1.5"], "'--top-p': 1.5 is not a number above 0 and at most 1."),
-        (["generate", "--top-p", "0"], "'--top-p': 0 is not a number above 0 and at most 1."),
-        (["generate", "--repetition-penalty", "0"], "'--repetition-penalty': 0 is not a number above 0."),
-        (["generate", "--samples", "100000000"], "'--samples': 100000000 is not an integer of at least 1 and at most"),
         (["generate", "--seed", "-1"], "'--seed': -1 is not an integer of at least 0 and at most 4294967295."),
-        (["audit", "--temperature", "0"], "'--temperature': 0 is not a number above 0."),
-        (["audit", "--eps", "-1"], "'--eps': -1 is not a number of at least 0."),
-        (["bench", "--minutes", "inf"], "'--minutes': inf is not a number of at least 0."),
-        (["train", "--max-steps", "0"], "'--max-steps': 0 is not an integer of at least 1."),
         (["train", "--learning-rate", "nan"], "'--learning-rate': nan is not a number above 0."),
         (["tune", "--dtype", "int3"], "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
     ],

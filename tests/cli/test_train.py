@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_longspec import training
 from hf_longspec.cli import options, train
 from hf_longspec.training import DraftTrainer
 from tests.cli.conftest import run_command
@@ -91,9 +92,9 @@ def test_longspecs_recipes_have_the_papers_positions_and_batches():
 
 @pytest.mark.parametrize(("name", "learning_rate"), [("tokenswift", 5e-3), ("tokenswift_14b", 1e-3)])
 def test_tokenswifts_recipes_have_the_papers_books_and_rates(name, learning_rate):
-    training = train.read_recipe(EXAMPLES / f"{name}.yaml", {}).training
-    rows = 4 * training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]
-    assert rows * training["max_steps"] == 24_000 and training["learning_rate"] == learning_rate
+    found = train.read_recipe(EXAMPLES / f"{name}.yaml", {}).training
+    rows = 4 * found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
+    assert rows * found["max_steps"] == 24_000 and found["learning_rate"] == learning_rate
 
 
 @pytest.fixture
@@ -121,6 +122,33 @@ def test_a_run_can_be_resumed(run, recipe, tmp_path):
     assert state["global_step"] == 4
     # saved by the resumed run alone: the first one ended at step 2
     assert "after 4 steps" in output
+
+
+@pytest.mark.parametrize("kind", ["text", "lines", "folder"])
+def test_texts_of_the_command_line_replace_the_dataset_and_are_tokenized_once(run, recipe, data, tmp_path, kind):
+    """As rows of equal length, the end-of-text token after every document; the second run finds them in the cache."""
+    (tmp_path / "notes.txt").write_text("Naïve text.\n\nAnd more. " * 20, encoding="utf-8")
+    sources = {
+        "text": [tmp_path / "notes.txt", PROJECT / "LICENSE"],
+        "lines": [data / "text.jsonl", "--column", "text"],
+        "folder": [tmp_path / "set"],
+    }
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text((data / "text.jsonl").read_text())
+    tokenized, pack = [], training.pack
+
+    def counting(dataset, tokenizer, *rest):
+        rows = pack(dataset, tokenizer, *rest)
+        ids = [token for row in rows["input_ids"] for token in row]
+        tokenized.append((rows.cache_files, ids.count(tokenizer.eos_token_id) - len(dataset)))
+        return rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "pack", counting)
+        for _ in range(2):
+            status, output = run("train", *sources[kind], "--config", recipe, "--max-steps", 1)
+            assert status == 0, output
+    assert tokenized[0] == tokenized[1] and tokenized[0][0] and tokenized[0][1] == 0
 
 
 def press_ctrl_c(patch, step, times):
@@ -210,6 +238,9 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--draft", "examples"], "cannot load the draft 'examples'"),
         (["--set", "lora={rank: 3}"], "unknown key 'rank' in lora"),
         (["--resume"], "has no complete checkpoint to resume from"),
+        (["none.txt"], "cannot read none.txt: No such file"),
+        (["no-such-set"], "cannot load the dataset 'no-such-set'"),
+        (["DATA", "--column", "body"], "the dataset has the columns ['text']"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_named_in_one_line(run, recipe, data, arguments, complaint):

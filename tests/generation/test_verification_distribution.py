@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
-from hf_longspec.auditing_sampling import MAX_SIGMA
+from hf_longspec.auditing import MAX_SIGMA
 from hf_longspec.generation import verification
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.verification import (

@@ -3,16 +3,17 @@
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from tests.cli.conftest import run_command
 
 PROJECT = Path(__file__).resolve().parents[2]
-SMALLER = {"max_steps=2000": "max_steps=1", "1024)": "40)", "max_new_tokens=64": "max_new_tokens=4", "size=4": "size=1"}
-SMALLER_HEADS = {"max_steps=500": "max_steps=1", "1024)": "40)"}
-SMALLER_EAGLE3 = {"max_steps=1000": "max_steps=1", "1024)": "40)"}
+SMALLER = {
+    "max_steps=2000": "max_steps=1",
+    "args, 1024)": "args, 40)",
+    "max_new_tokens=64": "max_new_tokens=4",
+    "size=4": "size=1",
+}
 
 
 def shrunk(call, sizes):
@@ -25,26 +26,23 @@ def shrunk(call, sizes):
 def test_the_calls_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     text = (PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
-    tokenize, tune = re.findall(r"^hf-longspec ((?:tokenize|tune) .*)", text, re.MULTILINE)
+    (tune,) = re.findall(r"^hf-longspec (tune .*)", text, re.MULTILINE)
     train, heads, eagle3, export, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    train, heads = shrunk(train, SMALLER), shrunk(heads, SMALLER_HEADS)
+    train = shrunk(train, SMALLER)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub_cards").symlink_to(PROJECT / "hub_cards")
     (tmp_path / "notes.txt").write_text((PROJECT / "LICENSE").read_text(encoding="utf-8")[:1200], encoding="utf-8")
-    assert run_command(*tokenize.split()).exit_code == 0
-    tokens = np.load("runs/tokens.npy")
-    assert len(tokens) > 250 and tokens[-1] == AutoTokenizer.from_pretrained("hub_cards/tiny-target").eos_token_id
     names = {}
     exec(train, names)  # noqa: S102 - the documentation's own code
     assert "longspec: tau" in capsys.readouterr().out
     sizes = ["--context", "96", "--max-new-tokens", "4", "--prompts", "1", "--repeats", "1"]  # the last one counts
     assert run_command(*tune.split(), *sizes).exit_code == 0
-    exec(heads, {})  # noqa: S102 - likewise
-    assert (tmp_path / "runs" / "heads" / "checkpoint-1" / "model.safetensors").is_file()
+    assert len(names["rows"]) > 6 and names["rows"][-1]["input_ids"][-1] == names["tokenizer"].eos_token_id
     own = dict(names)
-    exec(shrunk(eagle3, SMALLER_EAGLE3), own)  # noqa: S102 - likewise
+    exec(shrunk(heads, {"max_steps=500": "max_steps=1"}), own)  # noqa: S102 - likewise
+    assert (tmp_path / "runs" / "heads" / "checkpoint-1" / "model.safetensors").is_file()
+    exec(shrunk(eagle3, {"max_steps=1000": "max_steps=1"}), own)  # noqa: S102 - likewise
     exec(export, own)  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "eagle3-for-vllm" / "model.safetensors").is_file()
-    names["rows"] = names["TokenWindows"](names["tokens"], 40)
     exec(adapt, names)  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "draft" / "checkpoint-1" / "adapter_model.safetensors").is_file()
