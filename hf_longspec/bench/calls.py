@@ -232,7 +232,9 @@ def run_call(
     if cache is not None:
         how["past_key_values"] = cache
     counting: AbstractContextManager[list[int]] = nullcontext([]) if own else accepted_depths(method)
-    with counting as depths:
+    # a call without the draft must not be measured as one with it
+    strict = nullcontext() if own else changed(method, {"on_unsupported": "error"})
+    with strict, counting as depths:
         torch.manual_seed(seed)
         if model.device.type == "cuda":
             torch.cuda.synchronize()

@@ -30,7 +30,7 @@ from .cache import SpeculativeCache
 KEEPS, RECOMPUTES, FORGETS = "keeps", "recomputes", "forgets"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class FrequencyChange:
     """Column at which the frequencies of a target change.
 
@@ -44,19 +44,13 @@ class FrequencyChange:
 
     @classmethod
     def of(cls, config: Any) -> "FrequencyChange":
-        """Return the change of a target with this text config.
+        """Return the first change of a target with this text config."""
+        return next(iter(changes_of(config)), cls(math.inf, False))
 
-        Raises:
-            ValueError: If layers change at different columns.
-        """
-        found = {change for parameters in _parameter_sets(config) if (change := _change_of(parameters, config))}
-        if len(found) > 1:
-            columns = sorted((change.column, change.is_repeated) for change in found)
-            raise ValueError(
-                f"the target's rope_parameters change their frequencies at different positions, {columns}, and the "
-                "loop follows one change. Call generate() without assistant_model."
-            )
-        return found.pop() if found else cls(math.inf, False)
+
+def changes_of(config: Any) -> list[FrequencyChange]:
+    """Return the changes of the layers of a target with this text config; more than one if they are not the same."""
+    return sorted({change for parameters in _parameter_sets(config) if (change := _change_of(parameters, config))})
 
 
 def _parameter_sets(config: Any) -> list[dict[str, Any]]:
@@ -138,17 +132,17 @@ class RotaryLimit:
     @classmethod
     def of(cls, model: PreTrainedModel, config: Any, prompt_lengths: Sequence[int]) -> "RotaryLimit | None":
         """Return the limit of a call; `None` for targets whose frequencies never change."""
-        return None if math.isinf(FrequencyChange.of(config).column) else cls(model, config, prompt_lengths)
+        return cls(model, config, prompt_lengths) if changes_of(config) else None
 
     @property
     def never_speculates(self) -> bool:
         """Whether every further column has its own frequencies, so that a forward cannot contain a tree."""
         return self.is_passed and self.change.is_repeated
 
-    def refuse(
+    def why_not(
         self, prompt_width: int, max_length: int, stored: int, chunk_size: int | None, by_chains: bool = False
-    ) -> None:
-        """Refuse arguments with which the text would differ from that of plain `generate`.
+    ) -> str | None:
+        """Return why the text would differ from that of plain `generate`; `None` if it would not.
 
         Args:
             prompt_width (`int`): Number of tokens of a prompt with its padding.
@@ -156,40 +150,38 @@ class RotaryLimit:
             stored (`int`): Number of tokens in the cache.
             chunk_size (`int`, *optional*): Chunk size of the prefill.
             by_chains (`bool`, *optional*, defaults to `False`): Whether the prompts run as chains.
-
-        Raises:
-            ValueError: With the value, the rule and the remedy.
         """
         if max_length <= self.column:
-            return
+            return None
         column = int(self.column)
         where = f"the target's rotary frequencies change at position {column} (rope_parameters)"
         if by_chains:
-            raise ValueError(
+            return (
                 f"max_length={max_length}, with zeros between tokens in attention_mask or rows of different lengths in "
                 f"past_key_values: {where}, and such prompts run in chunks. Keep max_length at {column} or below, or "
                 "pass one prompt at a time without padding."
             )
         if self.is_passed and chunk_size is not None and chunk_size < self.longest - stored:
-            raise ValueError(
+            return (
                 f"prefill_chunk_size={chunk_size} with a prompt of {self.longest} tokens: {where}, and plain generate "
                 "chooses them anew for every chunk of the padded prompts. Drop prefill_chunk_size."
             )
         does = KEEPS if self.change.is_repeated else cache_at(self.model, column)
         if does == FORGETS and prompt_width <= column and max_length > column + 1:
-            raise ValueError(
+            return (
                 f"max_length={max_length} with prompts of {prompt_width} tokens: {where}, and there plain generate of "
                 f"this version of transformers drops the cache of {type(self.model).__name__} and runs the last token "
                 f"alone, so that its text does not continue the prompt. Keep max_length at {column + 1} or below, or "
                 "upgrade transformers."
             )
         if does != KEEPS and self.is_passed and 0 < stored <= column:
-            raise ValueError(
+            return (
                 f"past_key_values holds {stored} tokens and the prompt has {self.longest}: {where}, and "
                 f"{type(self.model).__name__} does not keep its cache there. Start a new cache."
             )
         # The model compares the padded length. If every row is padded, it drops the cache before the change.
         self.recomputes = does == RECOMPUTES and prompt_width == self.longest
+        return None
 
     def may_speculate(self, lengths: Sequence[int], done: Sequence[bool], depth: int) -> bool:
         """Return whether a tree may be drafted and verified, because all its positions have the same frequencies.

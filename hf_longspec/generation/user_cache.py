@@ -40,43 +40,37 @@ def held_by(cache: Any, mask: torch.Tensor) -> list[int]:
     return list(cache.lengths.host) if cache.lengths.longest == stored else [stored] * len(mask)
 
 
-def refuse_cache_implementation(implementation: str | None) -> None:
-    """Refuse ways of storing keys and values that the loop does not have.
+def why_not_stored(cache: Any, implementation: str | None) -> str | None:
+    """Return why the loop cannot keep keys and values in this way; `None` if it can.
 
     Args:
+        cache (*optional*): Argument `past_key_values` of the call.
         implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as the loop
             uses buffers of a fixed size anyway.
-
-    Raises:
-        ValueError: With the value, the rule and the remedy.
     """
     if implementation == "quantized" or (implementation or "").startswith("offloaded"):
-        raise ValueError(
-            f"cache_implementation={implementation!r}: with a draft, keys and values are kept as the model computes "
-            "them, on its device. Leave cache_implementation out, or call generate() without assistant_model."
+        return (
+            f"cache_implementation={implementation!r}: quantized and offloaded caches are not supported with a draft. "
+            "Leave cache_implementation out."
         )
+    if is_own(cache) or user_cache_of(cache) is None or (reason := _why_not(cache)) is None:
+        return None
+    return (
+        f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which is "
+        "allocated in advance, or leave the argument out."
+    )
 
 
-def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, implementation: Any) -> None:
-    """Refuse a cache that the loop cannot continue or update.
+def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Refuse a cache of other rows than those of `input_ids` `(batch, P)`, and one that does not begin their text.
 
     Args:
         cache (*optional*): Argument `past_key_values` of the call.
         input_ids (`torch.LongTensor` of shape `(batch, P)`): The whole text.
         mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding.
-        implementation (`str`, *optional*): `cache_implementation` of the call, see [`refuse_cache_implementation`].
-
-    Raises:
-        ValueError: With the value, the rule and the remedy.
     """
-    refuse_cache_implementation(implementation)
-    if not (own := is_own(cache)) and user_cache_of(cache) is None:
+    if not (own := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
         return
-    if not own and (reason := _why_not(cache)):
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which "
-            "is allocated in advance, or leave the argument out."
-        )
     stored = _stored(cache)
     rows = cache.batch_size if own else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
     if rows not in (None, len(input_ids)):

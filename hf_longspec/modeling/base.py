@@ -12,17 +12,18 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
 from ..generation.cache import SpeculativeCache
-from ..generation.checks import FLAGS, check_flags, refuse_target
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
 from ..generation.rotary import FrequencyChange
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
+from ..generation.support import ERROR, FLAGS, PLAIN, check_flags, refuse_target
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
 from .ngram.settings_ngram import NGRAM_DEFAULTS, NgramSettings
+from .setting_checks import check_choice
 
 try:
     from ..generation.cuda_graphs import release_workspaces
@@ -62,7 +63,7 @@ class DraftModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         ngrams = NGRAM_DEFAULTS if cls.takes_ngrams else {}
-        cls.settings = {"compile": "auto"} | dict.fromkeys(FLAGS, True) | ngrams | cls.settings
+        cls.settings = {"compile": "auto", "on_unsupported": PLAIN} | dict.fromkeys(FLAGS, True) | ngrams | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         config.check_types()
@@ -126,7 +127,7 @@ class DraftModel(PreTrainedModel):
 
         Use `model.generate(..., custom_generate=draft.custom_generate)` if the route is not installed.
         """
-        for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor", "synced_gpus"):
+        for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor"):
             kwargs.pop(name, None)
         return decode(model, self, input_ids, **kwargs)
 
@@ -228,6 +229,7 @@ class DraftModel(PreTrainedModel):
             )
         self._joined_ngrams()  # refuses values out of range
         check_flags(self.setting)
+        check_choice("on_unsupported", self.setting("on_unsupported"), (PLAIN, ERROR))
         self.check_settings(target)
         if (nodes := self.num_tree_nodes(target)) > MOST_NODES:
             raise ValueError(

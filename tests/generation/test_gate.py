@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import distributed
 
-from hf_longspec.generation.checks import check_flags
 from hf_longspec.generation.drafter import Drafter
 from hf_longspec.generation.gate import DRAFT, GROWTH, PLAIN, TRIAL_SHARE, SpeculationGate, gate_of
 from hf_longspec.generation.parallel import Ranks
+from hf_longspec.generation.support import check_flags
 from tests.generation.made_up_machine import PROMPT, Machine, always, geometric
 
 

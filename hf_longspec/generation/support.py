@@ -1,17 +1,23 @@
-"""Checks of targets and arguments: unsupported ones are refused with value, rule and remedy before any work is done."""
+"""What a call cannot have: errors, and reasons for decoding it without the draft, all before any work is done.
 
-from collections.abc import Callable
+A target that is not supported and contradictory arguments are errors. If model and draft fit and this call alone cannot
+be served, the setting `on_unsupported` of the draft decides: the call is decoded without it, or is an error too.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
-from .padding import has_gaps
-from .prompt_inputs import refuse_inputs
+from .prompt_inputs import TOKEN_TYPES, Prompts, names_of, of_every_forward
 from .sampling import refuse_stateful
 from .target import TargetView
-from .user_cache import refuse_cache
+from .user_cache import refuse_cache, why_not_stored
+
+# Values of the setting `on_unsupported`.
+PLAIN, ERROR = "plain", "error"
 
 # Settings that `generate` passes on to the assistants of transformers.
 ASSISTANT_SETTINGS = (
@@ -37,11 +43,7 @@ def refuse_unsupported(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Refuse a call that cannot be decoded speculatively.
-
-    Raises:
-        ValueError: With the value, the rule and the remedy.
-    """
+    """Refuse a call whose target, draft or arguments are wrong, with the value, the rule and the remedy."""
     refuse_target(target, type(draft), max_length_of(config, target, input_ids.shape[1]))
     _refuse_training_mode(target.model)
     if target.ranks is not None and (mode := draft.setting("compile")) in ("compile", "graph"):
@@ -55,8 +57,99 @@ def refuse_unsupported(
     _refuse_inputs(target, input_ids, config, model_kwargs)
     _refuse_assistant_settings(config, target.model.generation_config)
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
-    refuse_cache(cache, input_ids, mask, config.cache_implementation)
+    refuse_cache(cache, input_ids, mask)
     refuse_stateful(processors, input_ids, target.vocab_size)
+
+
+def why_not(prompts: Prompts) -> str | None:
+    """Return why a call with these prompts cannot be decoded with a draft, and what to do; `None` if it can."""
+    return next(_reasons(prompts), None)
+
+
+def _reasons(prompts: Prompts) -> Iterator[str]:
+    """Yield reasons, those first whose finding costs least."""
+    target, config, max_length = prompts.target, prompts.config, prompts.max_length
+    if reason := why_not_stored(prompts.cache, config.cache_implementation):
+        yield reason
+    implementation = str(target.config._attn_implementation)
+    if "flash" in implementation and prompts.counts_gaps:
+        yield (
+            f"attention_mask has zeros between tokens, and attn_implementation={implementation!r}: plain generate "
+            "counts them in the sliding windows of generated tokens, but not in those of the prompt. Move the zeros to "
+            "the left of each row, or load the model with another attn_implementation."
+        )
+    if prompts.inputs:
+        yield from _reasons_of_inputs(prompts, prompts.inputs)
+    if prompts.rotary is not None:
+        width, chunk_size = prompts.input_ids.shape[1], config.prefill_chunk_size
+        if reason := prompts.rotary.why_not(width, max_length, max(prompts.held), chunk_size, prompts.by_chains):
+            yield reason
+
+
+def _reasons_of_inputs(prompts: Prompts, given: dict[str, Any]) -> Iterator[str]:
+    """Yield reasons why text after these inputs beside the tokens would differ from that of plain `generate`."""
+    target, input_ids = prompts.target, prompts.input_ids
+    names, kind = names_of(given), type(target.model).__name__
+    if any(hasattr(module, "rope_deltas") for module in target.model.modules()):
+        yield (
+            f"{names}: the positions of {kind} after an image do not count tokens (rope_deltas), and the loop counts "
+            "tokens. Pass text alone."
+        )
+    if kept := sorted(of_every_forward(target, input_ids, given)):
+        yield (
+            f"{', '.join(kept)} would not reach the model: plain generate passes it to every forward, and speculative "
+            "decoding passes inputs beside the tokens to the first one. Drop what is not needed."
+        )
+    chunk_size = prompts.config.prefill_chunk_size
+    if chunk_size is not None and chunk_size < input_ids.shape[1]:
+        yield (
+            f"prefill_chunk_size={chunk_size} with {names}: such a prompt runs in one forward. Drop prefill_chunk_size."
+        )
+    if stored := max(prompts.held):
+        yield (
+            f"past_key_values holds {stored} tokens, and {names} would be input of the first forward. Leave "
+            "past_key_values out, or drop the inputs if the cache holds what they gave."
+        )
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    of_tokens = {name for name, value in tensors.items() if value.shape[:2] == input_ids.shape}
+    if prompts.mask is not None and (unknown := sorted(of_tokens - set(TOKEN_TYPES))):
+        yield (
+            f"{', '.join(unknown)} may have a value for each token, and attention_mask has padding, which the loop "
+            "moves. Pass prompts of the same length, or one at a time."
+        )
+    if prompts.counts_gaps:
+        yield (
+            f"{names}, and attention_mask has zeros between tokens, which the target's sliding windows count in plain "
+            "generate: such a prompt runs without them. Move the zeros to the left of each row."
+        )
+    if (largest := int(input_ids.max())) >= target.vocab_size:
+        yield (
+            f"input_ids contains {largest}, and the vocabulary has {target.vocab_size} tokens: drafts cannot look up "
+            "placeholders outside of it. Use a placeholder of the vocabulary."
+        )
+    if prompts.rotary is not None and (column := prompts.rotary.column) < prompts.max_length:
+        yield (
+            f"max_length={prompts.max_length} with {names}: rotary frequencies change at position {column}, where the "
+            f"loop may have to run the prompt again without these inputs. Keep max_length at {column} or below."
+        )
+    if not (sizes := prompts.text_sizes):
+        yield (
+            f"{names}: the decoder of {kind} did not get one embedding for each token, at the position of the token. "
+            "Pass text alone."
+        )
+    elif 0 in sizes:
+        yield (
+            f"the prompt of row {sizes.index(0)} does not end with text: its last token belongs to {names}, and a "
+            "draft continues text. Add a token of text."
+        )
+
+
+def refuse(reason: str | None) -> None:
+    """Raise a reason of [`why_not`] as an error, if there is one."""
+    if reason is not None:
+        raise ValueError(
+            f"{reason} Or set draft.generation_config.on_unsupported to {PLAIN!r}, or call generate() without a draft."
+        )
 
 
 def refuse_target(target: TargetView, draft: type, max_length: int | None = None) -> None:
@@ -123,15 +216,6 @@ def _refuse_inputs(
         raise ValueError(
             f"attention_mask has padding, and the forward of {type(target.model).__name__} takes no position_ids, so "
             "plain generate counts the padding as positions. Pass one prompt, or prompts of equal length."
-        )
-    limit = max_length_of(config, target, input_ids.shape[1])
-    refuse_inputs(target, input_ids, model_kwargs, limit, config.prefill_chunk_size)
-    implementation = str(target.config._attn_implementation)
-    if mask is not None and "flash" in implementation and target.hides_keys_within(limit) and has_gaps(mask):
-        raise ValueError(
-            f"attention_mask has zeros between tokens, and attn_implementation={implementation!r}: plain generate "
-            "counts them in the sliding windows of generated tokens, but not in those of the prompt. Move the zeros to "
-            "the left of each row, or load the model with another attn_implementation."
         )
     _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
 
