@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from ..generation.contextual_penalty import ContextualPenaltyLogitsProcessor
+from ..generation.sampling import ContextualPenaltyLogitsProcessor
 from .machine import PeakMemory
 
 # Names of the two baselines in every result: plain `generate`, and this package's loop without drafting.

@@ -18,28 +18,31 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention_backends.lengths import SeqLens, on_device
-from .cache import SpeculativeCache
+from .cache import SpeculativeCache, bring_up_to_date, columns_of, is_own, take_over, user_cache_of
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
-from .forward_check import check_target
 from .gate import gated
-from .noise import NoiseRows
-from .outputs import Outputs
-from .padding import columns_of
-from .prompt_inputs import Prompts
-from .rotary import RotaryLimit
-from .sampling import TokenRule
-from .sequences import Sequences
+from .inputs import Prompts
+from .sampling import NoiseRows, TokenRule
+from .sequences import Outputs, Sequences
 from .stats import SpeculationStats
-from .support import ERROR, max_length_of, pad_token_id_of, refuse, refuse_unsupported, why_not
+from .support import ERROR, check_target, max_length_of, pad_token_id_of, refuse, refuse_unsupported, why_not
 from .target import PREFILL_CHAIN, Step, TargetView, chain_of_last_tokens
-from .user_cache import bring_up_to_date, is_own, take_over, user_cache_of
+from .traits import RotaryLimit
 from .verification import Acceptance, packed
 
 try:
     from .compiled_steps import runner_of
 except ImportError:  # a published draft compiles no steps
-    from .standins import runner_of
+
+    def runner_of(mode: str, *_: Any) -> None:  # type: ignore[misc]
+        """Return `None`: every step runs as it is. Refuse a `mode` that asks for compiled or captured steps."""
+        if mode not in ("auto", "off"):
+            raise ValueError(
+                f"compile={mode!r}: the code that a draft brings along runs steps as they are. Set it to 'auto' or "
+                "'off', or `pip install hf_longspec`."
+            )
+
 
 logger = logging.get_logger(__name__)
 

@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 from ..attention_backends.contexts import TreeContext
 from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
-from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .rotary import changes_of
-from .target_modules import LayerInputs, logits_under, shape_of
-from .trial import LayerTraits, ignores, ignores_zeros, known_traits, layer_traits
+from .target_modules import LayerInputs, logits_under, passed_on, shape_of
+from .traits import LayerTraits, changes_of, ignores, ignores_zeros, known_traits, layer_traits
 
 try:
     from .compiled_steps import FixedSteps

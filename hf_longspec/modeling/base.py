@@ -14,12 +14,12 @@ from ..attention_backends.interface import register
 from ..generation.cache import SpeculativeCache
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
-from ..generation.rotary import FrequencyChange
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
 from ..generation.support import ERROR, FLAGS, PLAIN, check_flags, refuse_target
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
+from ..generation.traits import FrequencyChange
 from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
 from .ngram.settings_ngram import NGRAM_DEFAULTS, NgramSettings

@@ -12,7 +12,7 @@ from transformers import (
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.decoding import Session
-from hf_longspec.generation.prompt_inputs import Prompts
+from hf_longspec.generation.inputs import Prompts
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.modeling_plain import PlainConfig
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
@@ -309,7 +309,7 @@ def test_placeholders_outside_of_the_vocabulary(models):
 def test_an_image_that_text_sees_is_compared(models, monkeypatch):
     """If the prompt's end ran without what the first forward gave it, the check of the target would say so."""
     model = vision_language_model("gemma3")
-    monkeypatch.setattr("hf_longspec.generation.forward_check._checked", set())
+    monkeypatch.setattr("hf_longspec.generation.support._checked", set())
     run = Prompts.prefill
 
     def wrong(self, *args):

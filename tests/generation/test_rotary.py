@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.generation.rotary import FORGETS, RECOMPUTES, RotaryLimit, cache_at
 from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.traits import FORGETS, RECOMPUTES, RotaryLimit, cache_at
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, tiny_prompts, tiny_target
 from tests.generation.test_unsupported import check_unsupported
 

@@ -26,8 +26,8 @@ from ...generation.draft_tree import DraftTree
 from ...generation.drafted_chain import drafted_chain, drafted_tokens, noise_of_chain
 from ...generation.drafter import Binding, Drafter, Verification, independent_draws, last_of
 from ...generation.sampling import Coupling
+from ...generation.sparse_caches import WindowedCache
 from ...generation.target import TargetView
-from ...generation.windowed_cache import WindowedCache
 
 logger = logging.get_logger(__name__)
 

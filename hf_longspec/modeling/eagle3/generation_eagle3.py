@@ -17,8 +17,8 @@ from ...generation.beam import Beam
 from ...generation.beam_drafter import BeamDrafter
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Verification
+from ...generation.sparse_caches import WindowRing, visible
 from ...generation.target_modules import LayerInputs
-from ...generation.window_ring import WindowRing, visible
 
 # Taps, tokens and positions of the entries that the next draft stores, and the place of the last of them in each row.
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -19,8 +19,8 @@ from ...generation.beam import Beam
 from ...generation.beam_drafter import BeamDrafter
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Verification, last_of
+from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import TargetParts
-from ...generation.window_ring import WindowRing
 
 # The first entries of a text, which keep their positions in training and attract attention (section 3.2).
 ANCHORS = 4

@@ -15,12 +15,11 @@ from ...attention_backends.contexts import StepContext
 from ...attention_backends.lengths import on_device
 from ...attention_backends.pages import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
-from ...generation.compact_cache import CompactCache
 from ...generation.draft_tree import DraftTree
 from ...generation.drafted_chain import drafted_chain
 from ...generation.drafter import Binding, Verification
-from ...generation.selection import SINK_TOKENS, budget, capacity_for
 from ...generation.self_drafter import SelfDrafter
+from ...generation.sparse_caches import SINK_TOKENS, CompactCache, budget, capacity_for
 from ...generation.target import TargetView
 
 

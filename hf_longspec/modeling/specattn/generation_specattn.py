@@ -16,8 +16,8 @@ from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
 from ...generation.drafted_chain import drafted_chain
 from ...generation.drafter import Binding, Verification
-from ...generation.selection import SelectedCache, budget, select_top, select_window
 from ...generation.self_drafter import SelfDrafter
+from ...generation.sparse_caches import SelectedCache, budget, select_top, select_window
 
 # Query rows whose scores the verification collects, for each selection.
 CAPTURED_ROWS = {

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ...generation.draft_tree import num_static_nodes
 from ...generation.drafter import Binding, Drafter
-from ...generation.selection import SINK_TOKENS
+from ...generation.sparse_caches import SINK_TOKENS
 from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, refuse_compiled_forward
 from ..base import DraftModel

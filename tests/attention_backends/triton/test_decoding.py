@@ -12,7 +12,7 @@ from hf_longspec import SpecAttnDraftModel
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation import decoding
-from hf_longspec.generation.selection import SelectedCache
+from hf_longspec.generation.sparse_caches import SelectedCache
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 

@@ -16,11 +16,9 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from .cache import SpeculativeCache
-from .padding import has_gaps
-from .rotary import RotaryLimit
+from .cache import SpeculativeCache, has_gaps, held_by
 from .target import TargetView
-from .user_cache import held_by
+from .traits import RotaryLimit
 
 # Keyword arguments of `generate` for the model that the loop reads itself, or makes itself.
 KNOWN_MODEL_KWARGS = {
