@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "AuditReport": "auditing",
-    "ContextualPenaltyLogitsProcessor": "generation.contextual_penalty",
+    "ContextualPenaltyLogitsProcessor": "generation.sampling",
     "DraftTree": "generation.draft_tree",
     "Drafter": "generation.drafter",
     "FileStreamer": "streaming",

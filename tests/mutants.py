@@ -91,7 +91,7 @@ MUTATIONS = (
     ),
     Mutation(
         "The noise of a position is used once",
-        "generation/noise.py",
+        "generation/sampling.py",
         "            del kept[:count]\n",
         "            del kept[:0]\n",
         "tests/generation/test_noise.py",
@@ -119,14 +119,14 @@ MUTATIONS = (
     ),
     Mutation(
         "Rows wait where the rotary frequencies change",
-        "generation/rotary.py",
+        "generation/traits.py",
         "not self.is_passed and length + lag >= self.column for length",
         "False for length",
         "tests/generation/test_rotary.py",
     ),
     Mutation(
         "A target whose verified logits differ is refused",
-        "generation/forward_check.py",
+        "generation/support.py",
         "    if gap <= tolerance:\n",
         "    if True:\n",
         "tests/generation/test_forward_check.py",
@@ -168,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "The draft's own window ends where it was trained to end",
-        "generation/window_ring.py",
+        "generation/sparse_caches.py",
         "seen = stored > query - window",
         "seen = stored > -1",
         "tests/generation/test_window_ring.py",
@@ -259,9 +259,9 @@ MUTATIONS = (
     ),
     Mutation(
         "Windows count the padding between tokens",
-        "generation/decoding.py",
-        "counts_gaps = self.prompts.has_gaps and target.hides_keys_within(self.max_length)",
-        "counts_gaps = False",
+        "generation/inputs.py",
+        "self.counts_gaps = self.has_gaps and target.hides_keys_within(max_length)",
+        "self.counts_gaps = False",
         "tests/modeling/test_padding.py",
     ),
     Mutation(
@@ -287,7 +287,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Dynamic frequencies change one position before the configured length",
-        "generation/rotary.py",
+        "generation/traits.py",
         "FrequencyChange(config.max_position_embeddings - 1, True)",
         "FrequencyChange(config.max_position_embeddings, True)",
         "tests/generation/test_rotary.py",

@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..generation.cache import SpeculativeCache
-from ..generation.contextual_penalty import ContextualPenaltyLogitsProcessor
+from ..generation.sampling import ContextualPenaltyLogitsProcessor
 from ..generation.target import TargetView
 from .machine import PeakMemory
 
@@ -234,7 +234,9 @@ def run_call(
     if cache is not None:
         how["past_key_values"] = cache
     counting: AbstractContextManager[list[int]] = nullcontext([]) if own else accepted_depths(method)
-    with counting as depths:
+    # a call without the draft must not be measured as one with it
+    strict = nullcontext() if own else changed(method, {"on_unsupported": "error"})
+    with strict, counting as depths:
         torch.manual_seed(seed)
         if model.device.type == "cuda":
             torch.cuda.synchronize()

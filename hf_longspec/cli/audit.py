@@ -58,6 +58,7 @@ def run(
             f"{math.ceil(fewest / sample_tokens)} at least, better some hundred, or 0 to skip this check."
         )
     with opened(target, draft, options.read_settings(setting), dtype, device) as session:
+        session.draft.generation_config.on_unsupported = "error"  # plain text would be compared with itself
         room = max(max_new_tokens, sample_tokens)
         prompts = [(name, session.encode(name, text, last=context, room=room)) for name, text in texts]
         with Progress(2 * len(prompts) + math.ceil(samples / batch), "Decoding") as progress:

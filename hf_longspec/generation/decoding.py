@@ -18,28 +18,31 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention_backends.lengths import SeqLens, on_device
-from .cache import SpeculativeCache
-from .checks import max_length_of, pad_token_id_of, refuse_unsupported
+from .cache import SpeculativeCache, bring_up_to_date, columns_of, is_own, take_over, user_cache_of
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
-from .forward_check import check_target
 from .gate import gated
-from .noise import NoiseRows
-from .outputs import Outputs
-from .padding import columns_of
-from .prompt_inputs import Prompts
-from .rotary import RotaryLimit
-from .sampling import TokenRule
-from .sequences import Sequences
+from .inputs import Prompts
+from .sampling import NoiseRows, TokenRule
+from .sequences import Outputs, Sequences
 from .stats import SpeculationStats
+from .support import ERROR, check_target, max_length_of, pad_token_id_of, refuse, refuse_unsupported, why_not
 from .target import PREFILL_CHAIN, Step, TargetView, chain_of_last_tokens
-from .user_cache import bring_up_to_date, is_own, take_over, user_cache_of
+from .traits import RotaryLimit
 from .verification import Acceptance, packed
 
 try:
     from .compiled_steps import runner_of
 except ImportError:  # a published draft compiles no steps
-    from .standins import runner_of
+
+    def runner_of(mode: str, *_: Any) -> None:  # type: ignore[misc]
+        """Return `None`: every step runs as it is. Refuse a `mode` that asks for compiled or captured steps."""
+        if mode not in ("auto", "off"):
+            raise ValueError(
+                f"compile={mode!r}: the code that a draft brings along runs steps as they are. Set it to 'auto' or "
+                "'off', or `pip install hf_longspec`."
+            )
+
 
 logger = logging.get_logger(__name__)
 
@@ -54,26 +57,34 @@ def decode(
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
-    """Generate with `model` as target and `draft` as draft.
+    """Generate with `model` as target and `draft` as draft, or without it where the call cannot be served.
 
     Arguments and result are those of the decoding methods of `generate`. `draft.last_speculation` holds the statistics
     of the call while it runs. If a stopping criterion raises StopIteration, all rows end there, and the text so far is
     returned.
 
     Raises:
-        ValueError: If target, draft or arguments are not supported. Nothing has been generated or changed then.
+        ValueError: If target, draft or arguments are wrong, or not supported and `on_unsupported` is `"error"`.
+            Nothing has been generated or changed then.
         RuntimeError: If a token is to be sampled by scores that are all -inf, or of which one is nan or inf, as in
             `generate`.
         KeyboardInterrupt: After Ctrl-C. The text so far is `draft.last_speculation.partial_sequences`, and
             `past_key_values` holds a beginning of it.
     """
-    if input_ids.dtype == torch.int32:
-        input_ids = input_ids.long()  # the type of generated tokens
     target = TargetView(model, runner_of(draft.setting("compile"), model, draft, input_ids.device))
-    refuse_unsupported(target, draft, input_ids, logits_processor, generation_config, model_kwargs)
-    session = Session(
-        target, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
-    )
+    tokens = input_ids.long()  # the type of generated tokens
+    refuse_unsupported(target, draft, tokens, logits_processor, generation_config, model_kwargs)
+    max_length = max_length_of(generation_config, target, tokens.shape[1])
+    prompts = Prompts(target, tokens, generation_config, model_kwargs, max_length)
+    if (reason := why_not(prompts)) is not None:
+        stats = _say_why_not(draft, reason)
+        processing = logits_processor, stopping_criteria, generation_config
+        with target.turn():  # a call in another thread may have switched the attention
+            output = type(model)._sample(model, input_ids, *processing, streamer=streamer, **model_kwargs)
+        if not isinstance(output, torch.Tensor):
+            output.speculation = stats
+        return output
+    session = Session(draft, prompts, logits_processor, stopping_criteria, streamer)
     draft.last_speculation = session.stats
     try:
         with target.turn():
@@ -91,6 +102,15 @@ def decode(
         raise
 
 
+def _say_why_not(draft: Any, reason: str) -> SpeculationStats:
+    """Raise the reason, or warn of it and set the statistics of a call without the draft, as `on_unsupported` says."""
+    if draft.setting("on_unsupported") == ERROR:
+        refuse(reason)
+    logger.warning_once(f"{type(draft).__name__} is not used in this call: {reason}")
+    draft.last_speculation = SpeculationStats(method=draft.config.model_type, reason=reason)
+    return draft.last_speculation
+
+
 class Session:
     """One call of `generate`: its arguments, and the tokens emitted and committed so far.
 
@@ -100,46 +120,34 @@ class Session:
 
     def __init__(
         self,
-        target: TargetView,
         draft: Any,
-        input_ids: torch.Tensor,
+        prompts: Prompts,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
-        model_kwargs: dict[str, Any],
     ):
         self.started = time.perf_counter()
-        self.target, self.draft, self.config = target, draft, generation_config
+        self.target, self.draft, self.prompts, self.config = prompts.target, draft, prompts, prompts.config
+        self.max_length, self.held, self.rotary = prompts.max_length, prompts.held, prompts.rotary
         self.stats = SpeculationStats(method=draft.config.model_type)
-        (batch_size, width), do_sample = input_ids.shape, bool(generation_config.do_sample)
-        self.max_length = max_length_of(generation_config, target, width)
-        pad_token_id = pad_token_id_of(generation_config)
+        target, input_ids = self.target, prompts.input_ids
+        batch_size, do_sample = len(input_ids), bool(self.config.do_sample)
+        pad_token_id = pad_token_id_of(self.config)
         self.sequences = Sequences(
             input_ids, stopping_criteria, pad_token_id, self.max_length, streamer=streamer, ranks=target.ranks
         )
         noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
         self.rule = TokenRule(logits_processor, do_sample, self.sequences, noise)
-        self.outputs = Outputs(generation_config, batch_size)
+        self.outputs = Outputs(self.config, batch_size)
         self.root = input_ids[:, -1]
         # which rows emitted tokens, on the host and on the device, in the last step in which a row did not
         self._going: tuple[list[bool], torch.Tensor] = [], self.root
 
-        given = model_kwargs.get("past_key_values")
-        self.user_cache = user_cache_of(given)
-        own = given if is_own(given) else None
+        self.user_cache = user_cache_of(prompts.cache)
+        own = prompts.cache if is_own(prompts.cache) else None
         self.returns_cache = self.outputs.as_dict or own is not None or self.user_cache is not None
-        self.prompts = Prompts(target, input_ids, given, model_kwargs)
-        self.held = self.prompts.held
-        counts_gaps = self.prompts.has_gaps and target.hides_keys_within(self.max_length)
-        by_chains = counts_gaps or len(set(self.held)) > 1
-        # None if the target's rotary frequencies never change
-        self.rotary = RotaryLimit.of(target.model, target.config, [len(text) for text in self.prompts.texts])
-        if self.rotary is not None:
-            chunk_size = generation_config.prefill_chunk_size
-            self.rotary.refuse(width, self.max_length, max(self.held), chunk_size, by_chains)
         nodes = draft.num_tree_nodes(target)
-        if by_chains:
+        if prompts.by_chains:
             nodes = max(nodes, PREFILL_CHAIN)
         keeps_buffers = target.captures and own is None and self.user_cache is None
         self.workspace = target.runner.workspace(batch_size, self.max_length) if keeps_buffers else None
@@ -147,9 +155,9 @@ class Session:
         self.cache = own or kept or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
         self.cache.reserve(self.max_length, nodes)
         # the place of every token, where windows count the padding between tokens too
-        self.columns = self._columns() if counts_gaps else None
+        self.columns = self._columns() if prompts.counts_gaps else None
         if self.user_cache is not None:
-            take_over(self.user_cache, self.cache, self.held, self.prompts.mask)
+            take_over(self.user_cache, self.cache, self.held, prompts.mask)
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
@@ -160,9 +168,8 @@ class Session:
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
-        chunk_size, seed_tokens = self.config.prefill_chunk_size, self.drafter.seed_tokens
         with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.held):
-            tails = self.prompts.prefill(self.target, self.cache, self.rotary, seed_tokens, chunk_size, self.columns)
+            tails = self.prompts.prefill(self.cache, self.drafter.seed_tokens, self.columns)
         if self.draft.setting("check_target") and not (self.rotary is not None and self.rotary.never_speculates):
             check_target(self.target, self.cache, self.prompts.texts, self._highest(), self.prompts.logits)
         return tails

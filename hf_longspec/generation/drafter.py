@@ -17,10 +17,9 @@ from ..attention_backends.registry import AttentionBackend, AttentionCall, outsi
 from .cache import SpeculativeCache
 from .draft_tree import Beam, DraftTree
 from .sampling import Coupling, TokenRule, warped
-from .selection import budget
+from .sparse_caches import WindowRing, budget
 from .target import Step, TargetView, chain_of_last_tokens
 from .verification import chain_q, draw_noise, exponential_race
-from .window_ring import WindowRing
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
 # small part of the bandwidth of matrix products, and weights may come from a cache of the processor.

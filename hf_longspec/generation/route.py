@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedConfig
 
+from .cache import why_not_stored
+from .support import ERROR, refuse
 from .target import TargetView
-from .user_cache import refuse_cache_implementation
 
 _STOCK = "_longspec_stock"
 # Drafts that calls gave by their names, for each target.
@@ -37,7 +38,8 @@ def install() -> None:
         if isinstance(assistant, str | os.PathLike | type):
             assistant = mode_kwargs["assistant_model"] = _draft_of(assistant, self)
         if getattr(assistant, "_is_longspec_draft", False):
-            refuse_cache_implementation(config.cache_implementation)
+            if assistant.setting("on_unsupported") == ERROR:  # before generate() makes such a cache
+                refuse(why_not_stored(None, config.cache_implementation))
             if assistant.config.vocab_size != self.config.get_text_config().vocab_size:
                 assistant.check(TargetView(self))  # transformers would ask for the tokenizers of both
         validate(self, mode, config, mode_kwargs)

@@ -7,9 +7,17 @@ while drafting. A draft that applies both proposes the very token that the targe
 distributions agree. The target's choice does not depend on the draft, so the distribution of the text, and the text
 for a given seed, stay the same. https://huggingface.co/papers/2408.07978 bounds the acceptance of one such draw; here
 all candidates of a tree are ranked this way.
+
+Repetition penalty over a window: only tokens that occur among the last ones are penalised.
+
+TokenSwift's contextual penalty, https://huggingface.co/papers/2502.18890, section 3.4 and Eq. 3. In a text of 100,000
+tokens nearly every token has occurred, so a penalty on all of them has no effect.
+
+Noise for sampling: one row of random numbers per batch row and position, so that a draw does not depend on steps.
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,18 +27,126 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 
 from ..attention_backends.lengths import on_device
 from .draft_tree import DraftTree
-from .noise import NoiseRows
 from .sequences import Sequences, TextBuffer
 from .verification import (
     Acceptance,
     accept_greedy,
     accept_rejection,
     accept_sampled,
+    along_path,
     draw_noise,
     drawn,
     perturbed_log_probs,
     walk_lazily,
 )
+
+
+class ContextualPenaltyLogitsProcessor(LogitsProcessor):
+    """Repetition penalty over the last `window` tokens, prompt included. A repeated id is penalised only once.
+
+    A positive score is divided by the penalty and a negative one multiplied, as in transformers'
+    `RepetitionPenaltyLogitsProcessor` (CTRL, https://huggingface.co/papers/1909.05858). A call touches at most `window`
+    scores of each row. With a draft, every node of the tree is penalised by the window that ends at that node.
+
+    The window is a part of the `input_ids` of `generate`, which contain the left padding of a batch. While padding is
+    in the window, the padding id is penalised. Pass `pad_token_id` if the padding id is a token that the model may
+    emit, such as the end of the text.
+
+    Args:
+        penalty (`float`):
+            Values above 1 make repetition less likely, values below 1 more likely.
+        window (`int`):
+            Number of last tokens in which a repetition counts, at least 1.
+        pad_token_id (`int`, *optional*):
+            Id that is never penalised. If it is the padding id, a row's scores do not depend on its padding.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    >>> processor = ContextualPenaltyLogitsProcessor(penalty=2.0, window=2)
+    >>> processor(torch.tensor([[0, 1, 2]]), torch.tensor([[8.0, 8.0, -8.0, 8.0]])).tolist()
+    [[8.0, 4.0, -16.0, 8.0]]
+    """
+
+    def __init__(self, penalty: float, window: int, pad_token_id: int | None = None):
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
+            raise ValueError(f"penalty={penalty!r}: expected a number above 0. 1.0 means no penalty; 1.2 is usual.")
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(
+                f"window={window!r}: expected a number of tokens of at least 1. To penalise the whole text, use "
+                "generate(repetition_penalty=...)."
+            )
+        if pad_token_id is not None and (not isinstance(pad_token_id, int) or pad_token_id < 0):
+            raise ValueError(f"pad_token_id={pad_token_id!r}: expected a token id, or None to penalise every token.")
+        self.penalty = penalty
+        self.window = window
+        self.pad_token_id = pad_token_id
+
+    @property
+    def history_window(self) -> int:
+        """Number of last tokens that a call needs; the decoding loop passes only these."""
+        return self.window
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return a penalised copy of `scores` `(batch, vocab)` that follow `input_ids` `(batch, length)`."""
+        # one extra column for ids without a logit, as some embeddings are larger than the head
+        copy = torch.nn.functional.pad(scores, (0, 1))
+        recent = input_ids[:, -self.window :].clamp_max(scores.shape[1])
+        seen = copy.gather(1, recent)
+        penalised = torch.where(seen < 0, seen * self.penalty, seen / self.penalty)
+        if self.pad_token_id is not None:
+            penalised = torch.where(recent == self.pad_token_id, seen, penalised)
+        # an id that occurs twice is written twice with the same value
+        return copy.scatter_(1, recent, penalised)[:, :-1]
+
+
+# Rows of noise that are drawn at once. Fewer would be more launches on a GPU, more would be wasted by short texts.
+BLOCK = 8
+
+
+class NoiseRows:
+    """Noise for sampling: row t of a batch row decides its t-th generated token.
+
+    Every batch row has its own generator, seeded from the default one, and draws its noise rows in the order of its
+    positions. Rows that a step did not use are kept. The sampled text therefore depends on the seed alone, not on the
+    draft tree, the other rows or where a rejection happened.
+
+    Args:
+        batch_size (`int`): Number of batch rows.
+        vocab_size (`int`): Length of a noise row.
+        device (`torch.device`): Where the noise lives.
+        ranks ([`Ranks`], *optional*): Processes that must draw the same noise; they use the first one's seeds.
+
+    Attributes:
+        generator (`torch.Generator`): For draws that need not be tied to a position.
+    """
+
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device, ranks: Any = None):
+        seeds = torch.randint(2**62, (batch_size + 1,)).tolist()
+        if ranks is not None:
+            seeds = ranks.first(seeds)
+        self.vocab_size = vocab_size
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seeds[0])
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds[1:]]
+        self._kept: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Return the noise `(batch, count, vocab)` of the next `count` tokens of every row. Do not write to it."""
+        for generator, kept in zip(self._generators, self._kept, strict=True):
+            # Blocks of one size: on a GPU the random numbers depend on the size of the draw, which must not depend on
+            # the step.
+            while len(kept) < count:
+                kept += draw_noise(BLOCK, self.vocab_size, generator=generator, device=self.device).unbind()
+        wanted = [noise for kept in self._kept for noise in kept[:count]]
+        noise = wanted[0] if len(wanted) == 1 else torch.stack(wanted)
+        return noise.view(-1, count, self.vocab_size)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Forget the noise of tokens that have been emitted."""
+        for kept, count in zip(self._kept, counts, strict=True):
+            del kept[:count]
+
 
 # Processors whose result depends on the logits of one position only, so that they may run on all nodes at once.
 # A custom processor of this kind sets the attribute `history_free = True`. A processor that depends on the last tokens
@@ -286,11 +402,6 @@ def warped(
     for processor in processors:
         scores = processor(seen, scores)
     return scores.view(logits.shape)
-
-
-def along_path(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-    """Return from values `(batch, N, V)` of all nodes those of the nodes of `path` `(batch, M)`: `(batch, M, V)`."""
-    return values.gather(1, path[..., None].expand(-1, -1, values.shape[-1]))
 
 
 def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:

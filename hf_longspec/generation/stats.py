@@ -38,6 +38,7 @@ class SpeculationStats:
 
     Args:
         method (`str`): `model_type` of the draft.
+        reason (`str`, *optional*): Why the call was decoded without the draft, see `on_unsupported`. All counts are 0.
         num_spec_steps (`int`): Number of row-steps, without plain ones.
         num_plain_steps (`int`): Number of plain row-steps.
         num_forwards (`int`): Number of verification forwards of the target, plain ones included. One serves all rows.
@@ -67,6 +68,7 @@ class SpeculationStats:
     """
 
     method: str = ""
+    reason: str | None = None
     num_spec_steps: int = 0
     num_plain_steps: int = 0
     num_forwards: int = 0
@@ -147,6 +149,8 @@ class SpeculationStats:
         return sums | {name: getattr(self, name) for name in ratios}
 
     def __str__(self) -> str:
+        if self.reason is not None:
+            return f"{self.method}: decoded without the draft, as {self.reason}"
         return (
             f"{self.method}: tau {self.mean_acceptance_length:.2f} over {self.num_spec_steps} verifications, "
             f"{self.num_accepted_draft_tokens}/{self.num_draft_tokens} drafted tokens accepted, "

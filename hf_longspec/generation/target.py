@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 from ..attention_backends.contexts import TreeContext
 from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
-from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .target_modules import LayerInputs, logits_under, shape_of
-from .trial import LayerTraits, ignores, ignores_zeros, known_traits, layer_traits
+from .target_modules import LayerInputs, logits_under, passed_on, shape_of
+from .traits import LayerTraits, changes_of, ignores, ignores_zeros, known_traits, layer_traits
 
 try:
     from .compiled_steps import FixedSteps
@@ -148,6 +147,9 @@ class TargetView:
             reasons.append("it has chunked attention, whose chunk size attention backends do not get")
         if Ranks is None and (getattr(self.model, "_tp_size", None) or 1) > 1:
             reasons.append("it is divided among processes, which takes the whole package: pip install hf_longspec")
+        if len(changes := changes_of(self.config)) > 1:
+            columns = [change.column for change in changes]
+            reasons.append(f"its rotary frequencies change at different positions, {columns}, not at one")
         if getattr(self.model, "_is_stateful", False):
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         if "prepare_inputs_for_generation" in vars(self.model):

@@ -289,3 +289,8 @@ def _along_chain(tokens: Tensor, num_nodes: Tensor, bonus: Tensor) -> Acceptance
 def _row(values: Tensor, node: Tensor) -> Tensor:
     """Return `[B, V]`: the row of one node per batch row, from `values` of shape `[B, N, V]`."""
     return values[torch.arange(values.shape[0], device=values.device), node]
+
+
+def along_path(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+    """Return from values `(batch, N, V)` of all nodes those of the nodes of `path` `(batch, M)`: `(batch, M, V)`."""
+    return values.gather(1, path[..., None].expand(-1, -1, values.shape[-1]))

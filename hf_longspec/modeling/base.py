@@ -13,14 +13,14 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
 from ..generation.cache import SpeculativeCache
-from ..generation.checks import refuse_target
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
-from ..generation.rotary import FrequencyChange
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
+from ..generation.support import refuse_target
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
+from ..generation.traits import FrequencyChange
 from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
 from .settings import ACCEPTANCE, COMMON, NGRAMS, Setting
@@ -134,7 +134,7 @@ class DraftModel(PreTrainedModel):
 
         Use `model.generate(..., custom_generate=draft.custom_generate)` if the route is not installed.
         """
-        for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor", "synced_gpus"):
+        for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor"):
             kwargs.pop(name, None)
         return decode(model, self, input_ids, **kwargs)
 

@@ -83,6 +83,11 @@ COMMON = {
     "check_target": Setting(
         True, "True compares the first verification of a kind of target with a plain forward, False does not.", bool
     ),
+    "on_unsupported": Setting(
+        "plain",
+        "What becomes of a call that cannot be served with a draft: it is decoded without one, or is an error.",
+        choices=("plain", "error"),
+    ),
 }
 
 # Each length of keys has tables of its own, and hardly a text repeats this much without repeating more.

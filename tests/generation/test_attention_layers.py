@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel
-from hf_longspec.generation.attention_layers import attention_layers, passed_on, withheld
+from hf_longspec.generation.target_modules import attention_layers, passed_on, withheld
 from hf_longspec.testing import tiny_prompts
 from tests.robustness.enumeration import build
 

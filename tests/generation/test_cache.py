@@ -513,8 +513,10 @@ class TestRefusedCaches:
     def refused(self, run, cache, match, **options):
         before = run.model.config._attn_implementation, run.model.generation_config.to_dict()
         length = None if cache is None or not cache.layers else cache.get_seq_length()
+        draft = run.draft("tree")
+        draft.generation_config.on_unsupported = "error"
         with pytest.raises(ValueError, match=match):
-            run.again(run.draft("tree"), past_key_values=cache, **options)
+            run.again(draft, past_key_values=cache, **options)
         assert (run.model.config._attn_implementation, run.model.generation_config.to_dict()) == before
         assert length is None or cache.get_seq_length() == length
 
@@ -537,6 +539,6 @@ class TestRefusedCaches:
         """The refusal comes first: making such a cache needs a package, or a GPU. The loop's own way is static."""
         run = plain_run("llama", (9,), max_new_tokens=5)
         for name in ("quantized", "offloaded"):
-            self.refused(run, None, f"cache_implementation='{name}': with a draft", cache_implementation=name)
+            self.refused(run, None, f"cache_implementation='{name}': quantized", cache_implementation=name)
         out = run.again(run.draft("tree"), cache_implementation="static")
         assert out.tolist() == run.sequences.tolist()

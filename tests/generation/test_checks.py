@@ -227,11 +227,6 @@ class TestInputs:
         run = plain_run("llama", (9,), max_new_tokens=4, output_attentions=True, output_hidden_states=True)
         assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
 
-    def test_arguments_that_would_not_reach_the_model(self, target):
-        model = target("qwen3_moe")
-        draft = PlainDraftModel.from_target(model)
-        refused(model, draft, "output_router_logits would not reach the model.*Drop what", output_router_logits=True)
-
 
 class CallCounter:
     """A penalty that grows with every call."""

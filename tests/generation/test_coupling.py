@@ -10,8 +10,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.draft_tree import Beam
-from hf_longspec.generation.noise import NoiseRows
-from hf_longspec.generation.sampling import SHARPNESS, Coupling, TokenRule
+from hf_longspec.generation.sampling import SHARPNESS, Coupling, NoiseRows, TokenRule
 from hf_longspec.generation.sequences import Sequences
 from hf_longspec.testing import random_longspec_draft, random_tokenswift_draft, tiny_prompts
 

@@ -8,9 +8,9 @@ from transformers import LlamaForCausalLM
 
 from hf_longspec import NgramDraftModel, PlainDraftModel
 from hf_longspec.attention_backends.contexts import TreeContext
-from hf_longspec.generation import decoding, forward_check, target
+from hf_longspec.generation import decoding, support, target
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.trial import LayerTraits
+from hf_longspec.generation.traits import LayerTraits
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 from tests.rounding import rounding
 
@@ -48,7 +48,7 @@ class Counted(LlamaForCausalLM):
 
 @pytest.fixture(autouse=True)
 def nothing_was_checked(monkeypatch):
-    monkeypatch.setattr(forward_check, "_checked", set())
+    monkeypatch.setattr(support, "_checked", set())
     Counted.forwards.clear()
 
 
@@ -88,7 +88,7 @@ def gap_of(model, lengths, monkeypatch):
     """Largest gap between logits in the check, over their standard deviation."""
     found = []
     monkeypatch.setattr(
-        forward_check,
+        support,
         "_compare",
         lambda target, verified, plain: found.append((verified - plain).abs().max().item() / plain.std().item()),
     )
@@ -98,13 +98,13 @@ def gap_of(model, lengths, monkeypatch):
 
 @pytest.mark.parametrize("name", TINY_TARGETS)
 def test_every_target_passes_by_far(name, monkeypatch):
-    assert gap_of(tiny_target(name), RAGGED, monkeypatch) < forward_check.TOLERANCE / 100
+    assert gap_of(tiny_target(name), RAGGED, monkeypatch) < support.TOLERANCE / 100
 
 
 def test_it_runs_after_the_longest_prefix(monkeypatch):
     """Against one forward without a cache over that row."""
     model, found = tiny_target("gemma3"), []
-    monkeypatch.setattr(forward_check, "_compare", lambda target, verified, plain: found.append(plain))
+    monkeypatch.setattr(support, "_compare", lambda target, verified, plain: found.append(plain))
     generate(model, RAGGED)
     input_ids, attention_mask = tiny_prompts(128, RAGGED)
     row = input_ids[attention_mask.sum(1).argmax()]
@@ -165,9 +165,9 @@ def test_logits_that_are_no_numbers_are_compared(kind):
     """The text is that of stock `generate`, also where that is not sensible."""
     model = as_class(kind)
     assert generate(model, RAGGED).tolist() == generate_plain(model, RAGGED).tolist()
-    forward_check._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
+    support._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
     with pytest.raises(ValueError, match="cannot be verified"):
-        forward_check._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]))
+        support._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]))
 
 
 class TestHowOften:
@@ -211,9 +211,9 @@ def test_there_is_room_for_it(lengths, new):
         input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=new, do_sample=False, eos_token_id=1
     )
     for draft in (PlainDraftModel, NgramDraftModel):
-        forward_check._checked.clear()
+        support._checked.clear()
         assert generate(model, lengths, draft.from_target(model), max_new_tokens=new).tolist() == text.tolist()
-        assert len(forward_check._checked) == 1
+        assert len(support._checked) == 1
 
 
 def test_the_cache_is_left_as_it_was(monkeypatch):
@@ -233,7 +233,7 @@ def test_the_cache_is_left_as_it_was(monkeypatch):
         assert cache.lengths.host == lengths and not cache.rows.staged
         for old, new in zip(before[0], stored(), strict=True):
             assert all(torch.equal(a, b) for pair in zip(old, new, strict=True) for a, b in zip(*pair, strict=True))
-        seen.append(len(forward_check._checked))
+        seen.append(len(support._checked))
 
     monkeypatch.setattr(decoding, "check_target", compared)
     generate(tiny_target("gemma3"), RAGGED)
@@ -242,7 +242,7 @@ def test_the_cache_is_left_as_it_was(monkeypatch):
 
 def test_half_precision_warns_once(monkeypatch, blind):
     told = []
-    monkeypatch.setattr(forward_check.logger, "warning", lambda *message: told.append(message))
+    monkeypatch.setattr(support.logger, "warning", lambda *message: told.append(message))
     generate(tiny_target("llama", dtype=torch.bfloat16))
     assert not told
     model = as_class(IgnoresPositions, dtype=torch.bfloat16)
@@ -255,22 +255,22 @@ def test_half_precision_warns_once(monkeypatch, blind):
 def test_autocast_is_another_precision(monkeypatch):
     """It is checked apart from float32, and differences of half precision are no reason to refuse."""
     model, found = tiny_target("gemma2"), []  # eager attention, which rounds the probabilities
-    monkeypatch.setattr(forward_check, "TOLERANCE", 1e-3)
-    compare = forward_check._compare
-    monkeypatch.setattr(forward_check, "_compare", lambda *args: found.append(args) or compare(*args))
+    monkeypatch.setattr(support, "TOLERANCE", 1e-3)
+    compare = support._compare
+    monkeypatch.setattr(support, "_compare", lambda *args: found.append(args) or compare(*args))
     for half in (False, True, True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
             generate(model)
     assert len(found) == 2
     gaps = [(one - other).abs().max() / other.std() for _, one, other in found]
-    assert gaps[0] < 1e-4 and 1e-3 < gaps[1] < forward_check.HALF_TOLERANCE
+    assert gaps[0] < 1e-4 and 1e-3 < gaps[1] < support.HALF_TOLERANCE
 
 
 def test_quantised_activations_are_no_reason_to_refuse(monkeypatch):
     """A token's logits depend on the other tokens of its forward, also without a tree."""
     model = torch.ao.quantization.quantize_dynamic(tiny_target("llama"), {torch.nn.Linear}, dtype=torch.qint8)
     with monkeypatch.context() as patch:
-        assert gap_of(model, RAGGED, patch) > forward_check.TOLERANCE
-    forward_check._checked.clear()
+        assert gap_of(model, RAGGED, patch) > support.TOLERANCE
+    support._checked.clear()
     generate(model, RAGGED)
-    assert len(forward_check._checked) == 1
+    assert len(support._checked) == 1

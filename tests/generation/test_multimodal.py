@@ -12,10 +12,11 @@ from transformers import (
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.decoding import Session
-from hf_longspec.generation.prompt_inputs import Prompts
+from hf_longspec.generation.inputs import Prompts
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.modeling_plain import PlainConfig
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
+from tests.generation import test_unsupported
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -68,14 +69,6 @@ def check(model, lengths, **inputs):
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
-def check_refused(model, reason, input_ids, call):
-    draft = PlainDraftModel.from_target(model)
-    with pytest.raises(ValueError, match=reason):
-        model.generate(input_ids, **call, assistant_model=draft)
-    assert draft.last_speculation is None or draft.last_speculation.num_emitted_tokens == 0
-    return draft
-
-
 @pytest.mark.parametrize("name", ["gemma3", "llava", *QWENS, "fuyu"])
 def test_text_alone(name, models):
     check(models(name), (23, 9, 40))
@@ -101,7 +94,10 @@ def test_zeros_that_are_no_text(models):
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
 def test_classes_whose_text_differs(name, reason, models):
     """PaliGemma's prompts are attended to in both directions, and Kosmos-2.5 counts positions by its tokens."""
-    check_refused(models(name), reason, tiny_prompts(VOCAB_OF_TEXT, (9,))[0], OPTIONS)
+    draft = PlainDraftModel.from_target(models(name))
+    with pytest.raises(ValueError, match=reason):
+        models(name).generate(tiny_prompts(VOCAB_OF_TEXT, (9,))[0], **OPTIONS, assistant_model=draft)
+    assert draft.last_speculation is None
 
 
 FRAMES = (torch.arange(40) < 16).long()[None]  # of 40 frames, 16 have sound
@@ -165,6 +161,10 @@ def check_image(model, draft, input_ids, call):
     return out, plain
 
 
+def check_unsupported(model, reason, input_ids, call, **options):
+    test_unsupported.check_unsupported(lambda: model, reason, call | {"input_ids": input_ids}, **options)
+
+
 def random_tree(model, sequences):
     config = PlainConfig(**PlainDraftModel.from_target(model).config.to_dict())
     return RandomTreeDraftModel(config, hints=sequences[:, -OPTIONS["max_new_tokens"] :].tolist())
@@ -218,7 +218,7 @@ def test_types_of_tokens_that_matter(models):
     other = model.generate(input_ids, **call | {"token_type_ids": 0 * types})
     assert (other.logits[0] - plain.logits[0]).abs().max() > 100 * LOGITS
     types[:, -1] = 1
-    check_refused(model, r"row 0 does not end with text.*token_type_ids", input_ids, call)
+    check_unsupported(model, r"row 0 does not end with text.*token_type_ids", input_ids, call)
 
 
 def test_second_turn_after_an_image(models):
@@ -229,10 +229,12 @@ def test_second_turn_after_an_image(models):
     first = model.generate(input_ids, **call, assistant_model=draft)
     more = torch.cat([first.sequences, tiny_prompts(VOCAB_OF_TEXT, (5,))[0]], dim=1)
     again = call | {"attention_mask": torch.ones_like(more)}
-    with pytest.raises(ValueError, match=r"past_key_values holds 27 tokens.*Leave past_key_values out"):
-        model.generate(more, **again, past_key_values=first.past_key_values, assistant_model=draft)
-    second = model.generate(more, **OPTIONS, past_key_values=first.past_key_values, assistant_model=draft)
     stock = model.generate(input_ids, **call)
+    again["past_key_values"] = stock.past_key_values
+    check_unsupported(
+        model, r"past_key_values holds 27 tokens.*Leave past_key_values out", more, again, stock_error=ValueError
+    )
+    second = model.generate(more, **OPTIONS, past_key_values=first.past_key_values, assistant_model=draft)
     assert torch.equal(second, model.generate(more, **OPTIONS, past_key_values=stock.past_key_values))
 
 
@@ -241,7 +243,7 @@ def test_images_whose_positions_do_not_count_tokens(name, models):
     input_ids, call = with_image(name, (17,), after=6)
     assert models(name).generate(input_ids, **call).sequences.shape == (1, 28)
     reason = r"mm_token_type_ids.*positions.*\(rope_deltas\).*Pass text alone"
-    assert check_refused(models(name), reason, input_ids, call).last_speculation is None
+    check_unsupported(models(name), reason, input_ids, call)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def test_calls_with_images_that_are_refused(change, reason, models, monkeypatch)
     model = models("llava")
     monkeypatch.setattr(model, "_validate_model_kwargs", lambda kwargs: None)
     input_ids, call = with_image("llava", (19, 19), after=6 if change else 0)
-    check_refused(model, reason, input_ids, call | change)
+    check_unsupported(model, reason, input_ids, call | change)
 
 
 def test_padding_with_other_inputs_of_tokens(models, monkeypatch):
@@ -266,7 +268,9 @@ def test_padding_with_other_inputs_of_tokens(models, monkeypatch):
     monkeypatch.setattr(model, "_validate_model_kwargs", lambda kwargs: None)
     input_ids, call = with_image("llava", (14, 21), after=6)
     call["segment_ids"] = torch.ones_like(input_ids)
-    check_refused(model, r"segment_ids may have a value for each token.*attention_mask has padding", input_ids, call)
+    check_unsupported(
+        model, r"segment_ids may have a value for each token.*attention_mask has padding", input_ids, call
+    )
     input_ids, call = with_image("llava", (19, 19), after=6)
     check_image(model, random_tree, input_ids, call | {"segment_ids": torch.ones_like(input_ids)})
 
@@ -279,7 +283,7 @@ def test_an_image_before_frequencies_change():
     model = peaked(lambda: LlavaForConditionalGeneration(config))
     input_ids, call = with_image("llava", (17,), after=6)
     reason = r"(image inputs|pixel_values): rotary frequencies change at position 24"
-    assert check_refused(model, reason, input_ids, call).last_speculation is None
+    check_unsupported(model, reason, input_ids, call)
     check_image(model, random_tree, input_ids, call | {"max_new_tokens": 7})
 
 
@@ -289,7 +293,7 @@ def test_a_decoder_without_an_embedding_for_each_token(models, monkeypatch):
     layers = model.get_decoder().layers
     monkeypatch.setattr(model, "get_decoder", lambda: layers[1])
     reason = "LlavaForConditionalGeneration did not get one embedding for each token"
-    check_refused(model, reason, *with_image("llava", (17,), after=6))
+    check_unsupported(model, reason, *with_image("llava", (17,), after=6))
 
 
 def test_placeholders_outside_of_the_vocabulary(models):
@@ -297,13 +301,15 @@ def test_placeholders_outside_of_the_vocabulary(models):
     model = models("gemma3")
     input_ids, call = with_image("gemma3", (17,), after=6)
     call["token_type_ids"][0, 0], input_ids[0, 0] = 1, 128
-    check_refused(model, "input_ids contains 128, and the vocabulary has 128 tokens", input_ids, call)
+    check_unsupported(
+        model, "input_ids contains 128, and the vocabulary has 128 tokens", input_ids, call, stock_error=IndexError
+    )
 
 
 def test_an_image_that_text_sees_is_compared(models, monkeypatch):
     """If the prompt's end ran without what the first forward gave it, the check of the target would say so."""
     model = vision_language_model("gemma3")
-    monkeypatch.setattr("hf_longspec.generation.forward_check._checked", set())
+    monkeypatch.setattr("hf_longspec.generation.support._checked", set())
     run = Prompts.prefill
 
     def wrong(self, *args):

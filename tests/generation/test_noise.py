@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longspec.generation.noise import BLOCK, NoiseRows
+from hf_longspec.generation.sampling import BLOCK, NoiseRows
 from hf_longspec.generation.verification import draw_noise
 
 VOCAB = 5

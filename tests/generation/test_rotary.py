@@ -3,15 +3,18 @@
 Rotary modules keep state, so every text comes from a model of its own.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.generation.rotary import FORGETS, RECOMPUTES, FrequencyChange, RotaryLimit, cache_at
+from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.traits import FORGETS, RECOMPUTES, RotaryLimit, cache_at
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, tiny_prompts, tiny_target
+from tests.generation.test_unsupported import check_unsupported
 
 LIMIT, NEW = 40, 22
 HALF = 8  # frequencies of a head
@@ -62,6 +65,10 @@ def generate(model, lengths, draft=None, seed=0, **options):
     return model.generate(**({"do_sample": False} | inputs | options), assistant_model=draft).tolist()
 
 
+def prompt(length):
+    return dict(zip(("input_ids", "attention_mask"), tiny_prompts(128, (length,)), strict=True))
+
+
 @cache
 def plain(name, kind, lengths):
     return generate(build(name, kind), lengths)
@@ -79,7 +86,7 @@ def make(kind, model, text=(), prompt_width=0):
         draft = RandomTreeDraftModel.from_target(model)
         draft.hints = [row[prompt_width:] for row in text]
         draft.num_nodes, draft.luck = 9, 0.6
-    draft.generation_config.gate = False
+    draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
     return draft
 
 
@@ -205,17 +212,23 @@ def test_padding_in_every_row(name):
 
 class TestRefused:
     def test_a_prefill_in_chunks_beyond_the_limit(self):
-        model = build("llama", "longrope")
-        with pytest.raises(ValueError, match="prefill_chunk_size=16 with a prompt of 45 tokens"):
-            generate(model, (45,), make("tree", model), prefill_chunk_size=16)
-        text = plain("llama", "longrope", BELOW)
+        call = prompt(45) | {"prefill_chunk_size": 16}
+        make_model = partial(build, "llama", "longrope")
+        check_unsupported(make_model, "prefill_chunk_size=16 with a prompt of 45 tokens", call)
+        text, model = plain("llama", "longrope", BELOW), make_model()
         assert generate(model, BELOW, make("tree", model, text, 30), prefill_chunk_size=16) == text
+
+    def test_a_target_that_loses_its_cache(self):
+        if not loses_its_cache("phi3", BELOW):
+            return
+        check_unsupported(partial(build, "phi3", "longrope"), "Keep max_length at 41 or below, or upgrade", prompt(36))
 
     def test_layers_that_change_at_different_positions(self):
         config = build("gemma3", "longrope").config
         config.rope_parameters["sliding_attention"] = parameters("longrope") | {"original_max_position_embeddings": 20}
-        with pytest.raises(ValueError, match=r"different positions, \[\(20, False\), \(40, False\)\]"):
-            FrequencyChange.of(config)
+        model = AutoModelForCausalLM.from_config(config)
+        reasons = TargetView(model).why_not()
+        assert reasons == ["its rotary frequencies change at different positions, [20, 40], not at one"]
 
     def test_a_further_turn_whose_cache_the_target_drops(self):
         model = build("phi3", "longrope")

@@ -49,7 +49,7 @@ KINDS = pytest.mark.parametrize("kind", DRAFTS)
 
 
 def draft_of(kind, model, **settings):
-    draft = DRAFTS[kind].model.from_target(model, **(SETTINGS.get(kind, {}) | settings))
+    draft = DRAFTS[kind].model.from_target(model, **(SETTINGS.get(kind, {}) | {"on_unsupported": "error"} | settings))
     randomize(draft)
     return draft
 

@@ -50,5 +50,6 @@ TRAINED = ("longspec", "tokenswift", "partial")
 def make_draft(kind: str, target: Any, **settings: Any) -> Any:
     """A draft of `kind` for `target`; its weights, if it has any, are random and always the same."""
     draft = (_MAKERS | _OTHERS)[kind](target, **settings)
+    draft.generation_config.on_unsupported = "error"
     draft.generation_config.gate = False  # of other processes as well, which the tests' own gate does not reach
     return draft

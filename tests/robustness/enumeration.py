@@ -69,7 +69,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     ("which its attention does not apply and transformers' cache does", "left-over window"),
     ("cannot be verified: ", "fails the comparison with a plain forward"),
-    ("drops the cache of|change their frequencies at different positions", "rotary frequencies that change"),
+    ("drops the cache of|rotary frequencies change at different positions", "rotary frequencies that change"),
     ("has no rotary embedding beside its layers|with a function apply_rotary_pos_emb", "no rotary embedding"),
     (r"caches one latent for all heads \(MLA\)", "MLA"),
     ("the target has value heads of", "value heads of another size"),
@@ -234,7 +234,7 @@ def make(stock: Stock, kind: str, batch: str) -> Any:
     draft = RandomTreeDraftModel.from_target(stock.model)
     if not TargetView(stock.model).why_not():
         draft.hints = stock.generated(batch)
-    draft.generation_config.gate = False
+    draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
     return draft
 
 

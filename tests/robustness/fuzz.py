@@ -312,7 +312,7 @@ def _draft(call: Call) -> str:
         size, seed = settings["draft_vocab_size"], call.d2t
         after += [f"ids = torch.randperm({call.vocab}, generator=torch.Generator().manual_seed({seed}))[:{size}]"]
         after += [f"draft.d2t.copy_(ids.sort().values - torch.arange({size}))"]
-    after += [f"draft.generation_config.gate = {call.gate}"]
+    after += [f"draft.generation_config.gate = {call.gate}", "draft.generation_config.on_unsupported = 'error'"]
     after += ["draft.generation_config.compile = 'compile'"] if call.compiles else []
     return _function("make_draft(model)", [*before, f"draft = {maker}", *after, "return draft"])
 

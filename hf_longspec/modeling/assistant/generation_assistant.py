@@ -33,8 +33,8 @@ from ...generation.drafter import (
     noise_of_chain,
 )
 from ...generation.sampling import Coupling
+from ...generation.sparse_caches import WindowedCache
 from ...generation.target import TargetView
-from ...generation.windowed_cache import WindowedCache
 
 logger = logging.get_logger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 
 from ...generation.draft_tree import Beam
 from ...generation.drafter import BeamDrafter, Binding, Verification
+from ...generation.sparse_caches import WindowRing, visible
 from ...generation.target_modules import LayerInputs
-from ...generation.window_ring import WindowRing, visible
 
 # Taps, tokens and positions of the entries that the next draft stores, and the place of the last of them in each row.
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

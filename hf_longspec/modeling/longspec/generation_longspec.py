@@ -17,8 +17,8 @@ from ...attention_backends.lengths import SeqLens
 from ...attention_backends.registry import AttentionBackend, outside_autocast
 from ...generation.draft_tree import Beam
 from ...generation.drafter import BeamDrafter, Binding, Verification, last_of
+from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import TargetParts
-from ...generation.window_ring import WindowRing
 
 # The first entries of a text, which keep their positions in training and attract attention (section 3.2).
 ANCHORS = 4

@@ -15,9 +15,8 @@ from ...attention_backends.contexts import StepContext
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
-from ...generation.compact_cache import CompactCache
 from ...generation.drafter import Binding, SelfDrafter, Verification
-from ...generation.selection import SINK_TOKENS, capacity_for
+from ...generation.sparse_caches import SINK_TOKENS, CompactCache, capacity_for
 from ...generation.target import TargetView
 from ..base import SelfDraftModel
 from ..configuration_base import DraftConfig

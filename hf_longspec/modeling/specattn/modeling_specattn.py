@@ -14,7 +14,7 @@ from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import GRANULARITIES, ScoreCapture
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, SelfDrafter, Verification
-from ...generation.selection import SelectedCache, select_top, select_window
+from ...generation.sparse_caches import SelectedCache, select_top, select_window
 from ...generation.target import TargetView
 from ..base import SelfDraftModel
 from ..configuration_base import DraftConfig

@@ -20,11 +20,10 @@ import torch
 from ...attention_backends.lengths import SeqLens, on_device
 from ...attention_backends.scores import QueryCapture, ScoreCapture
 from ...generation.cache import SpeculativeCache
-from ...generation.compact_cache import CompactCache, gather_entries
 from ...generation.draft_tree import DraftTree, num_static_nodes, sibling_tree, static_tree
 from ...generation.drafter import Binding, Drafter, Verification, last_of
 from ...generation.sampling import Coupling
-from ...generation.selection import SINK_TOKENS
+from ...generation.sparse_caches import SINK_TOKENS, CompactCache, gather_entries
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetEnds
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...generation.draft_tree import num_static_nodes
-from ...generation.selection import SINK_TOKENS
+from ...generation.sparse_caches import SINK_TOKENS
 from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, refuse_compiled_forward
 from ..base import DraftModel

@@ -18,7 +18,7 @@ from hf_longspec.attention_backends.triton import backend, config, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
 from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
 from hf_longspec.generation import compiled_steps, decoding
-from hf_longspec.generation.selection import SelectedCache
+from hf_longspec.generation.sparse_caches import SelectedCache
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
 from hf_longspec.testing import tiny_prompts, tiny_target

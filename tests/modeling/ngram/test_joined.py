@@ -9,7 +9,7 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafter import Binding, Verification
-from hf_longspec.generation.selection import SINK_TOKENS
+from hf_longspec.generation.sparse_caches import SINK_TOKENS
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from hf_longspec.modeling.ngram.generation_ngram import JoinedDrafter

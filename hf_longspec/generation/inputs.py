@@ -1,0 +1,232 @@
+"""Inputs of the model beside its tokens: images, types of tokens.
+
+Plain `generate` passes such inputs to the first forward and decodes text after it. So does the loop: the whole prompt
+runs in one forward of the model's own, and the last tokens of the prompt run once more, as the chain that seeds the
+drafter. Tokens of an image must not be part of that chain. A forward up to the decoder shows which tokens are text: it
+gets their embeddings.
+"""
+
+import threading
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from .cache import SpeculativeCache, has_gaps, held_by
+from .target import TargetView
+from .traits import RotaryLimit
+
+# Keyword arguments of `generate` for the model that the loop reads itself, or makes itself.
+KNOWN_MODEL_KWARGS = {
+    "attention_mask",
+    "cache_position",
+    "inputs_tensor",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "synced_gpus",
+    "tokenizer",
+    "use_cache",
+}
+# Inputs `(batch, T)` that transformers cuts along with the tokens. 0 is text in all models that are supported.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+def inputs_beside_tokens(target: TargetView, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that the model would get from plain `generate`, and would use; empty for text alone."""
+    given = {name: value for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS}
+    if all(outputs is None for outputs in (given.get("mm_encoder_outputs") or {}).values()):
+        given["mm_encoder_outputs"] = None  # what generate() made of pixels and the like, and here there were none
+    given = {name: value for name, value in given.items() if value is not None}
+    are_text = (name in TOKEN_TYPES and not value.any() and target.ignores_zeros(name) for name, value in given.items())
+    return {} if all(are_text) else given
+
+
+def names_of(given: dict[str, Any]) -> str:
+    """Names of inputs as the user knows them: `generate` may have encoded images before, all under one name."""
+    encoded = given.get("mm_encoder_outputs") or {}
+    kinds = [f"{kind} inputs" for kind, outputs in encoded.items() if outputs is not None]
+    return ", ".join(kinds + sorted(given.keys() - {"mm_encoder_outputs"}))
+
+
+def of_every_forward(target: TargetView, input_ids: torch.Tensor, given: dict[str, Any]) -> set[str]:
+    """Names of inputs that the second forward of plain `generate` gets, and that text would depend on."""
+    rows, length = input_ids.shape
+    cache = SpeculativeCache(target.config, rows, length)
+    cache.set_lengths([length] * rows)
+    grown = {name: nn.functional.pad(value, (0, 1)) if name in TOKEN_TYPES else value for name, value in given.items()}
+    passed = target.model.prepare_inputs_for_generation(
+        nn.functional.pad(input_ids, (0, 1)),
+        next_sequence_length=1,
+        past_key_values=cache,
+        use_cache=True,
+        is_first_iteration=False,
+        **grown,
+    )
+    kept = {name for name in given if passed.get(name) is not None}
+    return {
+        name
+        for name in kept
+        if not (target.ignores_zeros(name) if name in TOKEN_TYPES else target.ignores(name, given[name]))
+    }
+
+
+class Prompts:
+    """Prompts of a call without their padding, and inputs of the first forward beside them.
+
+    Args:
+        target ([`TargetView`]): The target.
+        input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts with their padding on the left.
+        config (`GenerationConfig`): Settings of the call.
+        model_kwargs (`dict[str, Any]`): Keyword arguments for the model. `past_key_values` may hold the beginning of
+            every row.
+        max_length (`int`): Maximum number of tokens of a row, prompt included.
+
+    Attributes:
+        inputs (`dict[str, Any]`): Inputs beside the tokens; empty for text alone.
+        mask (`torch.LongTensor` of shape `(batch, P)`, *optional*): 0 at padding; `None` if there is none.
+        held (`list[int]`): Number of tokens of every row that the cache holds.
+        has_gaps (`bool`): Whether there is padding between tokens of a row.
+        counts_gaps (`bool`): Whether windows of the target count that padding.
+        by_chains (`bool`): Whether the prompts run as chains that are verified, since their rows differ.
+        texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
+        rotary ([`RotaryLimit`], *optional*): `None` if the target's rotary frequencies never change.
+        logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Logits of the last token of each prompt, once it
+            ran with inputs beside the tokens.
+    """
+
+    def __init__(
+        self,
+        target: TargetView,
+        input_ids: torch.Tensor,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        max_length: int,
+    ):
+        self.target, self.input_ids, self.config, self.max_length = target, input_ids, config, max_length
+        self.cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        self.inputs = inputs_beside_tokens(target, model_kwargs)
+        self.types = {name: _unpadded(value, mask) for name, value in self.inputs.items() if name in TOKEN_TYPES}
+        self.texts = _unpadded(input_ids, mask)
+        self.logits: torch.Tensor | None = None
+        self.held = held_by(self.cache, mask)
+        self.mask = mask if sum(map(len, self.texts)) < input_ids.numel() else None
+        self.has_gaps = self.mask is not None and has_gaps(mask)
+        self.counts_gaps = self.has_gaps and target.hides_keys_within(max_length)
+        self.by_chains = self.counts_gaps or len(set(self.held)) > 1
+        self.rotary = RotaryLimit.of(target.model, target.config, [len(text) for text in self.texts])
+        self._new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
+
+    @cached_property
+    def text_sizes(self) -> list[int]:
+        """How many tokens at the end of each prompt are text; none if the decoder's input does not show it.
+
+        The answer is found with a forward that ends where the decoder begins. Tokens are text if the decoder gets
+        their embeddings, at their positions.
+        """
+        if not self.inputs:
+            return [len(prompt) for prompt in self._new]
+        model = self.target.model
+        inputs, positions = self._first_forward(DynamicCache(config=self.target.config))
+        given = decoder_arguments(model, inputs)
+        embedded, used = (given.get(name) for name in ("inputs_embeds", "position_ids"))
+        in_place = used is None or bool((used == positions.to(used.device)).all())
+        if embedded is None or embedded.shape[:2] != positions.shape or not in_place:
+            return []
+        sizes = []
+        for row, prompt in enumerate(self._new):
+            own = model.get_input_embeddings()(prompt).to(embedded.device)
+            is_text = (embedded[row, : len(prompt)] == own).all(-1)
+            for rows in self.types.values():
+                is_text &= (rows[row] == 0).to(is_text.device)
+            sizes.append(int(is_text.flip(0).long().cumprod(0).sum()))
+        return sizes
+
+    def prefill(
+        self,
+        cache: SpeculativeCache,
+        seed_tokens: int,
+        columns: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Run all but the last tokens of every row under the model's own attention, right-padded, possibly in chunks.
+
+        With `columns`, see [`TreeContext`], and on a cache with rows of different lengths, chains are verified instead.
+
+        With inputs beside the tokens, all tokens run in one forward, and the last ones will run again.
+
+        Returns:
+            `list[torch.LongTensor]`: Last tokens of every row, `seed_tokens` at most, which are not in the cache.
+        """
+        target, chunk_size = self.target, self.config.prefill_chunk_size
+        sizes = [min(seed_tokens, size) for size in self.text_sizes]
+        heads = [prompt[: len(prompt) - size] for prompt, size in zip(self._new, sizes, strict=True)]
+        if self.inputs:
+            self._run_with_inputs(cache)
+        elif columns is not None or cache.lengths.is_ragged:
+            with target.attention():
+                target.prefill_rows(heads, cache, chunk_size, columns)
+        elif max(map(len, heads)):
+            # whole prompts after the limit, since there the last token decides the frequencies of all
+            is_passed = self.rotary is not None and self.rotary.is_passed
+            target.prefill(pad_sequence(self._new if is_passed else heads, batch_first=True), cache, chunk_size)
+        cache.set_lengths([count + len(head) for count, head in zip(self.held, heads, strict=True)])
+        return [prompt[len(head) :] for prompt, head in zip(self._new, heads, strict=True)]
+
+    def _run_with_inputs(self, cache: SpeculativeCache) -> None:
+        """Run whole prompts in one forward, and keep the logits of their last tokens."""
+        inputs, positions = self._first_forward(cache)
+        last = torch.tensor([len(prompt) - 1 for prompt in self._new], device=positions.device)
+        columns, of_row = last.unique(return_inverse=True)
+        logits = self.target.model(**inputs, **self.target.keeping(columns)).logits
+        where = last if logits.shape[1] == positions.shape[1] else of_row
+        self.logits = logits[range(len(last)), where.to(logits.device)]
+
+    def _first_forward(self, cache: Any) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return the arguments of a forward of whole prompts as plain `generate` prepares them, and the positions."""
+        tokens = pad_sequence(self._new, batch_first=True)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        types = {name: pad_sequence(rows, batch_first=True) for name, rows in self.types.items()}
+        inputs = self.target.model.prepare_inputs_for_generation(
+            tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            is_first_iteration=True,
+            **(self.inputs | types),
+        )
+        return inputs, positions
+
+
+def _unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Return the rows of `(batch, P)` values without padding, where `mask` is 0."""
+    return [row[keep.bool()] for row, keep in zip(values, mask, strict=True)]
+
+
+class _Reached(Exception):
+    """The forward has reached the text decoder."""
+
+
+def decoder_arguments(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that the text decoder of `model` gets in a forward, which ends there."""
+    caught: dict[str, Any] = {}
+    own_thread = threading.get_ident()  # another thread may be generating on the same model
+
+    def catch(module: nn.Module, positional: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        if threading.get_ident() == own_thread:
+            caught.update(arguments)
+            raise _Reached
+
+    handle = model.get_decoder().register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        with suppress(_Reached), torch.compiler.set_stance("force_eager"):
+            model(**inputs)
+    finally:
+        handle.remove()
+    return caught

@@ -1,0 +1,458 @@
+"""Caches with a part of a text's keys and values, for drafts that read less than the target does.
+
+- [`CompactCache`] holds some entries of the target's cache, a short buffer per layer, and [`SelectedCache`] those that
+  a sparse drafting phase selects.
+- [`WindowedCache`] holds the first and the last tokens of a text, for drafts of constant cost. StreamingLLM,
+  https://huggingface.co/papers/2309.17453, keeps a few first tokens (sinks) and a window of last ones. Keys are rotated
+  before they are cached, so here tokens stay at their true positions, and attention sees a gap after the sinks.
+  StreamingLLM numbers the kept tokens anew instead, for which it caches keys that are not rotated.
+- [`WindowRing`] holds the last keys and values of a draft that has its own attention, in memory of a fixed size.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from ..attention_backends.contexts import SparseContext, StepContext
+from ..attention_backends.lengths import SeqLens, on_device
+from .cache import Rows, SpeculativeCache, SpeculativeLayer
+from .draft_tree import DraftTree
+from .target import TargetView
+
+
+class CompactCache(Cache):
+    """Hold copies of some entries of the target's cache, and free slots after them for drafted tokens.
+
+    A subclass chooses the entries of each layer, writes them to `keys` and `values` of the layer, and sets `used`.
+    Layers in `dense_layers` read the target's cache. Their drafted tokens are written to the slots after the committed
+    tokens, where the next verification overwrites them.
+
+    Args:
+        cache ([`SpeculativeCache`]): The target's cache.
+        dense_layers (`frozenset[int]`): Indices of the layers that attend to the full cache.
+
+    Attributes:
+        used ([`Rows`]): Number of entries of every row in the buffers.
+        dense_used ([`Rows`]): Number of entries of every row in dense layers.
+    """
+
+    def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int]):
+        self.cache = cache
+        self.dense_layers = dense_layers
+        self.used = Rows(cache.batch_size)
+        self.dense_used = Rows(cache.batch_size)
+        self.used.staged = self.dense_used.staged = True
+        super().__init__(
+            layers=[
+                SpeculativeLayer(self.dense_used if index in dense_layers else self.used, layer.capacity)
+                for index, layer in enumerate(cache.layers)
+            ]
+        )
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        """Indices of the layers whose entries are selected, without layers that share the cache of another layer."""
+        return [
+            index
+            for index, layer in enumerate(self.cache.layers)
+            if layer.is_initialized and index not in self.dense_layers
+        ]
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Numbers that change when a buffer is replaced."""
+        return self.used.layout, self.dense_used.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the copies in bytes; dense layers have none."""
+        own = [self.layers[index] for index in self.sparse_layers if self.layers[index].is_initialized]
+        return sum(part.numel() * part.element_size() for layer in own for part in (layer.keys, layer.values))
+
+    def share_dense(self) -> None:
+        """Let the dense layers read the target's cache at its present length."""
+        self.dense_used.lengths = self.cache.lengths
+        for index in self.dense_layers:
+            source, layer = self.cache.layers[index], self.layers[index]
+            if source.is_initialized and layer.keys is not source.keys:
+                layer.place(source.keys, source.values)
+
+    def context(self, target: TargetView, positions: torch.Tensor) -> StepContext:
+        """Return the context of a drafting step at `positions` `(B, 1)`."""
+        used, dense = self.used.lengths.plus(1), self.dense_used.lengths.plus(1)
+        return SparseContext(used, positions, dense, dense_layers=self.dense_layers, windows=target.windows)
+
+    def advance(self) -> None:
+        """Count one drafted token that was written in every row."""
+        for rows in (self.used, self.dense_used):
+            rows.lengths = rows.lengths.plus(1)
+
+    def step(
+        self,
+        target: TargetView,
+        token: torch.Tensor,
+        max_length: int,
+        with_hidden: bool = False,
+        fixed_shape: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the target on one token per row, which attends to the entries and to itself.
+
+        Keys and values of the token are written to the slot after the used entries.
+
+        Args:
+            target ([`TargetView`]): The target.
+            token (`torch.LongTensor` of shape `(batch_size,)`): One token per row.
+            max_length (`int`): Bound on positions; the token's true position is clamped below it.
+            with_hidden (`bool`, *optional*, defaults to `False`): Whether to return the input of the final norm.
+            fixed_shape (`bool`, *optional*, defaults to `True`): Whether the step may run compiled or captured.
+
+        Returns:
+            `tuple`: Logits `(batch_size, vocab_size)`, and the input of the final norm `(batch_size, hidden_size)` if
+            `with_hidden`, else `None`.
+        """
+        device = token.device
+        dense = self.dense_used.lengths
+        position = dense.on(device)[:, None]
+        if dense.longest >= max_length:
+            position = position.clamp_max(max_length - 1)
+        context = self.context(target, position)
+        mask = DraftTree.root_only(token).mask[:, None]
+        logits, hidden = target.step(token[:, None], position, self, mask, context, fixed_shape, with_hidden)
+        return logits[:, 0], None if hidden is None else hidden[:, 0]
+
+
+def gather_entries(buffer: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `buffer[b, h, slots[b, h]]` as one copy of whole rows, `(B, K, n, D)`.
+
+    Args:
+        buffer (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys or values.
+        slots (`torch.LongTensor` of shape `(B, K, n)` or `(B, 1, n)`): Slots to copy.
+        out (`torch.Tensor` of shape `(B, K, n, D)`, *optional*): Contiguous memory of the result.
+    """
+    batch, heads, capacity, width = buffer.shape
+    row = torch.arange(batch * heads, device=buffer.device).view(batch, heads, 1) * capacity
+    flat = (row + slots).flatten()
+    rows = None if out is None else out.view(-1, width)
+    return torch.index_select(buffer.view(-1, width), 0, flat, out=rows).view(batch, heads, -1, width)
+
+
+# Number of attention sinks, which are always selected (https://huggingface.co/papers/2309.17453).
+SINK_TOKENS = 4
+
+
+def budget(prefix_length: int, ratio: float, floor: int) -> int:
+    """Return the number of entries to select of a prefix: a share of it, at least `floor`, at most all."""
+    return min(prefix_length, max(floor, math.ceil(ratio * prefix_length)))
+
+
+def select_top(scores: torch.Tensor, prefix_lengths: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` best entries of every row and head, sinks first, then the others by falling score.
+
+    Args:
+        scores (`torch.Tensor` of shape `(B, K, S)`): Scores of the entries, which are overwritten. Entries after a
+            row's prefix are selected last. S is at least the longest prefix.
+        prefix_lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's prefix.
+        count (`int`): Number of entries to select, at most S.
+
+    Returns:
+        `torch.LongTensor` of shape `(B, K, count)`: Slots of the entries.
+    """
+    slots = torch.arange(scores.shape[-1], device=scores.device)
+    scores[..., :SINK_TOKENS] = torch.inf
+    scores.masked_fill_((slots >= prefix_lengths[:, None])[:, None], -torch.inf)
+    # a row with a smaller budget takes the first ones
+    return scores.topk(count, dim=-1).indices
+
+
+def select_window(prefix_lengths: torch.Tensor, counts: torch.Tensor, count: int) -> torch.Tensor:
+    """Return slots `(B, 1, count)` of sinks and most recent entries (StreamingLLM); the first `counts[b]` are valid."""
+    places = torch.arange(count, device=counts.device)
+    recent = prefix_lengths[:, None] - counts[:, None] + places
+    return torch.where(places < SINK_TOKENS, places, recent)[:, None]
+
+
+def capacity_for(entries: int) -> int:
+    """Return the size of a buffer for this many entries, which rarely changes from phase to phase.
+
+    A captured graph is bound to the addresses of its buffers. At most an eighth of a buffer above 512 entries is free.
+
+    >>> [capacity_for(entries) for entries in (1, 64, 65, 600, 1000, 5000)]
+    [64, 64, 128, 640, 1024, 5120]
+    """
+    step = max(64, (1 << (entries - 1).bit_length()) // 16)
+    return -(-entries // step) * step
+
+
+class SelectedCache(CompactCache):
+    """Compact copies of selected entries per layer, followed by a dense tail and room for the drafted tokens.
+
+    The buffers stay where they are until a phase needs larger or much smaller ones.
+
+    Args:
+        cache ([`SpeculativeCache`]): The target's cache.
+        dense_layers (`frozenset[int]`): Indices of the layers that attend to the full cache.
+        room (`int`): Number of tokens drafted per phase.
+    """
+
+    def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], room: int):
+        super().__init__(cache, dense_layers)
+        self.room = room
+        self.counts: list[int] = []
+        self._size = 0
+        self._shift: list[int] = []
+        self._rest: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def begin(self, counts: Sequence[int], tails: Sequence[int]) -> None:
+        """Start a phase with `counts[b]` selected entries and the last `tails[b]` committed tokens of every row."""
+        self.counts = list(counts)
+        used = [count + tail for count, tail in zip(counts, tails, strict=True)]
+        # difference between a slot of the target's cache and its place after the selected entries
+        self._shift = [stored - own for stored, own in zip(self.cache.lengths.host, used, strict=True)]
+        self.used.lengths = SeqLens(used)
+        self.share_dense()
+        self._rest.clear()
+        self._size = capacity_for(self.used.lengths.longest + self.room)
+
+    def allocate(self, layer_idx: int) -> None:
+        """Replace the buffers of one layer if they do not have the size of this phase."""
+        source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
+        if not layer.is_initialized or layer.keys.shape[2] != self._size:
+            buffers = source.keys, source.values
+            layer.place(*(x.new_empty(*x.shape[:2], self._size, x.shape[3]) for x in buffers))
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Return the shift and the number of selected entries of every row, `(2, B)`, and keep the used lengths.
+
+        All that a phase needs to have on the device reaches it in one copy.
+        """
+        table = on_device([self._shift, self.counts], device)
+        self.used.lengths = SeqLens(self.used.lengths.host, self.cache.lengths.on(device) - table[0])
+        return table
+
+    def fill(self, layer_idx: int, selected: torch.Tensor) -> None:
+        """Copy one layer's selected entries and tail.
+
+        Args:
+            layer_idx (`int`): Index of the layer.
+            selected (`torch.LongTensor` of shape `(B, 1 or K, n)`): Slots of the selected entries, of which the first
+                `counts[b]` of a row are valid.
+        """
+        device = self.cache.layers[layer_idx].keys.device
+        self.allocate(layer_idx)
+        if device not in self._rest:
+            self._rest[device] = self.rest(self.table(device))
+        self.gather(layer_idx, selected.to(device), *self._rest[device])
+
+    def fill_all(self, scores: Sequence[torch.Tensor], prefix_lengths: torch.Tensor, table: torch.Tensor) -> None:
+        """Select the best entries of all sparse layers by these scores, and copy them. It may be part of a graph.
+
+        Args:
+            scores (`Sequence[torch.Tensor]`): Scores `(B, 1 or K, S)` of each layer.
+            prefix_lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's scored prefix.
+            table (`torch.LongTensor` of shape `(2, B)`): Result of `table`.
+        """
+        rest = self.rest(table)
+        for layer_idx, of_layer in zip(self.sparse_layers, scores, strict=True):
+            count = min(of_layer.shape[-1], rest[0].shape[-1])
+            self.gather(layer_idx, select_top(of_layer, prefix_lengths, count), *rest)
+
+    def rest(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return slots `(B, 1, T)` of the tail at its places, and which places `(B, 1, T)` selected entries take."""
+        places, (shift, counts) = torch.arange(self._size, device=table.device), table[:, :, None, None]
+        return (places + shift).clamp_(0, self.cache.layers[0].capacity - 1), places < counts
+
+    def gather(self, layer_idx: int, selected: torch.Tensor, rest: torch.Tensor, is_selected: torch.Tensor) -> None:
+        """Copy one layer's entries: selected ones `(B, 1 or K, n)` at their places, and the `rest`."""
+        padded = torch.nn.functional.pad(selected, (0, rest.shape[-1] - selected.shape[-1]))
+        slots = torch.where(is_selected, padded, rest)
+        source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
+        gather_entries(source.keys, slots, layer.keys)
+        gather_entries(source.values, slots, layer.values)
+
+
+class WindowedCache(SpeculativeCache):
+    """Hold the first `sinks` and at least the last `window` tokens of every row.
+
+    A row drops tokens when it holds a quarter of the window more than that, all at once, so that few steps move
+    entries. Every row decides by its own length. Kept tokens lie side by side in the order of the text: the token at
+    position p lies in slot `p - dropped`, except for the sinks.
+
+    Args:
+        config (`PreTrainedConfig`): Configuration of the model.
+        batch_size (`int`): Number of rows.
+        max_length (`int`): Maximum number of tokens of a row.
+        tree_slots (`int`): Nodes that one step may stage after the committed tokens.
+        window (`int`, *optional*): Number of last tokens to keep. All tokens are kept by default.
+        sinks (`int`, *optional*, defaults to 4): Number of first tokens to keep.
+
+    Attributes:
+        dropped ([`SeqLens`]): Number of tokens that each row has dropped.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        batch_size: int,
+        max_length: int,
+        tree_slots: int,
+        window: int | None = None,
+        sinks: int = 4,
+    ):
+        self.window, self.sinks = window, sinks
+        self.most = max_length if window is None else min(max_length, sinks + window + max(1, window // 4))
+        self.dropped = SeqLens((0,) * batch_size)
+        super().__init__(config, batch_size, self.most, tree_slots)
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of the token that follows the committed ones, in every row."""
+        return [held + dropped for held, dropped in zip(self.lengths.host, self.dropped.host, strict=True)]
+
+    def kept_of(self, length: int) -> list[int]:
+        """Return the positions that a text of `length` tokens has in an empty cache, without those it would drop."""
+        if self.window is None or length <= self.sinks + self.window:
+            return list(range(length))
+        return [*range(self.sinks), *range(length - self.window, length)]
+
+    def trim(self) -> None:
+        """Drop tokens of rows that hold too many."""
+        if self.window is None or self.lengths.longest <= self.most:
+            return
+        kept, host = self.sinks + self.window, self.lengths.host
+        drops = [length - kept if length > self.most else 0 for length in host]
+        lengths = [length - drop for length, drop in zip(host, drops, strict=True)]
+        dropped = [before + drop for before, drop in zip(self.dropped.host, drops, strict=True)]
+        numbers = on_device([drops, lengths, dropped], self.layers[0].keys.device)  # one copy for all of them
+        places = torch.arange(self.sinks, kept, device=numbers.device) + numbers[0][:, None]  # [B, window]
+        for layer in self.layers:
+            if layer.is_initialized:
+                states = layer.keys, layer.values
+                index = places.to(layer.keys.device)[:, None, :, None]
+                moved = [x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in states]
+                torch._foreach_copy_([x[:, :, self.sinks : kept] for x in states], moved)
+        self.dropped = SeqLens(dropped, numbers[2])
+        self.set_lengths(SeqLens(lengths, numbers[1]))
+
+    def reset(self) -> None:
+        """Remove all tokens, and keep the buffers."""
+        super().reset()
+        self.dropped = SeqLens((0,) * self.batch_size)
+
+
+class WindowRing:
+    """Store keys and values of the first and the last committed tokens of every row, and those of a draft tree.
+
+    The `sinks` first tokens of a text stay in the first slots. The token at a later position p lies in slot
+    `sinks + (p - sinks) % (window + room)`, node i of the tree in slot `size + i`. One spare slot takes the writes that
+    a row does not keep, so that all rows run the same operations.
+
+    Args:
+        window (`int`): Positions that a query attends to, its own included.
+        tree_slots (`int`): Number of nodes of the tree.
+        batch_size (`int`): Number of rows.
+        num_heads (`int`): Number of key/value heads.
+        head_dim (`int`): Size of a head.
+        dtype (`torch.dtype`): Type of keys and values.
+        device (`torch.device`): Device of all tensors.
+        sinks (`int`, *optional*, defaults to 0): First positions of a text that all queries attend to.
+        room (`int`, *optional*, defaults to 0): Tokens that may be stored before the queries of the first of them run.
+
+    Attributes:
+        size (`int`): Number of slots before those of the tree.
+    """
+
+    def __init__(
+        self,
+        window: int,
+        tree_slots: int,
+        batch_size: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sinks: int = 0,
+        room: int = 0,
+    ):
+        self.window = window
+        self.sinks = sinks
+        self.size = sinks + window + room
+        self.spare = self.size + tree_slots
+        shape = (batch_size, num_heads, self.spare + 1, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        # position of the token in each slot; a negative position marks an empty slot
+        self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
+        self._rows = torch.arange(batch_size, device=device)[:, None]
+
+    def clear(self) -> None:
+        """Mark all slots as empty."""
+        self.positions.fill_(-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and positions."""
+        return sum(states.numel() * states.element_size() for states in (self.keys, self.values, self.positions))
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store T tokens per row at their positions.
+
+        Args:
+            keys (`torch.Tensor` of shape `(B, K, T, D)`): Keys. If there are too many, the newest are kept.
+            values (`torch.Tensor` of shape `(B, K, T, D)`): Values of these tokens.
+            positions (`torch.LongTensor` of shape `(B, T)`): Positions of these tokens; a negative one marks padding.
+        """
+        capacity = self.size - self.sinks
+        if positions.shape[1] > capacity:
+            newest = positions.amax(1, keepdim=True)
+            positions = torch.where((positions > newest - capacity) | (positions < self.sinks), positions, -1)
+        slots = (positions - self.sinks) % capacity + self.sinks
+        slots = torch.where(positions < self.sinks, positions, slots) if self.sinks else slots
+        slots = torch.where(positions >= 0, slots, self.spare)
+        # other dtypes than those of the ring come from autocast
+        self.keys[self._rows, :, slots] = keys.transpose(1, 2).to(self.keys.dtype)
+        self.values[self._rows, :, slots] = values.transpose(1, 2).to(self.values.dtype)
+        self.positions.scatter_(1, slots, positions)
+
+    def stage(self, keys: torch.Tensor, values: torch.Tensor, first_node: int) -> None:
+        """Store keys and values `(B, K, n, D)` of n nodes of the tree, from node `first_node` on."""
+        slots = slice(self.size + first_node, self.size + first_node + keys.shape[2])
+        self.keys[:, :, slots] = keys
+        self.values[:, :, slots] = values
+
+    def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Move the accepted nodes into the ring.
+
+        Args:
+            path (`torch.LongTensor` of shape `(B, M)`): Nodes of the accepted path, root first; M is at most `window`.
+            counts (`torch.LongTensor` of shape `(B,)`): Number of nodes that each row keeps.
+            lengths (`torch.LongTensor` of shape `(B,)`): Position of the root.
+        """
+        places = torch.arange(path.shape[1], device=path.device)
+        positions = torch.where(places < counts[:, None], lengths[:, None] + places, -1)
+        source = self.size + path
+        # advanced indices around a slice give the shape (B, M, K, D)
+        keys, values = self.keys[self._rows, :, source], self.values[self._rows, :, source]
+        self.fill(keys.transpose(1, 2), values.transpose(1, 2), positions)
+
+    def visible(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return which slots queries at `positions` `(B, n)` attend to, `(B, n, size)`, the tree's excluded."""
+        return visible(self.positions[:, : self.size], positions, self.window, self.sinks)
+
+
+def visible(stored: torch.Tensor, positions: torch.Tensor, window: int, sinks: int = 0) -> torch.Tensor:
+    """Return which keys queries attend to, `(B, n, T)`.
+
+    Args:
+        stored (`torch.LongTensor` of shape `(B, T)`): Positions of the keys; a negative one marks padding.
+        positions (`torch.LongTensor` of shape `(B, n)`): Positions of the queries.
+        window (`int`): Positions that a query attends to, its own included.
+        sinks (`int`, *optional*, defaults to 0): First positions that all queries attend to.
+    """
+    stored, query = stored[:, None], positions[..., None]
+    seen = stored > query - window
+    if sinks:
+        seen = seen | (stored < sinks)
+    return (stored >= 0) & (stored <= query) & seen

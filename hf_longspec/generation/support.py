@@ -1,0 +1,407 @@
+"""What a call cannot have: errors, and reasons for decoding it without the draft, all before any work is done.
+
+A target that is not supported and contradictory arguments are errors. If model and draft fit and this call alone cannot
+be served, the setting `on_unsupported` of the draft decides: the call is decoded without it, or is an error too.
+
+Comparison of the first verification of each kind of target with a plain forward, to find unexpected differences.
+
+The check runs after the prefix of the longest row. It verifies a tree with two branches: the last tokens of the prompt,
+and before them the same tokens in reverse. The logits of the former must equal those of a plain forward over the same
+tokens under the model's own attention. They do not if the tree is verified without `position_ids`, the tree mask, a
+softcap, sinks, or a window that is shorter than the prefix.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.utils import logging
+
+from .cache import SpeculativeCache, refuse_cache, why_not_stored
+from .draft_tree import DraftTree
+from .inputs import TOKEN_TYPES, Prompts, names_of, of_every_forward
+from .sampling import refuse_stateful
+from .target import TargetView
+
+# Values of the setting `on_unsupported`.
+PLAIN, ERROR = "plain", "error"
+
+# Settings that `generate` passes on to the assistants of transformers.
+ASSISTANT_SETTINGS = (
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_ensemble_weight",
+    "assistant_lookbehind",
+    "max_matching_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "prompt_lookup_num_tokens",
+    "speculation_type",
+    "target_lookbehind",
+    "use_mtp",
+)
+
+
+def refuse_unsupported(
+    target: TargetView,
+    draft: Any,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Refuse a call whose target, draft or arguments are wrong, with the value, the rule and the remedy."""
+    refuse_target(target, type(draft), max_length_of(config, target, input_ids.shape[1]))
+    _refuse_training_mode(target.model)
+    if target.ranks is not None and (mode := draft.setting("compile")) in ("compile", "graph"):
+        raise ValueError(
+            f"compile={mode!r}: the target is divided among {target.ranks.size} processes, and steps with "
+            "communication between them are not compiled. Use compile='off'."
+        )
+    draft.check(target)
+    if config.do_sample:
+        draft.check_sampling()
+    _refuse_inputs(target, input_ids, config, model_kwargs)
+    _refuse_assistant_settings(config, target.model.generation_config)
+    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    refuse_cache(cache, input_ids, mask)
+    refuse_stateful(processors, input_ids, target.vocab_size)
+
+
+def why_not(prompts: Prompts) -> str | None:
+    """Return why a call with these prompts cannot be decoded with a draft, and what to do; `None` if it can."""
+    return next(_reasons(prompts), None)
+
+
+def _reasons(prompts: Prompts) -> Iterator[str]:
+    """Yield reasons, those first whose finding costs least."""
+    target, config, max_length = prompts.target, prompts.config, prompts.max_length
+    if reason := why_not_stored(prompts.cache, config.cache_implementation):
+        yield reason
+    implementation = str(target.config._attn_implementation)
+    if "flash" in implementation and prompts.counts_gaps:
+        yield (
+            f"attention_mask has zeros between tokens, and attn_implementation={implementation!r}: plain generate "
+            "counts them in the sliding windows of generated tokens, but not in those of the prompt. Move the zeros to "
+            "the left of each row, or load the model with another attn_implementation."
+        )
+    if prompts.inputs:
+        yield from _reasons_of_inputs(prompts, prompts.inputs)
+    if prompts.rotary is not None:
+        width, chunk_size = prompts.input_ids.shape[1], config.prefill_chunk_size
+        if reason := prompts.rotary.why_not(width, max_length, max(prompts.held), chunk_size, prompts.by_chains):
+            yield reason
+
+
+def _reasons_of_inputs(prompts: Prompts, given: dict[str, Any]) -> Iterator[str]:
+    """Yield reasons why text after these inputs beside the tokens would differ from that of plain `generate`."""
+    target, input_ids = prompts.target, prompts.input_ids
+    names, kind = names_of(given), type(target.model).__name__
+    if any(hasattr(module, "rope_deltas") for module in target.model.modules()):
+        yield (
+            f"{names}: the positions of {kind} after an image do not count tokens (rope_deltas), and the loop counts "
+            "tokens. Pass text alone."
+        )
+    if kept := sorted(of_every_forward(target, input_ids, given)):
+        yield (
+            f"{', '.join(kept)} would not reach the model: plain generate passes it to every forward, and speculative "
+            "decoding passes inputs beside the tokens to the first one. Drop what is not needed."
+        )
+    chunk_size = prompts.config.prefill_chunk_size
+    if chunk_size is not None and chunk_size < input_ids.shape[1]:
+        yield (
+            f"prefill_chunk_size={chunk_size} with {names}: such a prompt runs in one forward. Drop prefill_chunk_size."
+        )
+    if stored := max(prompts.held):
+        yield (
+            f"past_key_values holds {stored} tokens, and {names} would be input of the first forward. Leave "
+            "past_key_values out, or drop the inputs if the cache holds what they gave."
+        )
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    of_tokens = {name for name, value in tensors.items() if value.shape[:2] == input_ids.shape}
+    if prompts.mask is not None and (unknown := sorted(of_tokens - set(TOKEN_TYPES))):
+        yield (
+            f"{', '.join(unknown)} may have a value for each token, and attention_mask has padding, which the loop "
+            "moves. Pass prompts of the same length, or one at a time."
+        )
+    if prompts.counts_gaps:
+        yield (
+            f"{names}, and attention_mask has zeros between tokens, which the target's sliding windows count in plain "
+            "generate: such a prompt runs without them. Move the zeros to the left of each row."
+        )
+    if (largest := int(input_ids.max())) >= target.vocab_size:
+        yield (
+            f"input_ids contains {largest}, and the vocabulary has {target.vocab_size} tokens: drafts cannot look up "
+            "placeholders outside of it. Use a placeholder of the vocabulary."
+        )
+    if prompts.rotary is not None and (column := prompts.rotary.column) < prompts.max_length:
+        yield (
+            f"max_length={prompts.max_length} with {names}: rotary frequencies change at position {column}, where the "
+            f"loop may have to run the prompt again without these inputs. Keep max_length at {column} or below."
+        )
+    if not (sizes := prompts.text_sizes):
+        yield (
+            f"{names}: the decoder of {kind} did not get one embedding for each token, at the position of the token. "
+            "Pass text alone."
+        )
+    elif 0 in sizes:
+        yield (
+            f"the prompt of row {sizes.index(0)} does not end with text: its last token belongs to {names}, and a "
+            "draft continues text. Add a token of text."
+        )
+
+
+def refuse(reason: str | None) -> None:
+    """Raise a reason of [`why_not`] as an error, if there is one."""
+    if reason is not None:
+        raise ValueError(
+            f"{reason} Or set draft.generation_config.on_unsupported to {PLAIN!r}, or call generate() without a draft."
+        )
+
+
+def refuse_target(target: TargetView, draft: type, max_length: int | None = None) -> None:
+    """Refuse a model that cannot be used with any draft, with every reason; see [`TargetView.why_not`]."""
+    if reasons := target.why_not(max_length):
+        raise ValueError(
+            f"{type(target.model).__name__} cannot be used with assistant_model={draft.__name__}: "
+            + "; ".join(reasons)
+            + ". Call generate() without assistant_model."
+        )
+
+
+def _refuse_training_mode(model: PreTrainedModel) -> None:
+    """Refuse what a model does in training mode only: gradient checkpointing and dropout."""
+    training = [module for module in model.modules() if module.training]
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in training):
+        raise ValueError(
+            "gradient checkpointing is on and the model is in training mode, where it turns off the cache. Call "
+            "model.eval() or model.gradient_checkpointing_disable() first."
+        )
+    for module in training:
+        for part in (module, *module.children()):  # gpt2 reads the rate of its dropout module by its own mode
+            kind = type(part).__name__
+            for name, value in vars(part).items():
+                is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in kind)
+                if is_rate and type(value) in (int, float) and value > 0:
+                    raise ValueError(
+                        f"the model is in training mode, where {kind} has dropout ({name}={value}): no two forwards "
+                        "are the same, so drafted tokens cannot be verified. Call model.eval() first."
+                    )
+
+
+def _refuse_inputs(
+    target: TargetView, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
+    if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
+        raise ValueError("inputs_embeds cannot be drafted from: pass input_ids, or call generate() without a draft.")
+    if not model_kwargs.get("use_cache", True):
+        raise ValueError("use_cache=False: speculative decoding needs the cache. Drop the argument.")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name) and config.return_dict_in_generate:
+            raise ValueError(
+                f"{name}=True is not supported with a draft: a verified tree has no such tensors per emitted token. "
+                "Run the model once on out.sequences to get them."
+            )
+    if (layers := getattr(config, "dola_layers", None)) is not None:
+        raise ValueError(
+            f"dola_layers={layers!r}: DoLa compares the logits of several layers, and a draft is verified by those of "
+            "the last one. Drop dola_layers, or call generate() without assistant_model."
+        )
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)} and must have that of input_ids, {tuple(input_ids.shape)}. "
+            "Pass the whole text with its mask, also on a second turn."
+        )
+    if mask is not None and not bool(mask[:, -1].all()):
+        rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
+        raise ValueError(
+            f"attention_mask ends with 0 in the rows {rows}: padding must be on the left, so that every row ends with "
+            "a token. Tokenize with padding_side='left'."
+        )
+    if mask is not None and not bool(mask.all()) and target.counts_padding:
+        raise ValueError(
+            f"attention_mask has padding, and the forward of {type(target.model).__name__} takes no position_ids, so "
+            "plain generate counts the padding as positions. Pass one prompt, or prompts of equal length."
+        )
+    _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
+
+
+def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
+    """Refuse position ids of the user that do not count tokens, as the loop computes positions by counting."""
+    if positions is None:
+        return
+    keep = torch.ones_like(input_ids) if mask is None else mask
+    if positions.shape[-1] == input_ids.shape[1]:
+        wrong = (positions != keep.long().cumsum(-1) - 1) & keep.bool()
+        if not bool(wrong.any()):
+            return
+    raise ValueError(
+        f"position_ids of shape {tuple(positions.shape)} do not count the tokens of input_ids, shape "
+        f"{tuple(input_ids.shape)}, from 0. Drop position_ids, and pass the whole text also on a second turn."
+    )
+
+
+def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
+    """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`."""
+    defaults = GenerationConfig._get_default_generation_params()  # values that `generate` fills in by itself
+    given = {name: getattr(config, name, None) for name in ASSISTANT_SETTINGS}
+    for name, value in given.items():
+        if value is not None and value not in (defaults.get(name), getattr(of_model, name, None)):
+            raise ValueError(
+                f"{name}={value!r} would have no effect: it is for the assistants of transformers. Drop it, and use "
+                "the settings in draft.generation_config, such as draft.generation_config.num_assistant_tokens."
+            )
+
+
+def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: int) -> int:
+    """Return the maximum number of tokens of a row in this call, prompt included.
+
+    Raises:
+        ValueError: If neither the call nor the model's config has a limit.
+    """
+    limit = config.max_length or getattr(target.config, "max_position_embeddings", None)
+    if limit is None:
+        raise ValueError("generation has no length limit: pass max_new_tokens or max_length.")
+    return max(limit, prompt_length + 1)
+
+
+def pad_token_id_of(config: GenerationConfig) -> int:
+    """Return the token that fills finished rows; 0 if the call has no padding token."""
+    pad = getattr(config, "_pad_token_tensor", None)
+    return int(pad) if pad is not None else 0
+
+
+logger = logging.get_logger(__name__)
+
+# Number of tokens that are compared. The tree has one node less than twice this number.
+NUM_TOKENS = 4
+
+# Largest difference of two logits, relative to their standard deviation. Measured on the tiny targets of testing.py:
+# at most 4e-6 in float32; at least 0.6 without the window, the softcap, the sinks, the positions or the mask.
+TOLERANCE = 0.02
+# In half precision, rounding changes logits (0.07 in bfloat16) and the choice of experts in near-ties (0.8, gpt_oss).
+HALF_TOLERANCE = 0.5
+
+_checked: set[tuple[Any, ...]] = set()
+
+
+def check_target(
+    target: TargetView,
+    cache: SpeculativeCache,
+    texts: Sequence[torch.Tensor],
+    limit: int,
+    logits: torch.Tensor | None = None,
+) -> None:
+    """Compare verification and plain forward after the longest row of `cache`, once per process and kind of target.
+
+    A kind is given by class, config, dtype of the weights and attention implementation, and by whether there is room
+    for a tree of more than a root. The check writes only to free slots of the cache. Call it outside of
+    [`TargetView.attention`].
+
+    Args:
+        target ([`TargetView`]): The target.
+        cache ([`SpeculativeCache`]): The target's cache, with the prefix of every row.
+        texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row. The check runs the last few of one row.
+        limit (`int`): Upper bound of the positions of the check.
+        logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*):
+            Logits of the last token of every text, from one forward over the text with images and the like. With them,
+            the check also verifies the end of a text that is not in the cache, which must run without these inputs.
+
+    Raises:
+        ValueError: If the logits disagree in float32. In other precisions a warning is logged.
+    """
+    row = max(range(cache.batch_size), key=cache.lengths.host.__getitem__)
+    start = cache.lengths.host[row]
+    # A draft that only verifies roots pays for no more.
+    slots = min(cache.tree_slots, cache.max_length + cache.tree_slots - start)
+    count = max(1, min(NUM_TOKENS, len(texts[row]), limit - start, (slots + 1) // 2))
+    implementation, settings = str(target.config._attn_implementation), target.config.to_json_string(use_diff=False)
+    dtype = target.model.dtype, torch.is_autocast_enabled(texts[row].device.type)
+    kind = type(target.model), *dtype, implementation, settings, logits is not None, count > 1
+    if kind in _checked:
+        return
+    chain = texts[row][None, -count:]
+    tree, nodes = _two_branches(chain)
+    positions = torch.arange(start, start + count, device=chain.device)[None]
+    view = _row_of(cache, row, target, room=tree.num_nodes)
+    plain = target.model(input_ids=chain, position_ids=positions, past_key_values=view, use_cache=True).logits
+    view.set_lengths([start])
+    with target.attention():
+        verified = target.verify(tree, view).logits[:, nodes]
+    _compare(target, verified.float(), plain.to(verified.device).float())
+    if logits is not None:
+        end = texts[row][None, start:]
+        view = _row_of(cache, row, target, room=end.shape[1])
+        with target.attention():
+            verified = target.verify(DraftTree.chain(end), view).logits[:, -1]
+        _compare(target, verified.float(), logits[row, None].to(verified.device).float())
+    _checked.add(kind)
+
+
+def _two_branches(chain: torch.Tensor) -> tuple[DraftTree, list[int]]:
+    """Return a tree of `chain` `(1, n)` and a wrong branch, whose nodes come first, and the indices of the chain."""
+    drafted = chain.shape[1] - 1
+    tokens = torch.cat([chain[:, :1], chain[:, 1:].flip(1), chain[:, 1:]], dim=1)
+    branch = list(range(1, drafted))
+    parents = [-1, *[0, *branch][:drafted], *[0, *(node + drafted for node in branch)][:drafted]]
+    tree = DraftTree(
+        tokens,
+        torch.tensor([parents], device=chain.device),
+        torch.ones_like(tokens, dtype=torch.bool),
+        max_depth=drafted,
+    )
+    return tree, [0, *range(drafted + 1, 2 * drafted + 1)]
+
+
+def _row_of(cache: SpeculativeCache, row: int, target: TargetView, room: int) -> SpeculativeCache:
+    """Return one row of a cache as a separate cache over the same buffers, which writes after the committed tokens."""
+    length = cache.lengths.host[row]
+    view = SpeculativeCache(target.config, 1, length + room, tree_slots=room)
+    for own, layer in zip(view.layers, cache.layers, strict=True):
+        if layer.is_initialized:
+            own.keys, own.values = layer.keys[row : row + 1], layer.values[row : row + 1]
+            own.device, own.is_initialized = layer.keys.device, True
+    view.set_lengths([length])
+    return view
+
+
+def _compare(target: TargetView, verified: torch.Tensor, plain: torch.Tensor) -> None:
+    is_same = (verified == plain) | (verified.isnan() & plain.isnan())  # also where a model masks tokens with -inf
+    gap = (verified - plain).masked_fill(is_same, 0).abs().max().item()
+    if gap == 0:
+        return
+    spread = plain[plain.isfinite()].std().item()
+    is_exact = not torch.is_autocast_enabled(verified.device.type) and _computes_exactly(target.model)
+    tolerance = (TOLERANCE if is_exact else HALF_TOLERANCE) * spread
+    if gap <= tolerance:
+        return
+    name = type(target.model).__name__
+    found = (
+        f"the logits of a verified tree and of a plain forward over the same tokens differ by up to {gap:.3g}, where "
+        f"{tolerance:.3g} is tolerated ({tolerance / spread if spread else math.nan:.3g} of their standard deviation)"
+    )
+    if is_exact:
+        raise ValueError(
+            f"{name} cannot be verified: {found}. It may ignore position_ids, the tree mask or its own attention "
+            "window. Call generate() without assistant_model, and report the model. "
+            "draft.generation_config.check_target = False skips this check, and the text may then be wrong."
+        )
+    logger.warning(
+        "%s: %s. In this precision that may be rounding or another choice of experts; compare in float32, or check the "
+        "text with hf_longspec.audit.",
+        name,
+        found,
+    )
+
+
+def _computes_exactly(model: torch.nn.Module) -> bool:
+    """Return whether the model computes in float32: no half precision, no quantised weights or activations, no TF32."""
+    if getattr(model, "is_quantized", False) or torch.get_float32_matmul_precision() != "highest":
+        return False
+    if any(hasattr(module, "_packed_params") for module in model.modules()):  # torch's dynamic int8
+        return False
+    return all(weight.dtype in (torch.float32, torch.float64) for weight in model.parameters())

@@ -1,0 +1,244 @@
+"""Calls that cannot be served although model and draft fit: decoded without the draft, or an error, as the draft says.
+
+The table is of reasons that text alone meets; images and rotary frequencies are in the tests of these, by
+`check_unsupported`.
+"""
+
+import copy
+import re
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging as transformers_logging
+
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
+from hf_longspec.generation.target import TargetView
+from hf_longspec.testing import tiny_prompts, tiny_target
+
+OPTIONS = {"max_new_tokens": 7, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.puts = []
+
+    def put(self, value):
+        self.puts.append(value.tolist())
+
+    def end(self):
+        self.puts.append("end")
+
+
+def run(model, call, draft, route="assistant_model", **options):
+    """Result, streamed tokens, and the next random number."""
+    torch.manual_seed(3)
+    recorder = Recorder()
+    how = {"assistant_model": draft} if route == "assistant_model" else {"custom_generate": draft.custom_generate}
+    out = model.generate(**(OPTIONS | call | options), **({} if draft is None else how), streamer=recorder)
+    return out, recorder.puts, torch.rand(1).item()
+
+
+def fresh(call):
+    """The call with a cache of its own."""
+    return call | {name: copy.deepcopy(call[name]) for name in ("past_key_values",) if name in call}
+
+
+def check_unsupported(make_model, reason, call, draft_class=PlainDraftModel, stock_error=None):
+    """The call is refused with `reason` under "error", and under "plain" equals `generate` without a draft.
+
+    `make_model` returns a model in the same state each time, and `stock_error` is what `generate` itself raises.
+    """
+    model = make_model()
+    draft = draft_class.from_target(model, on_unsupported="error")
+    own, given = sorted(vars(model)), fresh(call)
+    with pytest.raises(ValueError, match=reason) as caught:
+        run(model, given, draft)
+    assert "on_unsupported" in str(caught.value) and draft.last_speculation is None
+    assert sorted(vars(model)) == own
+    if "past_key_values" in call:
+        check_same_cache(given["past_key_values"], call["past_key_values"])
+    if stock_error is not None:
+        draft.generation_config.on_unsupported = "plain"
+        for assistant in (None, draft):
+            with pytest.raises(stock_error):
+                run(model, fresh(call), assistant)
+        assert re.search(reason, draft.last_speculation.reason)
+        return
+    for route, options in (("assistant_model", {"do_sample": False}), ("custom_generate", {"do_sample": True})):
+        check_plain(make_model, reason, call, draft_class, route, **options)
+    check_plain(make_model, reason, call, draft_class, do_sample=True, return_dict_in_generate=False)
+
+
+def check_plain(make_model, reason, call, draft_class, route="assistant_model", **options):
+    model = make_model()
+    draft = draft_class.from_target(model)
+    given, expected = fresh(call), fresh(call)
+    out, streamed, number = run(model, given, draft, route, **options)
+    stock, stock_streamed, stock_number = run(make_model(), expected, None, **options)
+    assert (type(out), number) == (type(stock), stock_number)
+    assert route == "custom_generate" or streamed == stock_streamed
+    spent = draft.last_speculation
+    assert re.search(reason, spent.reason) and spent.num_forwards == 0 and spent.reason in str(spent)
+    if isinstance(out, torch.Tensor):
+        assert torch.equal(out, stock)
+    else:
+        assert torch.equal(out.sequences, stock.sequences) and out.speculation is spent
+        assert all(map(torch.equal, out.scores, stock.scores))
+        assert type(out.past_key_values) is type(stock.past_key_values)
+        check_same_cache(out.past_key_values, stock.past_key_values)
+    if "past_key_values" in given:
+        check_same_cache(given["past_key_values"], expected["past_key_values"])
+
+
+def check_same_cache(cache, expected):
+    assert int(cache.get_seq_length()) == int(expected.get_seq_length())
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        assert type(layer) is type(other)
+        if isinstance(getattr(layer, "keys", None), torch.Tensor):
+            assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+
+
+class OtherLayer(DynamicLayer):
+    pass
+
+
+class OtherCache(Cache):
+    def __init__(self):
+        super().__init__(layer_class_to_replicate=OtherLayer)
+
+
+@torch.no_grad()
+def filled(model, cache, tokens):
+    model(tiny_prompts(128, (9,))[0][:, :tokens], past_key_values=cache)
+    return cache
+
+
+def foreign_layers(model):
+    cache = DynamicCache(config=model.config)
+    cache.layers[1] = OtherLayer()
+    return filled(model, cache, 4)
+
+
+CACHES = {
+    "static": (lambda model: StaticCache(config=model.config, max_cache_len=32), "a StaticCache, whose way of"),
+    "static-filled": (
+        lambda model: filled(model, StaticCache(config=model.config, max_cache_len=32), 4),
+        "a StaticCache, whose way of.*Pass a DynamicCache",
+    ),
+    "other": (lambda model: OtherCache(), "a OtherCache, whose way of"),
+    "other-layers": (foreign_layers, "a DynamicCache, with layers of the kind OtherLayer"),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caches(target, name):
+    make, reason = CACHES[name]
+    model = target("llama")
+    input_ids, mask = tiny_prompts(128, (9,))
+    call = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": make(model)}
+    check_unsupported(lambda: model, reason, call)
+
+
+@pytest.mark.parametrize("name", ["quantized", "offloaded", "offloaded_static"])
+def test_ways_of_storing(target, name, monkeypatch):
+    """Such caches need a package or a GPU: `generate` gets to make them, as without a draft, and here makes another."""
+    model, made = target("llama"), []
+
+    def prepare(config, model_kwargs, *args):
+        made.append(config.cache_implementation)
+        model_kwargs["past_key_values"] = OtherCache()
+
+    monkeypatch.setattr(model, "_prepare_cache_for_generation", prepare)
+    input_ids, mask = tiny_prompts(128, (9, 4))
+    reason = f"cache_implementation='{name}': quantized and offloaded caches are not supported with a draft. Leave"
+    call = {"input_ids": input_ids, "attention_mask": mask, "cache_implementation": name}
+    check_unsupported(lambda: model, reason, call)
+    assert len(made) == 6  # the refused call made none
+
+
+def test_arguments_that_would_not_reach_the_model(target):
+    call = {"input_ids": tiny_prompts(128, (9,))[0], "output_router_logits": True}
+    reason = "output_router_logits would not reach the model.*Drop what"
+    check_unsupported(lambda: target("qwen3_moe"), reason, call, NgramDraftModel)
+
+
+def test_gaps_that_flash_attention_counts(target, monkeypatch):
+    """The name alone is that of flash attention, which is not installed: `_sample` only shows what it is given."""
+    model = target("mistral")
+    assert not TargetView(model).why_not()  # a trial under the model's own attention
+    input_ids, mask = tiny_prompts(128, (19, 12))
+    mask[0, 5] = 0
+    call = {"input_ids": input_ids, "attention_mask": mask, "do_sample": True}
+    reason, draft = (
+        "zeros between tokens, and attn_implementation='flash_attention_2'",
+        PlainDraftModel.from_target(model),
+    )
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+
+    def sample(self, ids, *args, **kwargs):
+        assert self.config._attn_implementation == "flash_attention_2" and torch.equal(kwargs["attention_mask"], mask)
+        return ids + 1
+
+    monkeypatch.setattr(type(model), "_sample", sample)
+    assert torch.equal(run(model, call, draft)[0], input_ids + 1)
+    assert re.search(reason, draft.last_speculation.reason)
+    draft.generation_config.on_unsupported = "error"
+    with pytest.raises(ValueError, match=reason):
+        run(model, call, draft)
+
+
+def test_the_warning_comes_once_and_the_reason_every_time(target, caplog):
+    model = target("llama")
+    draft = PlainDraftModel.from_target(model)
+    transformers_logging.warning_once.cache_clear()
+    found = []
+    for _ in range(2):
+        cache = StaticCache(config=model.config, max_cache_len=41)
+        call = {"input_ids": tiny_prompts(128, (11,))[0], "past_key_values": cache, "do_sample": False}
+        draft.last_speculation = None
+        run(model, call, draft)
+        found.append(draft.last_speculation.reason)
+    warned = [record.message for record in caplog.records if "is not used in this call" in record.message]
+    assert warned == [f"PlainDraftModel is not used in this call: {found[0]}"] and found[0] == found[1]
+    assert "Pass a DynamicCache" in found[0]
+    run(model, call | {"past_key_values": DynamicCache()}, draft)
+    assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards > 0
+
+
+def test_what_stays_an_error_comes_first(target):
+    """With a reason for decoding without the draft as well."""
+    model = target("llama")
+    draft = PlainDraftModel.from_target(model)
+    input_ids, mask = tiny_prompts(128, (9,))
+    call = {"input_ids": input_ids, "past_key_values": StaticCache(config=model.config, max_cache_len=32)}
+    for options, message in (
+        ({"guidance_scale": 1.5}, "keeps state from call to call"),
+        ({"output_attentions": True}, "output_attentions=True is not supported"),
+        ({"attention_mask": mask.flip(1).scatter(1, torch.tensor([[8]]), 0)}, "attention_mask ends with 0"),
+        ({"position_ids": torch.arange(9)[None] + 5}, "position_ids of shape"),
+        ({"num_assistant_tokens": 2}, "would have no effect"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(model, fresh(call), draft, **({"do_sample": False} | options))
+    draft.generation_config.on_unsupported = "silent"
+    with pytest.raises(ValueError, match="on_unsupported='silent': expected one of plain, error"):
+        run(model, fresh(call), draft)
+    assert draft.last_speculation is None
+
+
+def test_a_cache_of_the_package_that_plain_generate_can_continue():
+    """A rotary limit that the text begins beyond: here the target would drop what the cache holds."""
+    settings = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 20}
+    settings |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+    def make():
+        return tiny_target("llama", rope_parameters=settings, max_position_embeddings=80)
+
+    input_ids, mask = tiny_prompts(128, (30,))
+    call = {"input_ids": input_ids, "attention_mask": mask, "prefill_chunk_size": 8}
+    check_unsupported(make, "prefill_chunk_size=8 with a prompt of 30 tokens", call)
+    call["past_key_values"] = SpeculativeCache(make().config, 1, 64)
+    check_unsupported(make, "prefill_chunk_size=8 with a prompt of 30 tokens", call)
