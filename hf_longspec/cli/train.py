@@ -85,8 +85,8 @@ def run(
 def dataset_of(sources: list[str]) -> dict[str, Any]:
     """Arguments of `datasets.load_dataset` for text files, for JSON lines, or for one data set or its folder.
 
-    >>> dataset_of(["notes.txt", "more.txt"])["path"], dataset_of(["org/books"])
-    ('text', {'path': 'org/books', 'split': 'train'})
+    >>> dataset_of(["one.jsonl", "two.jsonl"])["path"], dataset_of(["org/books"])
+    ('json', {'path': 'org/books', 'split': 'train'})
     """
     files = [Path(source) for source in sources]
     if len(files) == 1 and not files[0].suffix and not files[0].is_file():
