@@ -266,21 +266,6 @@ def conversation(plain_run, model, lengths, turns, new, cache, check):
 class TestSecondTurn:
     """A cache that holds the beginning of the text."""
 
-    @pytest.mark.parametrize(
-        ("name", "lengths", "turns"),
-        [
-            ("llama", (14,), ("specattn", "specattn")),
-            ("gemma3", (14, 14), ("plain", "tree", "plain", "tree")),
-        ],
-        ids=str,
-    )
-    def test_turns(self, plain_run, target, name, lengths, turns):
-        """The cache has room for the first turns, and grows."""
-        model = target(name)
-        cache = SpeculativeCache(model.config, len(lengths), 30)
-        conversation(plain_run, model, lengths, turns, 5, cache, lambda _: None)
-        assert cache.max_length > 30 or len(turns) == 2
-
     @pytest.mark.parametrize("of_transformers", [False, True])
     def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, monkeypatch, of_transformers):
         model = target("llama")

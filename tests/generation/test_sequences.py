@@ -150,27 +150,6 @@ class TestAlone:
         with pytest.raises(ValueError, match="returned 3 values for 2 rows"):
             sequences([three]).append([[11], [12]])
 
-    @pytest.mark.parametrize("answer", [True, torch.tensor(True), torch.tensor([True])], ids=["bool", "scalar", "row"])
-    def test_criteria_may_answer_in_any_form(self, answer):
-        rows = sequences([Answer(lambda ids, scores: answer)])
-        assert rows.append([[11, 12], [13]]) == [1, 1] and rows.finished
-
-    def test_a_criterion_ends_all_rows_by_stop_iteration(self):
-        class Enough(StoppingCriteria):
-            def __call__(self, input_ids, scores, **kwargs):
-                if input_ids.shape[1] == 6:
-                    raise StopIteration
-                return False
-
-        streamer = Recorder()
-        rows = sequences([Enough()], streamer=streamer)
-        assert rows.append([[11, 12, 13], [14]]) == [3, 1] and not rows.finished
-        assert rows.append([[15], [21, 22]]) == [0, 1] and rows.finished and rows.interrupted
-        assert rows.append([[21], [22]]) == [0, 0]
-        assert rows.output()[:, 4:].tolist() == [[11, 12], [14, 21]]
-        rows.end()
-        assert streamer.puts == [[11, 14], [12, 21]] and streamer.ends == 1
-
     def test_an_interrupted_streamer_gets_no_token_twice(self):
         """Whether it took the token is unknown, so nothing more is handed on."""
 
@@ -197,24 +176,6 @@ class TestAlone:
         assert streamer.puts == [[11, 21], [12, 22], [13, 7], [14, PAD_TOKEN_ID]]
         rows.end()
         assert streamer.ends == 1
-
-
-@CALLS
-def test_a_custom_criterion_is_exact_to_the_token(plain_run, kind, lengths):
-    """It depends on the whole row, answers with a tensor, and fires in the middle of what one step accepted."""
-    plain_criterion, ours = (Recall(lambda row: sum(row) % 7 == 0 and len(row) > max(lengths) + 2) for _ in range(2))
-    free = plain_run("llama", lengths, max_new_tokens=20)
-    run = plain_run("llama", lengths, max_new_tokens=20, stopping_criteria=StoppingCriteriaList([plain_criterion]))
-    assert run.sequences.tolist() != free.sequences.tolist()
-    draft = run.draft(kind, hints=free.generated, luck=0.95)
-    out = run.again(draft, stopping_criteria=StoppingCriteriaList([ours]))
-    assert out.tolist() == run.sequences.tolist()
-    assert sum(draft.last_speculation.acceptance_histogram[2:]) > 0
-    # the rows of every length that plain decoding passes through are shown, and no length twice to the same row
-    passed = {tuple(row) for batch in plain_criterion.batches for row in batch}
-    shown = {tuple(row) for batch in ours.batches for row in batch}
-    assert all(tuple(row[:end]) in shown for row in run.sequences.tolist() for end in range(run.prompt_length + 1, 9))
-    assert len(lengths) > 1 or shown == passed
 
 
 @pytest.mark.parametrize(("kind", "ends"), [("tree", True), ("specattn", False)])
