@@ -71,18 +71,6 @@ def test_the_penalty_is_that_of_the_options(run, folder):
     assert text == expected(folder, 30, penalty=(3.0, 12)) != expected(folder, 30)
 
 
-def test_the_seed_decides_a_sampled_text(run):
-    short = ("--endless", "--draft", "plain", "--tokens", 20)
-    texts = [run(*short, *more)[1] for more in ([], [], ["--seed", 1], ["--min-p", 0.6])]
-    assert texts[0] == texts[1] != texts[2] and texts[3] != texts[0]
-
-
-def test_the_prompt_may_be_a_file(run, folder, tmp_path):
-    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
-    options = ("--greedy", "--penalty", 1, "--endless", "--tokens", 30, "--prompt", "something else")
-    assert run(*options, "--file", tmp_path / "prompt.txt")[1] == expected(folder, 30)
-
-
 def interrupt(*arguments):
     raise KeyboardInterrupt
 

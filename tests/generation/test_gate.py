@@ -142,7 +142,7 @@ BINDING = SimpleNamespace(target=SimpleNamespace(clock=time.perf_counter))
 class TestWhoHasAGate:
     @pytest.mark.parametrize(("name", "value"), [("gate", "auto"), ("gate", 1), ("check_target", None)])
     def test_values_that_are_no_bool_are_refused(self, name, value):
-        with pytest.raises(ValueError, match=f"{name}=.*: expected True or False"):
+        with pytest.raises(ValueError, match=f"{name}="):
             check_flags(({"gate": True, "check_target": True} | {name: value}).get)
 
     def test_a_drafter_of_the_root_alone_has_no_gate(self):

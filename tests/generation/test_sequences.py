@@ -133,7 +133,7 @@ class TestAlone:
         eos, bad = EosTokenCriteria(torch.tensor([7])), -1
         rows = sequences([eos])
         assert rows.append([[11, 7, bad], [12, 13]]) == [2, 2] and rows.done == [True, False]
-        with pytest.raises(RuntimeError, match=r"probability tensor contains either.*token 6 of row 1"):
+        with pytest.raises(RuntimeError, match="token 6 of row 1"):
             rows.append([[], [bad]])
         for last in (7, 8):
             rows = sequences([eos, Answer(lambda ids, scores, last=last: ids.shape[1] == last)])
@@ -147,7 +147,7 @@ class TestAlone:
 
     def test_a_criterion_must_answer_for_every_row(self):
         three = Answer(lambda ids, scores: torch.zeros(3, dtype=torch.bool))
-        with pytest.raises(ValueError, match="returned 3 values for 2 rows"):
+        with pytest.raises(ValueError, match="3 values .* 2 rows"):
             sequences([three]).append([[11], [12]])
 
     def test_an_interrupted_streamer_gets_no_token_twice(self):

@@ -139,9 +139,9 @@ def test_modes():
     assert type(of("compile", cpu)) is CompiledRunner
     assert of("auto", cuda).inner is of("graph", cuda).inner is None
     assert type(of("compile", cuda).inner) is CompiledRunner
-    with pytest.raises(ValueError, match=r"compile='graph' captures CUDA graphs, and the model is on cpu"):
+    with pytest.raises(ValueError, match="compile='graph'.* cpu"):
         of("graph", cpu)
-    with pytest.raises(ValueError, match=r"compile='fast': expected one of auto, graph, compile, off"):
+    with pytest.raises(ValueError, match="compile='fast'"):
         generate(model, draft, "fast")
 
 
