@@ -110,5 +110,5 @@ def test_prompts_are_left_padded_and_rows_do_not_depend_on_the_batch():
 def test_impossible_prompts_and_targets_are_refused(vocab_size, lengths):
     with pytest.raises(ValueError, match="expected"):
         tiny_prompts(vocab_size, lengths)
-    with pytest.raises(ValueError, match="'gpt2'.* llama"):
+    with pytest.raises(ValueError, match=r"'gpt2'.* llama"):
         tiny_target("gpt2")

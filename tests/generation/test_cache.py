@@ -161,17 +161,17 @@ def test_too_much_is_refused_before_anything_is_written():
         with pytest.raises(ValueError, match="each must be at least 1"):
             make_cache(*sizes)
     ledger = Ledger(make_cache(max_length=6, tree_slots=4))
-    with pytest.raises(ValueError, match="5 nodes .* tree_slots=4"):
+    with pytest.raises(ValueError, match=r"5 nodes .* tree_slots=4"):
         ledger.cache.stage(5)
-    with pytest.raises(ValueError, match="batch_size=2.* 3 rows"):
+    with pytest.raises(ValueError, match=r"batch_size=2.* 3 rows"):
         ledger.cache.update(*torch.zeros(2, 3, HEADS, 1, KEY_SIZE), 0)
     ledger.write(10)
     ledger.cache.set_lengths([10, 3])
     with pytest.raises(ValueError, match=r"\(10, 3\)"):
         ledger.write(1)
-    with pytest.raises(ValueError, match="1 nodes .* 10 "):
+    with pytest.raises(ValueError, match=r"1 nodes .* 10 "):
         ledger.cache.stage(1)
-    with pytest.raises(ValueError, match="3 lengths .* 2 rows"):
+    with pytest.raises(ValueError, match=r"3 lengths .* 2 rows"):
         ledger.cache.set_lengths([1, 2, 3])
 
 

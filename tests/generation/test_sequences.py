@@ -147,7 +147,7 @@ class TestAlone:
 
     def test_a_criterion_must_answer_for_every_row(self):
         three = Answer(lambda ids, scores: torch.zeros(3, dtype=torch.bool))
-        with pytest.raises(ValueError, match="3 values .* 2 rows"):
+        with pytest.raises(ValueError, match=r"3 values .* 2 rows"):
             sequences([three]).append([[11], [12]])
 
     def test_an_interrupted_streamer_gets_no_token_twice(self):

@@ -139,7 +139,7 @@ def test_modes():
     assert type(of("compile", cpu)) is CompiledRunner
     assert of("auto", cuda).inner is of("graph", cuda).inner is None
     assert type(of("compile", cuda).inner) is CompiledRunner
-    with pytest.raises(ValueError, match="compile='graph'.* cpu"):
+    with pytest.raises(ValueError, match=r"compile='graph'.* cpu"):
         of("graph", cpu)
     with pytest.raises(ValueError, match="compile='fast'"):
         generate(model, draft, "fast")

@@ -156,7 +156,7 @@ def test_local_and_global_layers_turn_at_their_own_speed(target):
 
 def test_a_target_without_rotary_embedding_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, bos_token_id=1, eos_token_id=2))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel.* rotary"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.* rotary"):
         LongSpecDraftModel.from_target(model)
 
 
@@ -226,5 +226,5 @@ def test_a_model_without_a_known_final_norm_is_refused_by_name():
     model = tiny_target("llama")
     model.model.closing = model.model.norm
     del model.model.norm
-    with pytest.raises(ValueError, match="LlamaForCausalLM.* final norm"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.* final norm"):
         final_norm_of(model)
