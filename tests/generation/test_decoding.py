@@ -77,15 +77,6 @@ def test_scores_and_logits_are_those_of_plain_generate(plain_run, name, kind, le
     assert out.attentions is None and out.hidden_states is None
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.2])
-def test_scores_and_logits_only_where_asked(plain_run, penalty):
-    """With a history, scores are computed one by one on the way down a tree; they must not be kept either."""
-    run = plain_run("llama", ONE, max_new_tokens=4, repetition_penalty=penalty)
-    bare = run.again(run.draft("tree"), return_dict_in_generate=True)
-    assert bare.scores is None and bare.logits is None
-    assert isinstance(run.again(run.draft("tree")), torch.Tensor)
-
-
 @pytest.mark.parametrize(("name", "kind", "chunk"), [("gemma3", "tree", 7), ("deepseek_v3", "specattn", 1)])
 def test_chunked_prefill(plain_run, monkeypatch, name, kind, chunk):
     run = plain_run(name, (43, 3, 20), max_new_tokens=4)
@@ -103,23 +94,6 @@ def test_chunked_prefill(plain_run, monkeypatch, name, kind, chunk):
     widths.clear()
     run.again(draft)
     assert max(widths) > 30
-
-
-@pytest.mark.parametrize(
-    ("attention", "name", "kind"),
-    [
-        ("eager", "gemma3", "tree"),
-        ("sdpa", "gemma3", "specattn"),
-        ("hf_longspec", "gpt_oss", "tree"),
-        ("hf_longspec_torch", "gpt_oss", "specattn"),
-    ],
-)
-def test_every_attention_implementation_of_the_target(plain_run, target, name, kind, attention):
-    expected = plain_run(name, RAGGED, max_new_tokens=8).sequences
-    run = plain_run(target(name, attn_implementation=attention), RAGGED, max_new_tokens=8)
-    assert run.sequences.tolist() == expected.tolist()  # our attention serves plain generate too
-    assert run.again(run.draft(kind)).tolist() == expected.tolist()
-    assert run.model.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "tree"), ("deepseek_v3", "specattn")])

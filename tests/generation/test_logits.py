@@ -39,29 +39,6 @@ class Digest(LogitsProcessor):
         return scores + 2.0 * ((tokens - digest[:, None]) % 5 == 0)
 
 
-class PerRow(LogitsProcessor):
-    """Keeps one number per row of the batch, as some of transformers' own do, and refuses any other batch."""
-
-    def __init__(self, offsets):
-        self.offsets = torch.tensor(offsets)
-
-    def __call__(self, input_ids, scores):
-        assert input_ids.shape[0] == scores.shape[0] == len(self.offsets)
-        banned = (input_ids[:, -1] + self.offsets) % scores.shape[1]
-        return scores.scatter(1, banned[:, None], -torch.inf).roll(1, dims=1)
-
-
-@pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("chain", ONE)])
-def test_custom_processors(plain_run, kind, lengths):
-    processors = LogitsProcessorList([Digest(), PerRow(range(3, 3 + len(lengths)))])
-    free = plain_run("llama", lengths, max_new_tokens=14)
-    run = plain_run("llama", lengths, max_new_tokens=14, logits_processor=processors)
-    assert run.sequences.tolist() != free.sequences.tolist()
-    draft = run.draft(kind)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
 def test_a_processor_that_says_it_has_no_history_runs_once_per_step(plain_run):
     class Shift(Digest):
         history_free = True

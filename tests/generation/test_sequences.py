@@ -267,19 +267,6 @@ def test_a_criterion_gets_the_scores_of_stock_generate(plain_run, kind, lengths)
         assert not ours[row, count:].any()
 
 
-def test_stop_strings(plain_run, target, tokenizer):
-    model = target("llama", vocab_size=len(tokenizer))
-    free = plain_run(model, RAGGED, max_new_tokens=16, eos_token_id=1)
-    texts = [tokenizer.decode(row) for row in free.generated]
-    stops = [text[6 + row : 8 + row] for row, text in enumerate(texts)]
-    assert all(len(stop) == 2 for stop in stops)
-    run = plain_run(model, RAGGED, max_new_tokens=16, eos_token_id=1, stop_strings=stops, tokenizer=tokenizer)
-    assert run.sequences.tolist() != free.sequences.tolist()
-    draft = run.draft("tree", hints=free.generated, luck=0.95)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
 @CALLS
 def test_a_streamer_gets_what_plain_generate_gives_it(plain_run, kind, lengths):
     """Batch 3 too: transformers' own streamers refuse it, others need not. Rows end at different places."""
