@@ -519,5 +519,7 @@ class TestRefusedCaches:
         run = plain_run("llama", (9,), max_new_tokens=5)
         for name in ("quantized", "offloaded"):
             self.refused(run, None, f"cache_implementation='{name}'", cache_implementation=name)
-        out = run.again(run.draft("tree"), cache_implementation="static")
-        assert out.tolist() == run.sequences.tolist()
+        for name in ("static", "dynamic"):
+            out = run.again(run.draft("tree"), cache_implementation=name, return_dict_in_generate=True)
+            assert out.sequences.tolist() == run.sequences.tolist()
+            assert isinstance(out.past_key_values, SpeculativeCache)
