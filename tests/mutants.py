@@ -12,31 +12,13 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.mutations import AROUND_THE_LOOP, Mutation
+
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("hf_longspec", "tests", "benchmarks", "hub_cards", "pyproject.toml")
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """One broken rule.
-
-    Args:
-        rule (`str`): The rule that is broken.
-        file (`str`): Source file, relative to the package.
-        old (`str`): The source that is replaced.
-        new (`str`): Its replacement.
-        test (`str`): The test that must fail, as pytest names it.
-    """
-
-    rule: str
-    file: str
-    old: str
-    new: str
-    test: str
+COPIED = ("hf_longspec", "tests", "benchmarks", "hub_cards", "pyproject.toml", "LICENSE")
 
 
 MUTATIONS = (
@@ -432,6 +414,7 @@ MUTATIONS = (
         "        elif count > 4:\n            self.find_bounds",
         "tests/modeling/quest/test_generation_quest.py::test_bounds_are_up_to_date_after_every_commit",
     ),
+    *AROUND_THE_LOOP,
 )
 
 

@@ -73,12 +73,6 @@ def test_the_prompt_may_be_a_file_and_the_penalty_is_that_of_the_options(run, fo
     assert text == expected(folder, 30, penalty=(3.0, 12)) != expected(folder, 30)
 
 
-def test_the_seed_decides_a_sampled_text(run):
-    short = ("--endless", "--draft", "plain", "--tokens", 20)
-    texts = [run(*short, *more)[1] for more in ([], [], ["--seed", 1], ["--min-p", 0.6])]
-    assert texts[0] == texts[1] != texts[2] and texts[3] != texts[0]
-
-
 def interrupt(*arguments):
     raise KeyboardInterrupt
 

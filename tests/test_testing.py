@@ -84,11 +84,6 @@ def test_the_sinks_are_felt():
     assert relative_change(last_logits(model, input_ids), original) > VISIBLE
 
 
-def test_layers_without_rotary_embedding():
-    model = tiny_target("smollm3")
-    assert [layer.self_attn.use_rope for layer in model.model.layers] == [1, 0]
-
-
 def test_same_seed_same_weights_and_the_global_random_state_is_left_alone():
     before = torch.get_rng_state()
     first, again, other = tiny_target("qwen3"), tiny_target("qwen3"), tiny_target("qwen3", seed=1)
@@ -97,12 +92,6 @@ def test_same_seed_same_weights_and_the_global_random_state_is_left_alone():
     for name, weight in first.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name])
         assert not torch.equal(weight, other.state_dict()[name])
-
-
-def test_attention_implementation_does_not_change_the_weights():
-    eager, sdpa = tiny_target("smollm3", attn_implementation="eager"), tiny_target("smollm3")
-    assert (eager.config._attn_implementation, sdpa.config._attn_implementation) == ("eager", "sdpa")
-    assert all(torch.equal(weight, sdpa.state_dict()[name]) for name, weight in eager.state_dict().items())
 
 
 def test_prompts_are_left_padded_and_rows_do_not_depend_on_the_batch():
@@ -121,5 +110,5 @@ def test_prompts_are_left_padded_and_rows_do_not_depend_on_the_batch():
 def test_impossible_prompts_and_targets_are_refused(vocab_size, lengths):
     with pytest.raises(ValueError, match="expected"):
         tiny_prompts(vocab_size, lengths)
-    with pytest.raises(ValueError, match="unknown tiny target 'gpt2', expected one of: llama, mistral"):
+    with pytest.raises(ValueError, match=r"'gpt2'.* llama"):
         tiny_target("gpt2")

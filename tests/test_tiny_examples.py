@@ -170,42 +170,22 @@ def test_an_interrupted_run_goes_on_and_its_log_has_all_minutes(train):
     assert entries[-1]["learning_rate"] < 1e-4 < max(entry["learning_rate"] for entry in entries)
 
 
-@pytest.mark.parametrize(
-    ("entry", "tau"),
-    [
-        ({"estimated_tau": 2.5, "head_1_top1": 0.1}, 2.5),
-        ({"head_1_top1": 0.5, "head_1_top3": 0.9, "head_2_top1": 0.5}, 1.75),
-        ({"acceptance": 0.5}, 1.875),
-    ],
-)
-def test_the_expected_tau_of_a_log(entry, tau):
-    assert script("publish_tiny_draft").expected_tau(entry) == tau
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """`written(seed)`: the rows that a random target writes after two streams, and the streams."""
-    folder = tmp_path_factory.mktemp("texts")
-    tiny_target("llama").save_pretrained(folder / "target")
+def test_rows_are_the_streams_and_then_the_target(tmp_path):
+    tiny_target("llama").save_pretrained(tmp_path / "target")
     for name, low in (("novels", 3), ("modules", 60)):
-        write_stream(folder / "streams", name, 300, low, low + 50)
-
-    def write(seed):
-        given = ("--target", folder / "target", "--streams", folder / "streams", "--output", folder / "out")
+        write_stream(tmp_path / "streams", name, 300, low, low + 50)
+    given = ("--target", tmp_path / "target", "--streams", tmp_path / "streams", "--output", tmp_path / "out")
+    written = []
+    for seed in (0, 0, 2):
         sizes = ("--rows", 5, "--batch", 3, "--length", LENGTH, "--prompt", PROMPT)
         run("write_target_texts", *given, *sizes, "--seed", seed)
-        files = [np.load(folder / "out" / f"{mode}.npy") for mode in ("greedy", "sampled")]
+        files = [np.load(tmp_path / "out" / f"{mode}.npy") for mode in ("greedy", "sampled")]
         assert all(file.dtype == np.uint16 for file in files)
-        return [file.reshape(5, LENGTH).astype(np.int64) for file in files]
-
-    write.first = write(0)
-    write.streams = [np.load(path).astype(np.int64) for path in (folder / "streams").glob("*.npy")]
-    return write
-
-
-def test_rows_are_the_streams_and_then_the_target(written):
-    greedy, sampled = written.first
-    places = [stream[i : i + PROMPT].tolist() for stream in written.streams for i in range(300 - PROMPT + 1)]
+        written.append([file.reshape(5, LENGTH).astype(np.int64) for file in files])
+    (greedy, sampled), again, other = written
+    assert np.array_equal(sampled, again[1]) and not np.array_equal(sampled, other[1])
+    streams = [np.load(path).astype(np.int64) for path in (tmp_path / "streams").glob("*.npy")]
+    places = [stream[i : i + PROMPT].tolist() for stream in streams for i in range(300 - PROMPT + 1)]
     for row in (*greedy, *sampled):
         assert row[:PROMPT].tolist() in places
     model = tiny_target("llama", dtype=torch.bfloat16)
@@ -214,6 +194,3 @@ def test_rows_are_the_streams_and_then_the_target(written):
     # bfloat16 rounds differently with and without a cache: near-ties may swap
     assert (logits.max(-1).values - chosen).max() < 0.1
     assert len({tuple(row) for row in sampled.tolist()}) == 5 and not np.array_equal(greedy, sampled)
-    again, other = written(0), written(2)
-    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(written.first, again, strict=True))
-    assert not np.array_equal(written.first[1], other[1])

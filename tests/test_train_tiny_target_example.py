@@ -163,21 +163,3 @@ def test_a_run_begins_with_a_parent_where_layers_are_doubled_and_goes_on(script,
     script.main()
     record = json.loads((tiny_run.output / "model" / "training.json").read_text())
     assert record["history"][-1]["tokens"] == 64
-
-
-@pytest.mark.parametrize(
-    ("state", "factor"),
-    [
-        ({"steps": 0, "stage": 0, "stage_tokens": 0}, 1 / 60),
-        ({"steps": 99, "stage": 0, "stage_tokens": 0}, 1),
-        ({"steps": 99, "stage": 3, "stage_tokens": 9e5}, 0.5),
-        ({"steps": 99, "stage": 5, "stage_tokens": 0}, 0.5 / 60),  # the optimizers of twelve layers are new
-        ({"steps": 99, "stage": -1, "stage_tokens": 0.2e6}, 0.5 * 0.2 / 1.3),
-    ],
-)
-def test_learning_rates(script, state, factor):
-    optimizers = [torch.optim.SGD([torch.zeros(1)], lr=9.0) for _ in range(2)]
-    state["stage"] %= len(script.STAGES)
-    script.set_learning_rates(optimizers, {"stage_steps": 0, **state})
-    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    assert rates == pytest.approx([script.MATRIX_LR * factor, script.OTHER_LR * factor])

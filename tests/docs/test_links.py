@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_longspec.testing import TINY_TARGETS
 from tests.docs.blocks import PAGES, PROJECT, prose_of, read
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -108,3 +109,9 @@ def test_files_in_the_text_exist(page):
 def test_no_page_names_what_is_not_part_of_the_repository():
     for page in PAGES:
         assert not re.search(r"/(home|root|tmp)/", read(page)), page
+
+
+def test_the_architectures_of_the_page_are_those_of_the_tests():
+    listed = read("docs/models.md").split("More tests run on ")[1].split(", on transformers")[0]
+    listed = listed.replace(" (text)", "").replace(" and ", ", ").replace("\n", " ")
+    assert sorted(listed.split(", ")) == sorted(TINY_TARGETS)

@@ -161,17 +161,17 @@ def test_too_much_is_refused_before_anything_is_written():
         with pytest.raises(ValueError, match="each must be at least 1"):
             make_cache(*sizes)
     ledger = Ledger(make_cache(max_length=6, tree_slots=4))
-    with pytest.raises(ValueError, match=r"5 nodes do not fit after 0 committed tokens .* tree_slots=4"):
+    with pytest.raises(ValueError, match=r"5 nodes .* tree_slots=4"):
         ledger.cache.stage(5)
-    with pytest.raises(ValueError, match=r"made for batch_size=2, but .* 3 rows"):
+    with pytest.raises(ValueError, match=r"batch_size=2.* 3 rows"):
         ledger.cache.update(*torch.zeros(2, 3, HEADS, 1, KEY_SIZE), 0)
     ledger.write(10)
     ledger.cache.set_lengths([10, 3])
-    with pytest.raises(ValueError, match=r"rows hold \(10, 3\) tokens, and plain generation needs rows of one length"):
+    with pytest.raises(ValueError, match=r"\(10, 3\)"):
         ledger.write(1)
-    with pytest.raises(ValueError, match="1 nodes do not fit after 10 committed tokens"):
+    with pytest.raises(ValueError, match=r"1 nodes .* 10 "):
         ledger.cache.stage(1)
-    with pytest.raises(ValueError, match="3 lengths for a cache of 2 rows"):
+    with pytest.raises(ValueError, match=r"3 lengths .* 2 rows"):
         ledger.cache.set_lengths([1, 2, 3])
 
 
@@ -266,21 +266,6 @@ def conversation(plain_run, model, lengths, turns, new, cache, check):
 class TestSecondTurn:
     """A cache that holds the beginning of the text."""
 
-    @pytest.mark.parametrize(
-        ("name", "lengths", "turns"),
-        [
-            ("llama", (14,), ("specattn", "specattn")),
-            ("gemma3", (14, 14), ("plain", "tree", "plain", "tree")),
-        ],
-        ids=str,
-    )
-    def test_turns(self, plain_run, target, name, lengths, turns):
-        """The cache has room for the first turns, and grows."""
-        model = target(name)
-        cache = SpeculativeCache(model.config, len(lengths), 30)
-        conversation(plain_run, model, lengths, turns, 5, cache, lambda _: None)
-        assert cache.max_length > 30 or len(turns) == 2
-
     @pytest.mark.parametrize("of_transformers", [False, True])
     def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, monkeypatch, of_transformers):
         model = target("llama")
@@ -309,11 +294,11 @@ class TestSecondTurn:
         mask, held = torch.ones_like(out), cache.lengths.host
         mask[1, :3] = 0
         options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 4}
-        with pytest.raises(ValueError, match=r"past_key_values holds \(\d+, \d+\) tokens, which are not the first"):
+        with pytest.raises(ValueError, match=r"past_key_values .*\(\d+, \d+\)"):
             model.generate(out, assistant_model=run.draft("tree"), **options)
         assert (model.config._attn_implementation, cache.lengths.host) == ("sdpa", held)
         if lengths != (9, 9):
-            with pytest.raises(ValueError, match="plain generation needs rows of one length without padding"):
+            with pytest.raises(ValueError, match="plain generation"):
                 model.generate(out, **options)
 
     @pytest.mark.parametrize(("kind", "make"), [("specattn", None), ("tree", SpeculativeCache), ("tree", DynamicCache)])
@@ -505,10 +490,6 @@ def offloaded(run):
     return cache
 
 
-STATIC = "past_key_values is a StaticCache, whose way of storing.*Pass a DynamicCache"
-STORED = "past_key_values holds 9 tokens and input_ids has 9: pass the whole"
-
-
 class TestRefusedCaches:
     def refused(self, run, cache, match, **options):
         before = run.model.config._attn_implementation, run.model.generation_config.to_dict()
@@ -523,12 +504,12 @@ class TestRefusedCaches:
     @pytest.mark.parametrize(
         ("lengths", "make", "match"),
         [
-            ((21, 4), lambda run: SpeculativeCache(run.model.config, 3, 64), "has 3 rows and input_ids 2"),
-            ((9,), lambda run: filled(run, DynamicCache(), 4, rows=2), "past_key_values has 2 rows and input_ids 1"),
-            ((9,), lambda run: filled(run, SpeculativeCache(run.model.config, 1, 64), 9), STORED),
-            ((9,), lambda run: filled(run, StaticCache(config=run.model.config, max_cache_len=32), 4), STATIC),
-            ((9,), quantized, "past_key_values is a QuantizedCache, whose way of storing"),
-            ((9,), offloaded, "a DynamicCache, with offloading=True"),
+            ((21, 4), lambda run: SpeculativeCache(run.model.config, 3, 64), "past_key_values has 3 rows"),
+            ((9,), lambda run: filled(run, DynamicCache(), 4, rows=2), "past_key_values has 2 rows"),
+            ((9,), lambda run: filled(run, SpeculativeCache(run.model.config, 1, 64), 9), "past_key_values holds 9"),
+            ((9,), lambda run: filled(run, StaticCache(config=run.model.config, max_cache_len=32), 4), "StaticCache"),
+            ((9,), quantized, "QuantizedCache"),
+            ((9,), offloaded, "offloading=True"),
         ],
     )
     def test_caches(self, plain_run, lengths, make, match):
@@ -539,6 +520,8 @@ class TestRefusedCaches:
         """The refusal comes first: making such a cache needs a package, or a GPU. The loop's own way is static."""
         run = plain_run("llama", (9,), max_new_tokens=5)
         for name in ("quantized", "offloaded"):
-            self.refused(run, None, f"cache_implementation='{name}': quantized", cache_implementation=name)
-        out = run.again(run.draft("tree"), cache_implementation="static")
-        assert out.tolist() == run.sequences.tolist()
+            self.refused(run, None, f"cache_implementation='{name}'", cache_implementation=name)
+        for name in ("static", "dynamic"):
+            out = run.again(run.draft("tree"), cache_implementation=name, return_dict_in_generate=True)
+            assert out.sequences.tolist() == run.sequences.tolist()
+            assert isinstance(out.past_key_values, SpeculativeCache)

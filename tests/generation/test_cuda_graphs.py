@@ -10,7 +10,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.gate import gate_of
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
-from hf_longspec.testing import randomize, tiny_prompts, tiny_target
+from hf_longspec.testing import random_eagle3_draft, randomize, tiny_prompts, tiny_target
 from tests.generation.test_on_simulated_cuda import generate, simulated
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -78,6 +78,20 @@ class TestNextCall:
                 draft.release_buffers()
             generate(model, draft, *cuda.place(prompts), False)
             assert len(cuda.graphs) >= 2 * captured - 2  # those without buffers are kept with the target
+
+
+def test_settings_that_change_between_calls_reach_the_graphs():
+    """A graph keeps the settings that it was captured with, so a changed one needs new graphs; `tune` changes them."""
+    model, captured = tiny_target("llama", vocab_size=24), []
+    draft = random_eagle3_draft(model, tree_widths=[9, 6])
+    draft.generation_config.compile = "graph"
+    with simulated() as cuda:
+        cuda.place(model), cuda.place(draft)
+        for norm_output in (False, False, True):
+            draft.generation_config.norm_output = norm_output
+            generate(model, draft, *cuda.place(tiny_prompts(24, (21,))), False)
+            captured.append(len(cuda.graphs))
+    assert 0 < captured[0] == captured[1] < captured[2]
 
 
 def test_the_gate_does_not_count_captures(pair):

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from hf_longspec.testing import WINDOW
-from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.generation.tiny_models import ATTENTION
 from tests.rounding import rounding
 
@@ -36,29 +34,6 @@ def test_every_kind_of_attention(plain_run, name):
     assert all(histogram[0] > 0 and sum(histogram[2:]) > 0 for histogram in histograms)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("gemma2", {"score": "weights", "selection": "all_rows", "granularity": "kv_head"}),
-        ("gpt_oss", {"score": "logits", "selection": "last_accepted", "granularity": "kv_head"}),
-        ("llama", {"selection": "accepted_rows", "granularity": "kv_head"}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),
-)
-def test_ways_to_select(plain_run, name, settings):
-    run = plain_run(name, RAGGED, max_new_tokens=9)
-    draft = run.draft("specattn", **settings)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.last_speculation.num_draft_tokens > 0
-
-
-@pytest.mark.parametrize(("name", "length"), [("mistral", WINDOW - 1), ("gemma3", WINDOW), ("gpt_oss", 3 * WINDOW + 1)])
-def test_around_a_full_window(plain_run, name, length):
-    run = plain_run(name, (length,), max_new_tokens=2 * WINDOW)
-    for kind in ("tree", "chain"):
-        assert run.again(run.draft(kind, num_nodes=11)).tolist() == run.sequences.tolist()
-
-
 @pytest.mark.parametrize(("lengths", "new"), [(ONE, 1), (ONE, 4), (RAGGED, 5)], ids=str)
 def test_the_length_limit_is_exact(plain_run, lengths, new):
     run = plain_run("llama", lengths, max_new_tokens=new)
@@ -69,18 +44,6 @@ def test_the_length_limit_is_exact(plain_run, lengths, new):
             out = run.again(draft, **limit)
             assert out.shape[1] == run.prompt_length + new
             assert out.tolist() == run.sequences.tolist()
-
-
-@pytest.mark.parametrize(("kind", "lengths"), [("chain", ONE), ("tree", RAGGED)])
-def test_list_of_end_tokens(plain_run, kind, lengths):
-    free = plain_run("llama", lengths, max_new_tokens=18)
-    # end tokens that the rows really emit, in the middle
-    ends = sorted({row[5 + 2 * index] for index, row in enumerate(free.generated)})
-    run = plain_run("llama", lengths, max_new_tokens=18, eos_token_id=[126, *ends])
-    draft = run.draft(kind, hints=free.generated, luck=0.9)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert (run.sequences[:, run.prompt_length :] == 0).any() or len(lengths) == 1  # some row ended before the others
-    assert run.sequences.shape[1] < run.prompt_length + 18
 
 
 def test_max_time_stops_after_the_first_token(plain_run):
@@ -114,15 +77,6 @@ def test_scores_and_logits_are_those_of_plain_generate(plain_run, name, kind, le
     assert out.attentions is None and out.hidden_states is None
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.2])
-def test_scores_and_logits_only_where_asked(plain_run, penalty):
-    """With a history, scores are computed one by one on the way down a tree; they must not be kept either."""
-    run = plain_run("llama", ONE, max_new_tokens=4, repetition_penalty=penalty)
-    bare = run.again(run.draft("tree"), return_dict_in_generate=True)
-    assert bare.scores is None and bare.logits is None
-    assert isinstance(run.again(run.draft("tree")), torch.Tensor)
-
-
 @pytest.mark.parametrize(("name", "kind", "chunk"), [("gemma3", "tree", 7), ("deepseek_v3", "specattn", 1)])
 def test_chunked_prefill(plain_run, monkeypatch, name, kind, chunk):
     run = plain_run(name, (43, 3, 20), max_new_tokens=4)
@@ -140,31 +94,6 @@ def test_chunked_prefill(plain_run, monkeypatch, name, kind, chunk):
     widths.clear()
     run.again(draft)
     assert max(widths) > 30
-
-
-@pytest.mark.parametrize("mask", [None, "ones"])
-def test_without_attention_mask_and_with_ones(plain_run, mask):
-    run = plain_run("qwen3", (19, 19, 19), max_new_tokens=8)
-    run.inputs["attention_mask"] = None if mask is None else torch.ones_like(run.inputs["input_ids"])
-    assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
-
-
-@pytest.mark.parametrize(
-    ("attention", "name", "kind"),
-    [
-        ("eager", "gemma3", "tree"),
-        ("sdpa", "gemma3", "specattn"),
-        ("hf_longspec", "gpt_oss", "tree"),
-        ("hf_longspec_reference", "gemma3", "tree"),
-        ("hf_longspec_torch", "gpt_oss", "specattn"),
-    ],
-)
-def test_every_attention_implementation_of_the_target(plain_run, target, name, kind, attention):
-    expected = plain_run(name, RAGGED, max_new_tokens=8).sequences
-    run = plain_run(target(name, attn_implementation=attention), RAGGED, max_new_tokens=8)
-    assert run.sequences.tolist() == expected.tolist()  # our attention serves plain generate too
-    assert run.again(run.draft(kind)).tolist() == expected.tolist()
-    assert run.model.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "tree"), ("deepseek_v3", "specattn")])

@@ -39,49 +39,6 @@ class Digest(LogitsProcessor):
         return scores + 2.0 * ((tokens - digest[:, None]) % 5 == 0)
 
 
-class PerRow(LogitsProcessor):
-    """Keeps one number per row of the batch, as some of transformers' own do, and refuses any other batch."""
-
-    def __init__(self, offsets):
-        self.offsets = torch.tensor(offsets)
-
-    def __call__(self, input_ids, scores):
-        assert input_ids.shape[0] == scores.shape[0] == len(self.offsets)
-        banned = (input_ids[:, -1] + self.offsets) % scores.shape[1]
-        return scores.scatter(1, banned[:, None], -torch.inf).roll(1, dims=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "lengths"), [("llama", "tree", RAGGED), ("gpt_oss", "chain", ONE), ("gpt_oss", "specattn", RAGGED)]
-)
-def test_processors_with_a_history(plain_run, name, kind, lengths):
-    free = plain_run(name, lengths, max_new_tokens=14)
-    early = free.generated[0][2]
-    options = {
-        "repetition_penalty": 1.3,
-        "no_repeat_ngram_size": 2,
-        "min_new_tokens": 9,
-        "bad_words_ids": [[free.generated[-1][1]], free.generated[0][3:5]],
-        "eos_token_id": early,
-    }
-    run = plain_run(name, lengths, max_new_tokens=14, **options)
-    assert run.sequences.tolist() != free.sequences.tolist()
-    draft = run.draft(kind)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
-@pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("chain", ONE)])
-def test_custom_processors(plain_run, kind, lengths):
-    processors = LogitsProcessorList([Digest(), PerRow(range(3, 3 + len(lengths)))])
-    free = plain_run("llama", lengths, max_new_tokens=14)
-    run = plain_run("llama", lengths, max_new_tokens=14, logits_processor=processors)
-    assert run.sequences.tolist() != free.sequences.tolist()
-    draft = run.draft(kind)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
 def test_a_processor_that_says_it_has_no_history_runs_once_per_step(plain_run):
     class Shift(Digest):
         history_free = True

@@ -133,7 +133,7 @@ class TestAlone:
         eos, bad = EosTokenCriteria(torch.tensor([7])), -1
         rows = sequences([eos])
         assert rows.append([[11, 7, bad], [12, 13]]) == [2, 2] and rows.done == [True, False]
-        with pytest.raises(RuntimeError, match=r"probability tensor contains either.*token 6 of row 1"):
+        with pytest.raises(RuntimeError, match="token 6 of row 1"):
             rows.append([[], [bad]])
         for last in (7, 8):
             rows = sequences([eos, Answer(lambda ids, scores, last=last: ids.shape[1] == last)])
@@ -147,29 +147,8 @@ class TestAlone:
 
     def test_a_criterion_must_answer_for_every_row(self):
         three = Answer(lambda ids, scores: torch.zeros(3, dtype=torch.bool))
-        with pytest.raises(ValueError, match="returned 3 values for 2 rows"):
+        with pytest.raises(ValueError, match=r"3 values .* 2 rows"):
             sequences([three]).append([[11], [12]])
-
-    @pytest.mark.parametrize("answer", [True, torch.tensor(True), torch.tensor([True])], ids=["bool", "scalar", "row"])
-    def test_criteria_may_answer_in_any_form(self, answer):
-        rows = sequences([Answer(lambda ids, scores: answer)])
-        assert rows.append([[11, 12], [13]]) == [1, 1] and rows.finished
-
-    def test_a_criterion_ends_all_rows_by_stop_iteration(self):
-        class Enough(StoppingCriteria):
-            def __call__(self, input_ids, scores, **kwargs):
-                if input_ids.shape[1] == 6:
-                    raise StopIteration
-                return False
-
-        streamer = Recorder()
-        rows = sequences([Enough()], streamer=streamer)
-        assert rows.append([[11, 12, 13], [14]]) == [3, 1] and not rows.finished
-        assert rows.append([[15], [21, 22]]) == [0, 1] and rows.finished and rows.interrupted
-        assert rows.append([[21], [22]]) == [0, 0]
-        assert rows.output()[:, 4:].tolist() == [[11, 12], [14, 21]]
-        rows.end()
-        assert streamer.puts == [[11, 14], [12, 21]] and streamer.ends == 1
 
     def test_an_interrupted_streamer_gets_no_token_twice(self):
         """Whether it took the token is unknown, so nothing more is handed on."""
@@ -197,24 +176,6 @@ class TestAlone:
         assert streamer.puts == [[11, 21], [12, 22], [13, 7], [14, PAD_TOKEN_ID]]
         rows.end()
         assert streamer.ends == 1
-
-
-@CALLS
-def test_a_custom_criterion_is_exact_to_the_token(plain_run, kind, lengths):
-    """It depends on the whole row, answers with a tensor, and fires in the middle of what one step accepted."""
-    plain_criterion, ours = (Recall(lambda row: sum(row) % 7 == 0 and len(row) > max(lengths) + 2) for _ in range(2))
-    free = plain_run("llama", lengths, max_new_tokens=20)
-    run = plain_run("llama", lengths, max_new_tokens=20, stopping_criteria=StoppingCriteriaList([plain_criterion]))
-    assert run.sequences.tolist() != free.sequences.tolist()
-    draft = run.draft(kind, hints=free.generated, luck=0.95)
-    out = run.again(draft, stopping_criteria=StoppingCriteriaList([ours]))
-    assert out.tolist() == run.sequences.tolist()
-    assert sum(draft.last_speculation.acceptance_histogram[2:]) > 0
-    # the rows of every length that plain decoding passes through are shown, and no length twice to the same row
-    passed = {tuple(row) for batch in plain_criterion.batches for row in batch}
-    shown = {tuple(row) for batch in ours.batches for row in batch}
-    assert all(tuple(row[:end]) in shown for row in run.sequences.tolist() for end in range(run.prompt_length + 1, 9))
-    assert len(lengths) > 1 or shown == passed
 
 
 @pytest.mark.parametrize(("kind", "ends"), [("tree", True), ("specattn", False)])
@@ -304,19 +265,6 @@ def test_a_criterion_gets_the_scores_of_stock_generate(plain_run, kind, lengths)
         count = next((place for place, token in enumerate(text) if token == free[0][5]), len(text) - 1) + 1
         torch.testing.assert_close(ours[row, :count], stock[row, :count], rtol=1e-4, atol=1e-4)
         assert not ours[row, count:].any()
-
-
-def test_stop_strings(plain_run, target, tokenizer):
-    model = target("llama", vocab_size=len(tokenizer))
-    free = plain_run(model, RAGGED, max_new_tokens=16, eos_token_id=1)
-    texts = [tokenizer.decode(row) for row in free.generated]
-    stops = [text[6 + row : 8 + row] for row, text in enumerate(texts)]
-    assert all(len(stop) == 2 for stop in stops)
-    run = plain_run(model, RAGGED, max_new_tokens=16, eos_token_id=1, stop_strings=stops, tokenizer=tokenizer)
-    assert run.sequences.tolist() != free.sequences.tolist()
-    draft = run.draft("tree", hints=free.generated, luck=0.95)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
 @CALLS

@@ -24,12 +24,6 @@ def test_definitions():
     assert "mine: tau 2.50 over 4 verifications, 6/14 drafted tokens accepted, 5.0 tokens/s" in str(stats)
 
 
-def test_nothing_recorded_is_zero_not_an_error():
-    stats = SpeculationStats()
-    assert stats.mean_acceptance_length == stats.draft_acceptance_rate == stats.tokens_per_second == 0.0
-    assert "tau 0.00" in str(stats)
-
-
 @pytest.mark.parametrize("kind", ["tree", "specattn", "plain"])
 def test_counts_agree_with_the_text(plain_run, kind):
     """Three rows, of which one ends at its first token and another early."""

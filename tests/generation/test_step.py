@@ -1,11 +1,9 @@
 """Steps of fixed shapes: the text of steps that run as they are, one graph per shape, and none after that."""
 
-from itertools import cycle
-
 import pytest
 import torch
 
-from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation import cuda_graphs as captured
 from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, runner_of
@@ -13,9 +11,7 @@ from hf_longspec.testing import (
     PAD_TOKEN_ID,
     TINY_TARGETS,
     RandomTreeDraftModel,
-    random_eagle3_draft,
     random_longspec_draft,
-    random_tokenswift_draft,
     tiny_prompts,
     tiny_target,
 )
@@ -29,15 +25,6 @@ DRAFTS = {
     "plain": PlainDraftModel.from_target,
     "specattn": lambda model: SpecAttnDraftModel.from_target(model, sparse_min_tokens=8, num_assistant_tokens=2),
     "longspec": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2]),
-    "ngram": NgramDraftModel.from_target,
-    "random tree": RandomTreeDraftModel.from_target,
-}
-# Compiled, they are in tests/modeling/tokenswift/test_compiled_tokenswift.py.
-HEADS = {
-    "verify_hidden": lambda model: random_tokenswift_draft(model, tree_branching=[1, 3, 2]),
-    "partial_kv": lambda model: random_tokenswift_draft(
-        model, self_draft="partial_kv", partial_kv_budget=27, partial_kv_recent=9, tree_branching=[2, 3]
-    ),
 }
 # Types that torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
@@ -152,107 +139,46 @@ def test_modes():
     assert type(of("compile", cpu)) is CompiledRunner
     assert of("auto", cuda).inner is of("graph", cuda).inner is None
     assert type(of("compile", cuda).inner) is CompiledRunner
-    with pytest.raises(ValueError, match=r"compile='graph' captures CUDA graphs, and the model is on cpu"):
+    with pytest.raises(ValueError, match=r"compile='graph'.* cpu"):
         of("graph", cpu)
-    with pytest.raises(ValueError, match=r"compile='fast': expected one of auto, graph, compile, off"):
+    with pytest.raises(ValueError, match="compile='fast'"):
         generate(model, draft, "fast")
 
 
-class Recorder:
-    """A stand-in for CUDA graphs: replaying runs the function again and writes to the outputs of the capture."""
+def test_a_draft_of_another_dtype_is_copied_in_every_call(llama, monkeypatch):
+    """Graphs read the weights of that copy, so the next call has graphs of its own.
 
-    def __init__(self):
-        self.captures = self.replays = 0
-        self.inside = False
+    In place of a CUDA graph the function is run again, and writes to the outputs of the capture.
+    """
+    draft, histograms, inside = random_longspec_draft(llama, window=8, tree_widths=[3, 2]).double(), [], []
 
-    def __call__(self, function, device, target):
-        self.captures += 1
-        for _ in range(3):
-            outputs = self.run(function)
+    def run(function):
+        inside.append(function)
+        try:
+            return function()
+        finally:
+            inside.pop()
+
+    def capture(function, device, target):
+        outputs = run(function)
 
         def replay():
-            self.replays += 1
-            for old, new in zip(captured._tensors(outputs), captured._tensors(self.run(function)), strict=True):
+            for old, new in zip(captured._tensors(outputs), captured._tensors(run(function)), strict=True):
                 old.copy_(new)
 
         return outputs, replay
 
-    def run(self, function):
-        self.inside = True
-        try:
-            return function()
-        finally:
-            self.inside = False
-
-
-PROCESSORS = (
-    {},
-    {"do_sample": True, "top_p": 0.9, "min_p": 0.01},
-    {"do_sample": True, "repetition_penalty": 1.2},
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        *zip([*DRAFTS, *HEADS], cycle(PROCESSORS)),
-        ("longspec", PROCESSORS[1]),
-    ],
-    ids=str,
-)
-def test_captured_steps(kind, options, llama, monkeypatch):
-    """A graph reads no length on the host; lengths cross two buckets."""
-    recorder = Recorder()
-    draft = (DRAFTS | HEADS)[kind](llama)
-    with monkeypatch.context() as patch:
-        patch.setattr(captured, "capture", recorder)
-        patch.setattr(captured, "SMALLEST_BUCKET", 32)
-        # the torch backend reads lengths back, as kernels for GPUs do not; where a graph may not break, it masks
-        patch.setattr(torch.compiler, "is_compiling", lambda: recorder.inside)
-        patch.setattr(
-            "hf_longspec.generation.decoding.runner_of",
-            lambda _, *pair: captured.CapturedRunner(*pair[:2]),
-        )
-        captured_text = generate(llama, draft, "off", new=40, **options)
-    assert torch.equal(captured_text, generate(llama, draft, "off", new=40, **options))
-    assert recorder.captures >= 2
-    assert recorder.replays >= draft.last_speculation.num_forwards
-
-
-@pytest.mark.parametrize("kind", ["longspec", "verify_hidden"])
-def test_a_draft_of_another_dtype_is_copied_in_every_call(kind, llama, monkeypatch):
-    """Graphs read the weights of that copy, so the next call has graphs of its own."""
-    draft = (DRAFTS | HEADS)[kind](llama).double()
-    histograms = []
-    with monkeypatch.context() as patch:
-        recorder = Recorder()
-        patch.setattr(captured, "capture", recorder)
-        patch.setattr(torch.compiler, "is_compiling", lambda: recorder.inside)
-        for runner in (lambda *_: None, lambda _, *pair: captured.CapturedRunner(*pair[:2])):
-            patch.setattr("hf_longspec.generation.decoding.runner_of", runner)
-            for _ in range(2):
-                generate(llama, draft, "off", new=24)
-                histograms.append(draft.last_speculation.acceptance_histogram)
-                for parameter in draft.parameters():
-                    parameter.data.neg_()
+    monkeypatch.setattr(captured, "capture", capture)
+    # the torch backend reads lengths back, as kernels for GPUs do not; where a graph may not break, it masks
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: bool(inside))
+    for runner in (lambda *_: None, lambda _, *pair: captured.CapturedRunner(*pair[:2])):
+        monkeypatch.setattr("hf_longspec.generation.decoding.runner_of", runner)
+        for _ in range(2):
+            generate(llama, draft, "off")
+            histograms.append(draft.last_speculation.acceptance_histogram)
+            for parameter in draft.parameters():
+                parameter.data.neg_()
     assert histograms[0] != histograms[1] and histograms[2:] == histograms[:2]
-
-
-def test_settings_that_change_between_calls_reach_the_graphs(llama, monkeypatch):
-    """A graph keeps the settings that it was captured with, so a changed one needs new graphs; `tune` changes them."""
-    draft = random_eagle3_draft(llama, tree_widths=[9, 6])
-    recorder = Recorder()
-    monkeypatch.setattr(captured, "capture", recorder)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: recorder.inside)
-    monkeypatch.setattr(
-        "hf_longspec.generation.decoding.runner_of", lambda _, *pair: captured.CapturedRunner(*pair[:2])
-    )
-    captures = []
-    for norm_output in (False, False, False, True):  # the first call also turns off the gate
-        draft.generation_config.norm_output = norm_output
-        generate(llama, draft, "off")
-        captures.append(recorder.captures)
-    assert 0 < captures[1] == captures[2] < captures[3]
 
 
 def test_a_step_before_the_first_tokens_runs_as_it_is():

@@ -8,9 +8,8 @@ from itertools import cycle
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec import SpeculativeCache
 from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeLayer
@@ -19,7 +18,6 @@ from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.distributions import random_tree
-from tests.robustness.shrunk_configs import shrunk_config
 from tests.rounding import share
 
 # Largest error of a logit, as a share of the largest logit: of three layers; and by a wrong mask, position or window.
@@ -196,18 +194,6 @@ def test_contexts_move_like_tensors(context):
 class TestTraits:
     def test_latent_cache(self, target):
         assert [name for name in TINY_TARGETS if TargetView(target(name)).has_latent_cache] == ["deepseek_v3"]
-
-    @pytest.mark.skipif("dots3_note_text" not in CONFIG_MAPPING, reason="this transformers does not have it")
-    @pytest.mark.parametrize("draft", [SpecAttnDraftModel, PlainDraftModel])
-    def test_settings_that_differ_between_layers(self, draft):
-        """Transformers refuses to read them as settings of the model, also in a `getattr` with a default."""
-        model = AutoModelForCausalLM.from_config(shrunk_config("dots3_note_text")).eval()
-        with pytest.raises(RuntimeError, match=r"kv_lora_rank.* is a per-layer attribute"):
-            getattr(model.config, "kv_lora_rank", None)
-        assert TargetView(model).has_latent_cache
-        ids = torch.arange(3, 9)[None]
-        with pytest.raises(ValueError, match="indexed_attention layers, whose choice of keys"):
-            model.generate(ids, assistant_model=draft.from_target(model), max_new_tokens=3)
 
     def test_attention_is_switched_and_restored(self):
         model = tiny_target("gemma2")

@@ -10,7 +10,6 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterf
 
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation import target_modules
-from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target_modules import (
     LayerInputs,
     TargetEnds,
@@ -157,17 +156,8 @@ def test_local_and_global_layers_turn_at_their_own_speed(target):
 
 def test_a_target_without_rotary_embedding_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, bos_token_id=1, eos_token_id=2))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no rotary embedding"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.* rotary"):
         LongSpecDraftModel.from_target(model)
-
-
-def test_the_place_of_the_keys(target):
-    model = target("llama", dtype=torch.bfloat16)
-    cache = SpeculativeCache(model.config, 1, 9)
-    with torch.no_grad():
-        model(torch.tensor([[5, 6]]), past_key_values=cache)
-    keys = cache.layers[1].keys
-    assert TargetParts(model, 1).place == (keys.device, keys.dtype)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "granite", "cohere2"])
@@ -236,5 +226,5 @@ def test_a_model_without_a_known_final_norm_is_refused_by_name():
     model = tiny_target("llama")
     model.model.closing = model.model.norm
     del model.model.norm
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no final norm"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.* final norm"):
         final_norm_of(model)

@@ -220,8 +220,8 @@ def test_rejection_of_a_lone_root_is_plain_sampling():
 
 def test_refusals_name_the_rule():
     tree = random_tree(0, 1, 4, V)
-    with pytest.raises(ValueError, match="noise has 2 rows, expected 4"):
+    with pytest.raises(ValueError, match=r"2 rows, .* 4"):
         accept_sampled(tree, torch.zeros(1, 4, V), torch.ones(1, 2, V))
     for unfit in (tree, DraftTree.chain(tree.tokens)):
-        with pytest.raises(ValueError, match="expected a chain with q"):
+        with pytest.raises(ValueError, match="chain"):
             accept_rejection(unfit, torch.zeros(1, 4, V), torch.zeros(1, 3), torch.ones(1, V))

@@ -1,25 +1,20 @@
-"""Random calls of `generate` for the property tests: target, prompts, draft, stopping rules, processors.
+"""Random calls of `generate` for fuzz.py: target, prompts, draft, stopping rules, processors.
 
 Everything that is drawn is plain data, so that a failing case prints as what has to be typed to see it again.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StoppingCriteria
 
-from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.attention_backends.scores import GRANULARITIES
-from hf_longspec.modeling.settings import NGRAMS
+from hf_longspec.modeling import settings
 from hf_longspec.modeling.specattn.modeling_specattn import SELECTIONS
-from hf_longspec.testing import TINY_TARGETS, RandomTreeDraftModel, tiny_prompts, tiny_target
-from tests.robustness.drafts import make_draft
-from tests.tiny_tokenizers import character_tokenizer
+from hf_longspec.testing import TINY_TARGETS
 
 END = 1  # the end token unless a case has others
 FIXED_LAYERS = ("gemma2", "gemma3", "gpt_oss", "cohere2", "smollm3", "deepseek_v3")  # rows with a list of layers
@@ -32,19 +27,17 @@ class Case:
 
     Args:
         target (`tuple`): Arguments of [`tiny_target`]: name, and config fields as pairs.
-        ours (`bool`): Whether the speculating target was loaded with `attn_implementation="hf_longspec"`.
         lengths (`tuple[int, ...]`): Prompt lengths.
         kind (`str`): Of the draft.
         settings (`dict`): Of the draft.
         options (`dict`): Arguments of `generate`.
         stop_at (`tuple`, *optional*): Remainder and divisor of [`LastToken`].
-        penalty (`tuple`, *optional*): Arguments of [`ContextualPenaltyLogitsProcessor`].
+        penalty (`tuple`, *optional*): Arguments of `ContextualPenaltyLogitsProcessor`.
         allowed (`int`, *optional*): Divisor of [`allowed_tokens`].
         do_sample (`bool`): Whether tokens are drawn.
     """
 
     target: tuple
-    ours: bool
     lengths: tuple[int, ...]
     kind: str
     settings: dict[str, Any]
@@ -61,54 +54,6 @@ class Case:
     @property
     def vocab(self) -> int:
         return self.overrides["vocab_size"]
-
-    def model(self, ours: bool | None = None) -> Any:
-        """The target, made once; with `ours`, under this project's attention."""
-        return _model(*self.target, "hf_longspec" if (self.ours if ours is None else ours) else None)
-
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of `generate` but the assistant; new objects every time."""
-        input_ids, attention_mask = tiny_prompts(self.vocab, self.lengths)
-        arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "do_sample": self.do_sample}
-        arguments |= {"eos_token_id": END, "pad_token_id": 0} | self.options
-        if "stop_strings" in self.options:
-            arguments["tokenizer"] = tokenizer_of(self.vocab)
-        if self.stop_at is not None:
-            arguments["stopping_criteria"] = [LastToken(*self.stop_at)]
-        if self.penalty is not None:
-            arguments["logits_processor"] = [ContextualPenaltyLogitsProcessor(*self.penalty)]
-        if self.allowed is not None:
-            arguments["prefix_allowed_tokens_fn"] = allowed_tokens(self.vocab, self.allowed)
-        return arguments
-
-    def draft(self, hints: list[list[int]]) -> Any:
-        """The draft; random trees hold some of `hints`, the text that is to come."""
-        model = self.model()
-        if self.kind != "tree":
-            return make_draft(self.kind, model, **self.settings)
-        draft = RandomTreeDraftModel.from_target(model)
-        draft.hints, draft.generation_config.gate = hints, False
-        for name, value in self.settings.items():
-            setattr(draft, name, value)
-        return draft
-
-    @property
-    def refusal(self) -> str | None:
-        """Pattern of the message, if the call is to be refused."""
-        latent = self.target[0] == "deepseek_v3"
-        if self.kind == "longspec" and latent:
-            return "MLA"
-        if self.kind == "specattn":
-            if latent and self.settings["granularity"] == "kv_head":
-                return "MLA"
-            if self.do_sample and self.settings["acceptance"] == "rejection" and self.settings["ngram_candidates"]:
-                return "acceptance='rejection' with ngram_candidates"
-        return None
-
-    @property
-    def text_is_fixed(self) -> bool:
-        """Whether the text is that of decoding without a draft; under rejection only its distribution is."""
-        return not (self.do_sample and self.kind == "specattn" and self.settings["acceptance"] == "rejection")
 
 
 class LastToken(StoppingCriteria):
@@ -135,17 +80,6 @@ def allowed_tokens(vocab: int, divisor: int) -> Any:
         return [token for token in range(vocab) if (token + row + len(ids) + int(ids[-1])) % divisor]
 
     return allowed
-
-
-@cache
-def _model(name: str, overrides: tuple, attention: str | None) -> Any:
-    return tiny_target(name, attn_implementation=attention, **dict(overrides))
-
-
-@cache
-def tokenizer_of(vocab: int) -> PreTrainedTokenizerFast:
-    """One character per token."""
-    return character_tokenizer(map(character, range(3, vocab)))
 
 
 def character(token: int) -> str:
@@ -178,7 +112,7 @@ NGRAMS = st.fixed_dictionaries(
         "ngram_candidates": st.integers(0, 3),
         "ngram_num_tokens": st.integers(1, 6),
         "ngram_size": st.integers(1, 4),
-        "ngram_source": st.sampled_from(NGRAMS["ngram_source"].choices),
+        "ngram_source": st.sampled_from(settings.NGRAMS["ngram_source"].choices),
         "ngram_preload": st.booleans(),
     }
 )
@@ -202,7 +136,7 @@ def drafts(draw) -> tuple[str, dict[str, Any]]:
                     "num_assistant_tokens": st.integers(1, 8),
                     "ngram_candidates": st.integers(1, 4),
                     "ngram_size": st.integers(1, 4),
-                    "ngram_source": st.sampled_from(NGRAMS["ngram_source"].choices),
+                    "ngram_source": st.sampled_from(settings.NGRAMS["ngram_source"].choices),
                     "ngram_preload": st.booleans(),
                 }
             )
@@ -359,7 +293,6 @@ def cases(draw) -> Case:
         options["prefill_chunk_size"] = chunk
     return Case(
         target=target,
-        ours=draw(st.booleans()),
         lengths=lengths,
         kind=kind,
         settings=settings,

@@ -117,6 +117,8 @@ def check_calls(generate, model, draft, expected, start, check, rerun, times, wa
         if streamed is not None:
             stream = Streamed()
         out = generate(model, draft, streamer=stream, **wanted)
+        if is_repeatable:  # no random number was drawn
+            assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5).get_state())
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
         if check(expected, sequences, start, rerun=rerun):
             assert streamed is None or stream.got == streamed.got, f"{stream.got} instead of {streamed.got}"

@@ -44,7 +44,6 @@ _OTHERS: dict[str, Any] = {
         target, **({"num_assistant_tokens": 3, "window": 16, "sinks": 2} | settings)
     ),
 }
-TRAINED = ("longspec", "tokenswift", "partial")
 
 
 def make_draft(kind: str, target: Any, **settings: Any) -> Any:

@@ -150,7 +150,7 @@ def calls(draw: Any, compiles: bool = False) -> Call:
         options["cache_implementation"] = implementation
     call = Call(
         **vars(case)
-        | {"target": (name, tuple(sorted(overrides.items()))), "ours": False, "kind": kind, "settings": settings}
+        | {"target": (name, tuple(sorted(overrides.items()))), "kind": kind, "settings": settings}
         | {"lengths": lengths, "options": options},
         weights=draw(st.integers(0, 2)),
         dtype=dtype,

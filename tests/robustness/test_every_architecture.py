@@ -97,12 +97,6 @@ class TestTheComparisonIsSharp:
         monkeypatch.setattr(TreeContext, "attend", all_see_all)
         assert outcome_of(made, "tree", "ragged").kind == "different"
 
-    def test_without_the_window(self, monkeypatch):
-        made = stock("exaone4")
-        assert outcome_of(made, "tree", "ragged").kind == "identical"
-        monkeypatch.setattr(TreeContext, "window_of", lambda *args: None)
-        assert outcome_of(made, "tree", "ragged").kind == "different"
-
     def test_an_error_that_names_no_reason_is_a_failure(self):
         assert known_reason("The size of tensor a (5) must match the size of tensor b (37)") is None
         assert known_reason("it is an encoder-decoder model, and the loop runs decoder-only models") is not None
