@@ -132,9 +132,6 @@ def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device:
         model (`PreTrainedModel`): The target.
         draft (`torch.nn.Module`): The draft.
         device (`torch.device`): Device of the prompts.
-
-    Raises:
-        ValueError: If the mode does not exist, or needs a GPU.
     """
     if mode not in COMPILE_MODES:
         raise ValueError(f"compile={mode!r}: expected one of {', '.join(COMPILE_MODES)}.")

@@ -67,12 +67,7 @@ def stock_assisted_decoding() -> Any:
 
 
 def _draft_of(name: str | os.PathLike | type, target: Any) -> Any:
-    """Return the saved draft of a folder or Hub id, loaded once for each target. No code of a repository is run.
-
-    Raises:
-        OSError: If there are no such files.
-        ValueError: If it is a class, another model, or a draft of another target.
-    """
+    """Return the saved draft of a folder or Hub id, loaded once for each target. No code of a repository is run."""
     if isinstance(name, type):
         raise ValueError(
             f"assistant_model is the class {name.__name__}: pass a draft, made by its from_pretrained(...) or "

@@ -60,9 +60,6 @@ class ContextualPenaltyLogitsProcessor(LogitsProcessor):
         pad_token_id (`int`, *optional*):
             Id that is never penalised. If it is the padding id, a row's scores do not depend on its padding.
 
-    Raises:
-        ValueError: If an argument is out of range.
-
     >>> processor = ContextualPenaltyLogitsProcessor(penalty=2.0, window=2)
     >>> processor(torch.tensor([[0, 1, 2]]), torch.tensor([[8.0, 8.0, -8.0, 8.0]])).tolist()
     [[8.0, 4.0, -16.0, 8.0]]
@@ -414,9 +411,6 @@ def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vo
         processors (`LogitsProcessorList`): Processors of the call.
         input_ids (`torch.LongTensor` of shape `(batch, P)`): The prompts.
         vocab_size (`int`): Size of the target's vocabulary.
-
-    Raises:
-        ValueError: With the processor and the remedy.
     """
     for processor in processors:
         name = type(processor).__name__

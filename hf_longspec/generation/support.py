@@ -258,11 +258,7 @@ def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationCon
 
 
 def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: int) -> int:
-    """Return the maximum number of tokens of a row in this call, prompt included.
-
-    Raises:
-        ValueError: If neither the call nor the model's config has a limit.
-    """
+    """Return the maximum number of tokens of a row in this call, prompt included."""
     limit = config.max_length or getattr(target.config, "max_position_embeddings", None)
     if limit is None:
         raise ValueError("generation has no length limit: pass max_new_tokens or max_length.")

@@ -48,9 +48,6 @@ class TargetView:
             A causal language model. It is not modified.
         runner ([`CompiledRunner`] or [`CapturedRunner`], *optional*):
             Compiles or captures steps of fixed shapes. Not used under tensor parallelism.
-
-    Raises:
-        ValueError: If `model` is something else, such as the name of a model.
     """
 
     def __init__(self, model: PreTrainedModel, runner: Any = None):
@@ -305,9 +302,6 @@ class TargetView:
                 Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
             columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
                 See [`TreeContext`]. Such a step runs as it is.
-
-        Raises:
-            ValueError: If the model never called the attention backend.
         """
         device = tree.tokens.device
         positions = cache.lengths.on(device)[:, None] + tree.depths

@@ -207,11 +207,7 @@ class TargetParts(TargetEnds):
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """Return the module that holds the layers and the rotary embedding.
-
-    Raises:
-        ValueError: If there is none, as in models with learned or ALiBi positions.
-    """
+    """Return the module that holds the layers and the rotary embedding."""
     for module in model.get_decoder().modules():
         if hasattr(module, "rotary_emb") and hasattr(module, "layers"):
             return module
@@ -222,11 +218,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 def attention_of(decoder: Any, layer: int) -> Any:
-    """Return the attention module of a layer, which rotates queries and keys with `apply_rotary_pos_emb`.
-
-    Raises:
-        ValueError: If the layer has none, or the Python module of its class has no such function.
-    """
+    """Return the attention module of a layer, which rotates queries and keys with `apply_rotary_pos_emb`."""
     attention = attention_layers(decoder).get(layer)
     if attention is None or not hasattr(sys.modules[type(attention).__module__], ROTATION):
         raise ValueError(
@@ -303,11 +295,7 @@ FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "norm_f", "ln_f")
 
 
 def final_norm_of(model: PreTrainedModel) -> nn.Module:
-    """Return the norm between the last layer and the language-model head.
-
-    Raises:
-        ValueError: If no module has one of the known names.
-    """
+    """Return the norm between the last layer and the language-model head."""
     for module in model.get_decoder().modules():
         if hasattr(module, "layers") or hasattr(module, "h"):
             for name in FINAL_NORMS:
@@ -320,11 +308,7 @@ def final_norm_of(model: PreTrainedModel) -> nn.Module:
 
 
 def refuse_compiled_forward(model: PreTrainedModel) -> None:
-    """Refuse a model whose forward the user compiled, as hooks on the final norm do not run in that graph.
-
-    Raises:
-        ValueError: With the remedy.
-    """
+    """Refuse a model whose forward the user compiled, as hooks on the final norm do not run in that graph."""
     for module in (model, model.get_decoder()):
         if module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable"):
             raise ValueError(
@@ -343,9 +327,6 @@ class LayerInputs:
         model (`PreTrainedModel`): A causal language model.
         layers (`Sequence[int]` or `True`): Indices of layers. The number of layers stands for the final norm, and so
             does `True`, which needs no list of layers.
-
-    Raises:
-        ValueError: If the model has no such layers.
     """
 
     def __init__(self, model: PreTrainedModel, layers: bool | Sequence[int]):
@@ -393,11 +374,7 @@ class LayerInputs:
 
 
 def layer_at(model: PreTrainedModel, layer: int) -> nn.Module:
-    """Return decoder layer `layer` of a model, or its final norm for the number of layers.
-
-    Raises:
-        ValueError: If the model has no such layer, or no list of layers under a known name.
-    """
+    """Return decoder layer `layer` of a model, or its final norm for the number of layers."""
     for module in model.get_decoder().modules():
         layers = getattr(module, "layers", getattr(module, "h", None))
         if isinstance(layers, nn.ModuleList):

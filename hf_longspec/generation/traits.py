@@ -123,17 +123,15 @@ class RotaryLimit:
 
     Args:
         model (`PreTrainedModel`): The target.
-        config (`PreTrainedConfig`): Its text config.
+        change ([`FrequencyChange`]): Its change.
         prompt_lengths (`Sequence[int]`): Number of tokens of every row's prompt, without padding.
 
     Attributes:
         is_passed (`bool`): Whether the frequencies have changed.
     """
 
-    def __init__(self, model: PreTrainedModel, config: Any, prompt_lengths: Sequence[int]):
-        self.model = model
-        self.change = FrequencyChange.of(config)
-        self.column = self.change.column
+    def __init__(self, model: PreTrainedModel, change: FrequencyChange, prompt_lengths: Sequence[int]):
+        self.model, self.change, self.column = model, change, change.column
         self.longest = max(prompt_lengths)
         self.lags = [self.longest - length for length in prompt_lengths]
         self.is_passed = self.longest > self.column
@@ -142,7 +140,8 @@ class RotaryLimit:
     @classmethod
     def of(cls, model: PreTrainedModel, config: Any, prompt_lengths: Sequence[int]) -> "RotaryLimit | None":
         """Return the limit of a call; `None` for targets whose frequencies never change."""
-        return cls(model, config, prompt_lengths) if changes_of(config) else None
+        changes = changes_of(config)
+        return cls(model, changes[0], prompt_lengths) if changes else None
 
     @property
     def never_speculates(self) -> bool:

@@ -247,9 +247,6 @@ def accept_rejection(tree: DraftTree, scores: Tensor, uniforms: Tensor, noise: T
         uniforms (`torch.Tensor` of shape `(batch_size, num_nodes - 1)`):
             Uniform draws from [0, 1), one per drafted token.
         noise (`torch.Tensor` of shape `(batch_size, vocab_size)`): Noise for the draw of the bonus token.
-
-    Raises:
-        ValueError: If the tree is no chain, or has drafted tokens but no `q`.
     """
     if not tree.is_chain or (tree.q is None and tree.num_nodes > 1):
         raise ValueError(

@@ -300,7 +300,7 @@ def test_what_stock_generate_does_is_found_by_asking():
 
 
 def test_rows_wait_and_pass_together():
-    limit = RotaryLimit(None, build("llama", "longrope").config, [33, 9])
+    limit = RotaryLimit.of(None, build("llama", "longrope").config, [33, 9])
     running = [False, False]
     assert limit.lags == [0, 24] and not limit.is_passed
     assert limit.may_speculate([33, 9], running, 6) and not limit.may_speculate([34, 9], running, 6)
