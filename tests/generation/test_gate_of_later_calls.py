@@ -125,7 +125,7 @@ def test_a_kept_gate_keeps_neither_the_cache_nor_the_draft(monkeypatch):
 
 def test_two_calls_at_a_time_do_not_share_a_gate(gates):
     """The third call begins while the second one is running, which has the gate of the first."""
-    model = tiny_target("llama")
+    model = tiny_target("llama", attn_implementation="hf_longspec")  # which is a part of the kind
     draft = useless(model)
     generate(model, draft)
     values, inner = [], []

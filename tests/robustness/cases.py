@@ -1,9 +1,8 @@
-"""Random calls of `generate` for fuzz.py: target, prompts, draft, stopping rules, processors.
+"""Parts of the random calls of fuzz.py: targets, drafts, stopping rules, processors.
 
-Everything that is drawn is plain data, so that a failing case prints as what has to be typed to see it again.
+Everything that is drawn is plain data, so that a failing call prints as what has to be typed to see it again.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +18,6 @@ from hf_longspec.testing import TINY_TARGETS
 END = 1  # the end token unless a case has others
 FIXED_LAYERS = ("gemma2", "gemma3", "gpt_oss", "cohere2", "smollm3", "deepseek_v3")  # rows with a list of layers
 WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss", "cohere2")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call.
-
-    Args:
-        target (`tuple`): Arguments of [`tiny_target`]: name, and config fields as pairs.
-        lengths (`tuple[int, ...]`): Prompt lengths.
-        kind (`str`): Of the draft.
-        settings (`dict`): Of the draft.
-        options (`dict`): Arguments of `generate`.
-        stop_at (`tuple`, *optional*): Remainder and divisor of [`LastToken`].
-        penalty (`tuple`, *optional*): Arguments of `ContextualPenaltyLogitsProcessor`.
-        allowed (`int`, *optional*): Divisor of [`allowed_tokens`].
-        do_sample (`bool`): Whether tokens are drawn.
-    """
-
-    target: tuple
-    lengths: tuple[int, ...]
-    kind: str
-    settings: dict[str, Any]
-    options: dict[str, Any]
-    stop_at: tuple[int, int] | None
-    penalty: tuple[float, int, int | None] | None
-    allowed: int | None
-    do_sample: bool
-
-    @property
-    def overrides(self) -> dict[str, Any]:
-        return dict(self.target[1])
-
-    @property
-    def vocab(self) -> int:
-        return self.overrides["vocab_size"]
 
 
 class LastToken(StoppingCriteria):
@@ -93,8 +57,8 @@ def maybe(strategy: st.SearchStrategy) -> st.SearchStrategy:
 
 
 @st.composite
-def targets(draw) -> tuple:
-    """Name and config fields; a small choice of each, so that targets are made once and used often."""
+def targets(draw) -> tuple[str, dict[str, Any]]:
+    """Name and config fields."""
     name = draw(st.sampled_from(TINY_TARGETS))
     overrides: dict[str, Any] = {"vocab_size": draw(st.sampled_from([24, 61, 128]))}
     if name not in FIXED_LAYERS:
@@ -104,7 +68,7 @@ def targets(draw) -> tuple:
         overrides |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     if name in WINDOWED:
         overrides["sliding_window"] = draw(st.sampled_from([5, 16]))
-    return name, tuple(sorted(overrides.items()))
+    return name, overrides
 
 
 NGRAMS = st.fixed_dictionaries(
@@ -278,27 +242,3 @@ def processors(draw, prompt_length: int, vocab: int, do_sample: bool) -> dict[st
     if options["forced_eos_token_id"] is not None and not do_sample:
         options["exponential_decay_length_penalty"] = None
     return {name: value for name, value in options.items() if value is not None}
-
-
-@st.composite
-def cases(draw) -> Case:
-    """One call of `generate`."""
-    target = draw(targets())
-    vocab = dict(target[1])["vocab_size"]
-    lengths = tuple(draw(st.lists(st.integers(2, 40), min_size=1, max_size=4)))
-    do_sample = draw(st.booleans())
-    kind, settings = draw(drafts())
-    options = draw(stopping(max(lengths), vocab)) | draw(processors(max(lengths), vocab, do_sample))
-    if (chunk := draw(maybe(st.integers(1, 17)))) is not None:
-        options["prefill_chunk_size"] = chunk
-    return Case(
-        target=target,
-        lengths=lengths,
-        kind=kind,
-        settings=settings,
-        options=options,
-        stop_at=draw(maybe(st.tuples(st.integers(0, 4), st.just(5)))),
-        penalty=draw(maybe(st.tuples(st.sampled_from([0.8, 1.5]), st.integers(1, 9), st.sampled_from([None, 0])))),
-        allowed=draw(maybe(st.integers(2, 4))),
-        do_sample=do_sample,
-    )

@@ -1,7 +1,7 @@
 """Random calls of `generate` with a draft, each written as a script that makes the call and compares: the nightly fuzz.
 
-tests/robustness/cases.py draws most of a call; here are further targets, drafts and ways to call. The test executes the
-very script that a failure prints. Run it in the repository with `python - < script.py`.
+tests/robustness/cases.py draws targets, drafts and options; here are the ways to call. The test executes the very
+script that a failure prints. Run it in the repository with `python - < script.py`.
 
 To cover more, extend a strategy, and the part of the script that it feeds; add what is refused to `Call.refusal`.
 """
@@ -20,13 +20,15 @@ from tests.robustness.cases import (
     EAGLE3_CHECKPOINTS,
     END,
     AnyLastToken,
-    Case,
     LastToken,
     allowed_tokens,
-    cases,
     character,
+    drafts,
     further_drafts,
     maybe,
+    processors,
+    stopping,
+    targets,
 )
 from tests.robustness.test_threads import in_threads
 from tests.tiny_tokenizers import SPECIAL, character_tokenizer
@@ -49,10 +51,19 @@ GAP, GAP_OF_EXPERTS = 2.5, 8.0
 
 
 @dataclass(frozen=True)
-class Call(Case):
+class Call:
     """One call, or a few that belong together.
 
     Args:
+        target (`tuple`): Arguments of `tiny_target`: name, and config fields as pairs.
+        lengths (`tuple[int, ...]`): Prompt lengths.
+        kind (`str`): Of the draft.
+        settings (`dict`): Of the draft.
+        options (`dict`): Arguments of `generate`.
+        stop_at (`tuple`, *optional*): Remainder and divisor of [`LastToken`].
+        penalty (`tuple`, *optional*): Arguments of `ContextualPenaltyLogitsProcessor`.
+        allowed (`int`, *optional*): Divisor of [`allowed_tokens`].
+        do_sample (`bool`): Whether tokens are drawn.
         weights (`int`): Seed of the target's weights.
         dtype (`str`): Of the target.
         attention (`str`, *optional*): `attn_implementation` of the target that speculates.
@@ -74,6 +85,15 @@ class Call(Case):
         stops_all (`bool`): Whether the stopping criterion answers for all rows at once.
     """
 
+    target: tuple
+    lengths: tuple[int, ...]
+    kind: str
+    settings: dict[str, Any]
+    options: dict[str, Any]
+    stop_at: tuple[int, int] | None
+    penalty: tuple[float, int, int | None] | None
+    allowed: int | None
+    do_sample: bool
     weights: int
     dtype: str
     attention: str | None
@@ -91,6 +111,14 @@ class Call(Case):
     gaps: int | None
     int32: bool
     stops_all: bool
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        return dict(self.target[1])
+
+    @property
+    def vocab(self) -> int:
+        return self.overrides["vocab_size"]
 
     @property
     def limit(self) -> float:
@@ -123,10 +151,14 @@ class Call(Case):
 
 @st.composite
 def calls(draw: Any, compiles: bool = False) -> Call:
-    """One call of a [`Case`], with what a case does not vary."""
-    case = draw(cases())
-    name, overrides = case.target[0], dict(case.target[1])
-    kind, settings = draw(further_drafts(case.vocab)) if draw(st.booleans()) else (case.kind, dict(case.settings))
+    """One call."""
+    name, overrides = draw(targets())
+    lengths, do_sample = tuple(draw(st.lists(st.integers(2, 40), min_size=1, max_size=4))), draw(st.booleans())
+    longest, vocab = max(lengths), overrides["vocab_size"]
+    options = draw(stopping(longest, vocab)) | draw(processors(longest, vocab, do_sample))
+    if (chunk := draw(maybe(st.integers(1, 17)))) is not None:
+        options["prefill_chunk_size"] = chunk
+    kind, settings = draw(further_drafts(vocab)) if draw(st.booleans()) else draw(drafts())
     if kind == "fixture":
         name, overrides = "llama", OF_CHECKPOINTS
     elif name in ROPE_TARGETS and draw(st.booleans()):
@@ -140,7 +172,7 @@ def calls(draw: Any, compiles: bool = False) -> Call:
         small = draw(st.sampled_from(SMALL)), {"vocab_size": size}, draw(st.sampled_from(["float32", dtype]))
     if kind == "tokenswift":
         settings |= draw(st.sampled_from([{}, {"chained": False}, {"sequential": True}]))
-    options, lengths = dict(case.options), (*case.lengths, 1) if draw(st.booleans()) else case.lengths
+    lengths = (*lengths, 1) if draw(st.booleans()) else lengths
     if limit := LIMITS.get(overrides.get("rope_parameters", {}).get("rope_type"), 0):
         dtype = "float32"  # the audit of other types runs one forward, of one set of frequencies
         longer = limit - draw(st.integers(-4, 10)) - max(lengths)  # texts that reach the change
@@ -149,9 +181,15 @@ def calls(draw: Any, compiles: bool = False) -> Call:
     if implementation := draw(maybe(st.sampled_from(["static", "dynamic"]))):
         options["cache_implementation"] = implementation
     call = Call(
-        **vars(case)
-        | {"target": (name, tuple(sorted(overrides.items()))), "kind": kind, "settings": settings}
-        | {"lengths": lengths, "options": options},
+        target=(name, tuple(sorted(overrides.items()))),
+        lengths=lengths,
+        kind=kind,
+        settings=settings,
+        options=options,
+        stop_at=draw(maybe(st.tuples(st.integers(0, 4), st.just(5)))),
+        penalty=draw(maybe(st.tuples(st.sampled_from([0.8, 1.5]), st.integers(1, 9), st.sampled_from([None, 0])))),
+        allowed=draw(maybe(st.integers(2, 4))),
+        do_sample=do_sample,
         weights=draw(st.integers(0, 2)),
         dtype=dtype,
         attention=draw(st.sampled_from([None, None, "hf_longspec", "eager"])),
