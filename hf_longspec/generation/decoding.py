@@ -76,7 +76,7 @@ def decode(
     )
     draft.last_speculation = session.stats
     try:
-        with target.turn():
+        with target.lock():
             tails = session.prefill()
             with target.attention(), session.drafter.attention():
                 session.seed(tails)
@@ -187,7 +187,7 @@ class Session:
         tree = self.drafter.propose(self.root)
         drafted = time.perf_counter()
 
-        step = self._verify(tree, fixed_shape=self.drafter.is_steady)
+        step = self._verify(tree, fixed_shape=self.drafter.reuse_graph)
         verified = time.perf_counter()
 
         verification = self._emit(tree, step)

@@ -19,7 +19,7 @@ from .draft_tree import Beam, DraftTree
 from .sampling import Coupling, TokenRule, warped
 from .selection import budget
 from .target import Step, TargetView, chain_of_last_tokens
-from .verification import chain_q, draw_noise, exponential_race
+from .verification import chain_q, draw_noise, gumbel_max_sample
 from .window_ring import WindowRing
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
@@ -131,9 +131,9 @@ class Drafter(CandidateGenerator):
     """Depth of the deepest node."""
     wants_hidden: bool | tuple[int, ...] = False
     """Whether [`Verification`] includes the input of the target's final norm, or the layers whose inputs it has."""
-    is_steady: bool = True
+    reuse_graph: bool = True
     """Whether more verifications of trees of the present shape will follow, so that compiling one is worth it."""
-    foreign_depth: int = 0
+    ngram_depth: int = 0
     """Depth of the nodes that other drafters add to verified trees, from `num_nodes` on; a path may contain them."""
     first_ngram_node: int | None = None
     """Index of the first node that only n-grams propose; all later nodes are of this kind."""
@@ -432,7 +432,7 @@ def drafted_tokens(
             scores = warped(rule.processors, scores[:, None])[:, 0]
         elif rule is not None:
             scores = rule.scores_at(scores, depth)
-        tokens.append(scores.argmax(-1) if noise is None else exponential_race(scores, noise[depth]))
+        tokens.append(scores.argmax(-1) if noise is None else gumbel_max_sample(scores, noise[depth]))
         if rule is not None and not rule.history_free:
             rule.try_out(depth, tokens[-1])
         if with_q:
