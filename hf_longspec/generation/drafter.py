@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..attention_backends.contexts import StepContext
 from ..attention_backends.lengths import SeqLens
-from ..attention_backends.registry import AttentionBackend, AttentionCall, outside_autocast, select
+from ..attention_backends.registry import AttentionBackend, AttentionCall, select, under_autocast
 from .cache import SpeculativeCache
 from .draft_tree import Beam, DraftTree
 from .sampling import Coupling, TokenRule, warped
@@ -267,7 +267,8 @@ class BeamDrafter(Drafter):
         self.device, self.dtype = self.draft.device, self.draft.dtype
         head_dim = draft.config.head_dim
         self.scaling = head_dim**-0.5
-        self._kernels: AttentionBackend = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
+        kernels = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
+        self._kernels: AttentionBackend = under_autocast(kernels, self.device.type)
 
     @property
     def state_bytes(self) -> int:
@@ -369,8 +370,7 @@ class BeamDrafter(Drafter):
         There may be more keys `(B, K, slots, D)` than the mask has.
         """
         key, value = key[:, :, : seen.shape[2]], value[:, :, : seen.shape[2]]
-        attention = partial(self._kernels.tree_attention, mask=seen, scaling=self.scaling)
-        out: torch.Tensor = outside_autocast(attention, query, key, value)[0]
+        out: torch.Tensor = self._kernels.tree_attention(query, key, value, mask=seen, scaling=self.scaling)[0]
         return out
 
 

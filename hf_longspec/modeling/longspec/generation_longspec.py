@@ -7,14 +7,13 @@ not depend on the context length. The target has no keys for drafted tokens yet;
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
-from ...attention_backends.registry import AttentionBackend, outside_autocast
+from ...attention_backends.registry import AttentionBackend
 from ...generation.draft_tree import Beam
 from ...generation.drafter import BeamDrafter, Binding, Verification, last_of
 from ...generation.target_modules import TargetParts
@@ -45,15 +44,11 @@ class Prefix:
         """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the entries of the prefix."""
         if self.window is None:
             keys, values = (states[:, :, : self.lengths.longest] for states in (self.keys, self.values))
-            attention = partial(kernels.prefix_attention, lengths=self.lengths, scaling=scaling)
-        else:
-            keys, values = self.keys, self.values
-            indices, counts = self._chosen(self.window)
-            attention = partial(kernels.sparse_attention, indices=indices, counts=counts, scaling=scaling)
-        out: torch.Tensor = outside_autocast(attention, query, keys, values)[0]
-        return out
+            return kernels.prefix_attention(query, keys, values, lengths=self.lengths, scaling=scaling)[0]
+        slots, counts = self._slots(self.window)
+        return kernels.sparse_attention(query, self.keys, self.values, slots, counts=counts, scaling=scaling)[0]
 
-    def _chosen(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots `(B, 1, T)` of the first `ANCHORS` entries and the last `window`, and how many are used."""
         lengths = self.lengths.on(self.keys.device)
         first = (lengths - window).clamp_min(ANCHORS)[:, None]
