@@ -114,7 +114,7 @@ class SteppedRun:
         """Kind of the last step; `speculated` steps have speculated before it."""
         if self.session.stats.num_spec_steps > speculated:
             return SPECULATION if self.session.drafter.num_nodes > 1 else PLAIN_STEP
-        return PLAIN_STEP if self.session.drafter.is_steady else CATCH_UP
+        return PLAIN_STEP if self.session.drafter.reuse_graph else CATCH_UP
 
 
 @torch.no_grad()

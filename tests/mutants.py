@@ -156,10 +156,10 @@ MUTATIONS = (
         "tests/generation/test_window_ring.py",
     ),
     Mutation(
-        "An entry joins the taps of its own token",
+        "An entry joins the auxiliary hidden states of its own token",
         "modeling/eagle3/modeling_eagle3.py",
-        "self.features(taps.to(self.dtype))",
-        "self.features(taps.roll(1, 1).to(self.dtype))",
+        "self.features(aux_hidden_states.to(self.dtype))",
+        "self.features(aux_hidden_states.roll(1, 1).to(self.dtype))",
         "tests/modeling/eagle3/test_modeling_eagle3.py",
     ),
     Mutation(
@@ -193,8 +193,8 @@ MUTATIONS = (
     Mutation(
         "Entries of accepted nodes have the target's own states",
         "modeling/eagle3/generation_eagle3.py",
-        "taps = hidden.gather(1, path[..., None]",
-        "taps = hidden.gather(1, torch.zeros_like(path)[..., None]",
+        "aux_hidden_states = hidden.gather(1, path[..., None]",
+        "aux_hidden_states = hidden.gather(1, torch.zeros_like(path)[..., None]",
         "tests/modeling/eagle3/test_generation_eagle3.py::test_drafting_is_a_forward_over_the_text",
     ),
     Mutation(
@@ -202,7 +202,7 @@ MUTATIONS = (
         "modeling/eagle3/generation_eagle3.py",
         "        self._read[place] += states.shape[1]\n",
         "",
-        "tests/modeling/eagle3/test_generation_eagle3.py::test_taps_are_hidden_states",
+        "tests/modeling/eagle3/test_generation_eagle3.py::test_auxiliary_states_are_hidden_states",
     ),
     Mutation(
         "A chained step predicts the token after the drafted ones",

@@ -12,8 +12,8 @@ An attention sink is a logit without a value: it enters the denominator once, wh
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +142,15 @@ def outside_autocast(attention: Callable[..., Any], *inputs: Any, **options: Any
     tensors = (x if x.dtype == torch.float64 else x.to(dtype) for x in inputs[:3])
     with torch.autocast(device_type, enabled=False):
         return attention(*tensors, *inputs[3:], **options)
+
+
+def under_autocast(backend: AttentionBackend, device_type: str) -> AttentionBackend:
+    """Return `backend`, and inside of `torch.autocast` one whose functions run [`outside_autocast`]."""
+    if not torch.is_autocast_enabled(device_type):
+        return backend
+    functions = "prefix_attention", "tree_attention", "sparse_attention", "causal_attention"
+    wrapped: dict[str, Any] = {name: partial(outside_autocast, getattr(backend, name)) for name in functions}
+    return replace(backend, **wrapped, hybrid_attention=None, scored_attention=None)
 
 
 _backends: dict[str, AttentionBackend] = {}

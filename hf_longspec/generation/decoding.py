@@ -79,7 +79,7 @@ def decode(
     if (reason := why_not(prompts)) is not None:
         stats = _say_why_not(draft, reason)
         processing = logits_processor, stopping_criteria, generation_config
-        with target.turn():  # a call in another thread may have switched the attention
+        with target.lock():  # a call in another thread may have switched the attention
             output = type(model)._sample(model, input_ids, *processing, streamer=streamer, **model_kwargs)
         if not isinstance(output, torch.Tensor):
             output.speculation = stats
@@ -87,7 +87,7 @@ def decode(
     session = Session(draft, prompts, logits_processor, stopping_criteria, streamer)
     draft.last_speculation = session.stats
     try:
-        with target.turn():
+        with target.lock():
             tails = session.prefill()
             with target.attention(), session.drafter.attention():
                 session.seed(tails)
@@ -194,7 +194,7 @@ class Session:
         tree = self.drafter.propose(self.root)
         drafted = time.perf_counter()
 
-        step = self._verify(tree, fixed_shape=self.drafter.is_steady)
+        step = self._verify(tree, fixed_shape=self.drafter.reuse_graph)
         verified = time.perf_counter()
 
         verification = self._emit(tree, step)

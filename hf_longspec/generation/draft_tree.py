@@ -193,12 +193,12 @@ def tree_mask(parents: Tensor, valid: Tensor | None = None, max_depth: int | Non
     edges = parents[..., None] == nodes  # [B, N, N]
     if valid is not None:
         edges = edges & valid[..., None]
-    reach = edges | (nodes[:, None] == nodes)
+    ancestor_mask = edges | (nodes[:, None] == nodes)
     # each squaring doubles the number of steps towards the root that are covered
     for _ in range(_doublings(parents.shape[1] - 1 if max_depth is None else max_depth)):
-        steps = reach.float()
-        reach = torch.bmm(steps, steps) > 0
-    return reach
+        steps = ancestor_mask.float()
+        ancestor_mask = torch.bmm(steps, steps) > 0
+    return ancestor_mask
 
 
 def tree_depths(mask: Tensor) -> Tensor:
@@ -422,7 +422,7 @@ class Beam:
 
     Attributes:
         tokens (`torch.LongTensor` of shape `(B, n)`): The newest level.
-        reach (`torch.BoolTensor` of shape `(B, n, N)`): Rows of the tree mask for the newest level: each node's
+        ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Rows of the tree mask for the newest level: each node's
             ancestors among all N nodes so far, and the node itself.
         levels (`list[torch.LongTensor]`): Tokens of every level, the root's first.
         parents (`list[torch.LongTensor]`): Parents of the nodes of every level, as indices into the tree.
@@ -432,16 +432,16 @@ class Beam:
 
     def __init__(self, root: Tensor):
         self.tokens = root[:, None]
-        self.reach = torch.ones(*self.tokens.shape, 1, dtype=torch.bool, device=root.device)
+        self.ancestor_mask = torch.ones(*self.tokens.shape, 1, dtype=torch.bool, device=root.device)
         self.scores = torch.zeros(self.tokens.shape, device=root.device)
         self.levels = [self.tokens]
         self.parents = [torch.full_like(self.tokens, -1)]
-        self._reaches = [self.reach]
+        self._ancestor_masks = [self.ancestor_mask]
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes so far, root included."""
-        return self.reach.shape[2]
+        return self.ancestor_mask.shape[2]
 
     def paths(self) -> Tensor:
         """Return the drafted tokens `(B, n, depth)` that lead to each node of the newest level, its own token last.
@@ -483,19 +483,19 @@ class Beam:
         parent = chosen // each
         first, size = self.first_node, chosen.shape[1]
         self.tokens = tokens.flatten(1).gather(1, chosen)
-        inherited = self.reach.gather(1, parent[..., None].expand(-1, -1, self.num_nodes))
+        inherited = self.ancestor_mask.gather(1, parent[..., None].expand(-1, -1, self.num_nodes))
         itself = torch.eye(size, dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
-        self.reach = torch.cat([inherited, itself], dim=-1)
+        self.ancestor_mask = torch.cat([inherited, itself], dim=-1)
         self.levels.append(self.tokens)
         self.parents.append(parent + first)
-        self._reaches.append(self.reach)
+        self._ancestor_masks.append(self.ancestor_mask)
 
     def fields(self) -> tuple[Tensor, ...]:
         """Return the [`DraftTree.fields`] of all levels, in level order."""
         tokens = torch.cat(self.levels, 1)
         depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(self.levels)], 1)
         total = tokens.shape[1]
-        mask = torch.cat([torch.nn.functional.pad(r, (0, total - r.shape[2])) for r in self._reaches], 1)
+        mask = torch.cat([torch.nn.functional.pad(r, (0, total - r.shape[2])) for r in self._ancestor_masks], 1)
         return tokens, torch.cat(self.parents, 1), torch.ones_like(tokens, dtype=torch.bool), depths, mask
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -13,13 +13,13 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..attention_backends.contexts import StepContext
 from ..attention_backends.lengths import SeqLens
-from ..attention_backends.registry import AttentionBackend, AttentionCall, outside_autocast, select
+from ..attention_backends.registry import AttentionBackend, AttentionCall, select, under_autocast
 from .cache import SpeculativeCache
 from .draft_tree import Beam, DraftTree
 from .sampling import Coupling, TokenRule, warped
 from .sparse_caches import WindowRing, budget
 from .target import Step, TargetView, chain_of_last_tokens
-from .verification import chain_q, draw_noise, exponential_race
+from .verification import chain_q, draw_noise, gumbel_max_sample
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
 # small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
@@ -130,9 +130,9 @@ class Drafter(CandidateGenerator):
     """Depth of the deepest node."""
     wants_hidden: bool | tuple[int, ...] = False
     """Whether [`Verification`] includes the input of the target's final norm, or the layers whose inputs it has."""
-    is_steady: bool = True
+    reuse_graph: bool = True
     """Whether more verifications of trees of the present shape will follow, so that compiling one is worth it."""
-    foreign_depth: int = 0
+    ngram_depth: int = 0
     """Depth of the nodes that other drafters add to verified trees, from `num_nodes` on; a path may contain them."""
     first_ngram_node: int | None = None
     """Index of the first node that only n-grams propose; all later nodes are of this kind."""
@@ -266,7 +266,8 @@ class BeamDrafter(Drafter):
         self.device, self.dtype = self.draft.device, self.draft.dtype
         head_dim = draft.config.head_dim
         self.scaling = head_dim**-0.5
-        self._kernels: AttentionBackend = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
+        kernels = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
+        self._kernels: AttentionBackend = under_autocast(kernels, self.device.type)
 
     @property
     def state_bytes(self) -> int:
@@ -368,8 +369,7 @@ class BeamDrafter(Drafter):
         There may be more keys `(B, K, slots, D)` than the mask has.
         """
         key, value = key[:, :, : seen.shape[2]], value[:, :, : seen.shape[2]]
-        attention = partial(self._kernels.tree_attention, mask=seen, scaling=self.scaling)
-        out: torch.Tensor = outside_autocast(attention, query, key, value)[0]
+        out: torch.Tensor = self._kernels.tree_attention(query, key, value, mask=seen, scaling=self.scaling)[0]
         return out
 
 
@@ -431,7 +431,7 @@ def drafted_tokens(
             scores = warped(rule.processors, scores[:, None])[:, 0]
         elif rule is not None:
             scores = rule.scores_at(scores, depth)
-        tokens.append(scores.argmax(-1) if noise is None else exponential_race(scores, noise[depth]))
+        tokens.append(scores.argmax(-1) if noise is None else gumbel_max_sample(scores, noise[depth]))
         if rule is not None and not rule.history_free:
             rule.try_out(depth, tokens[-1])
         if with_q:

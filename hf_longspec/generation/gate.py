@@ -285,7 +285,7 @@ class GatedDrafter(Drafter):
         return self._is_open and self.inner.wants_hidden
 
     @property
-    def is_steady(self) -> bool:  # type: ignore[override]
+    def reuse_graph(self) -> bool:  # type: ignore[override]
         """False in the step that resumes the other drafter."""
         return self._was_open or not self._is_open
 

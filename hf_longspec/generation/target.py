@@ -168,7 +168,7 @@ class TargetView:
         return reasons
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Wait until no other thread decodes with a draft on this model, as decoding switches its attention.
 
         A model that was loaded with one of the implementations of this package is not switched, so its threads do not
@@ -190,10 +190,10 @@ class TargetView:
     def attention(self) -> Iterator[None]:
         """Switch the model to this package's attention, and restore its own implementation afterwards.
 
-        The implementation is state of the model, so this waits for other threads as [`TargetView.turn`] does. A model
+        The implementation is state of the model, so this waits for other threads as [`TargetView.lock`] does. A model
         that was loaded with one of the implementations of this package is left as it is.
         """
-        with self.turn():  # before the implementation is read: another thread may have switched it
+        with self.lock():  # before the implementation is read: another thread may have switched it
             if self._has_our_attention:
                 with passed_on(self.model):
                     yield

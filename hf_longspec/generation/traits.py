@@ -349,12 +349,12 @@ def _cut_by_the_stock_cache(config: Any, windows: dict[int, int | None]) -> int 
 
 
 @torch.no_grad()
-def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, Any] | None = None) -> "Trial":
+def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, Any] | None = None) -> "AttentionProbe":
     """Run one forward like a verification after a claimed prefix, or like `generate` at the beginning of a text.
 
     Both get the positions of the first tokens, and the inputs `more`.
     """
-    trial, cache = Trial(offset), ClaimingCache(config.num_hidden_layers, offset)
+    trial, cache = AttentionProbe(offset), DummyCache(config.num_hidden_layers, offset)
     device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights offloaded to disk
     positions = torch.arange(QUERIES, device=device)[None]
     inputs = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
@@ -386,7 +386,7 @@ class LayerMask:
     reasons: tuple[str, ...]
 
 
-class Trial:
+class AttentionProbe:
     """Record the inputs of the attention layers of one forward, in place of a backend.
 
     Args:
@@ -429,7 +429,7 @@ class Trial:
                 layers.setdefault(reason, []).append(layer)
         return [f"{_named(which)} {reason}" for reason, which in layers.items()]
 
-    def differs_from(self, other: "Trial") -> bool:
+    def differs_from(self, other: "AttentionProbe") -> bool:
         """Return whether queries differ although tokens, positions and attention outputs are the same."""
         return any(
             layer not in other.layers or not torch.equal(found.query, other.layers[layer].query)
@@ -454,8 +454,8 @@ class Trial:
         return (count if count < end else None), ()
 
 
-class ClaimingLayer(DynamicLayer):
-    """Layer of a [`ClaimingCache`]."""
+class DummyLayer(DynamicLayer):
+    """Layer of a [`DummyCache`]."""
 
     def __init__(self, offset: int):
         super().__init__()
@@ -475,7 +475,7 @@ class ClaimingLayer(DynamicLayer):
         return self.offset
 
 
-class ClaimingCache(Cache):
+class DummyCache(Cache):
     """Cache that claims to hold `offset` tokens in every layer and holds none.
 
     Args:
@@ -487,7 +487,7 @@ class ClaimingCache(Cache):
     """
 
     def __init__(self, num_layers: int, offset: int):
-        super().__init__(layers=[ClaimingLayer(offset)] * num_layers)
+        super().__init__(layers=[DummyLayer(offset)] * num_layers)
         self.updated: set[int] = set()
 
     def update(

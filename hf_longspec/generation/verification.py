@@ -134,7 +134,7 @@ def accept_greedy(tree: DraftTree, logits: Tensor) -> Acceptance:
 
 
 def draw_noise(*shape: int, generator: torch.Generator | None = None, device: torch.device | None = None) -> Tensor:
-    """Return standard exponential noise for [`exponential_race`], in float32, shape `(*shape)`.
+    """Return standard exponential noise for [`gumbel_max_sample`], in float32, shape `(*shape)`.
 
     >>> draw_noise(2, 5, 11, generator=torch.Generator().manual_seed(0)).shape
     torch.Size([2, 5, 11])
@@ -144,7 +144,7 @@ def draw_noise(*shape: int, generator: torch.Generator | None = None, device: to
     return torch.empty(shape, dtype=dtype, device=device).exponential_(generator=generator).float()
 
 
-def exponential_race(scores: Tensor, noise: Tensor) -> Tensor:
+def gumbel_max_sample(scores: Tensor, noise: Tensor) -> Tensor:
     """Draw one token per row from the distribution `softmax(scores)`, as a function of the noise.
 
     This is the Gumbel-max trick in its exponential form: token i arrives at time `noise[i] / p[i]`, an exponential time
@@ -161,14 +161,14 @@ def exponential_race(scores: Tensor, noise: Tensor) -> Tensor:
     Returns:
         `torch.LongTensor` of shape `(...)`.
 
-    >>> exponential_race(torch.tensor([0.9, 0.1, 0.0]).log(), torch.tensor([1.0, 0.1, 1e-9])).item()
+    >>> gumbel_max_sample(torch.tensor([0.9, 0.1, 0.0]).log(), torch.tensor([1.0, 0.1, 1e-9])).item()
     1
     """
     return perturbed_log_probs(scores, noise).argmax(-1)
 
 
 def drawn(scores: Tensor, noise: Tensor) -> Tensor:
-    """Return the tokens of [`exponential_race`], and -1 where the scores give no distribution.
+    """Return the tokens of [`gumbel_max_sample`], and -1 where the scores give no distribution.
 
     These are scores that are all -inf, or of which one is nan or inf, for which `torch.multinomial` raises an error. No
     node of a tree holds -1, so a walk ends there.
@@ -181,10 +181,10 @@ def drawn(scores: Tensor, noise: Tensor) -> Tensor:
 
 
 def perturbed_log_probs(scores: Tensor, noise: Tensor) -> Tensor:
-    """Return the log-probabilities perturbed by the noise, of which [`exponential_race`] takes the largest.
+    """Return the log-probabilities perturbed by the noise, of which [`gumbel_max_sample`] takes the largest.
 
     This is minus the logarithm of each token's time of arrival, up to the constant of the scores. Shapes are those of
-    [`exponential_race`]; the result has the shape of the scores, in float32 or wider.
+    [`gumbel_max_sample`]; the result has the shape of the scores, in float32 or wider.
 
     >>> perturbed_log_probs(torch.tensor([0.9, 0.1]).log(), torch.tensor([1.8, 0.1])).exp()
     tensor([0.5000, 1.0000])

@@ -27,7 +27,7 @@ SIZES = {
     "kv_layer": (0, 2**12),
     "noise_range": (0, 2**12),
     "num_heads": (1, 2**8),
-    "num_taps": (1, 2**12),
+    "num_aux_hidden_states": (1, 2**12),
 }
 
 

@@ -275,9 +275,9 @@ def test_eagle3_reads_the_end_of_the_prompt(tune, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "EAGLE3_WIDTHS", ([1],))
     stored, remember = [], Eagle3Drafter.remember
 
-    def counting(self, taps, tokens, positions):
+    def counting(self, aux, tokens, positions):
         stored.append(int((positions >= 0).sum()))
-        remember(self, taps, tokens, positions)
+        remember(self, aux, tokens, positions)
 
     monkeypatch.setattr(Eagle3Drafter, "remember", counting)
     target = AutoModelForCausalLM.from_pretrained(tiny.target)

@@ -71,7 +71,7 @@ def test_same_seed_same_text(target, name, options):
     assert sum(sum(histogram[2:]) for histogram in histograms) > 0
 
 
-def test_the_text_is_an_exponential_race_of_the_bare_model(target):
+def test_the_text_is_a_gumbel_max_sample_of_the_bare_model(target):
     """Replays the text with the documented seeds, a forward of the bare model and a noise row per token."""
     model = target("qwen3")
     drawn = sample(model, random_draft(model, []), seed=7, new=6, **WARPED)

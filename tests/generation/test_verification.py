@@ -15,7 +15,7 @@ from hf_longspec.generation.verification import (
     accept_sampled,
     draw_noise,
     drawn,
-    exponential_race,
+    gumbel_max_sample,
     walk,
     walk_lazily,
 )
@@ -97,7 +97,7 @@ def test_a_lone_root_matches_the_general_walk(num_nodes, chain):
     bounded = DraftTree(random.tokens, random.parents, random.valid, max_depth=0)
     tree = DraftTree.root_only(random.tokens[:, 0]) if chain else bounded
     scores = torch.randn(4, tree.num_nodes, V, generator=seeded(2))
-    draw = exponential_race(scores[:, 0], noise[:, 0])
+    draw = gumbel_max_sample(scores[:, 0], noise[:, 0])
     accepted = accept_greedy(tree, scores), accept_sampled(tree, scores, noise)
     for choice, short in zip((scores[:, 0].argmax(-1), draw), accepted, strict=True):
         general = walk_lazily(tree, lambda depth, node, choice=choice: choice)
@@ -112,7 +112,7 @@ def test_race_never_draws_tokens_of_probability_zero(dtype):
     noise = draw_noise(1000, 4, generator=seeded())
     noise[:500, 0] = 0.0
     noise[250:, 1] = 50.0
-    assert set(exponential_race(scores, noise).tolist()) <= {1, 3}
+    assert set(gumbel_max_sample(scores, noise).tolist()) <= {1, 3}
 
 
 def test_draw_noise_is_reproducible_and_positive():
@@ -162,12 +162,12 @@ def test_a_draft_without_a_distribution_is_refused_and_the_token_is_drawn_from_p
     tree = DraftTree.chain(torch.zeros(200, 3, dtype=torch.long), q=torch.full((200, 3, V), torch.nan))
     acceptance = accept_rejection(tree, scores, torch.rand(200, 2, generator=seeded(2)), noise)
     assert (acceptance.num_nodes == 1).all()
-    assert torch.equal(acceptance.tokens[:, 0], exponential_race(scores[:, 0].softmax(-1).log(), noise))
+    assert torch.equal(acceptance.tokens[:, 0], gumbel_max_sample(scores[:, 0].softmax(-1).log(), noise))
 
 
 def chain_with_q(batch_size=4, num_nodes=4, seed=0):
     q = torch.randn(batch_size, num_nodes, V, generator=seeded(seed)).softmax(-1)
-    tokens = exponential_race(q.log(), draw_noise(batch_size, num_nodes, V, generator=seeded(seed + 1)))
+    tokens = gumbel_max_sample(q.log(), draw_noise(batch_size, num_nodes, V, generator=seeded(seed + 1)))
     return DraftTree.chain(tokens, q=q)
 
 
@@ -186,7 +186,7 @@ def test_equal_distributions_that_refuse_by_rounding_fall_back_to_p():
     noise = draw_noise(64, V, generator=seeded())
     acceptance = accept_rejection(tree, q.log(), torch.full((64, 1), 1.5), noise)
     assert (acceptance.num_nodes == 1).all() and torch.equal(
-        acceptance.tokens[:, 0], exponential_race(q[:, 0].log(), noise)
+        acceptance.tokens[:, 0], gumbel_max_sample(q[:, 0].log(), noise)
     )
 
 
@@ -208,14 +208,14 @@ def test_rejection_takes_ragged_chains():
     noise = draw_noise(60, V, generator=seeded(8))
     acceptance = accept_rejection(tree, scores, torch.zeros(60, 3), noise)
     for row, length in enumerate(lengths):
-        bonus = int(exponential_race(scores[row, length - 1], noise[row]))
+        bonus = int(gumbel_max_sample(scores[row, length - 1], noise[row]))
         assert_is(acceptance, row, list(range(length)), [*tree.tokens[row, 1:length].tolist(), bonus])
 
 
 def test_rejection_of_a_lone_root_is_plain_sampling():
     scores, noise = torch.randn(5, 1, V, generator=seeded(1)), draw_noise(5, V, generator=seeded(2))
     acceptance = accept_rejection(DraftTree.root_only(torch.arange(5)), scores, torch.zeros(5, 0), noise)
-    assert torch.equal(acceptance.next_root, exponential_race(scores[:, 0], noise))
+    assert torch.equal(acceptance.next_root, gumbel_max_sample(scores[:, 0], noise))
 
 
 def test_refusals_name_the_rule():

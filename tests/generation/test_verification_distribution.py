@@ -24,7 +24,7 @@ from hf_longspec.generation.verification import (
     accept_rejection,
     accept_sampled,
     draw_noise,
-    exponential_race,
+    gumbel_max_sample,
     walk_lazily,
 )
 from tests.distributions import LONG_ROWS, SHORT_ROWS, MarkovTarget, distribution_rows, max_z_score
@@ -80,7 +80,7 @@ class Speculation:
         for depth in range(self.depth):
             scores = self.draft.scores(ids)
             q.append(scores.softmax(-1))
-            ids = torch.cat([ids, exponential_race(scores, noise[:, depth])[:, None]], dim=1)
+            ids = torch.cat([ids, gumbel_max_sample(scores, noise[:, depth])[:, None]], dim=1)
         return DraftTree.chain(ids[:, length - 1 :], q=torch.stack(q, dim=1))
 
     def tree(self, ids, noise):
@@ -160,9 +160,9 @@ def draw_again_for_every_sibling(run, monkeypatch):
     def accept(tree, scores, noise):
         def choose(depth, node):
             here = verification._row(scores, node)
-            token, found = exponential_race(here, run.fresh(len(here), V)), torch.zeros(len(here), dtype=torch.bool)
+            token, found = gumbel_max_sample(here, run.fresh(len(here), V)), torch.zeros(len(here), dtype=torch.bool)
             for child in range(1, tree.num_nodes):
-                drawn = exponential_race(here, run.fresh(len(here), V)) == tree.tokens[:, child]
+                drawn = gumbel_max_sample(here, run.fresh(len(here), V)) == tree.tokens[:, child]
                 hit = drawn & (tree.parents[:, child] == node) & tree.valid[:, child] & ~found
                 token, found = torch.where(hit, tree.tokens[:, child], token), found | hit
             return token
@@ -202,9 +202,9 @@ def test_rejection_accepts_with_the_theoretical_rate():
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_exponential_race_matches_multinomial(rows):
+def test_gumbel_max_sample_matches_multinomial(rows):
     p = torch.tensor([0.55, 0.2, 0.0, 0.12, 0.1, 0.03])
-    drawn = exponential_race(p.log() + 3.0, draw_noise(rows, 6, generator=seeded()))
+    drawn = gumbel_max_sample(p.log() + 3.0, draw_noise(rows, 6, generator=seeded()))
     assert max_z_score(drawn, p) < MAX_SIGMA
     assert max_z_score(torch.multinomial(p.expand(rows, -1), 1, generator=seeded())[:, 0], p) < MAX_SIGMA
     assert max_z_score(drawn, torch.tensor([0.5, 0.25, 0.0, 0.12, 0.1, 0.03])) > CLEARLY_WRONG

@@ -8,7 +8,7 @@ import torch
 from hf_longspec import Eagle3DraftModel
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
 from hf_longspec.training import TokenWindows
-from tests.modeling.eagle3.taps import residual_stream
+from tests.modeling.eagle3.residual_stream import residual_stream
 
 ROWS = [(0, 33), (40, 21), (70, 4), (90, 2)]
 NEVER = 999
@@ -30,10 +30,10 @@ def definition(draft, target, rows, loss, window=None):
         tokens = row["input_ids"]
         labels = row.get("labels", tokens).tolist()
         states, wanted = residual_stream(target, tokens[None])
-        taps = torch.cat([states[j] for j in draft.layers_of(target.config)], -1)[:, :-1]
+        aux = torch.cat([states[j] for j in draft.layers_of(target.config)], -1)[:, :-1]
         steps = min(3, len(tokens) - 1)
         with torch.no_grad():
-            drafted = draft(taps, tokens[None, 1:], steps, target=target, window=window, sinks=4)
+            drafted = draft(aux, tokens[None, 1:], steps, target=target, window=window, sinks=4)
         wanted = wanted[0].double()
         for step, logits in enumerate(drafted):
             for entry in range(len(tokens)):

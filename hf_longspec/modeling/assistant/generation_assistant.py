@@ -119,13 +119,13 @@ class AssistantDrafter(Drafter):
                 self._catch_up(texts)
         last = torch.stack([text[-1] for text in texts])[:, None]
         # steps have one width from the first one on
-        self.pending = pad(last, (0, max(self.max_depth, self.foreign_depth) - 1)) if self._is_ragged else last
+        self.pending = pad(last, (0, max(self.max_depth, self.ngram_depth) - 1)) if self._is_ragged else last
         self.counts = SeqLens.equal(1, len(texts))
 
     @property
     def _is_ragged(self) -> bool:
         """Whether rows have different numbers of pending tokens: masks follow the root, or others propose nodes."""
-        return self.mask_token is not None or self.foreign_depth > 0
+        return self.mask_token is not None or self.ngram_depth > 0
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain or a tree of candidates after `root` `(batch,)`."""
@@ -256,7 +256,7 @@ class AssistantDrafter(Drafter):
 
     def _level(self, forward: Forward, prefix: SeqLens, inputs: Inputs, beam: Beam) -> torch.Tensor:
         """Run the newest level of a tree after `prefix`, root included; return its logits `(B, n, V)`."""
-        mask = beam.reach[:, :, 1:].to(self.device)
+        mask = beam.ancestor_mask[:, :, 1:].to(self.device)
         depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(beam.levels[1:])], 1)
         node_slots = prefix.on(self.device)[:, None] + depths.to(self.device)
         slots = node_slots[:, -mask.shape[1] :]

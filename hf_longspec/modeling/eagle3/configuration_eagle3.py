@@ -16,7 +16,7 @@ class Eagle3Config(DraftConfig):
     Args:
         hidden_size (`int`): Width of the draft.
         target_hidden_size (`int`): Width of the target's residual stream.
-        num_taps (`int`): Number of the target's layers that are read.
+        num_aux_hidden_states (`int`): Number of the target's layers whose inputs ("auxiliary hidden states") are read.
         target_layer_ids (`list[int]`): The layers whose inputs are read; the number of layers stands for the final
             norm. The input of layer j is transformers' `hidden_states[j]`.
         intermediate_size (`int`): Width of the SwiGLU.
@@ -29,14 +29,14 @@ class Eagle3Config(DraftConfig):
         initializer_range (`float`): Standard deviation of the initial weights.
         attention_bias (`bool`): Whether the projections of the attention have a bias.
         mlp_bias (`bool`): Whether the projections of the SwiGLU have a bias.
-        fc_bias (`bool`): Whether the projection of the taps has a bias.
+        fc_bias (`bool`): Whether the projection of the auxiliary hidden states has a bias.
         qk_norm (`bool`): Whether queries and keys are normalised before they are rotated.
         draft_vocab_size (`int`, *optional*): Number of tokens that can be drafted; all of the vocabulary by default.
         own_embedding (`bool`): Whether the draft has an embedding of its own. Otherwise it uses the target's.
         own_head (`bool`): Whether the draft has a language-model head of its own. Otherwise it uses the target's.
         norm_before_residual (`bool`): Whether the residual of the first layer is the normalised state.
-        norm_before_fc (`bool`): Whether the taps are normalised together.
-        fc_norm (`bool`): Whether every tap is normalised alone.
+        norm_before_fc (`bool`): Whether the auxiliary hidden states are normalised together.
+        fc_norm (`bool`): Whether each of them is normalised alone.
         norm_output (`bool`): Whether the next step reads the normalised state instead of the residual stream.
         rope_parameters (`dict[str, Any]`, *optional*): Rotary embedding of the draft, independent of the target's.
         max_position_embeddings (`int`): As in the checkpoint; no limit of positions.
@@ -46,10 +46,11 @@ class Eagle3Config(DraftConfig):
     """
 
     model_type = "longspec_eagle3"
+    attribute_map = {"num_taps": "num_aux_hidden_states"}  # the name in files of earlier versions
 
     hidden_size: int = 0
     target_hidden_size: int = 0
-    num_taps: int = 3
+    num_aux_hidden_states: int = 3
     target_layer_ids: list[int] | tuple[int, ...] = ()
     intermediate_size: int = 0
     num_hidden_layers: int = 1
@@ -106,7 +107,9 @@ class Eagle3Config(DraftConfig):
         kind, windows = (self.rope_parameters or {}).get("rope_type", "default"), self.window_of_layers
         reason = ""
         if self.norm_before_fc and self.fc_norm:
-            reason = "norm_before_fc=True and fc_norm=True exclude each other: the taps are normalised once."
+            reason = (
+                "norm_before_fc=True and fc_norm=True exclude each other: auxiliary hidden states are normalised once."
+            )
         elif kind not in ROPE_TYPES:
             reason = f"rope_type={kind!r}: expected one of {', '.join(ROPE_TYPES)}, whose frequencies do not change."
         elif self.num_attention_heads % self.num_key_value_heads:

@@ -40,7 +40,7 @@ EAGLE3_TARGETS = {
     "RedHatAI/Qwen3-14B-speculator.eagle3": "Qwen/Qwen3-14B",
     "RedHatAI/Qwen3-32B-speculator.eagle3": "Qwen/Qwen3-32B",
 }
-# Norms of the taps in older files -> name here.
+# Norms of the auxiliary hidden states in older files -> name here.
 OLD_NORMS = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 # Tensors that are in some files and are the target's, or follow from config.json.
 UNUSED = ("verifier_norm.", "verifier_lm_head.")
@@ -185,7 +185,7 @@ def _config_of(
     return Eagle3Config(
         **(facts | {name: getattr(layer, name) for name in LAYER_FIELDS}),
         target_hidden_size=int(width) if text is None else text.hidden_size,
-        num_taps=len(layers) or 3,
+        num_aux_hidden_states=len(layers) or 3,
         target_layer_ids=layers,
         num_hidden_layers=num_layers,
         attention_bias="layers.0.self_attn.q_proj.bias" in names,

@@ -1,9 +1,9 @@
 """EAGLE-3: a draft of one layer grows a beam from states of the target, then from its own.
 
-EAGLE-3, https://huggingface.co/papers/2503.01840. An entry joins the target's states at position p ("taps") with token
-p + 1; its place in rotary embeddings is p. The entries of the committed text are in a ring, so that memory does not
-grow with the context. The newest entry predicts the first level of the tree. A node of the tree is an entry too, with
-the state of its parent in place of taps, which the target has only after it verified the node.
+EAGLE-3, https://huggingface.co/papers/2503.01840. An entry joins the target's auxiliary hidden states at position p
+with token p + 1; its rotary position is p. A ring holds the entries of the committed text, so that memory does not grow
+with the context. The newest entry predicts the first level of the tree. A node of the tree is an entry too, with the
+state of its parent in place of auxiliary hidden states, which the target has only after it verified the node.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,13 @@ from ...generation.drafter import BeamDrafter, Binding, Verification
 from ...generation.sparse_caches import WindowRing, visible
 from ...generation.target_modules import LayerInputs
 
-# Taps, tokens and positions of the entries that the next draft stores, and the place of the last of them in each row.
+# Auxiliary hidden states, tokens and positions of the entries that the next draft stores, and the place of the last one
+# in each row.
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class PromptTaps(LayerInputs):
-    """Keep the taps of the first and the last tokens of prompts while the target reads them, in chunks of any size.
+class PromptAuxHiddenStates(LayerInputs):
+    """Keep auxiliary hidden states of the first and last tokens of prompts, which may be prefilled in chunks.
 
     Rows are padded on the right. Each forward continues where the one before ended.
 
@@ -64,7 +65,7 @@ class PromptTaps(LayerInputs):
                     self._pieces[place][row].append((begin, piece))
 
     def of_row(self, row: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the kept positions `(n,)` of a row and their taps `(n, layers * hidden)`; `None` if there are none."""
+        """Return the kept positions `(n,)` of a row and states `(n, layers * hidden)`; `None` if there are none."""
         places = [pieces[row] for pieces in self._pieces]
         if not places[0]:
             return None
@@ -112,13 +113,13 @@ class Eagle3Drafter(BeamDrafter):
         self.rotary: Angles = binding.part(
             (Angles, theta, self.device), lambda: Angles(self.draft.rotary_embedding(self.device))
         )
-        self._prompts: PromptTaps | None = None
+        self._prompts: PromptAuxHiddenStates | None = None
         self.pending: Entries | None = None
 
     @property
     def most_new(self) -> int:
         """Most tokens that a verification commits per row."""
-        return max(self.max_depth, self.foreign_depth) + 1
+        return max(self.max_depth, self.ngram_depth) + 1
 
     @cached_property
     def rings(self) -> list[WindowRing]:  # type: ignore[override]
@@ -135,21 +136,23 @@ class Eagle3Drafter(BeamDrafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the rings and of the taps of the last verification."""
+        """Bytes of the rings and of the auxiliary hidden states of the last verification."""
         pending = () if self.pending is None else self.pending
         return super().state_bytes + sum(x.numel() * x.element_size() for x in pending)
 
     @contextmanager
     def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> Iterator[None]:
-        """Keep the taps of the first and the last tokens of the prompts."""
+        """Keep the auxiliary hidden states of the first and the last tokens of the prompts."""
         layers = self.wants_hidden
         assert isinstance(layers, tuple)
-        self._prompts = PromptTaps(self.binding.target.model, layers, lengths, starts, self.sinks, self.window)
+        self._prompts = PromptAuxHiddenStates(
+            self.binding.target.model, layers, lengths, starts, self.sinks, self.window
+        )
         with self._prompts:
             yield
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Store the entries of the prompts whose taps were kept, and those of the verification."""
+        """Store the entries of the prompts whose states were kept, and those of the verification."""
         if self._prompts is not None:
             self._read(self._prompts, texts)
             self._prompts = None
@@ -160,14 +163,14 @@ class Eagle3Drafter(BeamDrafter):
         self.observe(verification)
 
     def observe(self, verification: Verification) -> None:
-        """Keep taps, tokens and positions of the committed nodes, whose entries the next draft stores first."""
+        """Keep states, tokens and positions of the committed nodes, whose entries the next draft stores first."""
         assert verification.hidden is not None and verification.tree is not None
         device, width = verification.path.device, self.most_new
         if self.pending is None:
             shape = len(verification.path), width
             none = torch.full(shape, -1, device=self.device)
-            taps = torch.zeros(*shape, verification.hidden.shape[2], dtype=self.dtype, device=self.device)
-            self.pending = taps, none.clone(), none, none[:, :1] + 1
+            aux_hidden_states = torch.zeros(*shape, verification.hidden.shape[2], dtype=self.dtype, device=self.device)
+            self.pending = aux_hidden_states, none.clone(), none, none[:, :1] + 1
         changing = (
             *(verification.hidden, verification.path, verification.tree.tokens),
             *(verification.num_nodes.on(device), verification.prefix_lengths.on(device), *self.pending),
@@ -180,7 +183,7 @@ class Eagle3Drafter(BeamDrafter):
         """Return the entries of the kept nodes. The token of the last one is the next root, and is not part of them.
 
         Args:
-            hidden (`torch.Tensor` of shape `(B, N, taps)`): The target's states at the nodes.
+            hidden (`torch.Tensor` of shape `(B, N, layers * hidden)`): The target's states at the nodes.
             path (`torch.LongTensor` of shape `(B, M)`): Kept nodes.
             nodes (`torch.LongTensor` of shape `(B, N)`): Tokens of the nodes.
             counts (`torch.LongTensor` of shape `(B,)`): Number of kept nodes.
@@ -193,10 +196,12 @@ class Eagle3Drafter(BeamDrafter):
             counts[:, None].to(self.device),
             lengths[:, None].to(self.device),
         )
-        taps = hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[2])).to(self.device, self.dtype)
+        aux_hidden_states = hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[2])).to(
+            self.device, self.dtype
+        )
         places = torch.arange(self.most_new, device=self.device)
         positions = torch.where(places < counts, lengths + places, -1)
-        return taps, tokens, positions, (counts - 1).clamp_min(0)
+        return aux_hidden_states, tokens, positions, (counts - 1).clamp_min(0)
 
     def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the roots `(B,)`, and the entries that the draft stores first."""
@@ -205,9 +210,9 @@ class Eagle3Drafter(BeamDrafter):
 
     def begin(self, inputs: tuple[torch.Tensor, ...], prefix: None) -> tuple[torch.Tensor, ...]:
         """Return the entries with the root as the last token, and the position of the last one `(B, 1)`."""
-        root, taps, tokens, positions, last = inputs
+        root, aux_hidden_states, tokens, positions, last = inputs
         tokens = tokens.scatter(1, last, root[:, None].to(tokens.device))
-        return taps, tokens, positions, last, positions.gather(1, last)
+        return aux_hidden_states, tokens, positions, last, positions.gather(1, last)
 
     def level_inputs(
         self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
@@ -216,7 +221,7 @@ class Eagle3Drafter(BeamDrafter):
         if not depth:
             return shared[:4]
         parents = beam.parent_places.to(self.device)[..., None].expand(-1, -1, states[0].shape[2])
-        return states[0].gather(1, parents), beam.tokens, beam.reach, shared[4] + depth, shared[4]
+        return states[0].gather(1, parents), beam.tokens, beam.ancestor_mask, shared[4] + depth, shared[4]
 
     def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: None) -> tuple[torch.Tensor, ...]:
         """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam."""
@@ -226,28 +231,28 @@ class Eagle3Drafter(BeamDrafter):
         """Return the sizes that distinguish graphs."""
         return (), (), (self.most_new, *(ring.size for ring in self.rings))
 
-    def remember(self, taps: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+    def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         """Store entries in the rings.
 
         Args:
-            taps (`torch.Tensor` of shape `(B, T, taps)`): The target's states.
+            aux_hidden_states (`torch.Tensor` of shape `(B, T, layers * hidden)`): The target's states.
             tokens (`torch.LongTensor` of shape `(B, T)`): The token after each of them.
             positions (`torch.LongTensor` of shape `(B, T)`): Their positions; a negative one marks padding.
         """
-        self._enter(taps, tokens, positions, positions[:, :0])
+        self._enter(aux_hidden_states, tokens, positions, positions[:, :0])
 
     def first_level(
-        self, taps: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor
+        self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store entries, and return logits `(B, 1, draft vocabulary)` and state `(B, 1, hidden)` after the last one."""
-        outputs, states = self._enter(taps, tokens, positions, last)
+        outputs, states = self._enter(aux_hidden_states, tokens, positions, last)
         return self.draft.logits(outputs, self.binding.target.model), states
 
     def next_level(
         self,
         states: torch.Tensor,
         tokens: torch.Tensor,
-        reach: torch.Tensor,
+        ancestor_mask: torch.Tensor,
         positions: torch.Tensor,
         end: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,13 +261,13 @@ class Eagle3Drafter(BeamDrafter):
         Args:
             states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
             tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
-            reach (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
+            ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
             positions (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
             end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root. Nodes
                 see what it sees: the window does not move while drafting.
         """
-        first, nodes = reach.shape[2] - reach.shape[1], reach.shape[2]
-        own = reach.to(self.device)
+        first, nodes = ancestor_mask.shape[2] - ancestor_mask.shape[1], ancestor_mask.shape[2]
+        own = ancestor_mask.to(self.device)
         own = own & (torch.arange(nodes, device=self.device) > 0)  # the root's entry is a committed one
 
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -277,7 +282,7 @@ class Eagle3Drafter(BeamDrafter):
         return self.draft.logits(outputs, self.binding.target.model), states
 
     def _enter(
-        self, taps: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
+        self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store entries in the rings; return outputs and states `(B, n, hidden)` of those that are `kept` `(B, n)`."""
         last_layer = len(self.rings) - 1
@@ -296,7 +301,7 @@ class Eagle3Drafter(BeamDrafter):
             )
 
         embedded = self.draft.embed(tokens, self.binding.target.model).to(self.device, self.dtype)
-        states = self.draft.features(taps.to(self.device, self.dtype))
+        states = self.draft.features(aux_hidden_states.to(self.device, self.dtype))
         angles = self.rotary(states, positions.clamp_min(0))
         result: tuple[torch.Tensor, torch.Tensor] = self.draft.run(states, embedded, angles, attend, kept)
         return result
@@ -308,23 +313,23 @@ class Eagle3Drafter(BeamDrafter):
         everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
         return everywhere.index_copy(2, self.draft.token_ids.to(logits.device), logits)
 
-    def _read(self, prompts: PromptTaps, texts: Sequence[torch.Tensor]) -> None:
-        """Store the entries of the prompts whose taps were kept."""
+    def _read(self, prompts: PromptAuxHiddenStates, texts: Sequence[torch.Tensor]) -> None:
+        """Store the entries of the prompts whose states were kept."""
         kept = [(row, found) for row in range(len(texts)) if (found := prompts.of_row(row)) is not None]
         if not kept:
             return
         width = max(len(positions) for _, (positions, _) in kept)
         first = kept[0][1][1]
-        taps = first.new_zeros(len(texts), width, first.shape[-1])
+        aux_hidden_states = first.new_zeros(len(texts), width, first.shape[-1])
         tokens = torch.zeros(len(texts), width, dtype=torch.long, device=first.device)
         places = torch.full_like(tokens, -1)
         for row, (positions, states) in kept:
             text = texts[row].to(first.device)
             usable = int((positions < len(text) - 1).sum())  # the token after the last one is not part of the text
             positions = positions[:usable]
-            taps[row, :usable], places[row, :usable] = states[:usable], positions
+            aux_hidden_states[row, :usable], places[row, :usable] = states[:usable], positions
             tokens[row, :usable] = text[positions + 1]
-        self.remember(taps, tokens.to(self.device), places.to(self.device))
+        self.remember(aux_hidden_states, tokens.to(self.device), places.to(self.device))
 
 
 def _newest(changing, drafter):

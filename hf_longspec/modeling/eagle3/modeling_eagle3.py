@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils.deprecation import deprecate_kwarg
 
 from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, layer_at, refuse_compiled_forward
@@ -25,12 +26,12 @@ TRAINED = "trained"
 
 
 class Eagle3DraftModel(DraftModel):
-    """A draft of one decoder layer, which reads the target's residual stream at three places ("taps").
+    """A draft of one decoder layer, which reads the target's residual stream at three places.
 
-    An entry joins the taps of one token with the embedding of the next. The layer turns it into a state from which the
-    token after that is predicted, and which takes the place of the taps in the next step of drafting. Keys and values
-    are the draft's own; with one layer they depend on their entry alone, so that a window over the last entries is
-    exact.
+    An entry joins these auxiliary hidden states of one token with the embedding of the next. The layer turns it into a
+    state from which the token after that is predicted, and which takes their place in the next step of drafting. Keys
+    and values are the draft's own; with one layer they depend on their entry alone, so that a window over the last
+    entries is exact.
 
     ```python
     draft = Eagle3DraftModel.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", target=target)
@@ -60,11 +61,11 @@ class Eagle3DraftModel(DraftModel):
 
     def __init__(self, config: Eagle3Config, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        taps = config.num_taps * config.target_hidden_size
+        width = config.num_aux_hidden_states * config.target_hidden_size
         eps = config.rms_norm_eps
-        self.fc = nn.Linear(taps, config.hidden_size, bias=config.fc_bias)
-        self.input_norm = nn.RMSNorm(taps, eps=eps) if config.norm_before_fc else None
-        norms = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_taps)]
+        self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias)
+        self.input_norm = nn.RMSNorm(width, eps=eps) if config.norm_before_fc else None
+        norms = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_aux_hidden_states)]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=eps)
@@ -128,9 +129,10 @@ class Eagle3DraftModel(DraftModel):
                 return draft, {}
         return super()._load(path, target, *args, **kwargs)
 
+    @deprecate_kwarg("taps", version="1.0", new_name="aux_hidden_states")  # the name in earlier versions
     def forward(
         self,
-        taps: torch.Tensor,
+        aux_hidden_states: torch.Tensor,
         tokens: torch.LongTensor,
         steps: int = 1,
         target: PreTrainedModel | None = None,
@@ -142,9 +144,9 @@ class Eagle3DraftModel(DraftModel):
         """Return the logits of chained steps over whole texts, in which every drafted token is that of the text.
 
         Args:
-            taps (`torch.Tensor` of shape `(B, T, num_taps * target_hidden_size)`): Inputs of the target's layers
-                `target_layer_ids` at each of the T entries, joined.
-            tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the taps.
+            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
+                the target's layers `target_layer_ids` at each of the T entries, joined.
+            tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the states.
             steps (`int`, *optional*, defaults to 1): Number of chained steps.
             target (`PreTrainedModel`, *optional*): The target, for drafts without an embedding or head of their own.
             position_ids (`torch.LongTensor` of shape `(B, T)`, *optional*): Positions of the entries. 0, 1, 2, ... by
@@ -162,7 +164,7 @@ class Eagle3DraftModel(DraftModel):
         length = tokens.shape[1]
         places = torch.arange(length, device=tokens.device).expand_as(tokens)
         positions = places if position_ids is None else position_ids
-        embedded, states = self.embed(tokens, target), self.features(taps.to(self.dtype))
+        embedded, states = self.embed(tokens, target), self.features(aux_hidden_states.to(self.dtype))
         logits: list[Any] = []
         # layers trained with a window saw no sinks beside it
         spans = [(own, 0) if own else (window, sinks) for own in self.config.window_of_layers]
@@ -174,14 +176,14 @@ class Eagle3DraftModel(DraftModel):
             logits.append(self.logits(outputs, target) if score is None else score(step, outputs))
         return logits
 
-    def features(self, taps: torch.Tensor) -> torch.Tensor:
-        """Return what the first layer reads in place of a parent's state, `(B, T, hidden)`, of taps `(B, T, taps)`."""
+    def features(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Project auxiliary hidden states `(B, T, layers * hidden)` to the width of the draft, `(B, T, hidden)`."""
         if self.input_norm is not None:
-            taps = self.input_norm(taps)
+            aux_hidden_states = self.input_norm(aux_hidden_states)
         if self.fc_norm is not None:
-            parts = taps.chunk(self.config.num_taps, -1)
-            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        features: torch.Tensor = self.fc(taps)
+            parts = aux_hidden_states.chunk(self.config.num_aux_hidden_states, -1)
+            aux_hidden_states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        features: torch.Tensor = self.fc(aux_hidden_states)
         return features
 
     def embed(self, tokens: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
@@ -209,7 +211,7 @@ class Eagle3DraftModel(DraftModel):
         """Run the layers.
 
         Args:
-            states (`torch.Tensor` of shape `(B, T, hidden)`): Features of taps, or the parents' states.
+            states (`torch.Tensor` of shape `(B, T, hidden)`): Features of the target, or the parents' states.
             embedded (`torch.Tensor` of shape `(B, T, hidden)`): Embeddings of the entries' tokens.
             angles (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of the entries' positions.
             attend (`Callable`): Attention of a layer, from its index, query `(B, H, n, D)`, key and value
@@ -301,9 +303,9 @@ class Eagle3DraftModel(DraftModel):
             ValueError: If they are not as many as the draft reads.
         """
         layers = self.effective("target_layer_ids") or (
-            default_layer_ids(text.num_hidden_layers) if self.config.num_taps == 3 else []
+            default_layer_ids(text.num_hidden_layers) if self.config.num_aux_hidden_states == 3 else []
         )
-        count = self.config.num_taps
+        count = self.config.num_aux_hidden_states
         if not isinstance(layers, list | tuple) or len(layers) != count or not all(type(j) is int for j in layers):
             raise ValueError(
                 f"target_layer_ids={layers!r}: expected a list of {count} integers, as many as fc reads states. The "

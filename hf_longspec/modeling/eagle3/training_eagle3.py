@@ -91,7 +91,7 @@ class Eagle3Method(LevelsMethod):
             return STEP_WEIGHT**step * total, counted(hits, places.nonzero()[:, 0], len(tokens))
 
         results = model(
-            taps=hidden[:, :-1, :width],
+            aux_hidden_states=hidden[:, :-1, :width],
             tokens=tokens[:, 1:],
             steps=min(self.steps, tokens.shape[1] - 1),
             target=self.target,

@@ -7,14 +7,13 @@ not depend on the context length. The target has no keys for drafted tokens yet;
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
-from ...attention_backends.registry import AttentionBackend, outside_autocast
+from ...attention_backends.registry import AttentionBackend
 from ...generation.draft_tree import Beam
 from ...generation.drafter import BeamDrafter, Binding, Verification, last_of
 from ...generation.sparse_caches import WindowRing
@@ -45,15 +44,11 @@ class Prefix:
         """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the entries of the prefix."""
         if self.window is None:
             keys, values = (states[:, :, : self.lengths.longest] for states in (self.keys, self.values))
-            attention = partial(kernels.prefix_attention, lengths=self.lengths, scaling=scaling)
-        else:
-            keys, values = self.keys, self.values
-            indices, counts = self._chosen(self.window)
-            attention = partial(kernels.sparse_attention, indices=indices, counts=counts, scaling=scaling)
-        out: torch.Tensor = outside_autocast(attention, query, keys, values)[0]
-        return out
+            return kernels.prefix_attention(query, keys, values, lengths=self.lengths, scaling=scaling)[0]
+        slots, counts = self._slots(self.window)
+        return kernels.sparse_attention(query, self.keys, self.values, slots, counts=counts, scaling=scaling)[0]
 
-    def _chosen(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots `(B, 1, T)` of the first `ANCHORS` entries and the last `window`, and how many are used."""
         lengths = self.lengths.on(self.keys.device)
         first = (lengths - window).clamp_min(ANCHORS)[:, None]
@@ -133,7 +128,7 @@ class LongSpecDrafter(BeamDrafter):
         self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """Return tokens and ancestors of the level, and what all levels share."""
-        return beam.tokens, beam.reach, *shared
+        return beam.tokens, beam.ancestor_mask, *shared
 
     def observe(self, verification: Verification) -> None:
         """Keep the keys of the accepted nodes. Nodes of the deepest level have none until the next draft."""
@@ -143,7 +138,7 @@ class LongSpecDrafter(BeamDrafter):
             *(verification.tree.tokens, verification.path),
             *(counts.on(device), verification.prefix_lengths.on(device)),
         )
-        function = _compute_again if self.foreign_depth else _keep
+        function = _compute_again if self.ngram_depth else _keep
         self.last_token = self.binding.target.replayed(function, changing, (self,), self._holder)
 
     def compute_again(self, tokens: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -170,18 +165,18 @@ class LongSpecDrafter(BeamDrafter):
 
     def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Prefix) -> tuple[torch.Tensor, ...]:
         """Return the logits `(B, n, V)` after the newest level of a beam; see [`BeamDrafter.level`]."""
-        level, reach, last_token, positions, cos, sin = changing
+        level, ancestor_mask, last_token, positions, cos, sin = changing
         first = 0 if depth == 0 else depth + 1
         own = slice(first, depth + 2)
         tokens = level if depth else torch.stack([last_token, level[:, 0]], 1)
         hidden = self.parts.embed(tokens).to(self.device, self.dtype)
-        seen = self._visible(reach, positions[:, depth + 1 : depth + 2])
+        seen = self._visible(ancestor_mask, positions[:, depth + 1 : depth + 2])
 
         def attend_self(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             if depth == 0:
                 self.ring.fill(key[:, :, :1], value[:, :, :1], positions[:, :1])
                 key, value = key[:, :, 1:], value[:, :, 1:]
-            self.ring.stage(key, value, reach.shape[2] - reach.shape[1])
+            self.ring.stage(key, value, ancestor_mask.shape[2] - ancestor_mask.shape[1])
             return self.attend(query, self.ring.keys, self.ring.values, seen)
 
         def attend_target(query: torch.Tensor) -> torch.Tensor:
@@ -192,13 +187,13 @@ class LongSpecDrafter(BeamDrafter):
             return ranks.all_heads(prefix.attend(self._kernels, ranks.own_heads(query), self.scaling))
 
         here = cos[:, own], sin[:, own]
-        hidden = self.block(hidden, here, self.parts, attend_self, attend_target, reach.shape[1])
+        hidden = self.block(hidden, here, self.parts, attend_self, attend_target, ancestor_mask.shape[1])
         return (self.parts.head(hidden),)
 
-    def _visible(self, reach: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def _visible(self, ancestor_mask: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Return the mask `(B, n, window + N)` of the tokens in the window and of each node's ancestors."""
-        ring = self.ring.visible(position).expand(-1, reach.shape[1], -1)
-        return torch.cat([ring, reach.to(self.device)], dim=-1)
+        ring = self.ring.visible(position).expand(-1, ancestor_mask.shape[1], -1)
+        return torch.cat([ring, ancestor_mask.to(self.device)], dim=-1)
 
 
 def _keep(changing, drafter):

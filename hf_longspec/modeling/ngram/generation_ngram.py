@@ -245,7 +245,7 @@ class JoinedDrafter(Drafter):
         self.num_nodes = inner.num_nodes + ngrams.num_nodes - 1
         self.max_depth = max(inner.max_depth, ngrams.max_depth)
         self.wants_hidden = inner.wants_hidden
-        inner.foreign_depth = ngrams.max_depth
+        inner.ngram_depth = ngrams.max_depth
         self.first_ngram_node = inner.num_nodes
         self._proposed: tuple[DraftTree, DraftTree] | None = None
 

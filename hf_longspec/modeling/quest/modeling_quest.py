@@ -166,7 +166,7 @@ class QuestDrafter(SelfDrafter):
         """Compute the bounds of the pages that this commit filled."""
         cache = self.binding.cache
         num_pages = list(map(self.num_pages, cache.lengths.host))
-        most = 1 + max(self.max_depth, self.foreign_depth) // self.page_size
+        most = 1 + max(self.max_depth, self.ngram_depth) // self.page_size
         self.sparse.extend(self.binding.target, num_pages, most)
 
     def graph_of(self, root: torch.Tensor) -> tuple[Any, Any, tuple[torch.Tensor, ...], tuple, tuple]:

@@ -253,7 +253,7 @@ class TokenSwiftDrafter(Drafter):
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
         """Return a capture for the scores of entries if a build is due after this verification."""
-        self.due = [] if self.partial is None else self.partial.due(max(tree.max_depth, self.foreign_depth) + 1)
+        self.due = [] if self.partial is None else self.partial.due(max(tree.max_depth, self.ngram_depth) + 1)
         if self.partial is None or not self.due:
             return None  # scoring costs a pass over all keys
         skipped = self.partial.dense_layers

@@ -53,7 +53,7 @@ def weights_of(folder):
 def levels_of(draft):
     expected = load_file(FIXTURES / "llama_plain" / "expected.safetensors")
     with torch.no_grad():
-        return draft(taps=expected["taps"][None], tokens=expected["tokens_after"][None], steps=3)
+        return draft(aux_hidden_states=expected["taps"][None], tokens=expected["tokens_after"][None], steps=3)
 
 
 def assert_same_logits(left, right):

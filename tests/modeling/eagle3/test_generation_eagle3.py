@@ -1,4 +1,4 @@
-"""EAGLE-3's drafter: the trees of the authors' code, the logits of a forward over the whole text, taps and windows."""
+"""EAGLE-3's drafter: the trees of the authors' code, the logits of a forward over the whole text, windows."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import LayerInputs
-from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter, PromptTaps
+from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter, PromptAuxHiddenStates
 from hf_longspec.testing import random_eagle3_draft, tiny_prompts, tiny_target
 from tests.modeling.calls import LENGTHS, generate
-from tests.modeling.eagle3.taps import residual_stream
+from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.modeling.host_reads import HostReads
 from tests.rounding import rounding
 
@@ -31,14 +31,14 @@ def levels(monkeypatch):
     """Return a list that gets, for each level of each draft, the position of the last entry, tokens and logits."""
     found, first, following = [], Eagle3Drafter.first_level, Eagle3Drafter.next_level
 
-    def first_level(self, taps, tokens, positions, last):
-        result = first(self, taps, tokens, positions, last)
+    def first_level(self, aux, tokens, positions, last):
+        result = first(self, aux, tokens, positions, last)
         found.append([(positions.gather(1, last)[:, 0].tolist(), None, None, result[0])])
         return result
 
-    def next_level(self, states, tokens, reach, positions, end):
-        result = following(self, states, tokens, reach, positions, end)
-        found[-1].append((end[:, 0].tolist(), tokens, reach, result[0]))
+    def next_level(self, states, tokens, ancestor_mask, positions, end):
+        result = following(self, states, tokens, ancestor_mask, positions, end)
+        found[-1].append((end[:, 0].tolist(), tokens, ancestor_mask, result[0]))
         return result
 
     monkeypatch.setattr(Eagle3Drafter, "first_level", first_level)
@@ -76,12 +76,12 @@ def test_levels_and_trees_of_the_authors_code(levels, name):
     model = tiny_target("llama", vocab_size=97, hidden_size=32)
     draft = Eagle3DraftModel.from_pretrained(FIXTURES / name, target=model, tree_widths=[3, 3, 3], window=None)
     binding = Binding(TargetView(model), SpeculativeCache(model.config, 1, 64, tree_slots=10), None, 64)
-    drafter, taps, ids = draft.drafter(binding), expected["taps"][None], expected["ids"][None]
+    drafter, aux, ids = draft.drafter(binding), expected["taps"][None], expected["ids"][None]
     for cycle, (first, end) in enumerate(CYCLES):
         entries, tokens = slice(first, end - 1), slice(first + 1, end)
         with torch.no_grad():
-            drafter.remember(taps[:, entries], ids[:, tokens], torch.arange(first, end - 1)[None])
-            newest = taps[:, end - 1 : end], ids[:, end : end + 1], torch.tensor([[end - 1]]), torch.tensor([[0]])
+            drafter.remember(aux[:, entries], ids[:, tokens], torch.arange(first, end - 1)[None])
+            newest = aux[:, end - 1 : end], ids[:, end : end + 1], torch.tensor([[end - 1]]), torch.tensor([[0]])
             drafter.grow((ids[:, end], *newest))
         found = [logits[0] for *_, logits in levels[-1]]
         for level, logits in enumerate(found):
@@ -99,7 +99,7 @@ def check_levels(levels, draft, model, texts, window=None, sinks=0, shown=lambda
     below, own_layers = model.config.num_hidden_layers, draft.config.num_hidden_layers
     for row, text in enumerate(texts):
         states, _ = residual_stream(model, text[None])
-        taps = torch.cat([states[layer] for layer in draft.layers_of(model.config)], -1)
+        aux = torch.cat([states[layer] for layer in draft.layers_of(model.config)], -1)
         before = None
         for steps in levels:
             last = steps[0][0][row]
@@ -108,14 +108,15 @@ def check_levels(levels, draft, model, texts, window=None, sinks=0, shown=lambda
             before = last
             drafted = text[1 : last + 2]
             with torch.no_grad():
-                own = draft(taps[:, : last + 1], drafted[None], 1, target=model, window=window, sinks=sinks)[0][0, -1]
+                own = draft(aux[:, : last + 1], drafted[None], 1, target=model, window=window, sinks=sinks)[0][0, -1]
             torch.testing.assert_close(steps[0][3][row, 0], own, **rounding(own, below + own_layers))
             tokens = torch.cat([drafted[last : last + 1], *(level[1][row] for level in steps[1:])])
-            for depth, (_, _, reach, logits) in enumerate(steps[1:], start=1):
-                for node in range(reach.shape[1]):
-                    path = reach[row, node].nonzero().flatten()[1:]  # without the root, whose entry is in the text
+            for depth, (_, _, ancestor_mask, logits) in enumerate(steps[1:], start=1):
+                for node in range(ancestor_mask.shape[1]):
+                    # without the root, whose entry is in the text
+                    path = ancestor_mask[row, node].nonzero().flatten()[1:]
                     ids = torch.cat([drafted, tokens[path]])[None]
-                    padded = torch.cat([taps[:, : last + 1], taps[:, :1].expand(-1, depth, -1)], 1)
+                    padded = torch.cat([aux[:, : last + 1], aux[:, :1].expand(-1, depth, -1)], 1)
                     with torch.no_grad():
                         chained = draft(padded, ids, depth + 1, target=model, window=window, sinks=sinks)
                     wanted, layers = chained[depth][0, last], below + (1 + depth) * own_layers
@@ -148,8 +149,8 @@ def test_drafting_is_a_forward_over_the_text(target, levels, name, settings, chu
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 5, 100])
-def test_taps_are_hidden_states(target, chunk):
-    """Taps of one forward agree to the bit, and over chunks within rounding. Only first and last positions are kept."""
+def test_auxiliary_states_are_hidden_states(target, chunk):
+    """States of one forward agree to the bit, those of chunks within rounding. First and last positions are kept."""
     model = target("llama")
     ids, _ = tiny_prompts(128, (23,))
     layers = (0, 1, 2)
@@ -158,13 +159,13 @@ def test_taps_are_hidden_states(target, chunk):
     assert torch.equal(caught.hidden, torch.cat(states, -1))
     cache = SpeculativeCache(model.config, 1, 40)
     view = TargetView(model)
-    with torch.no_grad(), PromptTaps(model, layers, [23], [0], sinks=3, window=6) as taps:
+    with torch.no_grad(), PromptAuxHiddenStates(model, layers, [23], [0], sinks=3, window=6) as aux:
         view.prefill(ids[:, :22], cache, chunk)
-    positions, kept = taps.of_row(0)
+    positions, kept = aux.of_row(0)
     assert positions.tolist() == [0, 1, 2, 17, 18, 19, 20, 21]
     expected = caught.hidden[0, positions]
     torch.testing.assert_close(kept, expected, **rounding(expected, model.config.num_hidden_layers))
-    held = sum(piece.untyped_storage().nbytes() for rows in taps._pieces for row in rows for _, piece in row)
+    held = sum(piece.untyped_storage().nbytes() for rows in aux._pieces for row in rows for _, piece in row)
     assert held == 3 * len(positions) * 64 * 4  # nothing of the other positions is in memory
 
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longspec import Eagle3DraftModel
+from hf_longspec.modeling.eagle3.configuration_eagle3 import Eagle3Config
 from hf_longspec.testing import randomize, tiny_target
 from tests.rounding import rounding, share
 
@@ -23,8 +24,8 @@ def expected_of(name):
 
 @torch.no_grad()
 def logits_of(draft, expected, **options):
-    taps, tokens = expected["taps"][None], expected["tokens_after"][None]
-    return [level[0] for level in draft(taps=taps, tokens=tokens, steps=3, **options)]
+    aux, tokens = expected["taps"][None], expected["tokens_after"][None]
+    return [level[0] for level in draft(aux_hidden_states=aux, tokens=tokens, steps=3, **options)]
 
 
 def error_of(draft, expected, **options):
@@ -57,15 +58,15 @@ def test_settings_override_the_checkpoint():
 def test_a_window_is_a_banded_mask(window, sinks):
     """One place after another, with the entries that it may see and no others."""
     draft, expected = Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain"), expected_of("llama_plain")
-    taps, tokens = expected["taps"], expected["tokens_after"]
+    aux, tokens = expected["taps"], expected["tokens_after"]
     levels = logits_of(draft, expected, window=window, sinks=sinks)
     for place in range(len(tokens) - 2):
         seen = [p for p in range(place + 1) if p < sinks or p > place - window]
         ids = torch.cat([tokens[seen], tokens[place + 1 : place + 3]])[None]
         positions = torch.tensor([[*seen, place + 1, place + 2]])
-        padded = torch.cat([taps[seen], taps[:2]])[None]
+        padded = torch.cat([aux[seen], aux[:2]])[None]
         with torch.no_grad():
-            alone = draft(taps=padded, tokens=ids, steps=3, position_ids=positions)
+            alone = draft(aux_hidden_states=padded, tokens=ids, steps=3, position_ids=positions)
         for step, level in enumerate(alone):
             wanted = levels[step][place]
             torch.testing.assert_close(level[0, len(seen) - 1], wanted, **rounding(wanted, 1 + step))
@@ -80,19 +81,28 @@ def test_embedding_and_head_of_the_target():
     own = Eagle3DraftModel.from_target(model, draft_vocab_size=9, own_embedding=True, own_head=True)
     own.load_state_dict(draft.state_dict(), strict=False)
     own.copy_from(model)
-    taps, tokens = torch.randn(2, 7, 3 * 64, generator=torch.Generator().manual_seed(0)), torch.randint(31, (2, 7))
+    aux, tokens = torch.randn(2, 7, 3 * 64, generator=torch.Generator().manual_seed(0)), torch.randint(31, (2, 7))
     with torch.no_grad():
-        shared, copied = draft(taps, tokens, 2, target=model), own(taps, tokens, 2)
+        shared, copied = draft(aux, tokens, 2, target=model), own(aux, tokens, 2)
     assert shared[0].shape == (2, 7, 9)
     for left, right in zip(shared, copied, strict=True):
         torch.testing.assert_close(left, right, **rounding(right, layers=2))
     with pytest.raises(ValueError, match="no embedding of its own and uses the target's: pass target="):
-        draft(taps, tokens)
+        draft(aux, tokens)
 
 
 def test_gradients_reach_every_weight():
     draft = Eagle3DraftModel.from_pretrained(FIXTURES / "llama_norm_before_fc").train()
     expected = expected_of("llama_norm_before_fc")
-    taps, tokens = expected["taps"][None], expected["tokens_after"][None]
-    sum(level.logsumexp(-1).sum() for level in draft(taps=taps, tokens=tokens, steps=3)).backward()
+    aux, tokens = expected["taps"][None], expected["tokens_after"][None]
+    sum(level.logsumexp(-1).sum() for level in draft(aux_hidden_states=aux, tokens=tokens, steps=3)).backward()
     assert all(weight.grad is not None and weight.grad.any() for _, weight in draft.named_parameters())
+
+
+def test_names_of_earlier_versions():
+    expected, draft = expected_of("llama_plain"), Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain")
+    arguments = {"taps": expected["taps"][None], "tokens": expected["tokens_after"][None], "steps": 3}
+    with torch.no_grad():
+        logits = draft(**arguments)
+    assert all(torch.equal(level[0], new) for level, new in zip(logits, logits_of(draft, expected), strict=True))
+    assert Eagle3Config.from_dict({"num_taps": 5}).num_aux_hidden_states == 5

@@ -54,13 +54,13 @@ def recorded(monkeypatch):
 
     def recording_grow(self, logits, width):
         iterations[-1]["levels"].append(logits)
-        depth, first, reach = len(self.levels) - 1, self.first_node, self.reach
+        depth, first, ancestor_mask = len(self.levels) - 1, self.first_node, self.ancestor_mask
         grow(self, logits, width)
         for row, coming in enumerate(iterations[-1]["coming"]):
             if depth < len(coming) and luck.random() < 0.8:
                 self.tokens[row, 0] = coming[depth]
                 self.parents[-1][row, 0] = first
-                self.reach[row, 0, : reach.shape[2]] = reach[row, 0]
+                self.ancestor_mask[row, 0, : ancestor_mask.shape[2]] = ancestor_mask[row, 0]
 
     start = LongSpecDrafter.start
     monkeypatch.setattr(LongSpecDrafter, "propose", recording_propose)

@@ -150,7 +150,7 @@ def test_a_path_longer_than_longspecs_window(target):
     roots = [10, 11, 5]
     cache = SpeculativeCache(model.config, 3, 100)
     drafter = draft.make_drafter(Binding(TargetView(model), cache, None, 100))
-    drafter.foreign_depth = 9
+    drafter.ngram_depth = 9
     drafter.start(
         [torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), SeqLens([1] * 3), SeqLens((0,) * 3))
     )
