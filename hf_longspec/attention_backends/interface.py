@@ -107,7 +107,7 @@ def attention_forward(
     for name, reason in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{name} was passed to the attention of hf_longspec, which does not support it: {reason}. "
+                f"hf_longspec attention does not support {name}: {reason}. "
                 'Load the model with another attn_implementation, such as "eager".'
             )
     if tree is not None:

@@ -353,7 +353,7 @@ def with_unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def short_buffer(start: int, stop: int, slots: int) -> ValueError:
     """Return the error of a buffer that is too short: a slice would stop at its end, and the result would be wrong."""
     return ValueError(
-        f"slots {start} to {stop} were asked for, but the buffer has {slots}. Pass the whole buffer of the cache."
+        f"slots {start} to {stop} are out of range: the buffer has {slots}. Pass the whole buffer of the cache."
     )
 
 

@@ -358,8 +358,8 @@ class AssistantDrafter(Drafter):
         most = getattr(self.assistant.config, "max_position_embeddings", None)
         if most and length > most:
             logger.warning_once(
-                f"the prompt has {length} tokens, and {type(self.assistant.model).__name__}, which drafts, has "
-                f"{most} positions: the text stays exact, but fewer drafts may be accepted."
+                f"the prompt has {length} tokens, but the draft {type(self.assistant.model).__name__} has only {most} "
+                "positions: the output is still exact, but fewer drafted tokens may be accepted."
             )
 
 

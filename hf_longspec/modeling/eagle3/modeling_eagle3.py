@@ -103,7 +103,7 @@ class Eagle3DraftModel(DraftModel):
                 continue
             if module.weight.is_meta or module.weight.shape[1] != own.weight.shape[1]:
                 raise ValueError(
-                    f"{what}=True: the target's rows would be copied, and they are {tuple(module.weight.shape)} on "
+                    f"{what}=True: cannot copy the target's rows, which have shape {tuple(module.weight.shape)} on "
                     f"{module.weight.device}. Load the target without offloading, with the width of the draft."
                 )
             rows = module.weight if own is self.embed_tokens else module.weight[self.token_ids.to(module.weight.device)]
@@ -262,7 +262,7 @@ class Eagle3DraftModel(DraftModel):
         size = self.config.draft_vocab_size
         if len(ids) != size or len(ids) != len(token_ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size:
             raise ValueError(
-                f"{len(token_ids)} token ids, {len(ids)} of them different: expected draft_vocab_size={size} different "
+                f"{len(token_ids)} token ids, {len(ids)} of them distinct: expected draft_vocab_size={size} distinct "
                 f"ids from 0 to {self.config.vocab_size - 1}."
             )
         self.d2t.copy_(torch.tensor(ids) - torch.arange(len(ids)))
@@ -308,8 +308,8 @@ class Eagle3DraftModel(DraftModel):
         count = self.config.num_aux_hidden_states
         if not isinstance(layers, list | tuple) or len(layers) != count or not all(type(j) is int for j in layers):
             raise ValueError(
-                f"target_layer_ids={layers!r}: expected a list of {count} integers, as many as fc reads states. The "
-                "input of layer j of the target is its hidden_states[j]. Set draft.generation_config.target_layer_ids."
+                f"target_layer_ids={layers!r}: expected a list of {count} integers (num_aux_hidden_states). The input "
+                "of layer j of the target is its hidden_states[j]. Set draft.generation_config.target_layer_ids."
             )
         return tuple(layers)
 
@@ -329,14 +329,14 @@ class Eagle3DraftModel(DraftModel):
             ("vocab_size", target.config.vocab_size),
             ("target_hidden_size", target.config.hidden_size),
         ):
-            if (own := getattr(self.config, name)) != size:
+            if (recorded := getattr(self.config, name)) != size:
                 raise ValueError(
-                    f"the draft has {name}={own}, and the target has {size}: it was made for another target. Pass the "
-                    "target that the draft was trained for."
+                    f"the draft has {name}={recorded}, but the target has {size}. Pass the target that the draft was "
+                    "trained for."
                 )
         if self.config.hidden_size != target.config.hidden_size and not (self.embed_tokens and self.lm_head):
             raise ValueError(
-                f"the draft has hidden_size={self.config.hidden_size} and no embedding or head of its own, and the "
+                f"the draft has hidden_size={self.config.hidden_size} and no embedding or head of its own, but the "
                 f"target's have {target.config.hidden_size}. Pass the target that the draft was trained for."
             )
 

@@ -35,7 +35,7 @@ class Eagle3Method(LevelsMethod):
         text = target.config.get_text_config(decoder=True)
         self.target, self.layers, self.steps = target, draft.layers_of(text), draft.config.training_steps
         if self.steps < 1:
-            raise ValueError(f"training_steps={self.steps} in the draft's config: expected at least 1, and 3 is usual.")
+            raise ValueError(f"training_steps={self.steps} in the draft's config: expected at least 1; 3 is usual.")
         if draft.embed_tokens is not None:
             draft.embed_tokens.requires_grad_(False)
         wanted = (*self.layers, text.num_hidden_layers) if args.loss == "kl" else self.layers

@@ -159,8 +159,9 @@ class LongSpecDrafter(BeamDrafter):
         trained = self.config.trained_max_length
         if trained and length > trained:
             logger.warning_once(
-                f"the prompt has {length} tokens, and this draft was trained up to trained_max_length={trained}: the "
-                "text stays exact, but fewer drafts may be accepted. Train it further with larger offsets."
+                f"the prompt has {length} tokens, but this draft was trained up to trained_max_length={trained}: the "
+                "output is still exact, but fewer drafted tokens may be accepted. Train the draft further with larger "
+                "offsets."
             )
 
     def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Prefix) -> tuple[torch.Tensor, ...]:

@@ -100,7 +100,7 @@ class LongSpecDraftModel(DraftModel):
         """Refuse MLA targets, a KV layer that does not exist, and trees that are deeper than the window."""
         if target.has_latent_cache:
             raise ValueError(
-                "this target caches one latent for all heads (MLA), which a LongSpec draft cannot cross-attend. Use "
+                "this target caches one latent for all heads (MLA), to which a LongSpec draft cannot attend. Use "
                 "SpecAttnDraftModel."
             )
         decoder = decoder_of(target.model)
@@ -110,19 +110,19 @@ class LongSpecDraftModel(DraftModel):
         self._check_heads(target)
         widths, room = self.setting("tree_widths"), self.config.window - 2
         if room < len(widths):
-            raise ValueError(f"tree_widths has {len(widths)} levels, and window={room + 2} allows at most {room}.")
+            raise ValueError(f"tree_widths has {len(widths)} levels, but window={room + 2} allows at most {room}.")
 
     def _check_heads(self, target: TargetView) -> None:
         heads = self.config.num_key_value_heads
         if target.ranks is not None and heads % target.ranks.size:
             raise ValueError(
-                f"the target's {heads} key/value heads are not divided evenly among {target.ranks.size} ranks, and a "
-                "LongSpec draft reads those of each rank. Use fewer ranks, or SpecAttnDraftModel."
+                f"the target's {heads} key/value heads cannot be divided evenly among {target.ranks.size} ranks, as a "
+                "LongSpec draft requires. Use fewer ranks, or SpecAttnDraftModel."
             )
         layer = target.config.per_layer_config[self.config.kv_layer]
         if (size := getattr(layer, "v_head_dim", None)) not in (None, self.config.head_dim):
             raise ValueError(
-                f"the target has value heads of size {size} and key heads of size {self.config.head_dim}, and all "
+                f"the target has value heads of size {size} and key heads of size {self.config.head_dim}, but all "
                 "heads of a LongSpec draft have the same size. Use SpecAttnDraftModel."
             )
 

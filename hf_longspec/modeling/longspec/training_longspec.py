@@ -152,13 +152,11 @@ class RowNoise:
     ):
         if len(gaps) != 2 or not 1 <= gaps[0] <= gaps[1]:
             raise ValueError(
-                f"noise_range={list(gaps)}: expected the smallest and the largest gap, the smallest at least 1, such "
-                "as [1, 5] for a tree of depth 5."
+                f"noise_range={list(gaps)}: expected the smallest gap, at least 1, and the largest, such as [1, 5] for "
+                "a tree of depth 5."
             )
         if position_limit is None and max_offset is None:
-            raise ValueError(
-                "the target's configuration has no max_position_embeddings, so offsets have no range: set max_offset."
-            )
+            raise ValueError("the target's config has no max_position_embeddings to bound the offsets: set max_offset.")
         self.seed = seed
         self.gaps = int(gaps[0]), int(gaps[1])
         share = ACCEPTED if distribution == "reached" else 1.0
