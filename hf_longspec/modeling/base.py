@@ -67,9 +67,9 @@ class DraftModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         cls.declared = (cls.declared | NGRAMS if cls.takes_ngrams else cls.declared).copy()
-        for name, own in vars(cls).get("settings", {}).items():
-            known = cls.declared.get(name, Setting(own))
-            cls.declared[name] = own if isinstance(own, Setting) else replace(known, default=own)
+        for name, value in vars(cls).get("settings", {}).items():
+            inherited = cls.declared.get(name, Setting(value))
+            cls.declared[name] = value if isinstance(value, Setting) else replace(inherited, default=value)
         cls.settings = {name: declared.default for name, declared in cls.declared.items()}
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
@@ -103,8 +103,8 @@ class DraftModel(PreTrainedModel):
         """
         view = TargetView(target)
         settings = {name: overrides.pop(name) for name in list(overrides) if name in cls.settings}
-        known = set(vars(cls.config_class()))
-        if unknown := sorted(set(overrides) - known):
+        fields = set(vars(cls.config_class()))
+        if unknown := sorted(set(overrides) - fields):
             raise ValueError(f"unknown settings {unknown} for {cls.__name__}, which has {sorted(cls.settings)}.")
         cls.check_structure(target)
         if not cls.weightless:  # drafts with weights depend on the target's structure; generate() checks it again
@@ -223,9 +223,9 @@ class DraftModel(PreTrainedModel):
                     f"the draft was made for a target with {name}={recorded}, and this target has "
                     f"{name}={shapes.get(name)}. Load the draft of this target, or make one with from_target(target)."
                 )
-        known = set(vars(GenerationConfig())) | set(self.settings)
+        names = set(vars(GenerationConfig())) | set(self.settings)
         present = {name for name in vars(self.generation_config) if not name.startswith("_")}
-        if unknown := sorted(present - known):
+        if unknown := sorted(present - names):
             raise ValueError(
                 f"draft.generation_config has unknown settings {unknown}; {type(self).__name__} has "
                 f"{sorted(self.settings)}."

@@ -164,14 +164,14 @@ class Checkpoint:
 
     def read(self, prefix: str | tuple[str, ...] = "", device: str = "cpu") -> dict[str, torch.Tensor]:
         """Return the tensors whose names begin with a prefix; on the device `"meta"` their shapes alone."""
-        wanted = {name: file for name, file in self._files.items() if name.startswith(prefix)}
-        files = sorted(set(wanted.values()))
+        file_of = {name: file for name, file in self._files.items() if name.startswith(prefix)}
+        files = sorted(set(file_of.values()))
         if self._on_hub:
             self._fetch(files)
         tensors: dict[str, torch.Tensor] = {}
         for file in files:
             with _readable(self._folder / file):
-                tensors |= _tensors(self._folder / file, [name for name in wanted if wanted[name] == file], device)
+                tensors |= _tensors(self._folder / file, [name for name in file_of if file_of[name] == file], device)
         return tensors
 
     def tensors(
@@ -186,8 +186,8 @@ class Checkpoint:
             expected (`Mapping[str, torch.Tensor]`): Tensors with the expected names and shapes.
             what (`str`): Name of the module, for the message.
         """
-        own = tuple(names)
-        shapes = {names[name]: value.shape for name, value in self.read(own, "meta").items() if name in names}
+        sources = tuple(names)
+        shapes = {names[name]: value.shape for name, value in self.read(sources, "meta").items() if name in names}
         missing = sorted(name for name in expected.keys() - shapes.keys() if not name.endswith(".bias"))
         unknown = sorted(shapes.keys() - expected.keys())
         if missing or unknown:
@@ -201,16 +201,16 @@ class Checkpoint:
                     f"{name} has shape {tuple(shape)} in {self.source}, expected {tuple(expected[name].shape)}. Pass "
                     "the target that the draft was trained for, and use files that were saved together."
                 )
-        found = {names[name]: value for name, value in self.read(own).items() if name in names}
-        return {name: torch.zeros(expected[name].shape) for name in expected.keys() - found.keys()} | found
+        weights = {names[name]: value for name, value in self.read(sources).items() if name in names}
+        return {name: torch.zeros(expected[name].shape) for name in expected.keys() - weights.keys()} | weights
 
     def _find(self) -> str:
         """Return the name of the preferred weight file. Indices are tried first, to download only needed shards."""
         for patterns in ([name for name in WEIGHT_FILES if name.endswith(".json")], WEIGHT_FILES):
             if self._on_hub:
                 self._fetch(patterns)
-            if found := [name for name in WEIGHT_FILES if (self._folder / name).exists()]:
-                return found[0]
+            if files := [name for name in WEIGHT_FILES if (self._folder / name).exists()]:
+                return files[0]
         raise ValueError(f"{self.source} contains no weights: expected one of {', '.join(WEIGHT_FILES)}.")
 
     def _fetch(self, files: Iterable[str]) -> None:

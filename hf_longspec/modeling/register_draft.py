@@ -109,10 +109,10 @@ def register_draft(
         raise ValueError(
             f"model_type={kind!r} belongs to a model of transformers: choose another one for {config.__name__}."
         )
-    taken = {name: other.model for key, other in DRAFTS.items() if key != kind for name in other.names}
-    if both := sorted(taken.keys() & set(draft.names)):
+    owners = {name: other.model for key, other in DRAFTS.items() if key != kind for name in other.names}
+    if both := sorted(owners.keys() & set(draft.names)):
         raise ValueError(
-            f"the name {both[0]!r} belongs to {taken[both[0]].__name__}: choose another model_type or other aliases "
+            f"the name {both[0]!r} belongs to {owners[both[0]].__name__}: choose another model_type or other aliases "
             f"for {model.__name__}."
         )
     AutoConfig.register(kind, config, exist_ok=True)
@@ -177,12 +177,12 @@ def convert(source: str, target: str | None = None) -> DraftModel:
         ValueError: If `source` is not published and has no target, if there are no weights, if the tensors are of no
             method, missing or unknown, or if their shapes are not the target's.
     """
-    known = published_targets()
-    if target is None and source not in known:
+    targets = published_targets()
+    if target is None and source not in targets:
         raise ValueError(
-            f"the target of {source!r} is unknown: pass its id or config.json. Known drafts: {', '.join(known)}."
+            f"the target of {source!r} is unknown: pass its id or config.json. Known drafts: {', '.join(targets)}."
         )
-    config = AutoConfig.from_pretrained(target or known[source])
+    config = AutoConfig.from_pretrained(target or targets[source])
     checkpoint = Checkpoint(source)
     for converter in converters():
         if any(converter.marker in name for name in checkpoint.names):

@@ -252,7 +252,9 @@ def refuse_other_tokens(assistant: PreTrainedModel, target: PreTrainedModel) -> 
     if None in vocabularies:
         if sizes[0] == sizes[1]:
             return
-        missing = " and ".join(label for label, known in zip(labels, vocabularies, strict=True) if known is None)
+        missing = " and ".join(
+            label for label, vocabulary in zip(labels, vocabularies, strict=True) if vocabulary is None
+        )
         raise ValueError(
             f"the vocabularies of the draft {labels[0]} and the target {labels[1]} differ in size, and the tokenizer "
             f"of {missing} was not found to check whether only padding differs. Load both models by names that have a "

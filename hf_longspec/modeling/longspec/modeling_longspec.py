@@ -234,14 +234,16 @@ def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     if length <= window:
         return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     blocks = -(-length // window)
-    rest = blocks * window - length
-    query, key, value = (pad(states, (0, 0, 0, rest)) for states in (query, key, value))
+    padding = blocks * window - length
+    query, key, value = (pad(states, (0, 0, 0, padding)) for states in (query, key, value))
     key_blocks, value_blocks = (_blocks(states, window) for states in (key, value))
     # each block after its predecessor; that of a text's first block is wrong and hidden
     keys, values = (torch.cat([states.roll(1, 0), states], dim=2) for states in (key_blocks, value_blocks))
     position = torch.arange(window, device=query.device)[:, None] + window
-    seen = torch.arange(2 * window, device=query.device)
-    mask = ((seen <= position) & (seen > position - window)).repeat(blocks, 1, 1)  # [blocks, window, 2 * window]
+    key_position = torch.arange(2 * window, device=query.device)
+    mask = ((key_position <= position) & (key_position > position - window)).repeat(
+        blocks, 1, 1
+    )  # [blocks, window, 2 * window]
     mask[0, :, :window] = False
     mask = mask[:, None].repeat(query.shape[0], 1, 1, 1)
     out = scaled_dot_product_attention(_blocks(query, window), keys, values, attn_mask=mask, enable_gqa=True)

@@ -73,8 +73,8 @@ class LongSpecMethod(TrainingMethod):
         total, counts = torch.zeros(1, device=tokens.device), []
         for gap in range(first, last + 1):
             gaps = [gap] * len(tokens)
-            seen = {"input_ids": tokens, "position_ids": positions, "labels": without_keyless(labels, gaps)}
-            loss, hits, rows = self._run(model, seen, states, gaps)
+            row = {"input_ids": tokens, "position_ids": positions, "labels": without_keyless(labels, gaps)}
+            loss, hits, rows = self._run(model, row, states, gaps)
             total += loss
             counts.append(counted(hits, rows, len(tokens)))
         by_row = torch.stack(counts, 1)
@@ -117,8 +117,8 @@ class LongSpecMethod(TrainingMethod):
         )
         labels = inputs["labels"][:, 1:]
         places = labels != IGNORED
-        wanted = None if states.hidden is None else states.hidden[:, :-1][places]
-        total, ranks, sample = self.objective(hidden[:, :-1][places][None], labels[places], None, wanted)
+        target_hidden = None if states.hidden is None else states.hidden[:, :-1][places]
+        total, ranks, sample = self.objective(hidden[:, :-1][places][None], labels[places], None, target_hidden)
         return total, ranks[0] == 0, places.nonzero()[sample, 0]
 
 

@@ -222,8 +222,8 @@ class TokenSwiftHead(nn.Module):
             embedded (`torch.Tensor` of shape `(..., hidden)`, *optional*): For sequential heads, the embedding of the
                 token before the one that this head predicts.
         """
-        given = self.input_layernorm(hidden)
+        normed = self.input_layernorm(hidden)
         if embedded is not None:
-            given = nn.functional.silu(self.fusion(torch.cat([given, self.token_layernorm(embedded)], -1)))
-        moved: torch.Tensor = hidden + self.linear(given)
-        return moved
+            normed = nn.functional.silu(self.fusion(torch.cat([normed, self.token_layernorm(embedded)], -1)))
+        output: torch.Tensor = hidden + self.linear(normed)
+        return output

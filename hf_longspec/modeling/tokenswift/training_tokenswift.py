@@ -58,8 +58,8 @@ class TokenSwiftMethod(LevelsMethod):
         counts = places >= heads  # head i predicts them i tokens earlier
         embedded = {"embedded": self.ends.embed(tokens)} if self.draft.config.sequential else {}
         states = model(hidden=hidden, **embedded)[heads - 1, rows, (places - heads).clamp_min(0)]
-        wanted = hidden[rows, places] if self.args.loss == "kl" else None
-        totals, ranks, sample = self.objective(states, labels[rows, places], counts, wanted)
+        target_hidden = hidden[rows, places] if self.args.loss == "kl" else None
+        totals, ranks, sample = self.objective(states, labels[rows, places], counts, target_hidden)
         return totals, self._counted(ranks, counts[:, sample], rows[sample], len(tokens))
 
     @staticmethod
