@@ -186,7 +186,7 @@ class DraftModel(PreTrainedModel):
             raise ValueError(
                 f"max_length={max_length} with drafts of up to {num_nodes} tokens: the target's rotary frequencies "
                 f"change at position {change.column} (rope_parameters), and drafting beyond it would change those of "
-                f"the verification. Use max_length of at most {change.column - num_nodes}, or call "
+                f"the verification. Keep max_length at {change.column - num_nodes} or below, or call "
                 "generate(assistant_model=draft)."
             )
         cache = SpeculativeCache(target.config, 1, max_length, tree_slots=num_nodes)

@@ -140,4 +140,4 @@ def test_nothing_is_copied_and_skipped_layers_are_not_kept():
     late, early = QueryCapture(**skipped), ScoreCapture(last_node=torch.tensor([4, 2]), **skipped)
     for capture in (late, early):
         collected(capture)
-    assert not late.seen and not early.scores
+    assert not late.inputs and not early.scores
