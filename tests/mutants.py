@@ -186,8 +186,8 @@ MUTATIONS = (
     Mutation(
         "The window does not move while drafting",
         "modeling/eagle3/generation_eagle3.py",
-        "ring.visible(end).expand(-1, own.shape[1], -1)",
-        "ring.visible(positions).expand(-1, own.shape[1], -1)",
+        "ring.visible(end).expand(-1, ancestors.shape[1], -1)",
+        "ring.visible(positions).expand(-1, ancestors.shape[1], -1)",
         "tests/modeling/eagle3/test_generation_eagle3.py::test_drafting_is_a_forward_over_the_text",
     ),
     Mutation(

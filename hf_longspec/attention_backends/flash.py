@@ -84,7 +84,9 @@ def flash_function(capability: int) -> Callable[..., tuple[torch.Tensor, ...]] |
         try:
             return get_kernel(repository, version=version).flash_attn_with_kvcache
         except Exception as error:  # no network, no build for this torch, another version of kernels: no common class
-            logger.warning("%s, version %d, did not load (%s: %s).", repository, version, type(error).__name__, error)
+            logger.warning(
+                "%s, version %d, could not be loaded (%s: %s).", repository, version, type(error).__name__, error
+            )
     return None
 
 
@@ -194,13 +196,13 @@ def why_not(call: AttentionCall) -> str | None:
             f"divisible by {SIZE_STEP} and at most {MAX_SIZE}"
         )
     if call.sliding_window is not None and "cache_leftpad" not in inspect.signature(function).parameters:
-        return f"sliding_window is {call.sliding_window}, and this flash-attn is too old for it, expected 2.6 or newer"
+        return f"sliding_window is {call.sliding_window}, which requires flash-attn 2.6 or newer"
     return None
 
 
 def _missing(capability: int | None) -> str:
     package = "flash-attn (version 2, or 3 from its hopper folder)" if capability == HOPPER else "flash-attn"
-    return f"{package} is not installed, or does not import, and the package kernels loads no build of it from the Hub"
+    return f"{package} cannot be imported, and the package kernels found no build of it on the Hub"
 
 
 # No priority: it never ran with the real package, so it runs only for users who choose it by name. Once it has run, it

@@ -107,7 +107,7 @@ def attention_forward(
     for name, reason in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{name} was passed to the attention of hf_longspec, which does not support it: {reason}. "
+                f"hf_longspec attention does not support {name}: {reason}. "
                 'Load the model with another attn_implementation, such as "eager".'
             )
     if tree is not None:
@@ -261,9 +261,9 @@ class WindowMask(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ in _PROPERTIES:
                 return func(*args, **kwargs)
-            if func is torch.Tensor.to and (moved := func(*args, **kwargs)).dtype == torch.bool:
-                batch_size, _, queries, keys = moved.shape
-                return cls.of(batch_size, queries, keys, args[0].sliding_window, moved.device)
+            if func is torch.Tensor.to and (mask := func(*args, **kwargs)).dtype == torch.bool:
+                batch_size, _, queries, keys = mask.shape
+                return cls.of(batch_size, queries, keys, args[0].sliding_window, mask.device)
             args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.entries, (args, kwargs))
             return func(*args, **kwargs)
 

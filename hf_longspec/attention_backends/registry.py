@@ -225,5 +225,5 @@ _REMEDY = (
 
 
 def _describe(call: AttentionCall) -> str:
-    used = {field: value for field, value in call._asdict().items() if value is not None and value is not False}
-    return ", ".join(f"{field}={str(value).removeprefix('torch.')}" for field, value in used.items())
+    properties = {field: value for field, value in call._asdict().items() if value is not None and value is not False}
+    return ", ".join(f"{field}={str(value).removeprefix('torch.')}" for field, value in properties.items())

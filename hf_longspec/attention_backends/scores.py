@@ -182,17 +182,17 @@ class QueryCapture:
 
     Args:
         skipped_layers (`frozenset[int]`): Layers without scores.
-        seen (`dict[int, tuple[torch.Tensor, torch.Tensor]]`): Filled by the forward: per layer the queries
+        inputs (`dict[int, tuple[torch.Tensor, torch.Tensor]]`): Filled by the forward: per layer the queries
             `(B, H, N, D)` and the keys `(B, K, S, D)`.
     """
 
     skipped_layers: frozenset[int] = frozenset()
-    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def collect(self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, **where: Any) -> None:
         """Keep the queries and keys of one layer."""
         if layer_idx not in self.skipped_layers:
-            self.seen[layer_idx] = query, key
+            self.inputs[layer_idx] = query, key
 
     def of_node(self, layer_idx: int, row: int, node: torch.Tensor, length: int) -> torch.Tensor:
         """Return scores of the first `length` entries of a row by the query of one node.
@@ -206,7 +206,7 @@ class QueryCapture:
         Returns:
             `torch.Tensor` of shape `(K, length)`, float32.
         """
-        query, key = self.seen[layer_idx]
+        query, key = self.inputs[layer_idx]
         queries = query[row].index_select(1, node.to(query.device)).float()  # [H, 1, D]
         summed = queries.unflatten(0, (key.shape[1], -1)).sum(1)
         return key_products(summed[None], key[row : row + 1, :, :length])[0, :, 0]
@@ -311,10 +311,10 @@ class KeyPages:
             slots = (pages[..., None] * self.page_size + within).flatten(1).clamp_max(last_slot)
             index = slots[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
             paged = keys.gather(2, index).unflatten(2, (-1, self.page_size))
-            found = paged.amin(3), paged.amax(3)
-            places = torch.where(pages < end[:, None], pages, spare)[:, None, :, None].expand_as(found[0])
-            lowest.scatter_(2, places, found[0])
-            highest.scatter_(2, places, found[1])
+            extremes = paged.amin(3), paged.amax(3)
+            places = torch.where(pages < end[:, None], pages, spare)[:, None, :, None].expand_as(extremes[0])
+            lowest.scatter_(2, places, extremes[0])
+            highest.scatter_(2, places, extremes[1])
 
 
 class PageSizes(NamedTuple):
@@ -323,12 +323,12 @@ class PageSizes(NamedTuple):
     Args:
         pages (`int`): Pages that compete, at least the full pages of the longest row.
         chosen (`int`): Pages that are chosen, at least those of the row with the most.
-        rest (`int`): Largest number of entries after the full pages.
+        tail (`int`): Largest number of entries after the full pages.
     """
 
     pages: int
     chosen: int
-    rest: int
+    tail: int
 
 
 @dataclass
@@ -387,12 +387,12 @@ class PageContext(StepContext):
         size, sizes = self.pages.page_size, self.sizes
         if "entries" not in self._memo:
             self._memo["entries"] = self._entries(query.device)
-        hidden, is_paged, rest, counts = self._memo["entries"]
+        hidden, is_paged, tail_slots, counts = self._memo["entries"]
         scores = page_bounds(query, *(part[:, :, : sizes.pages] for part in self.pages.bounds[layer_idx]))
         scores[..., : self.pages.num_sink_pages] = torch.inf
         best = scores.masked_fill_(hidden, -torch.inf).topk(sizes.chosen, dim=-1).indices
         paged = (best[..., None] * size + torch.arange(size, device=query.device)).flatten(2)
-        return torch.where(is_paged, torch.nn.functional.pad(paged, (0, sizes.rest)), rest), counts
+        return torch.where(is_paged, torch.nn.functional.pad(paged, (0, sizes.tail)), tail_slots), counts
 
     def _entries(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return what all layers have in common.
@@ -401,10 +401,10 @@ class PageContext(StepContext):
             `tuple`: Which pages `(B, 1, P)` are not full; which of the T places `(B, 1, T)` hold entries of pages; the
             slots `(B, 1, T)` at the other places; and how many places `(B,)` are used.
         """
-        size, (pages, chosen, rest) = self.pages.page_size, self.sizes
-        full, taken = self.full[:, None, None], self.chosen[:, None, None] * size
+        size, (pages, chosen, tail) = self.pages.page_size, self.sizes
+        full, num_paged = self.full[:, None, None], self.chosen[:, None, None] * size
         lengths = self.lengths.on(device)
-        places = torch.arange(chosen * size + rest, device=device)
-        after = torch.minimum(full * size + (places - taken).clamp_min(0), lengths[:, None, None] - 1)
+        places = torch.arange(chosen * size + tail, device=device)
+        after = torch.minimum(full * size + (places - num_paged).clamp_min(0), lengths[:, None, None] - 1)
         hidden = torch.arange(pages, device=device) >= full
-        return hidden, places < taken, after, lengths + (self.chosen - self.full) * size
+        return hidden, places < num_paged, after, lengths + (self.chosen - self.full) * size

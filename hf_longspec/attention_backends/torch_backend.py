@@ -103,10 +103,10 @@ def prefix_attention(
         lengths = SeqLens(lengths.on(key.device).tolist())
     if lengths.shared is None:
         rows = []
-        for b, own in enumerate(lengths.host):
+        for b, size in enumerate(lengths.host):
             row = slice(b, b + 1)
             options["positions"] = None if positions is None else positions[row]
-            tensors = query[row], key[row], value[row], SeqLens.equal(own, 1)
+            tensors = query[row], key[row], value[row], SeqLens.equal(size, 1)
             rows.append(prefix_attention(*tensors, sliding_window=sliding_window, **options))
         return concatenate(rows, dim=0)
     length = lengths.shared
@@ -162,10 +162,10 @@ def causal_attention(
         return _attend_packed(query, key, value, first, length, scaling=scaling, softcap=softcap)
     before = length - nodes
     if sliding_window is None and softcap is None and can_fuse(query, value):
-        own = fused_attention(query, key[:, :, before:], value[:, :, before:], scaling=scaling, is_causal=True)
+        block = fused_attention(query, key[:, :, before:], value[:, :, before:], scaling=scaling, is_causal=True)
         if before == 0:
-            return own
-        return merge_attention_states([_attend_packed(query, key, value, 0, before, scaling=scaling), own])
+            return block
+        return merge_attention_states([_attend_packed(query, key, value, 0, before, scaling=scaling), block])
     blocks = []
     for row in range(0, nodes, BLOCK_QUERIES):  # each block attends to the keys that any of its queries sees
         queries = query[:, :, row : row + BLOCK_QUERIES]
@@ -191,8 +191,8 @@ def attention_to_copies(prefix_attention: AttentionFunction) -> AttentionFunctio
         **options: Any,
     ) -> AttentionState:
         slots = indices.expand(-1, key.shape[1], -1)[..., None]  # [B, K, T, 1]
-        chosen = (cached.gather(2, slots.expand(-1, -1, -1, cached.shape[3])) for cached in (key, value))
-        return prefix_attention(query, *chosen, SeqLens(None, counts), **options)
+        entries = (cached.gather(2, slots.expand(-1, -1, -1, cached.shape[3])) for cached in (key, value))
+        return prefix_attention(query, *entries, SeqLens(None, counts), **options)
 
     return sparse_attention
 
@@ -202,17 +202,17 @@ def prefix_mask(
 ) -> torch.Tensor:
     """Return the boolean mask `(B, N, slots)` of N = `nodes` queries over prefixes of `lengths` `(B,)`."""
     places = torch.arange(slots, device=lengths.device)
-    seen = (places < lengths[:, None])[:, None].expand(-1, nodes, -1)
+    mask = (places < lengths[:, None])[:, None].expand(-1, nodes, -1)
     if sliding_window is None or positions is None:
-        return seen
-    return seen & (positions[:, :, None] - places < sliding_window)
+        return mask
+    return mask & (positions[:, :, None] - places < sliding_window)
 
 
 def _window_bounds(positions: torch.Tensor, sliding_window: int, length: int) -> tuple[int, int]:
     """Return the first slot that any query sees, and the first slot that all queries see."""
     if positions.is_cpu and not torch.compiler.is_compiling():
-        seen = [position for row in positions.tolist() for position in row]
-        first, last = min(seen), max(seen)
+        flat = [position for row in positions.tolist() for position in row]
+        first, last = min(flat), max(flat)
         return min(length, max(0, first - sliding_window + 1)), min(length, max(0, last - sliding_window + 1))
     # Reading positions would wait for the device in every layer, or break a graph. They are length - 1 at least; how
     # far they go stays unknown, so the whole window gets a mask.
@@ -237,8 +237,8 @@ def _attend_packed(
         return _attend_keys(query, keys, values, visible, scaling=scaling, softcap=softcap)
     kv_heads = key.shape[1]
     packed_mask = None if mask is None else pack_mask(additive_mask(mask, query.dtype), query, kv_heads)
-    seen = one_head(key, start, stop), one_head(value, start, stop)
-    return unpack(fused_attention(pack(query, kv_heads), *seen, packed_mask, scaling=scaling), query.shape)
+    key_value = one_head(key, start, stop), one_head(value, start, stop)
+    return unpack(fused_attention(pack(query, kv_heads), *key_value, packed_mask, scaling=scaling), query.shape)
 
 
 def _attend_keys(
@@ -335,9 +335,9 @@ def hybrid_attention(
         packed_mask = memo[name] = pack_mask(additive, query, kv_heads)
     packed = pack(query, kv_heads)
     first = start if dense else length
-    own = one_head(key, first, length + nodes), one_head(value, first, length + nodes)
+    key_value = one_head(key, first, length + nodes), one_head(value, first, length + nodes)
     # a node sees itself: no row of the mask hides everything
-    state = fused_attention(packed, *own, packed_mask, scaling=scaling, hides_all=False)
+    state = fused_attention(packed, *key_value, packed_mask, scaling=scaling, hides_all=False)
     if not dense:
         before = one_head(key, 0, length), one_head(value, 0, length)
         state = merge_attention_states([fused_attention(packed, *before, scaling=scaling), state])
@@ -353,7 +353,7 @@ def with_unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def short_buffer(start: int, stop: int, slots: int) -> ValueError:
     """Return the error of a buffer that is too short: a slice would stop at its end, and the result would be wrong."""
     return ValueError(
-        f"slots {start} to {stop} were asked for, but the buffer has {slots}. Pass the whole buffer of the cache."
+        f"slots {start} to {stop} are out of range: the buffer has {slots}. Pass the whole buffer of the cache."
     )
 
 

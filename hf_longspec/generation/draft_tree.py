@@ -161,9 +161,9 @@ class DraftTree:
         shape, valid, q = tuple(self.tokens.shape), self.valid, self.q
         if len(shape) != 2 or shape[1] < 1:
             raise ValueError(f"tokens has shape {shape}, expected (batch_size, num_nodes >= 1). Include the root.")
-        for name, found in (("parents", tuple(self.parents.shape)), ("valid", tuple(valid.shape))):
-            if found != shape:
-                raise ValueError(f"{name} has shape {found}, expected {shape} as tokens. Pad rows to one length.")
+        for name, actual in (("parents", tuple(self.parents.shape)), ("valid", tuple(valid.shape))):
+            if actual != shape:
+                raise ValueError(f"{name} has shape {actual}, expected {shape} as tokens. Pad rows to one length.")
         if q is not None and (q.dim() != 3 or tuple(q.shape[:2]) != shape):
             raise ValueError(f"q has shape {tuple(q.shape)}, expected {(*shape, 'vocab_size')}. Keep a row 0.")
         if valid.dtype != torch.bool:
@@ -262,7 +262,7 @@ def merge_trees(first: DraftTree, second: DraftTree) -> DraftTree:
     below = second.parents[:, 1:]
     parents = torch.cat([first.parents, torch.where(below > 0, below + first.num_nodes - 1, 0)], dim=1)
     pairs = ((first.tokens, second.tokens), (first.valid, second.valid), (first.depths, second.depths))
-    tokens, valid, depths = (torch.cat([own, more[:, 1:]], dim=1) for own, more in pairs)
+    tokens, valid, depths = (torch.cat([left, right[:, 1:]], dim=1) for left, right in pairs)
     same = _first_equal_path(tokens, parents, depths, max_depth)
     adopted = same.gather(1, parents.clamp_min(0))
     adopted[:, 0] = -1
@@ -479,12 +479,12 @@ class Beam:
         best, tokens = logits.topk(each, dim=-1)
         scores = best.float() + (self.scores - log_normaliser(logits))[..., None]
         scores = scores.masked_fill(scores.isnan(), -torch.inf)  # after a node whose tokens are all forbidden
-        self.scores, chosen = scores.flatten(1).topk(min(width, scores.shape[1] * each), dim=-1)
-        parent = chosen // each
-        first, size = self.first_node, chosen.shape[1]
-        self.tokens = tokens.flatten(1).gather(1, chosen)
+        self.scores, places = scores.flatten(1).topk(min(width, scores.shape[1] * each), dim=-1)
+        parent = places // each
+        first, size = self.first_node, places.shape[1]
+        self.tokens = tokens.flatten(1).gather(1, places)
         inherited = self.ancestor_mask.gather(1, parent[..., None].expand(-1, -1, self.num_nodes))
-        itself = torch.eye(size, dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
+        itself = torch.eye(size, dtype=torch.bool, device=places.device).expand(len(places), -1, -1)
         self.ancestor_mask = torch.cat([inherited, itself], dim=-1)
         self.levels.append(self.tokens)
         self.parents.append(parent + first)

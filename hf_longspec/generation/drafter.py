@@ -115,7 +115,7 @@ def last_of(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 class Drafter(CandidateGenerator):
-    """Propose draft trees, and update the own state after their verification.
+    """Propose draft trees, and update its own state after their verification.
 
     The decoding loop depends on this interface only. Subclasses implement `propose`, and also `observe` and `capture`
     if they keep state.
@@ -350,8 +350,8 @@ class BeamDrafter(Drafter):
         states: Sequence[torch.Tensor] = ()
         for depth, width in enumerate(self.widths):
             changing = self.level_inputs(beam, depth, shared, states)
-            found = None if runner is None else self._run(runner, _level, changing, prefix, depth)
-            logits, *states = found or self.level(changing, depth, prefix)
+            results = None if runner is None else self._run(runner, _level, changing, prefix, depth)
+            logits, *states = results or self.level(changing, depth, prefix)
             scores = self.coupling.scores(self.spread(logits.to(inputs[0].device)), known, depth, beam.paths)
             beam.grow(scores, width)
         return beam.fields()
@@ -363,13 +363,13 @@ class BeamDrafter(Drafter):
         inputs, fixed = (*changing, *of_prefix), (self, len(changing), number, fixed)
         return runner(function, shape, inputs, fixed, self._owner, self._holder)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the attention output `(B, H, n, D)` of queries to the keys that a mask `(B, n, M)` leaves.
 
         There may be more keys `(B, K, slots, D)` than the mask has.
         """
-        key, value = key[:, :, : seen.shape[2]], value[:, :, : seen.shape[2]]
-        out: torch.Tensor = self._kernels.tree_attention(query, key, value, mask=seen, scaling=self.scaling)[0]
+        key, value = key[:, :, : mask.shape[2]], value[:, :, : mask.shape[2]]
+        out: torch.Tensor = self._kernels.tree_attention(query, key, value, mask=mask, scaling=self.scaling)[0]
         return out
 
 
@@ -561,11 +561,11 @@ class SelfDrafter(Drafter):
             steps = self.gamma, self.binding.max_length, draws is not None, target.windows
             key = context, *settings, () if rule is None else rule.key, *steps
             changing, further = (*tensors, *noise), (rule, *steps, context, fixed)
-            found = target.forwards_replayed(
+            chain = target.forwards_replayed(
                 _chain, changing, further, key, cache, self.gamma, is_compiled=self.steps_compile
             )
-            if found is not None:
-                return DraftTree.chain(found[0], q=found[1])
+            if chain is not None:
+                return DraftTree.chain(chain[0], q=chain[1])
         return drafted_chain(rule, root, self.gamma, lambda _, token: self._draft_step(token), draws)
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
@@ -588,7 +588,7 @@ def _chain(forward, starts, inputs, rule, gamma, limit, is_drawn, windows, conte
         positions = (first + depth)[:, None].clamp_max(limit - 1)
         here = [start.plus(depth) for start in starts]
         context = context_of([start.plus(1) for start in here], positions, windows, *changing, *fixed)
-        found: torch.Tensor = forward(token[:, None], positions, mask, context, *here)
-        return found[:, 0]
+        logits: torch.Tensor = forward(token[:, None], positions, mask, context, *here)
+        return logits[:, 0]
 
     return drafted_tokens(rule, root, gamma, logits_after, noise, is_drawn)

@@ -67,9 +67,9 @@ class DraftModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         cls.declared = (cls.declared | NGRAMS if cls.takes_ngrams else cls.declared).copy()
-        for name, own in vars(cls).get("settings", {}).items():
-            known = cls.declared.get(name, Setting(own))
-            cls.declared[name] = own if isinstance(own, Setting) else replace(known, default=own)
+        for name, value in vars(cls).get("settings", {}).items():
+            inherited = cls.declared.get(name, Setting(value))
+            cls.declared[name] = value if isinstance(value, Setting) else replace(inherited, default=value)
         cls.settings = {name: declared.default for name, declared in cls.declared.items()}
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
@@ -103,9 +103,9 @@ class DraftModel(PreTrainedModel):
         """
         view = TargetView(target)
         settings = {name: overrides.pop(name) for name in list(overrides) if name in cls.settings}
-        known = set(vars(cls.config_class()))
-        if unknown := sorted(set(overrides) - known):
-            raise ValueError(f"unknown settings {unknown} for {cls.__name__}; it has {sorted(cls.settings)}.")
+        fields = set(vars(cls.config_class()))
+        if unknown := sorted(set(overrides) - fields):
+            raise ValueError(f"unknown settings {unknown} for {cls.__name__}, which has {sorted(cls.settings)}.")
         cls.check_structure(target)
         if not cls.weightless:  # drafts with weights depend on the target's structure; generate() checks it again
             refuse_target(view, cls)
@@ -185,7 +185,7 @@ class DraftModel(PreTrainedModel):
         if max_length + num_nodes > change.column:
             raise ValueError(
                 f"max_length={max_length} with drafts of up to {num_nodes} tokens: the target's rotary frequencies "
-                f"change at position {change.column} (rope_parameters), and drafting beyond it would change them for "
+                f"change at position {change.column} (rope_parameters), and drafting beyond it would change those of "
                 f"the verification. Keep max_length at {change.column - num_nodes} or below, or call "
                 "generate(assistant_model=draft)."
             )
@@ -216,16 +216,16 @@ class DraftModel(PreTrainedModel):
 
     def check(self, target: TargetView) -> None:
         """Refuse a target that this draft was not made for, and settings that do not exist or contradict each other."""
-        found = self.config.describe(target.model)
+        shapes = self.config.describe(target.model)
         for name, recorded in (self.config.target or {}).items():
-            if recorded != found.get(name):
+            if recorded != shapes.get(name):
                 raise ValueError(
                     f"the draft was made for a target with {name}={recorded}, and this target has "
-                    f"{name}={found.get(name)}. Load the draft of this target, or make one with from_target(target)."
+                    f"{name}={shapes.get(name)}. Load the draft of this target, or make one with from_target(target)."
                 )
-        known = set(vars(GenerationConfig())) | set(self.settings)
+        names = set(vars(GenerationConfig())) | set(self.settings)
         present = {name for name in vars(self.generation_config) if not name.startswith("_")}
-        if unknown := sorted(present - known):
+        if unknown := sorted(present - names):
             raise ValueError(
                 f"draft.generation_config has unknown settings {unknown}; {type(self).__name__} has "
                 f"{sorted(self.settings)}."
@@ -234,14 +234,14 @@ class DraftModel(PreTrainedModel):
             declared.check(name, self.setting(name))
         if self._num_ngram_nodes and NgramDrafter is None:
             raise ValueError(
-                f"ngram_candidates={self.setting('ngram_candidates')}: the code that this draft brings along has no "
-                "n-grams. Set it to 0, or `pip install hf_longspec`."
+                f"ngram_candidates={self.setting('ngram_candidates')}: the code published with this draft does not "
+                "support n-grams. Set it to 0, or `pip install hf_longspec`."
             )
         self.check_settings(target)
         if (nodes := self.num_tree_nodes(target)) > MOST_NODES:
             raise ValueError(
-                f"the settings of this draft make a tree of {nodes:,} nodes: at most {MOST_NODES:,} are allowed, and 5 "
-                "to 100 are usual. Lower the length, the width or the number of its paths in draft.generation_config."
+                f"this draft's settings give a tree of {nodes:,} nodes: at most {MOST_NODES:,} are allowed, and 5 to "
+                "100 are usual. Lower the length, width or number of its paths in draft.generation_config."
             )
 
     def check_settings(self, target: TargetView) -> None:
@@ -255,9 +255,8 @@ class DraftModel(PreTrainedModel):
         candidates = self.setting("ngram_candidates") if self.takes_ngrams else 0
         if candidates and self.draws_tokens:
             raise ValueError(
-                f"acceptance='rejection' with ngram_candidates={candidates}: when sampling, drafted tokens that are "
-                "drawn from a distribution cannot share a tree with n-grams. Use acceptance='coupled', or "
-                "ngram_candidates=0."
+                f"acceptance='rejection' with ngram_candidates={candidates}: rejection sampling does not support "
+                "n-grams in the tree. Use acceptance='coupled' or ngram_candidates=0."
             )
 
     @property
@@ -278,7 +277,7 @@ class DraftModel(PreTrainedModel):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse transformers' own assisted decoding, which calls this method and does not support these drafts."""
         raise ValueError(
-            f"{type(self).__name__} was given to transformers' own assisted decoding, because the route to the loop of "
+            f"{type(self).__name__} was passed to transformers' own assisted decoding: the route to the loop of "
             "hf_longspec is not installed. Call hf_longspec.generation.route.install(), or pass "
             "custom_generate=draft.custom_generate instead of assistant_model."
         )
@@ -287,7 +286,9 @@ class DraftModel(PreTrainedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error, as a draft runs inside `generate` only."""
-        raise NotImplementedError(f"{type(self).__name__} is used as model.generate(..., assistant_model=draft).")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no forward: call model.generate(..., assistant_model=draft)."
+        )
 
     @property
     def device(self) -> torch.device:

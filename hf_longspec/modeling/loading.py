@@ -33,14 +33,14 @@ def readable_errors(path: Any) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise OSError(
-            f"the weights in {path} cannot be read ({error}): the file is truncated, or is not a safetensors file. "
+            f"the weights in {path} cannot be read ({error}): the file is truncated or is not a safetensors file. "
             "Download or save the draft again."
         ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise ValueError(
-            f"the weights in {path} do not have the shapes of its config.json. Take both files from the same draft."
+            f"the weights in {path} do not have the shapes of its config.json. Use files that were saved together."
         ) from error
 
 
@@ -49,8 +49,8 @@ def require_complete(path: Any, missing: Any, vocab_size: int) -> None:
     if missing:
         names = ", ".join(sorted(missing)[:3])
         raise ValueError(
-            f"{path} lacks {len(missing)} of this draft's weights ({names}...), which would be random. Take all files "
-            "from the same draft, or begin a new one with from_target(target)."
+            f"{path} lacks {len(missing)} of this draft's weights ({names}...), which would be random. Use files that "
+            "were saved together, or create a new draft with from_target(target)."
         )
     if vocab_size < 1:
         raise ValueError(f"config.json in {path} has vocab_size={vocab_size}: expected the target's, at least 1.")
@@ -66,8 +66,8 @@ def refuse_missing_weights(model: PreTrainedModel, info: Mapping[str, Any]) -> N
     for kind in ("missing", "mismatched"):
         if names := sorted(map(str, info.get(f"{kind}_keys") or ())):
             raise ValueError(
-                f"config.json says model_type={model.config.model_type!r}, and of the weights of a "
-                f"{type(model).__name__} {len(names)} are {kind} in its files, {names[0]} for one"
+                f"model_type={model.config.model_type!r} in config.json: {len(names)} weights of "
+                f"{type(model).__name__} are {kind}, for example {names[0]}"
             )
 
 
@@ -98,8 +98,7 @@ def read_settings(draft: Any, path: Any, **hub: Any) -> None:
     removed = {name: vars(draft.generation_config).pop(name, None) for name in REMOVED_SETTINGS}
     if ignored := [f"{name}={value!r}" for name, value in removed.items() if value is not None]:
         logger.warning(
-            "%s was saved with %s, which this version does not have and ignores. Save the draft again to remove this "
-            "warning.",
+            "%s was saved with %s, which is no longer used. Save the draft again to silence this warning.",
             path,
             ", ".join(ignored),
         )
@@ -158,21 +157,21 @@ class Checkpoint:
                 self._files, outside = dict.fromkeys(_names(index), name), []
         if outside:
             raise ValueError(
-                f"{index} names the files {outside}: expected names of files in the same folder. Do not use this "
-                "checkpoint, or correct the index."
+                f"{index} refers to {outside}: expected names of files in the same folder. Do not use this checkpoint, "
+                "or correct the index."
             )
         self.names = sorted(self._files)
 
     def read(self, prefix: str | tuple[str, ...] = "", device: str = "cpu") -> dict[str, torch.Tensor]:
         """Return the tensors whose names begin with a prefix; on the device `"meta"` their shapes alone."""
-        wanted = {name: file for name, file in self._files.items() if name.startswith(prefix)}
-        files = sorted(set(wanted.values()))
+        file_of = {name: file for name, file in self._files.items() if name.startswith(prefix)}
+        files = sorted(set(file_of.values()))
         if self._on_hub:
             self._fetch(files)
         tensors: dict[str, torch.Tensor] = {}
         for file in files:
             with _readable(self._folder / file):
-                tensors |= _tensors(self._folder / file, [name for name in wanted if wanted[name] == file], device)
+                tensors |= _tensors(self._folder / file, [name for name in file_of if file_of[name] == file], device)
         return tensors
 
     def tensors(
@@ -187,32 +186,32 @@ class Checkpoint:
             expected (`Mapping[str, torch.Tensor]`): Tensors with the expected names and shapes.
             what (`str`): Name of the module, for the message.
         """
-        own = tuple(names)
-        shapes = {names[name]: value.shape for name, value in self.read(own, "meta").items() if name in names}
+        sources = tuple(names)
+        shapes = {names[name]: value.shape for name, value in self.read(sources, "meta").items() if name in names}
         missing = sorted(name for name in expected.keys() - shapes.keys() if not name.endswith(".bias"))
         unknown = sorted(shapes.keys() - expected.keys())
         if missing or unknown:
             raise ValueError(
                 f"{self.source} has no {what}: missing tensors {missing}, unknown tensors {unknown}. Pass a checkpoint "
-                "as the authors' training writes it."
+                "in the format of the authors' training code."
             )
         for name, shape in shapes.items():
             if shape != expected[name].shape:
                 raise ValueError(
                     f"{name} has shape {tuple(shape)} in {self.source}, expected {tuple(expected[name].shape)}. Pass "
-                    "the target that the draft was trained for, and take all files from one draft."
+                    "the target that the draft was trained for, and use files that were saved together."
                 )
-        found = {names[name]: value for name, value in self.read(own).items() if name in names}
-        return {name: torch.zeros(expected[name].shape) for name in expected.keys() - found.keys()} | found
+        weights = {names[name]: value for name, value in self.read(sources).items() if name in names}
+        return {name: torch.zeros(expected[name].shape) for name in expected.keys() - weights.keys()} | weights
 
     def _find(self) -> str:
         """Return the name of the preferred weight file. Indices are tried first, to download only needed shards."""
         for patterns in ([name for name in WEIGHT_FILES if name.endswith(".json")], WEIGHT_FILES):
             if self._on_hub:
                 self._fetch(patterns)
-            if found := [name for name in WEIGHT_FILES if (self._folder / name).exists()]:
-                return found[0]
-        raise ValueError(f"{self.source} holds no weights: expected one of {', '.join(WEIGHT_FILES)}.")
+            if files := [name for name in WEIGHT_FILES if (self._folder / name).exists()]:
+                return files[0]
+        raise ValueError(f"{self.source} contains no weights: expected one of {', '.join(WEIGHT_FILES)}.")
 
     def _fetch(self, files: Iterable[str]) -> None:
         self._folder = Path(snapshot_download(self.source, allow_patterns=list(files), **self._hub))
@@ -230,8 +229,8 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}): the file is truncated, or holds no tensors by name. "
-            "Download it again, or pass a checkpoint as the authors' training writes it."
+            f"{path} cannot be read ({type(error).__name__}): the file is truncated or holds no named tensors. "
+            "Download it again, or pass a checkpoint in the format of the authors' training code."
         ) from error
 
 
@@ -257,5 +256,5 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     mapped = zipfile.is_zipfile(path)
     weights = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     if not isinstance(weights, dict):
-        raise TypeError(f"a {type(weights).__name__} instead of tensors by name")
+        raise TypeError(f"expected named tensors, found {type(weights).__name__}")
     return {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}

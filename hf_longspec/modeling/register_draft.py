@@ -99,18 +99,20 @@ def register_draft(
     draft = RegisteredDraft(config, model, training, convert, tune, card, reads, aliases)
     if model.config_class is not config:
         raise ValueError(
-            f"{model.__name__}.config_class is {model.config_class.__name__}, and {config.__name__} was passed: pass "
-            "the two classes that belong together."
+            f"{model.__name__}.config_class is {model.config_class.__name__}, but {config.__name__} was passed: pass "
+            "two classes that belong together."
         )
     for role in ("training", "convert", "tune", "card", "reads"):
         if (name := getattr(draft, role)) is not None and not all(name.partition(":")):
             raise ValueError(f"{role}={name!r}: expected 'module:attribute', or 'package:file.md' for a card.")
     if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind].__module__.startswith("transformers."):
-        raise ValueError(f"model_type={kind!r} is a model of transformers: choose another for {config.__name__}.")
-    taken = {name: other.model for key, other in DRAFTS.items() if key != kind for name in other.names}
-    if both := sorted(taken.keys() & set(draft.names)):
         raise ValueError(
-            f"the name {both[0]!r} belongs to {taken[both[0]].__name__}: choose another model_type, or other aliases, "
+            f"model_type={kind!r} belongs to a model of transformers: choose another one for {config.__name__}."
+        )
+    owners = {name: other.model for key, other in DRAFTS.items() if key != kind for name in other.names}
+    if both := sorted(owners.keys() & set(draft.names)):
+        raise ValueError(
+            f"the name {both[0]!r} belongs to {owners[both[0]].__name__}: choose another model_type or other aliases "
             f"for {model.__name__}."
         )
     AutoConfig.register(kind, config, exist_ok=True)
@@ -175,18 +177,18 @@ def convert(source: str, target: str | None = None) -> DraftModel:
         ValueError: If `source` is not published and has no target, if there are no weights, if the tensors are of no
             method, missing or unknown, or if their shapes are not the target's.
     """
-    known = published_targets()
-    if target is None and source not in known:
+    targets = published_targets()
+    if target is None and source not in targets:
         raise ValueError(
-            f"no target is known for {source!r}: pass its id or config.json. Known are {', '.join(known)}."
+            f"the target of {source!r} is unknown: pass its id or config.json. Known drafts: {', '.join(targets)}."
         )
-    config = AutoConfig.from_pretrained(target or known[source])
+    config = AutoConfig.from_pretrained(target or targets[source])
     checkpoint = Checkpoint(source)
     for converter in converters():
         if any(converter.marker in name for name in checkpoint.names):
             return converter.draft(checkpoint, config)
     markers = " or ".join(repr(converter.marker) for converter in converters())
     raise ValueError(
-        f"{source} is no checkpoint of a known method: the name of a tensor contains {markers} there. Pass a "
-        "checkpoint as the authors' training writes it."
+        f"{source} is not a checkpoint of a known method: no tensor name contains {markers}. Pass a checkpoint in the "
+        "format of the authors' training code."
     )

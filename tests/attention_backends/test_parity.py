@@ -244,7 +244,7 @@ def test_a_buffer_that_is_too_short(prepared, name, method):
     # the numbers after the slice exist in memory, and must not be read
     inputs = (query, key[:, :, :50], value[:, :, :50], context.lengths, *more)
     stop = 65 if method == "hybrid" else 60
-    with pytest.raises(ValueError, match=f"slots 0 to {stop} were asked for, but the buffer has 50"):
+    with pytest.raises(ValueError, match=f"slots 0 to {stop} are out of range: the buffer has 50"):
         attend(prepared, name, method, inputs, {"scaling": 1.0})
 
 

@@ -135,9 +135,9 @@ def test_scores_are_sums_over_the_heads_of_a_group(dtype):
 def test_nothing_is_copied_and_skipped_layers_are_not_kept():
     capture = QueryCapture()
     query, key = collected(capture)
-    assert [kept.data_ptr() for kept in capture.seen[3]] == [query.data_ptr(), key.data_ptr()]
+    assert [kept.data_ptr() for kept in capture.inputs[3]] == [query.data_ptr(), key.data_ptr()]
     skipped = {"skipped_layers": frozenset({3})}
     late, early = QueryCapture(**skipped), ScoreCapture(last_node=torch.tensor([4, 2]), **skipped)
     for capture in (late, early):
         collected(capture)
-    assert not late.seen and not early.scores
+    assert not late.inputs and not early.scores

@@ -24,7 +24,7 @@ def test_a_trainer_file_becomes_a_draft(command, main, tmp_path):
 def test_errors_take_one_line(command, main, tmp_path, monkeypatch):
     result = command("convert", tmp_path, "--output", tmp_path / "out")
     assert result.exit_code == 2
-    assert "error: no target is known for" in result.output and "Traceback" not in result.output
+    assert "error: the target of" in result.output and "Traceback" not in result.output
     (tmp_path / "file").touch()
     monkeypatch.setattr("hf_longspec.modeling.register_draft.convert", None)  # the folder is checked before
     status, _, line = main("convert", tmp_path, "--output", tmp_path / "file" / "out")

@@ -51,7 +51,7 @@ def test_an_index_names_files_beside_it_only(tmp_path, name):
     write(tmp_path, "x.bin", TENSORS)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"big.a": name}}))
-    with pytest.raises(ValueError, match=r"index\.json names the files .*: expected names of files in the same folder"):
+    with pytest.raises(ValueError, match=r"index\.json refers to .*: expected names of files in the same folder"):
         Checkpoint(str(tmp_path / "a"))
 
 
@@ -127,5 +127,5 @@ def test_a_repository_of_one_file_is_downloaded(hub):
 
 def test_nothing_to_read(hub, tmp_path):
     for source in ("org/heads", str(Path(tmp_path) / "repo")):
-        with pytest.raises(ValueError, match=r"holds no weights: expected one of model\.safetensors\.index"):
+        with pytest.raises(ValueError, match=r"contains no weights: expected one of model\.safetensors\.index"):
             Checkpoint(source)

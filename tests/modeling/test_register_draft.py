@@ -87,9 +87,9 @@ class LlamaLikeDraftModel(ToyDraftModel):
 @pytest.mark.parametrize(
     ("config", "model", "options", "message"),
     [
-        (NgramConfig, ToyDraftModel, {}, "config_class is ToyConfig, and NgramConfig was passed"),
+        (NgramConfig, ToyDraftModel, {}, r"config_class is ToyConfig, .* NgramConfig"),
         (ToyConfig, ToyDraftModel, {"training": "toy.method"}, "training='toy.method': expected 'module:attribute'"),
-        (LlamaLikeConfig, LlamaLikeDraftModel, {}, "model_type='llama' is a model of transformers"),
+        (LlamaLikeConfig, LlamaLikeDraftModel, {}, "model_type='llama' belongs to a model of transformers"),
         (ToyConfig, ToyDraftModel, {"aliases": ("ngram",)}, "the name 'ngram' belongs to NgramDraftModel: choose"),
     ],
     ids=["config", "name", "model_type", "alias"],

@@ -79,8 +79,8 @@ def _table(places: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[t
 def _place(buffer: torch.Tensor) -> tuple[int, ...]:
     if buffer.stride(3) != 1:
         raise ValueError(
-            f"a buffer has strides {buffer.stride()}, expected 1 in the last dimension: the numbers of a slot are "
-            "moved as one piece. Move it with torch."
+            f"a buffer has strides {buffer.stride()}, expected 1 in the last dimension: a slot is moved as one piece. "
+            "Move it with torch."
         )
     size = buffer.element_size()
     strides = (stride * size for stride in buffer.stride()[:3])
@@ -141,8 +141,8 @@ def _works_on(device: torch.device) -> bool:
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         logger.warning(
-            "Triton is installed, but moving accepted tokens with it does not work on %s (%s). They are moved by torch "
-            "instead, layer by layer.",
+            "Triton is installed, but failed to move accepted tokens on %s (%s). Torch moves them instead, layer by "
+            "layer.",
             device,
             problem,
         )

@@ -74,7 +74,7 @@ def why_not_device(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"device is {device.type}, expected cuda (with TRITON_INTERPRET=1 set before the import, cpu for tests)"
     if torch.version.hip is not None:
-        return "this is ROCm, where the configurations were never tried"
+        return "ROCm is not supported: the configurations were never tested there"
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"compute capability is {capability[0]}.{capability[1]}, expected at least 8.0"

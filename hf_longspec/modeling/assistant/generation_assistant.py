@@ -112,7 +112,7 @@ class AssistantDrafter(Drafter):
         with self.attention(), torch.no_grad():
             self._warn_of_length(max(map(len, texts)))
             texts = [text.to(self.device) for text in texts]
-            missing = [len(text) - held for text, held in zip(texts, self.cache.positions, strict=True)]
+            missing = [len(text) - length for text, length in zip(texts, self.cache.positions, strict=True)]
             if not max(self.cache.lengths.host) or max(missing) > (self.window or max(map(len, texts))):
                 self._prefill(texts)
             else:
@@ -158,8 +158,8 @@ class AssistantDrafter(Drafter):
         rule = self.binding.rule
         fits, noise = rule is None or rule.fits_graphs, noise_of_chain(rule, count, draws)
         key = draws is not None, () if rule is None else rule.key
-        found = self._captured(_chain, (*inputs, *noise), fits, key)
-        return None if found is None else DraftTree.chain(found[0], q=found[1])
+        chain = self._captured(_chain, (*inputs, *noise), fits, key)
+        return None if chain is None else DraftTree.chain(chain[0], q=chain[1])
 
     def _captured(self, function: Any, changing: tuple[torch.Tensor, ...], fits: bool, key: tuple) -> Any:
         """Return the result of a function by one graph; `None` if it cannot be captured."""
@@ -242,9 +242,9 @@ class AssistantDrafter(Drafter):
         first, places = counts[:, None], torch.arange(padded.shape[1], device=self.device)
         tokens = torch.where(places < first, padded, torch.where(places == first, root, mask_token))
         logits = self._run_chain(forward, start, inputs, tokens)
-        wanted = first + torch.arange(1 + masks, device=self.device)
+        root_and_masks = first + torch.arange(1 + masks, device=self.device)
         prefix = start.plus(self.counts) if start.host else _grown(start, counts, pending.shape[1])
-        return self._of_target(logits.gather(1, wanted[..., None].expand(-1, -1, logits.shape[-1]))), prefix
+        return self._of_target(logits.gather(1, root_and_masks[..., None].expand(-1, -1, logits.shape[-1]))), prefix
 
     def _run_chain(self, forward: Forward, start: SeqLens, inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits `(B, N, V)` of a chain that is staged from `start` on. Padding comes last in a row."""
@@ -317,9 +317,9 @@ class AssistantDrafter(Drafter):
         """Run whole texts but for their last tokens, or their sinks and last windows, under the draft's own masks."""
         self.cache.rollback()
         self.cache.reset()
-        kept = [self.cache.kept_of(len(text) - 1) for text in texts]
-        width = max(map(len, kept))
-        places = on_device([row + [0] * (width - len(row)) for row in kept], self.device)
+        positions = [self.cache.kept_of(len(text) - 1) for text in texts]
+        width = max(map(len, positions))
+        places = on_device([row + [0] * (width - len(row)) for row in positions], self.device)
         tokens = torch.stack([text[row] for text, row in zip(texts, places, strict=True)])
         extra = self.assistant.keeping(torch.zeros(1, dtype=torch.long, device=self.device))
         places = torch.minimum(places, self._last_position)
@@ -332,13 +332,13 @@ class AssistantDrafter(Drafter):
                 use_cache=True,
                 **extra,
             )
-        self.cache.dropped = SeqLens([len(text) - 1 - len(row) for text, row in zip(texts, kept, strict=True)])
-        self.cache.set_lengths([len(row) for row in kept])
+        self.cache.dropped = SeqLens([len(text) - 1 - len(row) for text, row in zip(texts, positions, strict=True)])
+        self.cache.set_lengths([len(row) for row in positions])
 
     def _catch_up(self, texts: Sequence[torch.Tensor]) -> None:
         """Run the tokens that are missing but for the last one, a chain of at most `CATCH_UP` at a time."""
-        held = zip(self.cache.lengths.host, self._missing(texts), strict=True)
-        self.cache.set_lengths([length + min(0, missing) for length, missing in held])  # the last one is run again
+        pairs = zip(self.cache.lengths.host, self._missing(texts), strict=True)
+        self.cache.set_lengths([length + min(0, missing) for length, missing in pairs])  # the last one is run again
         while any(counts := self._missing(texts)):
             rows = [
                 text[start : start + count]
@@ -351,15 +351,15 @@ class AssistantDrafter(Drafter):
             self.cache.trim()
 
     def _missing(self, texts: Sequence[torch.Tensor]) -> list[int]:
-        held = zip(texts, self.cache.positions, strict=True)
-        return [min(CATCH_UP, len(text) - 1 - start) for text, start in held]
+        pairs = zip(texts, self.cache.positions, strict=True)
+        return [min(CATCH_UP, len(text) - 1 - start) for text, start in pairs]
 
     def _warn_of_length(self, length: int) -> None:
         most = getattr(self.assistant.config, "max_position_embeddings", None)
         if most and length > most:
             logger.warning_once(
-                f"the prompt has {length} tokens, and {type(self.assistant.model).__name__}, which drafts, has "
-                f"{most} positions: the text stays exact, but fewer drafts may be accepted."
+                f"the prompt has {length} tokens, but the draft {type(self.assistant.model).__name__} has only {most} "
+                "positions: the output is still exact, but fewer drafted tokens may be accepted."
             )
 
 
@@ -374,8 +374,8 @@ def _chain(forward, starts, inputs, drafter, count, key):
 
 def _beam(forward, starts, inputs, drafter, widths, key):
     """Draft a tree inside a graph; see [`FixedSteps.forwards`]."""
-    own = 3 + drafter._is_ragged + (drafter.window is not None)
-    return drafter._beam(forward, *starts, inputs[:own], inputs[own:], widths, inputs[0])
+    num_inputs = 3 + drafter._is_ragged + (drafter.window is not None)
+    return drafter._beam(forward, *starts, inputs[:num_inputs], inputs[num_inputs:], widths, inputs[0])
 
 
 def _last_tokens(changing):

@@ -164,8 +164,8 @@ class AssistantDraftModel(DraftModel):
             assistant_weights = name is not None and (name == BESIDE or Path(name).exists())
         if not assistant_weights and name == BESIDE:
             raise ValueError(
-                "assistant_weights=False, and the model that drafts has no name to load it by: save its weights, or "
-                "set draft.config.assistant_name_or_path to its Hub id."
+                "assistant_weights=False, but the draft model has no name to load it by: save its weights, or set "
+                "draft.config.assistant_name_or_path to its Hub id."
             )
         written = self.config.assistant_name_or_path = BESIDE if assistant_weights and name is not None else name
         try:
@@ -201,12 +201,12 @@ class AssistantDraftModel(DraftModel):
         name = self.config.assistant_name_or_path
         if self.assistant is None and name is not None:
             raise ValueError(
-                f"assistant_name_or_path={name!r} was not loaded: load the draft with from_pretrained, or make one "
+                f"assistant_name_or_path={name!r} was not loaded: load the draft with from_pretrained, or create one "
                 "with from_model(assistant, target)."
             )
         if self.assistant is not None and (reasons := TargetView(self.assistant).why_not()):
             raise ValueError(
-                f"{type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Take another model as the draft."
+                f"{type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Use another draft model."
             )
         self._check_pard(target)
 
@@ -216,10 +216,10 @@ class AssistantDraftModel(DraftModel):
             return
         model = target.model if self.assistant is None else self.assistant
         if token >= (size := model.get_input_embeddings().weight.shape[0]):
-            raise ValueError(f"pard_token={token}: the model that drafts has the tokens 0 to {size - 1}.")
+            raise ValueError(f"pard_token={token}: the draft model has the tokens 0 to {size - 1}.")
         if not isinstance(shape := self.shape(), int):
             raise ValueError(
-                f"tree_widths={shape} with pard_token={token}: a model of PARD proposes chains. Set tree_widths=None."
+                f"tree_widths={shape} with pard_token={token}: a PARD model proposes chains. Set tree_widths=None."
             )
 
     def check_sampling(self) -> None:
@@ -227,8 +227,8 @@ class AssistantDraftModel(DraftModel):
         super().check_sampling()
         if self.draws_tokens and not isinstance(self.shape(), int):
             raise ValueError(
-                f"acceptance='rejection' with tree_widths={self.setting('tree_widths')}: when sampling, tokens that "
-                "are drawn from a distribution form chains. Use acceptance='coupled', or tree_widths=None."
+                f"acceptance='rejection' with tree_widths={self.setting('tree_widths')}: rejection sampling supports "
+                "chains only. Use acceptance='coupled' or tree_widths=None."
             )
 
 
@@ -252,18 +252,20 @@ def refuse_other_tokens(assistant: PreTrainedModel, target: PreTrainedModel) -> 
     if None in vocabularies:
         if sizes[0] == sizes[1]:
             return
-        missing = " and ".join(label for label, known in zip(labels, vocabularies, strict=True) if known is None)
+        missing = " and ".join(
+            label for label, vocabulary in zip(labels, vocabularies, strict=True) if vocabulary is None
+        )
         raise ValueError(
-            f"the vocabularies of {labels[0]}, which drafts, and of the target {labels[1]} differ in size, and whether "
-            f"by padding alone is unknown, as the tokenizer of {missing} was not found. Load both models by names that "
-            "have a tokenizer, or take a draft of the target's family."
+            f"the vocabularies of the draft {labels[0]} and the target {labels[1]} differ in size, and the tokenizer "
+            f"of {missing} was not found to check whether only padding differs. Load both models by names that have a "
+            "tokenizer, or use a draft of the target's family."
         )
     first, second = vocabularies
     for number in sorted(first.keys() & second.keys()):
         if first[number] != second[number]:
             raise ValueError(
-                f"the tokenizers of {labels[0]}, which drafts, and of the target {labels[1]} differ: token {number} is "
-                f"{first[number]!r} in the first and {second[number]!r} in the second. Take a draft of the target's "
+                f"the tokenizers of the draft {labels[0]} and the target {labels[1]} differ: token {number} is "
+                f"{first[number]!r} in the first and {second[number]!r} in the second. Use a draft of the target's "
                 "family."
             )
 

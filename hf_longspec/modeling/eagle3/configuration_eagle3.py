@@ -107,9 +107,7 @@ class Eagle3Config(DraftConfig):
         kind, windows = (self.rope_parameters or {}).get("rope_type", "default"), self.window_of_layers
         reason = ""
         if self.norm_before_fc and self.fc_norm:
-            reason = (
-                "norm_before_fc=True and fc_norm=True exclude each other: auxiliary hidden states are normalised once."
-            )
+            reason = "norm_before_fc=True and fc_norm=True: auxiliary hidden states are normalised only once."
         elif kind not in ROPE_TYPES:
             reason = f"rope_type={kind!r}: expected one of {', '.join(ROPE_TYPES)}, whose frequencies do not change."
         elif self.num_attention_heads % self.num_key_value_heads:

@@ -112,14 +112,14 @@ def renamed(names: list[str]) -> dict[str, str]:
     >>> renamed(["model.fc_norm.0.weight", "midlayer.hidden_norm.weight", "verifier_norm.weight"])
     {'model.fc_norm.0.weight': 'fc_norm.0.weight', 'midlayer.hidden_norm.weight': 'layers.0.hidden_norm.weight'}
     """
-    found = {}
+    new_names = {}
     for name in names:
-        own = name.removeprefix("model.")
+        new_name = name.removeprefix("model.")
         for old, new in {"midlayer.": "layers.0.", **OLD_NORMS}.items():
-            own = new + own.removeprefix(old) if own.startswith(old) else own
-        if not own.startswith(UNUSED) and not own.endswith("rotary_emb.inv_freq"):
-            found[name] = own
-    return found
+            new_name = new + new_name.removeprefix(old) if new_name.startswith(old) else new_name
+        if not new_name.startswith(UNUSED) and not new_name.endswith("rotary_emb.inv_freq"):
+            new_names[name] = new_name
+    return new_names
 
 
 def _draft(
@@ -133,7 +133,7 @@ def _draft(
     if "d2t" in expected and "t2d" in names.values():
         expected["t2d"] = torch.empty(config.vocab_size, device="meta")
     unused = {"d2t", "t2d"} - expected.keys()
-    names = {name: own for name, own in names.items() if own not in unused}
+    names = {name: new_name for name, new_name in names.items() if new_name not in unused}
     weights = checkpoint.tensors(names, expected, "complete EAGLE-3 draft")
     marks = weights.pop("t2d", None)
     if "d2t" in expected:
@@ -155,18 +155,18 @@ def _config_of(
     kind = inner.pop("model_type", None) or "llama"
     if kind not in LAYER_TYPES:
         raise ValueError(
-            f"{source}: the layer of the draft is of model_type={kind!r}, and one of {', '.join(LAYER_TYPES)} is "
-            "expected. Use another draft."
+            f"{source}: the draft's layer has model_type={kind!r}, expected one of {', '.join(LAYER_TYPES)}. Use "
+            "another draft."
         )
     for name, value in AS_EAGLE3.items():
-        if (found := nested.get(name, raw.get(name))) not in (None, value):
+        if (field := nested.get(name, raw.get(name))) not in (None, value):
             raise ValueError(
-                f"{source}: config.json has {name}={found!r}, and EAGLE-3 has {value!r}. Use another draft."
+                f"{source}: config.json has {name}={field!r}, expected {value!r} for EAGLE-3. Use another draft."
             )
     if "speculators_model_type" in raw and "norm_before_residual" not in {*nested, *raw}:
         logger.warning(
-            "%s: config.json has no norm_before_residual, which is taken as False. If few drafts are accepted, set it "
-            "to True in config.json and load the draft again.",
+            "%s: config.json has no norm_before_residual, so False is assumed. If few drafted tokens are accepted, set "
+            "it to True in config.json and load the draft again.",
             source,
         )
 
@@ -208,9 +208,9 @@ def _config_of(
 def _plain(inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a layer's configuration that are needed, numbers as numbers."""
     fields = (*LAYER_FIELDS, "rope_theta", "rope_scaling", "rope_parameters")
-    found = {name: copy.copy(inner[name]) for name in fields if inner.get(name) is not None}
-    numbers = {name: int(value) for name, value in found.items() if isinstance(value, str) and value.isdecimal()}
-    return {"max_position_embeddings": USUAL_LENGTH} | found | numbers
+    values = {name: copy.copy(inner[name]) for name in fields if inner.get(name) is not None}
+    numbers = {name: int(value) for name, value in values.items() if isinstance(value, str) and value.isdecimal()}
+    return {"max_position_embeddings": USUAL_LENGTH} | values | numbers
 
 
 def _check_vocabulary(source: str, d2t: torch.Tensor, marks: torch.Tensor | None, vocab_size: int) -> None:
@@ -219,9 +219,9 @@ def _check_vocabulary(source: str, d2t: torch.Tensor, marks: torch.Tensor | None
     is_wrong = len(ids.unique()) != len(ids) or ids[0] < 0 or ids[-1] >= vocab_size
     if is_wrong or (marks is not None and not torch.equal(marks.nonzero().flatten(), ids)):
         raise ValueError(
-            f"{source}: d2t leads to {len(ids.unique())} tokens from {int(ids[0])} to {int(ids[-1])}, and {len(ids)} "
-            f"different ones of {vocab_size} are expected, those that t2d marks. d2t holds offsets: the target's id of "
-            "draft token i is i + d2t[i]. Take all files from one draft."
+            f"{source}: d2t maps to {len(ids.unique())} tokens from {int(ids[0])} to {int(ids[-1])}, expected "
+            f"{len(ids)} distinct ids below {vocab_size}, those that t2d marks. d2t holds offsets: the target's id of "
+            "draft token i is i + d2t[i]. Use files that were saved together."
         )
 
 
@@ -251,8 +251,8 @@ def _rope(source: str, raw: Mapping[str, Any], rope: dict[str, Any]) -> dict[str
     rope.setdefault("rope_theta", 10000.0)
     if kind == "yarn" and "transformer_layer_config" not in raw and rope["rope_theta"] != 10000.0:
         logger.warning(
-            "%s: rope_theta=%s with yarn, which the code of such drafts does not read: 10000 is used. Set "
-            "draft.generation_config.rope_theta for another one.",
+            "%s: rope_theta=%s with yarn is ignored by the code that trains such drafts, so 10000 is used. Set "
+            "draft.generation_config.rope_theta to use another value.",
             source,
             rope["rope_theta"],
         )
@@ -260,15 +260,15 @@ def _rope(source: str, raw: Mapping[str, Any], rope: dict[str, Any]) -> dict[str
     return rope
 
 
-def _compare_names(source: str, raw: Mapping[str, Any], given: str | None) -> None:
+def _compare_names(source: str, raw: Mapping[str, Any], target: str | None) -> None:
     """Warn if config.json names another target than the one that was passed."""
     named = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    if named and given and Path(named).name.lower() != Path(given).name.lower():
+    if named and target and Path(named).name.lower() != Path(target).name.lower():
         logger.warning(
-            "%s was made for %s, and the target is %s: fewer drafts may be accepted if they differ.",
+            "%s was made for %s, but the target is %s: fewer drafted tokens may be accepted.",
             source,
             named,
-            given,
+            target,
         )
 
 
@@ -288,7 +288,7 @@ def save_speculators(draft: Any, folder: Any, target: PreTrainedModel | None = N
     for name, part in (("embed_tokens.weight", "get_input_embeddings"), ("lm_head.weight", "get_output_embeddings")):
         if name not in tensors:
             if target is None:
-                raise ValueError(f"the draft has no {name} of its own, and the format needs it: pass target=.")
+                raise ValueError(f"the draft has no {name} of its own, which the format requires: pass target=.")
             rows = getattr(target, part)().weight.detach().cpu()
             rows = rows if name == "embed_tokens.weight" else rows[draft.token_ids.cpu()]
             tensors[name] = rows.to(draft.dtype).contiguous()
@@ -306,15 +306,15 @@ def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dic
     config = draft.config
     layers = draft.effective("target_layer_ids") or ()
     if not layers and target is None:
-        raise ValueError("the draft does not say which layers of the target it reads: pass target=.")
+        raise ValueError("the draft's config does not name the target's layers that it reads: pass target=.")
     theta = draft.effective("rope_theta")
     rope = dict(config.rope_parameters or {}) | ({} if theta is None else {"rope_theta": float(theta)})
     windows = config.window_of_layers
     kind = "qwen3" if config.qk_norm else "llama"
-    window = next((own for own in windows if own is not None), None)
+    window = next(filter(None, windows), None)
     extra: dict[str, Any] = {}
     if kind == "qwen3" or window is not None:
-        kinds = ["full_attention" if own is None else "sliding_attention" for own in windows]
+        kinds = ["full_attention" if size is None else "sliding_attention" for size in windows]
         extra = {"layer_types": kinds, "sliding_window": window, "use_sliding_window": window is not None}
     names = (*LAYER_FIELDS, "num_hidden_layers", "initializer_range", "attention_bias")
     layer = {name: getattr(config, name) for name in names} | extra

@@ -126,8 +126,8 @@ class Eagle3Drafter(BeamDrafter):
         """Entries of the committed text, for each layer. Layers trained with a window saw no sinks beside it."""
         config, rings = self.draft.config, []
         sizes = self.binding.cache.batch_size, config.num_key_value_heads, config.head_dim, self.dtype, self.device
-        for index, own in enumerate(config.window_of_layers):
-            window, sinks = (self.window, self.sinks) if own is None else (min(own, self.window), 0)
+        for index, layer_window in enumerate(config.window_of_layers):
+            window, sinks = (self.window, self.sinks) if layer_window is None else (min(layer_window, self.window), 0)
             shape = window, self.num_nodes, *sizes, sinks, self.most_new
             ring: WindowRing = self.binding.part((WindowRing, index, *shape), partial(WindowRing, *shape))
             ring.clear()
@@ -267,14 +267,14 @@ class Eagle3Drafter(BeamDrafter):
                 see what it sees: the window does not move while drafting.
         """
         first, nodes = ancestor_mask.shape[2] - ancestor_mask.shape[1], ancestor_mask.shape[2]
-        own = ancestor_mask.to(self.device)
-        own = own & (torch.arange(nodes, device=self.device) > 0)  # the root's entry is a committed one
+        ancestors = ancestor_mask.to(self.device)
+        ancestors = ancestors & (torch.arange(nodes, device=self.device) > 0)  # the root's entry is a committed one
 
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             ring = self.rings[index]
             ring.stage(key, value, first)
-            seen = torch.cat([ring.visible(end).expand(-1, own.shape[1], -1), own], -1)
-            return self.attend(query, ring.keys, ring.values, seen)
+            mask = torch.cat([ring.visible(end).expand(-1, ancestors.shape[1], -1), ancestors], -1)
+            return self.attend(query, ring.keys, ring.values, mask)
 
         embedded = self.draft.embed(tokens.to(self.device), self.binding.target.model).to(self.device, self.dtype)
         angles = self.rotary(states, positions.expand_as(tokens))
@@ -282,11 +282,11 @@ class Eagle3Drafter(BeamDrafter):
         return self.draft.logits(outputs, self.binding.target.model), states
 
     def _enter(
-        self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
+        self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, query_places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store entries in the rings; return outputs and states `(B, n, hidden)` of those that are `kept` `(B, n)`."""
+        """Store entries in the rings; return outputs and states `(B, n, hidden)` at `query_places` `(B, n)`."""
         last_layer = len(self.rings) - 1
-        wanted = positions.gather(1, kept)
+        query_positions = positions.gather(1, query_places)
 
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             ring = self.rings[index]
@@ -294,16 +294,16 @@ class Eagle3Drafter(BeamDrafter):
             if not query.shape[2]:
                 return query
             if index < last_layer and query.shape[2] > self.most_new:  # the ring has no room for all at once
-                seen = visible(positions, positions, ring.window, ring.sinks)
-                return self.attend(query, key, value, seen)
+                mask = visible(positions, positions, ring.window, ring.sinks)
+                return self.attend(query, key, value, mask)
             return self.attend(
-                query, ring.keys, ring.values, ring.visible(wanted if index == last_layer else positions)
+                query, ring.keys, ring.values, ring.visible(query_positions if index == last_layer else positions)
             )
 
         embedded = self.draft.embed(tokens, self.binding.target.model).to(self.device, self.dtype)
         states = self.draft.features(aux_hidden_states.to(self.device, self.dtype))
         angles = self.rotary(states, positions.clamp_min(0))
-        result: tuple[torch.Tensor, torch.Tensor] = self.draft.run(states, embedded, angles, attend, kept)
+        result: tuple[torch.Tensor, torch.Tensor] = self.draft.run(states, embedded, angles, attend, query_places)
         return result
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
@@ -315,15 +315,15 @@ class Eagle3Drafter(BeamDrafter):
 
     def _read(self, prompts: PromptAuxHiddenStates, texts: Sequence[torch.Tensor]) -> None:
         """Store the entries of the prompts whose states were kept."""
-        kept = [(row, found) for row in range(len(texts)) if (found := prompts.of_row(row)) is not None]
-        if not kept:
+        rows = [(row, entries) for row in range(len(texts)) if (entries := prompts.of_row(row)) is not None]
+        if not rows:
             return
-        width = max(len(positions) for _, (positions, _) in kept)
-        first = kept[0][1][1]
+        width = max(len(positions) for _, (positions, _) in rows)
+        first = rows[0][1][1]
         aux_hidden_states = first.new_zeros(len(texts), width, first.shape[-1])
         tokens = torch.zeros(len(texts), width, dtype=torch.long, device=first.device)
         places = torch.full_like(tokens, -1)
-        for row, (positions, states) in kept:
+        for row, (positions, states) in rows:
             text = texts[row].to(first.device)
             usable = int((positions < len(text) - 1).sum())  # the token after the last one is not part of the text
             positions = positions[:usable]

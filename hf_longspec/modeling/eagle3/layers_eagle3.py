@@ -34,7 +34,7 @@ class Eagle3Layer(GradientCheckpointingLayer):
         embedded: torch.Tensor | None,
         angles: Rotary,
         attend: Attend,
-        kept: torch.Tensor | None = None,
+        query_places: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the residual stream after this layer; see [`Eagle3DraftModel.run`]."""
         residual = states
@@ -46,10 +46,10 @@ class Eagle3Layer(GradientCheckpointingLayer):
             normed = torch.cat([self.input_layernorm(embedded), normed], -1)
         query, key, value = self.self_attn.project(normed)
         query, key = apply_rotary_pos_emb(query, key, *angles)
-        if kept is not None:
-            residual = residual.gather(1, kept[..., None].expand(-1, -1, residual.shape[-1]))
-            places = kept[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[-1])
-            query = query.gather(2, places)
+        if query_places is not None:
+            residual = residual.gather(1, query_places[..., None].expand(-1, -1, residual.shape[-1]))
+            columns = query_places[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[-1])
+            query = query.gather(2, columns)
         states = residual + self.self_attn.output(attend(self.index, query, key, value))
         return states + self.mlp(self.post_attention_layernorm(states))
 
@@ -106,20 +106,20 @@ class ChainedAttention:
         keys, values = self._keys[index], self._values[index]
         keys.append(key.repeat_interleave(groups, 1))
         values.append(value.repeat_interleave(groups, 1))
-        seen = self._seen(index, count, keys[0].shape[2], query.device)
-        scores = (query @ keys[0].transpose(2, 3)).masked_fill(~seen, torch.finfo(query.dtype).min)
-        own = [(query * chained[:, :, :count]).sum(-1, keepdim=True) for chained in keys[1:]]
-        scores = torch.cat([scores, *own], -1).float() * query.shape[-1] ** -0.5
+        mask = self._mask(index, count, keys[0].shape[2], query.device)
+        scores = (query @ keys[0].transpose(2, 3)).masked_fill(~mask, torch.finfo(query.dtype).min)
+        chain_scores = [(query * chained[:, :, :count]).sum(-1, keepdim=True) for chained in keys[1:]]
+        scores = torch.cat([scores, *chain_scores], -1).float() * query.shape[-1] ** -0.5
         weights, length = scores.softmax(-1).to(query.dtype), keys[0].shape[2]
         out = weights[..., :length] @ values[0]
         for chained, weight in zip(values[1:], weights[..., length:].unbind(-1), strict=True):
             out = out + weight[..., None] * chained[:, :, :count]
         return out
 
-    def _seen(self, index: int, count: int, length: int, device: torch.device) -> torch.Tensor:
+    def _mask(self, index: int, count: int, length: int, device: torch.device) -> torch.Tensor:
         places, entries = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
-        seen = entries <= places
+        mask = entries <= places
         window, sinks = self.spans[index]
         if window is not None:
-            seen = seen & ((entries > places - window) | (entries < sinks))
-        return seen
+            mask = mask & ((entries > places - window) | (entries < sinks))
+        return mask

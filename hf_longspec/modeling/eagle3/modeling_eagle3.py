@@ -28,10 +28,8 @@ TRAINED = "trained"
 class Eagle3DraftModel(DraftModel):
     """A draft of one decoder layer, which reads the target's residual stream at three places.
 
-    An entry joins these auxiliary hidden states of one token with the embedding of the next. The layer turns it into a
-    state from which the token after that is predicted, and which takes their place in the next step of drafting. Keys
-    and values are the draft's own; with one layer they depend on their entry alone, so that a window over the last
-    entries is exact.
+    An entry joins these auxiliary hidden states of one token with the embedding of the next. Its keys and values are
+    the draft's own; with one layer they depend on the entry alone, so that a window over the last entries is exact.
 
     ```python
     draft = Eagle3DraftModel.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", target=target)
@@ -95,19 +93,20 @@ class Eagle3DraftModel(DraftModel):
         Raises:
             ValueError: If the draft has another width, or the target's weights are not in memory.
         """
-        for own, module, what in (
+        for part, module, what in (
             (self.embed_tokens, target.get_input_embeddings(), "own_embedding"),
             (self.lm_head, target.get_output_embeddings(), "own_head"),
         ):
-            if own is None:
+            if part is None:
                 continue
-            if module.weight.is_meta or module.weight.shape[1] != own.weight.shape[1]:
+            if module.weight.is_meta or module.weight.shape[1] != part.weight.shape[1]:
                 raise ValueError(
-                    f"{what}=True: the target's rows would be copied, and they are {tuple(module.weight.shape)} on "
+                    f"{what}=True: cannot copy the target's rows, which have shape {tuple(module.weight.shape)} on "
                     f"{module.weight.device}. Load the target without offloading, with the width of the draft."
                 )
-            rows = module.weight if own is self.embed_tokens else module.weight[self.token_ids.to(module.weight.device)]
-            own.weight.copy_(rows)
+            ids = self.token_ids.to(module.weight.device)
+            rows = module.weight if part is self.embed_tokens else module.weight[ids]
+            part.weight.copy_(rows)
 
     @classmethod
     def _load(
@@ -167,7 +166,7 @@ class Eagle3DraftModel(DraftModel):
         embedded, states = self.embed(tokens, target), self.features(aux_hidden_states.to(self.dtype))
         logits: list[Any] = []
         # layers trained with a window saw no sinks beside it
-        spans = [(own, 0) if own else (window, sinks) for own in self.config.window_of_layers]
+        spans = [(size, 0) if size else (window, sinks) for size in self.config.window_of_layers]
         attention = ChainedAttention(spans)
         for step in range(steps):
             count = length - step
@@ -206,7 +205,7 @@ class Eagle3DraftModel(DraftModel):
         embedded: torch.Tensor,
         angles: Rotary,
         attend: Attend,
-        kept: torch.Tensor | None = None,
+        query_places: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers.
 
@@ -216,7 +215,7 @@ class Eagle3DraftModel(DraftModel):
             angles (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of the entries' positions.
             attend (`Callable`): Attention of a layer, from its index, query `(B, H, n, D)`, key and value
                 `(B, K, T, D)` to `(B, H, n, D)`.
-            kept (`torch.LongTensor` of shape `(B, n)`, *optional*): Entries whose result is wanted. All by default.
+            query_places (`torch.LongTensor` of shape `(B, n)`, *optional*): Entries to compute. All by default.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: Normalised outputs `(B, n, hidden)`, from which logits are computed,
@@ -224,7 +223,7 @@ class Eagle3DraftModel(DraftModel):
         """
         for index, layer in enumerate(self.layers):
             is_last = index == len(self.layers) - 1
-            states = layer(states, embedded if index == 0 else None, angles, attend, kept if is_last else None)
+            states = layer(states, embedded if index == 0 else None, angles, attend, query_places if is_last else None)
         outputs = self.norm(states)
         return outputs, outputs if self.effective("norm_output") else states
 
@@ -262,7 +261,7 @@ class Eagle3DraftModel(DraftModel):
         size = self.config.draft_vocab_size
         if len(ids) != size or len(ids) != len(token_ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size:
             raise ValueError(
-                f"{len(token_ids)} token ids, {len(ids)} of them different: expected draft_vocab_size={size} different "
+                f"{len(token_ids)} token ids, {len(ids)} of them distinct: expected draft_vocab_size={size} distinct "
                 f"ids from 0 to {self.config.vocab_size - 1}."
             )
         self.d2t.copy_(torch.tensor(ids) - torch.arange(len(ids)))
@@ -286,8 +285,8 @@ class Eagle3DraftModel(DraftModel):
         """Return how many tokens of some rows this draft cannot propose."""
         if self.d2t is None:
             return 0
-        known = set(self.token_ids.tolist())
-        return sum(token not in known for row in rows for token in row)
+        vocabulary = set(self.token_ids.tolist())
+        return sum(token not in vocabulary for row in rows for token in row)
 
     @property
     def prompt_tokens(self) -> int:
@@ -308,8 +307,8 @@ class Eagle3DraftModel(DraftModel):
         count = self.config.num_aux_hidden_states
         if not isinstance(layers, list | tuple) or len(layers) != count or not all(type(j) is int for j in layers):
             raise ValueError(
-                f"target_layer_ids={layers!r}: expected a list of {count} integers, as many as fc reads states. The "
-                "input of layer j of the target is its hidden_states[j]. Set draft.generation_config.target_layer_ids."
+                f"target_layer_ids={layers!r}: expected a list of {count} integers (num_aux_hidden_states). The input "
+                "of layer j of the target is its hidden_states[j]. Set draft.generation_config.target_layer_ids."
             )
         return tuple(layers)
 
@@ -329,14 +328,14 @@ class Eagle3DraftModel(DraftModel):
             ("vocab_size", target.config.vocab_size),
             ("target_hidden_size", target.config.hidden_size),
         ):
-            if (own := getattr(self.config, name)) != size:
+            if (recorded := getattr(self.config, name)) != size:
                 raise ValueError(
-                    f"the draft has {name}={own}, and the target has {size}: it was made for another target. Pass the "
-                    "target that the draft was trained for."
+                    f"the draft has {name}={recorded}, but the target has {size}. Pass the target that the draft was "
+                    "trained for."
                 )
         if self.config.hidden_size != target.config.hidden_size and not (self.embed_tokens and self.lm_head):
             raise ValueError(
-                f"the draft has hidden_size={self.config.hidden_size} and no embedding or head of its own, and the "
+                f"the draft has hidden_size={self.config.hidden_size} and no embedding or head of its own, but the "
                 f"target's have {target.config.hidden_size}. Pass the target that the draft was trained for."
             )
 

@@ -35,11 +35,11 @@ class Eagle3Method(LevelsMethod):
         text = target.config.get_text_config(decoder=True)
         self.target, self.layers, self.steps = target, draft.layers_of(text), draft.config.training_steps
         if self.steps < 1:
-            raise ValueError(f"training_steps={self.steps} in the draft's config: expected at least 1, and 3 is usual.")
+            raise ValueError(f"training_steps={self.steps} in the draft's config: expected at least 1; 3 is usual.")
         if draft.embed_tokens is not None:
             draft.embed_tokens.requires_grad_(False)
-        wanted = (*self.layers, text.num_hidden_layers) if args.loss == "kl" else self.layers
-        super().__init__(draft, target, args, (self.steps, 2), wanted)
+        hidden_layers = (*self.layers, text.num_hidden_layers) if args.loss == "kl" else self.layers
+        super().__init__(draft, target, args, (self.steps, 2), hidden_layers)
         self.ends, self.norm = TargetEnds(target), final_norm_of(target)
         self.noise = RowNoise(args.seed, (1, 1), self.position_limit, args.max_offset or 0)
         setting = getattr(draft.generation_config, "window", None)
@@ -86,8 +86,8 @@ class Eagle3Method(LevelsMethod):
             places = trained[:, step + 2 :]
             states = outputs[:, : places.shape[1]][places]
             final = hidden[:, step + 1 : step + 1 + places.shape[1], width:]
-            wanted = labels[:, step + 2 :][places] if self.args.loss == "ce" else final[places]
-            total, hits = self._loss_of(states, wanted)
+            goals = labels[:, step + 2 :][places] if self.args.loss == "ce" else final[places]
+            total, hits = self._loss_of(states, goals)
             return STEP_WEIGHT**step * total, counted(hits, places.nonzero()[:, 0], len(tokens))
 
         results = model(
@@ -106,28 +106,28 @@ class Eagle3Method(LevelsMethod):
         counts = torch.stack([count for _, count in results], 1)
         return totals, torch.nn.functional.pad(counts, (0, 0, 0, missing))
 
-    def _loss_of(self, states: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summed loss of states `(n, hidden)`, and whether each most likely token is the wanted one.
+    def _loss_of(self, states: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed loss of states `(n, hidden)`, and whether each most likely token is the goal.
 
         Logits are in memory for `loss_chunk_size` tokens at a time, and are computed again for the gradient.
         """
         total, hits = states.new_zeros((), dtype=torch.float32) + 0 * states.sum(), []
-        chunks = zip(states.split(self.args.loss_chunk_size), wanted.split(self.args.loss_chunk_size), strict=True)
-        for own, target in chunks:
-            loss, hit = checkpoint(self._chunk, own, target, use_reentrant=False)
+        chunks = zip(states.split(self.args.loss_chunk_size), goals.split(self.args.loss_chunk_size), strict=True)
+        for part, goal in chunks:
+            loss, hit = checkpoint(self._chunk, part, goal, use_reentrant=False)
             total = total + loss
             hits.append(hit)
         return total, torch.cat(hits)
 
-    def _chunk(self, states: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _chunk(self, states: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         log_draft = self.draft.logits(states, self.target).float().log_softmax(-1)
         best = log_draft.argmax(-1)
         ids = self.draft.token_ids.to(best.device)
         if self.args.loss == "ce":
-            own = (wanted[:, None] == ids).int().argmax(-1) if self.draft.d2t is not None else wanted
-            return -log_draft.gather(1, own[:, None]).sum(), best == own
+            draft_ids = (goals[:, None] == ids).int().argmax(-1) if self.draft.d2t is not None else goals
+            return -log_draft.gather(1, draft_ids[:, None]).sum(), best == draft_ids
         with torch.no_grad():
-            logits = self.ends.head(self.norm(wanted)).float()
+            logits = self.ends.head(self.norm(goals)).float()
             hits = ids[best] == logits.argmax(-1)  # in all of the vocabulary, as in verification
             log_target = (logits if self.draft.d2t is None else logits[:, ids]).log_softmax(-1)
         return (log_target.exp() * (log_target - log_draft)).sum(), hits

@@ -50,14 +50,14 @@ def renamed(names: Iterable[str]) -> dict[str, str]:
     >>> renamed(["module.glide.mlp.up_proj.weight", "cross_attn.k_proj.bias"])
     {'module.glide.mlp.up_proj.weight': 'mlp.up_proj.weight'}
     """
-    found = {}
+    new_names = {}
     for name in names:
-        own = name
-        while prefix := next((prefix for prefix in PREFIXES if own.startswith(prefix)), None):
-            own = own.removeprefix(prefix)
-        if not own.startswith(UNUSED):
-            found[name] = own
-    return found
+        new_name = name
+        while prefix := next((prefix for prefix in PREFIXES if new_name.startswith(prefix)), None):
+            new_name = new_name.removeprefix(prefix)
+        if not new_name.startswith(UNUSED):
+            new_names[name] = new_name
+    return new_names
 
 
 LONGSPEC = Converter(LONGSPEC_TARGETS, "cross_attn.", longspec_draft)

@@ -146,38 +146,39 @@ class LongSpecDrafter(BeamDrafter):
         counts, lengths = counts[:, None].to(self.device), lengths[:, None].to(self.device)
         places = torch.arange(tokens.shape[1], device=self.device)
         # a path may be longer than the window, which then keeps its last tokens
-        kept = (places < counts) & (places >= counts - self.config.window)
-        self._remember(tokens, lengths + places, kept)
+        mask = (places < counts) & (places >= counts - self.config.window)
+        self._remember(tokens, lengths + places, mask)
 
-    def _remember(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> None:
-        """Store keys and values of those `tokens` `(B, T)` in the ring that are `kept` `(B, T)`."""
+    def _remember(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> None:
+        """Store keys and values of `tokens` `(B, T)` in the ring where `mask` `(B, T)` is True."""
         hidden = self.parts.embed(tokens).to(self.device, self.dtype)
         keys, values = self.block.keys(hidden, self.parts.rotary(positions, hidden), self.parts)
-        self.ring.fill(keys, values, torch.where(kept, positions, -1))
+        self.ring.fill(keys, values, torch.where(mask, positions, -1))
 
     def _warn_of_length(self, length: int) -> None:
         trained = self.config.trained_max_length
         if trained and length > trained:
             logger.warning_once(
-                f"the prompt has {length} tokens, and this draft was trained up to trained_max_length={trained}: the "
-                "text stays exact, but fewer drafts may be accepted. Train it further with larger offsets."
+                f"the prompt has {length} tokens, but this draft was trained up to trained_max_length={trained}: the "
+                "output is still exact, but fewer drafted tokens may be accepted. Train the draft further with larger "
+                "offsets."
             )
 
     def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Prefix) -> tuple[torch.Tensor, ...]:
         """Return the logits `(B, n, V)` after the newest level of a beam; see [`BeamDrafter.level`]."""
         level, ancestor_mask, last_token, positions, cos, sin = changing
         first = 0 if depth == 0 else depth + 1
-        own = slice(first, depth + 2)
+        columns = slice(first, depth + 2)
         tokens = level if depth else torch.stack([last_token, level[:, 0]], 1)
         hidden = self.parts.embed(tokens).to(self.device, self.dtype)
-        seen = self._visible(ancestor_mask, positions[:, depth + 1 : depth + 2])
+        mask = self._visible(ancestor_mask, positions[:, depth + 1 : depth + 2])
 
         def attend_self(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             if depth == 0:
                 self.ring.fill(key[:, :, :1], value[:, :, :1], positions[:, :1])
                 key, value = key[:, :, 1:], value[:, :, 1:]
             self.ring.stage(key, value, ancestor_mask.shape[2] - ancestor_mask.shape[1])
-            return self.attend(query, self.ring.keys, self.ring.values, seen)
+            return self.attend(query, self.ring.keys, self.ring.values, mask)
 
         def attend_target(query: torch.Tensor) -> torch.Tensor:
             ranks = self.binding.target.ranks
@@ -186,7 +187,7 @@ class LongSpecDrafter(BeamDrafter):
             # the cache holds the key/value heads of this rank, while every rank has the whole block
             return ranks.all_heads(prefix.attend(self._kernels, ranks.own_heads(query), self.scaling))
 
-        here = cos[:, own], sin[:, own]
+        here = cos[:, columns], sin[:, columns]
         hidden = self.block(hidden, here, self.parts, attend_self, attend_target, ancestor_mask.shape[1])
         return (self.parts.head(hidden),)
 

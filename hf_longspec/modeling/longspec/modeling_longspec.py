@@ -100,7 +100,7 @@ class LongSpecDraftModel(DraftModel):
         """Refuse MLA targets, a KV layer that does not exist, and trees that are deeper than the window."""
         if target.has_latent_cache:
             raise ValueError(
-                "this target caches one latent for all heads (MLA), which a LongSpec draft cannot cross-attend. Use "
+                "this target caches one latent for all heads (MLA), to which a LongSpec draft cannot attend. Use "
                 "SpecAttnDraftModel."
             )
         decoder = decoder_of(target.model)
@@ -110,19 +110,19 @@ class LongSpecDraftModel(DraftModel):
         self._check_heads(target)
         widths, room = self.setting("tree_widths"), self.config.window - 2
         if room < len(widths):
-            raise ValueError(f"tree_widths has {len(widths)} levels, and window={room + 2} allows at most {room}.")
+            raise ValueError(f"tree_widths has {len(widths)} levels, but window={room + 2} allows at most {room}.")
 
     def _check_heads(self, target: TargetView) -> None:
         heads = self.config.num_key_value_heads
         if target.ranks is not None and heads % target.ranks.size:
             raise ValueError(
-                f"the target's {heads} key/value heads are not divided evenly among {target.ranks.size} ranks, and a "
-                "LongSpec draft reads those of each rank. Use fewer ranks, or SpecAttnDraftModel."
+                f"the target's {heads} key/value heads cannot be divided evenly among {target.ranks.size} ranks, as a "
+                "LongSpec draft requires. Use fewer ranks, or SpecAttnDraftModel."
             )
         layer = target.config.per_layer_config[self.config.kv_layer]
         if (size := getattr(layer, "v_head_dim", None)) not in (None, self.config.head_dim):
             raise ValueError(
-                f"the target has value heads of size {size} and key heads of size {self.config.head_dim}, and all "
+                f"the target has value heads of size {size} and key heads of size {self.config.head_dim}, but all "
                 "heads of a LongSpec draft have the same size. Use SpecAttnDraftModel."
             )
 
@@ -234,14 +234,16 @@ def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     if length <= window:
         return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     blocks = -(-length // window)
-    rest = blocks * window - length
-    query, key, value = (pad(states, (0, 0, 0, rest)) for states in (query, key, value))
+    padding = blocks * window - length
+    query, key, value = (pad(states, (0, 0, 0, padding)) for states in (query, key, value))
     key_blocks, value_blocks = (_blocks(states, window) for states in (key, value))
     # each block after its predecessor; that of a text's first block is wrong and hidden
     keys, values = (torch.cat([states.roll(1, 0), states], dim=2) for states in (key_blocks, value_blocks))
     position = torch.arange(window, device=query.device)[:, None] + window
-    seen = torch.arange(2 * window, device=query.device)
-    mask = ((seen <= position) & (seen > position - window)).repeat(blocks, 1, 1)  # [blocks, window, 2 * window]
+    key_position = torch.arange(2 * window, device=query.device)
+    mask = ((key_position <= position) & (key_position > position - window)).repeat(
+        blocks, 1, 1
+    )  # [blocks, window, 2 * window]
     mask[0, :, :window] = False
     mask = mask[:, None].repeat(query.shape[0], 1, 1, 1)
     out = scaled_dot_product_attention(_blocks(query, window), keys, values, attn_mask=mask, enable_gqa=True)

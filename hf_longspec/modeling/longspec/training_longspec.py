@@ -73,8 +73,8 @@ class LongSpecMethod(TrainingMethod):
         total, counts = torch.zeros(1, device=tokens.device), []
         for gap in range(first, last + 1):
             gaps = [gap] * len(tokens)
-            seen = {"input_ids": tokens, "position_ids": positions, "labels": without_keyless(labels, gaps)}
-            loss, hits, rows = self._run(model, seen, states, gaps)
+            row = {"input_ids": tokens, "position_ids": positions, "labels": without_keyless(labels, gaps)}
+            loss, hits, rows = self._run(model, row, states, gaps)
             total += loss
             counts.append(counted(hits, rows, len(tokens)))
         by_row = torch.stack(counts, 1)
@@ -117,8 +117,8 @@ class LongSpecMethod(TrainingMethod):
         )
         labels = inputs["labels"][:, 1:]
         places = labels != IGNORED
-        wanted = None if states.hidden is None else states.hidden[:, :-1][places]
-        total, ranks, sample = self.objective(hidden[:, :-1][places][None], labels[places], None, wanted)
+        target_hidden = None if states.hidden is None else states.hidden[:, :-1][places]
+        total, ranks, sample = self.objective(hidden[:, :-1][places][None], labels[places], None, target_hidden)
         return total, ranks[0] == 0, places.nonzero()[sample, 0]
 
 
@@ -152,13 +152,11 @@ class RowNoise:
     ):
         if len(gaps) != 2 or not 1 <= gaps[0] <= gaps[1]:
             raise ValueError(
-                f"noise_range={list(gaps)}: expected the smallest and the largest gap, the smallest at least 1, such "
-                "as [1, 5] for a tree of depth 5."
+                f"noise_range={list(gaps)}: expected the smallest gap, at least 1, and the largest, such as [1, 5] for "
+                "a tree of depth 5."
             )
         if position_limit is None and max_offset is None:
-            raise ValueError(
-                "the target's configuration has no max_position_embeddings, so offsets have no range: set max_offset."
-            )
+            raise ValueError("the target's config has no max_position_embeddings to bound the offsets: set max_offset.")
         self.seed = seed
         self.gaps = int(gaps[0]), int(gaps[1])
         share = ACCEPTED if distribution == "reached" else 1.0

@@ -73,17 +73,17 @@ class TextIndex:
 
     def occurrences(self, length: int, limit: int) -> list[int]:
         """Return at most `limit` positions after earlier occurrences of the last `length` tokens, latest first."""
-        end, found = len(self.text), list[int]()
+        end, positions = len(self.text), list[int]()
         if length > end:
-            return found
+            return positions
         key, previous = self.text[end - length :], self._previous[length - 1]
         position = self._heads[length - 1][self._slots(end, length)[-1]]
         oldest = max(1, end - self.size)
-        while position >= oldest and len(found) < limit:
+        while position >= oldest and len(positions) < limit:
             if self.text[position - length : position] == key:  # another key may share the slot
-                found.append(position)
+                positions.append(position)
             position = previous[position % self.size]
-        return found
+        return positions
 
     def after(self, position: int, count: int) -> tuple[int, ...]:
         """Return `count` tokens from `position` on. If the text ends earlier, the copied tokens are repeated."""
@@ -122,15 +122,15 @@ class TextIndex:
         >>> index.pool(length=2, count=3)
         [(3, 8), (3, 9)]
         """
-        found: dict[tuple[int, ...], None] = {}
+        paths: dict[tuple[int, ...], None] = {}
         for key_length in range(self.longest_key, 0, -1):
             positions = self.occurrences(key_length, MAX_OCCURRENCES)
             counts = Counter(self.after(position, length) for position in positions)
             # most_common keeps the order of equal counts, so the most recent comes first
-            found.update(dict.fromkeys(path for path, _ in counts.most_common()))
-            if len(found) >= count:
+            paths.update(dict.fromkeys(path for path, _ in counts.most_common()))
+            if len(paths) >= count:
                 break
-        return list(found)
+        return list(paths)
 
     def _suffix_length(self, position: int, end: Sequence[int]) -> int:
         """Return the number of tokens before `position` that match the `end` of the text."""
@@ -188,8 +188,8 @@ class NgramDrafter(Drafter):
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Index the texts and the first root. A text that continues the one of the last call is only extended."""
         for row, (text, tokens) in enumerate(zip(texts, verification.tokens, strict=True)):
-            whole, known = [*text.tolist(), *tokens], self.indexes[row].text.tolist()
-            if not known or whole[: len(known)] != known:
+            whole, before = [*text.tolist(), *tokens], self.indexes[row].text.tolist()
+            if not before or whole[: len(before)] != before:
                 self.indexes[row] = self._empty_index()
                 self.indexes[row].extend(whole[: len(text)], indexed=self.preload)
             self.indexes[row].extend(whole[len(self.indexes[row].text) :])
@@ -279,18 +279,18 @@ class JoinedDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return one tree after `root` `(batch,)`: that of the other drafter, then n-grams that it does not contain."""
-        own = self.inner.propose(root)
-        table, depths = self.ngrams.table(root), (own.max_depth, self.ngrams.max_depth)
+        inner_tree = self.inner.propose(root)
+        table, depths = self.ngrams.table(root), (inner_tree.max_depth, self.ngrams.max_depth)
         target, cache = self.binding.target, self.binding.cache
-        fields = target.replayed(_merged, (*own.fields, table, root), (), cache, depths)
+        fields = target.replayed(_merged, (*inner_tree.fields, table, root), (), cache, depths)
         tree = DraftTree.of_fields(fields, max(depths))
-        self._proposed = tree, own
+        self._proposed = tree, inner_tree
         return tree
 
     def capture(self, tree: DraftTree) -> Any:
         """Return the capture of the other drafter for its own nodes."""
-        joined, own = self._proposed or (None, tree)
-        return self.inner.capture(own if tree is joined else tree)
+        joined, inner_tree = self._proposed or (None, tree)
+        return self.inner.capture(inner_tree if tree is joined else tree)
 
     def observe(self, verification: Verification) -> None:
         """Update both drafters. The path may contain nodes that the other drafter did not propose."""
@@ -306,5 +306,5 @@ def _trie(changing, max_depth):
 
 def _merged(changing, own_depth, more_depth):
     """Return the fields of a tree merged with that of a [`trie_table`]. It may be part of a graph."""
-    own, (table, root) = DraftTree.of_fields(changing[:5], own_depth), changing[5:]
-    return merge_trees(own, trie_of(table, root, more_depth)).fields
+    tree, (table, root) = DraftTree.of_fields(changing[:5], own_depth), changing[5:]
+    return merge_trees(tree, trie_of(table, root, more_depth)).fields

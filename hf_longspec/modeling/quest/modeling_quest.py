@@ -91,7 +91,7 @@ class PagedCache(CompactCache):
         self.sizes = PageSizes(max(full), max(num_pages), size - 1 + self.room)
         if target.captures:  # graphs serve several lengths
             pages = min(self.cache.layers[0].capacity // size, capacity_for(max(full)))
-            self.sizes = PageSizes(pages, min(pages, capacity_for(max(num_pages))), self.sizes.rest)
+            self.sizes = PageSizes(pages, min(pages, capacity_for(max(num_pages))), self.sizes.tail)
         devices = {self.cache.layers[index].keys.device for index in self.sparse_layers}
         tables = [self.table(device) for device in devices]  # one copy in every iteration, not two in some
         if target.captures and 0 < count <= most and len(devices) == 1:

@@ -108,14 +108,14 @@ class SpecAttnDrafter(SelfDrafter):
 def _sum_of_path(scores: torch.Tensor, path: torch.Tensor, num_nodes: torch.Tensor) -> torch.Tensor:
     """Return `(B, K, S)`, sums of the scores `(B, K, N, S)` of each row's accepted nodes, its first `num_nodes`."""
     nodes = path[:, None, :, None].expand(-1, scores.shape[1], -1, scores.shape[3])
-    kept = torch.arange(path.shape[1], device=path.device) < num_nodes[:, None]
-    return scores.gather(2, nodes).masked_fill(~kept[:, None, :, None], 0.0).sum(2)
+    is_accepted = torch.arange(path.shape[1], device=path.device) < num_nodes[:, None]
+    return scores.gather(2, nodes).masked_fill(~is_accepted[:, None, :, None], 0.0).sum(2)
 
 
 def _context(ends, positions, windows, dense_layers):
     """Return the context of a drafting step inside a graph."""
-    used, dense = (ends[-1], ends[0]) if 0 in dense_layers else (ends[0], ends[-1])
-    return SparseContext(used, positions, dense, dense_layers, windows=windows)
+    sparse, dense = (ends[-1], ends[0]) if 0 in dense_layers else (ends[0], ends[-1])
+    return SparseContext(sparse, positions, dense, dense_layers, windows=windows)
 
 
 def _fill_all(changing, selected, scores, *settings):

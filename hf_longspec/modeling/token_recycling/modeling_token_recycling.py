@@ -83,8 +83,10 @@ class CandidateTable:
         device, count = self.entries.device, self.entries.shape[2]
         self.entries.fill_(-1)
         for row, text in enumerate(texts):
-            if found := successors(text.tolist(), count):
-                self.entries[row, on_device(list(found), device)] = on_device(list(found.values()), device).int()
+            if followers := successors(text.tolist(), count):
+                self.entries[row, on_device(list(followers), device)] = on_device(
+                    list(followers.values()), device
+                ).int()
 
     def structure(self, tree: tuple[Node, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[slice, ...]]:
         """Return parents and ranks of all nodes but the root, and the places of each level among them."""
@@ -161,9 +163,9 @@ def _tree(changing, table, nodes):
     tokens, valid = root[:, None], torch.ones_like(root[:, None], dtype=torch.bool)
     for level in levels:
         above = parents[level]
-        found = table.entries[rows, tokens[:, above], ranks[level]].long()
-        valid = torch.cat([valid, valid[:, above] & (found >= 0)], 1)
-        tokens = torch.cat([tokens, found.clamp_min(0)], 1)
+        children = table.entries[rows, tokens[:, above], ranks[level]].long()
+        valid = torch.cat([valid, valid[:, above] & (children >= 0)], 1)
+        tokens = torch.cat([tokens, children.clamp_min(0)], 1)
     all_parents = torch.cat([parents.new_full((1,), -1), parents]).expand_as(tokens)
     return DraftTree(tokens, all_parents, valid, max_depth=nodes[-1][2]).fields
 
@@ -193,14 +195,14 @@ def successors(text: Sequence[int], most: int) -> dict[int, list[int]]:
     >>> successors([5, 6, 5, 7, 5, 6], 3)
     {5: [6, 7, -1], 6: [5, -1, -1], 7: [5, -1, -1]}
     """
-    found: dict[int, list[int]] = {}
+    latest: dict[int, list[int]] = {}
     for token, following in pairwise(text):
-        known = found.setdefault(token, [])
-        if following in known:
-            known.remove(following)
-        known.insert(0, following)
-        del known[most:]
-    return {token: known + [-1] * (most - len(known)) for token, known in found.items()}
+        ranking = latest.setdefault(token, [])
+        if following in ranking:
+            ranking.remove(following)
+        ranking.insert(0, following)
+        del ranking[most:]
+    return {token: ranking + [-1] * (most - len(ranking)) for token, ranking in latest.items()}
 
 
 class TokenRecyclingConfig(DraftConfig):

@@ -138,11 +138,11 @@ class PartialCache(CompactCache):
             scores = scores_of(index)
             if scores.shape[0] not in (1, source.keys.shape[1]):  # attention computes other heads from the cached ones
                 scores = scores.sum(0, keepdim=True)
-            chosen = self.policy.select(scores).to(source.keys.device)[None]
+            entries = self.policy.select(scores).to(source.keys.device)[None]
             if not layer.is_initialized:
                 self._allocate(index)
-            layer.keys[one, :, : chosen.shape[-1]] = gather_entries(source.keys[one], chosen)
-            layer.values[one, :, : chosen.shape[-1]] = gather_entries(source.values[one], chosen)
+            layer.keys[one, :, : entries.shape[-1]] = gather_entries(source.keys[one], entries)
+            layer.values[one, :, : entries.shape[-1]] = gather_entries(source.values[one], entries)
         self.built[row] = self.held[row] = length
 
     def catch_up(self, width: int, target: TargetView) -> None:
@@ -157,20 +157,20 @@ class PartialCache(CompactCache):
         if not self.sparse_layers:
             return
         built = [length or 0 for length in self.built]
-        used = [self.policy.used(*row) for row in zip(built, lengths, strict=True)]
-        self.used.lengths = SeqLens(used)
+        ends = [self.policy.used(*row) for row in zip(built, lengths, strict=True)]
+        self.used.lengths = SeqLens(ends)
         if self.policy.dynamic and self.held != list(lengths):
-            self._copy_new(built, used, width, target)
+            self._copy_new(built, ends, width, target)
         self.held = list(lengths)
 
-    def _copy_new(self, built: list[int], used: list[int], width: int, target: TargetView) -> None:
+    def _copy_new(self, built: list[int], ends: list[int], width: int, target: TargetView) -> None:
         """Copy the entries of the tokens that were committed since `held` to their slots."""
         lengths = self.cache.lengths.host
         count = max(length - held for length, held in zip(lengths, self.held, strict=True))
         if target.captures:
             count = max(count, width)
         rows = []
-        for first, held, length, end in zip(built, self.held, lengths, used, strict=True):
+        for first, held, length, end in zip(built, self.held, lengths, ends, strict=True):
             tokens, missing = range(held, length), count - (length - held)
             # rows with fewer tokens write to the slot after all entries, which is never read
             source = [*tokens, *[0] * missing]
@@ -180,7 +180,7 @@ class PartialCache(CompactCache):
         for device in devices:
             table = on_device(list(zip(*rows, strict=True)), device)
             if len(devices) == 1:
-                self.used.lengths = SeqLens(used, table[-1])
+                self.used.lengths = SeqLens(ends, table[-1])
             layers = tuple(i for i in self.sparse_layers if self.cache.layers[i].keys.device == device)
             target.replayed(_copy_entries, (table,), (self,), self, (layers, self.layout, self.cache.layout))
 
@@ -284,9 +284,12 @@ class TokenSwiftDrafter(Drafter):
             self.partial.build(row, length, scores_of)
         self.partial.catch_up(verification.path.shape[1], self.binding.target)
 
-    def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *own: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *target_logits: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the candidates of every level, see [`_levels`], computed in one graph if possible."""
-        changing, fixed = (root, hidden, *own), (self.heads, self.ends, tuple(self.widths), len(own))
+        changing, fixed = (
+            (root, hidden, *target_logits),
+            (self.heads, self.ends, tuple(self.widths), len(target_logits)),
+        )
         known = self.coupling.known(len(self.widths))
         if self.coupling.fits_graphs:
             levels = self._run(_levels, (*changing, *known), *fixed, self.coupling, None)

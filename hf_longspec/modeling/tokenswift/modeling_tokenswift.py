@@ -112,9 +112,8 @@ class TokenSwiftDraftModel(DraftModel):
         """
         if self.config.sequential != (embedded is not None):
             raise ValueError(
-                f"sequential={self.config.sequential}, and embedded is {'missing' if embedded is None else 'given'}: "
-                "sequential heads need the embeddings of the tokens, and other heads take none. Pass embedded "
-                "only to sequential heads."
+                f"sequential={self.config.sequential}, but embedded is {'missing' if embedded is None else 'passed'}. "
+                "Pass embedded to sequential heads, and only to these."
             )
         states: torch.Tensor = self.heads(hidden.to(self.dtype), None if embedded is None else embedded.to(self.dtype))
         return states
@@ -138,8 +137,8 @@ class TokenSwiftDraftModel(DraftModel):
         refuse_compiled_forward(target.model)
         if self.config.sequential and not self.config.chained:
             raise ValueError(
-                "chained=False, sequential=True: a head that sees the token before its own continues the head that "
-                "proposed it. Leave out chained=False."
+                "chained=False with sequential=True: a sequential head continues the head before it. Leave out "
+                "chained=False."
             )
         self._check_tree(target.vocab_size)
         self._check_budget()
@@ -149,14 +148,14 @@ class TokenSwiftDraftModel(DraftModel):
         if max(branching) > vocab_size:
             raise ValueError(
                 f"tree_branching={branching!r}: a node has at most {vocab_size} children, the size of the vocabulary. "
-                "Lower its numbers."
+                "Use smaller numbers."
             )
         fewest = 2 if self.setting("self_draft") == "verify_hidden" else 1
         if not fewest <= len(branching) <= self.config.num_heads + 1:
             raise ValueError(
                 f"tree_branching={branching!r} has {len(branching)} entries, expected {fewest} to "
                 f"{self.config.num_heads + 1}: one for the target's own prediction, which self_draft='verify_hidden' "
-                f"does not draft, and one for each of the num_heads={self.config.num_heads} heads that are to be used. "
+                f"does not draft, and one for each head in use, at most num_heads={self.config.num_heads}. "
                 "Shorten it, or train more heads."
             )
 
@@ -223,8 +222,8 @@ class TokenSwiftHead(nn.Module):
             embedded (`torch.Tensor` of shape `(..., hidden)`, *optional*): For sequential heads, the embedding of the
                 token before the one that this head predicts.
         """
-        given = self.input_layernorm(hidden)
+        normed = self.input_layernorm(hidden)
         if embedded is not None:
-            given = nn.functional.silu(self.fusion(torch.cat([given, self.token_layernorm(embedded)], -1)))
-        moved: torch.Tensor = hidden + self.linear(given)
-        return moved
+            normed = nn.functional.silu(self.fusion(torch.cat([normed, self.token_layernorm(embedded)], -1)))
+        output: torch.Tensor = hidden + self.linear(normed)
+        return output

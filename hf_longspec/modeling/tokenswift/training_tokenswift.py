@@ -29,10 +29,7 @@ class TokenSwiftMethod(LevelsMethod):
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         super().__init__(draft, target, args, (draft.config.num_heads, 3))
         if args.max_offset:
-            raise ValueError(
-                f"max_offset={args.max_offset}: heads have no positions of their own and are trained at 0, 1, 2, ... "
-                "Leave it out."
-            )
+            raise ValueError(f"max_offset={args.max_offset}: heads have no positions to offset. Leave it out.")
         self.ends = TargetEnds(target)
         self.objective = DraftObjective(self.ends, args.loss_chunk_size, final_norm_of(target))
 
@@ -61,8 +58,8 @@ class TokenSwiftMethod(LevelsMethod):
         counts = places >= heads  # head i predicts them i tokens earlier
         embedded = {"embedded": self.ends.embed(tokens)} if self.draft.config.sequential else {}
         states = model(hidden=hidden, **embedded)[heads - 1, rows, (places - heads).clamp_min(0)]
-        wanted = hidden[rows, places] if self.args.loss == "kl" else None
-        totals, ranks, sample = self.objective(states, labels[rows, places], counts, wanted)
+        target_hidden = hidden[rows, places] if self.args.loss == "kl" else None
+        totals, ranks, sample = self.objective(states, labels[rows, places], counts, target_hidden)
         return totals, self._counted(ranks, counts[:, sample], rows[sample], len(tokens))
 
     @staticmethod

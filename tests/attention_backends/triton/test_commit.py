@@ -160,4 +160,4 @@ def test_a_first_move_is_checked(move, problem, monkeypatch):
     monkeypatch.setattr(commit, "move_nodes", move)
     monkeypatch.setattr(commit.logger, "warning", lambda text, *values: told.append(text % values))
     assert commit._works_on.__wrapped__(torch.device(DEVICE)) is (problem is None)
-    assert not told if problem is None else problem in told[0] and "moved by torch" in told[0]
+    assert not told if problem is None else problem in told[0] and "Torch moves them instead" in told[0]

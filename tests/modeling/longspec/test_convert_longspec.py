@@ -113,11 +113,11 @@ def test_tensors_of_no_known_method_are_refused(target_config, tmp_path):
     torch.save({"model.embed_tokens.weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(
         ValueError,
-        match=r"known method: .* contains 'hidden_norm\.' or 'cross_attn\.' or 'model\.medusa_layers\.' there",
+        match=r"known method: .* contains 'hidden_norm\.' or 'cross_attn\.' or 'model\.medusa_layers\.'",
     ):
         convert(str(tmp_path), target_config)
 
 
 def test_an_unknown_source_needs_a_target(tmp_path):
-    with pytest.raises(ValueError, match=r"no target is known for .*sail/longspec-vicuna-7b-v1\.5-16k"):
+    with pytest.raises(ValueError, match=r"the target of .* is unknown.*sail/longspec-vicuna-7b-v1\.5-16k"):
         convert(str(tmp_path))
