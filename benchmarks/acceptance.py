@@ -182,14 +182,16 @@ MINOR_OF_KIND = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = harness.parser(__doc__, "acceptance", minutes=40, prompts=True)
-    named = "NAME=FOLDER, a folder or a Hub id of a trained draft, or ngram; repeat to compare (default: SpecAttn)"
-    made.add_argument("--draft", action="append", help=named)
-    made.add_argument("--lengths", type=harness.integers, default="2048,8192,15872", help="default: %(default)s")
-    made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
-    made.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")
-    made.add_argument("--batch", type=int, default=8, help="prompts decoded together (default: %(default)s)")
-    args = made.parse_args(arguments)
+    parser = harness.parser(__doc__, "acceptance", minutes=40, prompts=True)
+    drafts_help = (
+        "NAME=FOLDER, a folder or a Hub id of a trained draft, or ngram; repeat to compare (default: SpecAttn)"
+    )
+    parser.add_argument("--draft", action="append", help=drafts_help)
+    parser.add_argument("--lengths", type=harness.integers, default="2048,8192,15872", help="default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="prompts decoded together (default: %(default)s)")
+    args = parser.parse_args(arguments)
     model = harness.load_target(args.target, torch.float32)
     drafts = make_drafts(model, args.draft)
     tokens, origin = harness.load_prompts(args.target, args.data, max(args.lengths), args.prompts)
@@ -214,11 +216,11 @@ def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planne
         runs: list[Planned] = [(None, setting, length) for setting in SETTINGS for length in lengths]
         return runs + [(None, setting, middle) for setting in MINOR_SETTINGS]
     first_of_kind = {kind: name for name, kind in reversed(kinds.items())}
-    compared = [(name, OF_KIND[kind][0]) for name, kind in kinds.items()]
-    rest = [(name, options) for kind, name in first_of_kind.items() for options in OF_KIND[kind][1:]]
+    baseline = [(name, OF_KIND[kind][0]) for name, kind in kinds.items()]
+    variants = [(name, options) for kind, name in first_of_kind.items() for options in OF_KIND[kind][1:]]
     runs = [
         (name, Setting.of(mode, **options), length)
-        for part in (compared, rest)
+        for part in (baseline, variants)
         for name, options in part
         for mode in MODES
         for length in lengths
@@ -227,11 +229,11 @@ def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planne
     return runs + minor
 
 
-def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str | None, Any]:
+def make_drafts(model: PreTrainedModel, arguments: Sequence[str] | None) -> dict[str | None, Any]:
     """Drafts by the name before "=", or by the last part of the path; SpecAttn, without a name, if none."""
-    if not named:
+    if not arguments:
         return {None: hf_longspec.SpecAttnDraftModel.from_target(model)}
-    pairs = (entry.split("=", 1) if "=" in entry else (Path(entry).name, entry) for entry in named)
+    pairs = (entry.split("=", 1) if "=" in entry else (Path(entry).name, entry) for entry in arguments)
     return {
         name: hf_longspec.NgramDraftModel.from_target(model)
         if path == "ngram"

@@ -94,23 +94,23 @@ def loops(config: Any) -> dict[str, int]:
 def others(gpu: Any) -> list[Variant]:
     """The variants beside a plain verification."""
     features = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "SCORES": 2}
-    found = [hybrid(nodes, gpu, f"{nodes} nodes, window, softcap, scores", **features) for nodes in (4, 8, 16, 32)]
-    found.append(hybrid(16, gpu, "16 nodes, no tree", TREE=0))
-    found += [
+    variants = [hybrid(nodes, gpu, f"{nodes} nodes, window, softcap, scores", **features) for nodes in (4, 8, 16, 32)]
+    variants.append(hybrid(16, gpu, "16 nodes, no tree", TREE=0))
+    variants += [
         hybrid(nodes, gpu, f"{nodes} nodes, vectors of {size}", size) for size in (64, 256) for nodes in (4, 8, 16)
     ]
     config = tiles.tree_config(64, SIZE, SIZE, ITEMSIZE, gpu)
     alone = {"stride_mm": 1, "PREFIX": False, "TREE": 1, "HAS_WINDOW": False, "SCORES": 0} | loops(config)
     alone |= tiles.tile_options(config, GROUPS, SIZE, SIZE, False, False)
-    found.append(Variant("tree alone", kernels.attention_kernel, alone, config))
+    variants.append(Variant("tree alone", kernels.attention_kernel, alone, config))
     config = tiles.sparse_config(SIZE, SIZE, ITEMSIZE)
-    chosen = {"stride_qd": 1, "stride_kd": 1, "stride_vd": 1, "stride_it": 1, "SPLIT": config.split_keys}
-    chosen |= tiles.tile_options(config, GROUPS, SIZE, SIZE, False, False)
-    found.append(Variant("chosen slots", kernels.sparse_kernel, chosen, config))
+    strides = {"stride_qd": 1, "stride_kd": 1, "stride_vd": 1, "stride_it": 1, "SPLIT": config.split_keys}
+    strides |= tiles.tile_options(config, GROUPS, SIZE, SIZE, False, False)
+    variants.append(Variant("chosen slots", kernels.sparse_kernel, strides, config))
     for parts in (16, 64):
         merge = {"VALUE_SIZE": SIZE, "BLOCK_VALUE": SIZE, "BLOCK_STATES": 1, "BLOCK_PARTS": parts, "HAS_SINKS": True}
-        found.append(Variant(f"merge of {parts} parts", kernels.combine_kernel, merge | {"num_warps": 4}))
-    return found
+        variants.append(Variant(f"merge of {parts} parts", kernels.combine_kernel, merge | {"num_warps": 4}))
+    return variants
 
 
 def resources(variant: Variant, capability: int) -> dict[str, Any]:
@@ -133,13 +133,13 @@ def resources(variant: Variant, capability: int) -> dict[str, Any]:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
         text = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    usage = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     warps, shared = options["num_warps"], kernel.metadata.shared
-    registers = warps * -(-used["REG"] * 32 // 256) * 256  # given out to warps in units of 256
+    registers = warps * -(-usage["REG"] * 32 // 256) * 256  # given out to warps in units of 256
     return {
-        "registers": used["REG"],
+        "registers": usage["REG"],
         "shared, KiB": round(shared / 1024, 1),
-        "spilled": used["STACK"] + used["LOCAL"],
+        "spilled": usage["STACK"] + usage["LOCAL"],
         "per SM": min(REGISTERS // registers, SHARED[capability] // (shared + RESERVED), WARPS[capability] // warps),
     }
 
@@ -176,17 +176,17 @@ def row(variant: Variant, capability: int) -> dict[str, Any]:
     config = variant.config
     keys = "block_keys" if variant.constants.get("PREFIX", True) else "tree_keys"
     stages = variant.constants.get("num_stages")
-    found = {
+    line = {
         "variant": variant.name,
         "rows x keys": f"{config.block_rows} x {getattr(config, keys)}" if config is not None else "",
         "warps, stages": f"{variant.constants['num_warps']}, {stages}" if stages else variant.constants["num_warps"],
         **resources(variant, capability),
     }
     if not variant.nodes or variant.constants["SCORES"] or (variant.nodes > 1 and not variant.constants["TREE"]):
-        return found
+        return line
     at = {f"{context // 1024}K": counts(variant, context) for context in CONTEXTS}
     first = at["8K"]
-    return found | {
+    return line | {
         "programs": first["programs"],
         "K, V reads": first["row_tiles"],
         **{f"bytes {name}": round(count["ratio"], 2) for name, count in at.items()},
@@ -200,7 +200,7 @@ def markdown(rows: list[dict[str, Any]], capability: int) -> str:
         f"Compiled by triton {triton.__version__} for sm_{capability}: bfloat16, {KV_HEADS} key heads, groups of "
         f"{GROUPS}, vectors of {SIZE}. `registers` and `spilled` bytes are those of a thread, `shared` is that of a "
         "program, `per SM`: programs that fit on a multiprocessor. `programs`: those that have keys at 8K. `K, V "
-        "reads`: tiles of rows that read the same keys, the first from memory, the others from the second-level cache. "
+        "reads`: tiles of rows that read the same keys, the first from memory, the others from the L2 cache. "
         "`bytes`: K and V once, the partial results written and read, queries and outputs, over K and V. `us`: "
         f"**estimates**, not measurements: all these bytes at {TB_PER_SECOND} TB/s or the operations of whole tiles at "
         f"{ATTENTION_TFLOPS} TFLOP/s, whichever is longer, launches apart; in brackets over the floor, K and V at "
@@ -217,12 +217,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--nodes", default="1,4,8,16,32,64", help="default: %(default)s")
-    made.add_argument("--capability", type=int, choices=list(SHARED), default=90, help="default: %(default)s")
-    made.add_argument("--page", type=Path, help="write between the markers of this page instead of printing")
-    made.add_argument("--json", action="store_true", help="one line of JSON per number of nodes, no other variants")
-    args = made.parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", default="1,4,8,16,32,64", help="default: %(default)s")
+    parser.add_argument("--capability", type=int, choices=list(SHARED), default=90, help="default: %(default)s")
+    parser.add_argument("--page", type=Path, help="write between the markers of this page instead of printing")
+    parser.add_argument("--json", action="store_true", help="one line of JSON per number of nodes, no other variants")
+    args = parser.parse_args(arguments)
     gpu = tiles.Gpu(SHARED[args.capability] - RESERVED, args.capability in (90, 100))
     variants = [hybrid(int(nodes), gpu) for nodes in args.nodes.split(",")]
     if args.json:
@@ -234,10 +234,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(text)
         return
     page = args.page.read_text(encoding="utf-8")
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
+    before, start, tail = page.partition(START)
+    _, end, after = tail.partition(END)
     if not (start and end):
-        made.error(f"{args.page} needs the markers {START} and {END}, in this order.")
+        parser.error(f"{args.page} needs the markers {START} and {END}, in this order.")
     args.page.write_text(f"{before}{START}\n{text}\n{END}{after}", encoding="utf-8")
 
 

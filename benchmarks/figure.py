@@ -61,9 +61,9 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
             are left out, here and in `benchmarks/drafts`, which holds variants of them for comparisons.
     """
     chain = {"num_assistant_tokens": GAMMA}
-    found: dict[str, Any] = {HF: HfMethod(), PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
+    methods: dict[str, Any] = {HF: HfMethod(), PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
 
-    trained: dict[str, tuple[str, dict[str, Any]]] = {
+    with_weights: dict[str, tuple[str, dict[str, Any]]] = {
         "LongSpec": ("tiny-longspec", {"tree_widths": CHAIN}),
         "LongSpec, tree": ("tiny-longspec", {"tree_widths": TREE}),
         "LongSpec, last 1,020 keys": ("tiny-longspec", {"tree_widths": CHAIN, "cross_attention_window": 1020}),
@@ -78,30 +78,30 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
         "small model": ("tiny-assistant", {**chain, "window": None}),
         "small model, window": ("tiny-assistant", {**chain, "window": 512}),
     }
-    for name, (folder, settings) in trained.items():
+    for name, (folder, settings) in with_weights.items():
         home = cards if folder.startswith("tiny-") else VARIANTS
         if (home / folder / "config.json").is_file():
-            found[name] = AutoModel.from_pretrained(home / folder, dtype=model.dtype)
-            found[name].generation_config.update(**settings)
-    own = hf_longspec.SpecAttnDraftModel
-    found |= {
-        "SpecAttn": own.from_target(model, **chain),
-        "SpecAttn, weights": own.from_target(model, **chain, score="weights"),
-        "SpecAttn, all rows": own.from_target(model, **chain, selection="all_rows"),
-        "SpecAttn, last accepted": own.from_target(model, **chain, selection="last_accepted"),
-        "SpecAttn, window": own.from_target(model, **chain, selection="window"),
+            methods[name] = AutoModel.from_pretrained(home / folder, dtype=model.dtype)
+            methods[name].generation_config.update(**settings)
+    specattn = hf_longspec.SpecAttnDraftModel
+    methods |= {
+        "SpecAttn": specattn.from_target(model, **chain),
+        "SpecAttn, weights": specattn.from_target(model, **chain, score="weights"),
+        "SpecAttn, all rows": specattn.from_target(model, **chain, selection="all_rows"),
+        "SpecAttn, last accepted": specattn.from_target(model, **chain, selection="last_accepted"),
+        "SpecAttn, window": specattn.from_target(model, **chain, selection="window"),
         # every layer reads pages, as the other selections are made in every layer
         "Quest": hf_longspec.QuestDraftModel.from_target(model, **chain, num_dense_layers=0),
         "n-grams": hf_longspec.NgramDraftModel.from_target(model),
         "Token Recycling": hf_longspec.TokenRecyclingDraftModel.from_target(model),
         "hf prompt lookup": HfMethod({"prompt_lookup_num_tokens": GAMMA}, max_batch=1),
     }
-    if "small model" in found:
-        assistant = endless(found["small model"].assistant)
+    if "small model" in methods:
+        assistant = endless(methods["small model"].assistant)
         constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0}
         assistant.generation_config.update(num_assistant_tokens=GAMMA, **constant)
-        found["hf assisted"] = HfMethod({"assistant_model": assistant}, max_batch=1)
-    return found
+        methods["hf assisted"] = HfMethod({"assistant_model": assistant}, max_batch=1)
+    return methods
 
 
 def compare(
@@ -134,8 +134,8 @@ def compare(
         for turn in range(len(prompts.tokens) // batch)
     ]
     for rows, batch, turn in sorted(windows, key=lambda window: window[0].stop):
-        fitting = [name for name, how in methods.items() if getattr(how, "max_batch", None) in (None, batch)]
-        for context, mode, name in product(contexts, modes, rotated(fitting, turn)):
+        candidates = [name for name, how in methods.items() if getattr(how, "max_batch", None) in (None, batch)]
+        for context, mode, name in product(contexts, modes, rotated(candidates, turn)):
             what: dict[str, Any] = {"dtype": dtype, "mode": mode, "context": context, "batch": batch}
             what |= {"system": name, "turn": turn}
             if of_kind(results.records, "call", **what):
@@ -161,26 +161,28 @@ def compare(
         results.say(f"prompts {rows.start + 1} to {rows.stop} in a batch of {batch}, {dtype}: done")
 
 
-def chosen(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, Any]:
+def selection(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, Any]:
     """Return the systems of `--system` and the two baselines, or all."""
-    found = systems(model, args.cards)
-    return {name: how for name, how in found.items() if not args.systems or name in (HF, PLAIN, *args.systems)}
+    methods = systems(model, args.cards)
+    return {name: how for name, how in methods.items() if not args.systems or name in (HF, PLAIN, *args.systems)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = harness.parser(__doc__, "figure", minutes=0, prompts=True)
-    made.add_argument("--preset", choices=sorted(PRESETS), default="short", help="sizes (default: %(default)s)")
-    made.add_argument("--cards", type=Path, default=harness.HUB_CARDS, help="folder of the trained drafts")
-    made.add_argument("--system", dest="systems", action="append", help="only this, and the two baselines; repeatable")
-    made.add_argument("--modes", type=harness.names, default="greedy,sample", help="default: %(default)s")
-    made.add_argument("--contexts", type=harness.integers, help="in place of those of the preset")
-    made.add_argument("--batches", type=harness.integers, help="in place of those of the preset")
-    made.add_argument("--prompts", type=int, help="in place of those of the preset")
-    made.add_argument("--bfloat16", type=int, help="prompts in bfloat16, in place of those of the preset")
-    made.add_argument("--tokens", type=int, default=64, help="new tokens per prompt (default: %(default)s)")
-    made.add_argument("--resume", action="store_true", help="go on with the result file")
-    made.set_defaults(minutes=None)
-    args = made.parse_args(arguments)
+    parser = harness.parser(__doc__, "figure", minutes=0, prompts=True)
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="short", help="sizes (default: %(default)s)")
+    parser.add_argument("--cards", type=Path, default=harness.HUB_CARDS, help="folder of the trained drafts")
+    parser.add_argument(
+        "--system", dest="systems", action="append", help="only this, and the two baselines; repeatable"
+    )
+    parser.add_argument("--modes", type=harness.names, default="greedy,sample", help="default: %(default)s")
+    parser.add_argument("--contexts", type=harness.integers, help="in place of those of the preset")
+    parser.add_argument("--batches", type=harness.integers, help="in place of those of the preset")
+    parser.add_argument("--prompts", type=int, help="in place of those of the preset")
+    parser.add_argument("--bfloat16", type=int, help="prompts in bfloat16, in place of those of the preset")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on with the result file")
+    parser.set_defaults(minutes=None)
+    args = parser.parse_args(arguments)
     for name, value in PRESETS[args.preset].items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     rows, origin = harness.load_prompts(args.target, args.data, max(args.contexts), args.prompts)
@@ -188,12 +190,12 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = {"tokens": args.tokens, "contexts": args.contexts, "batches": args.batches}
     with harness.start(args, "figure", {**sizes, **origin}, resume=args.resume or None) as run:
         prompts = harness.prefilled(model, rows, run)
-        compare(run, model, chosen(model, args), prompts, modes=args.modes, **sizes)
+        compare(run, model, selection(model, args), prompts, modes=args.modes, **sizes)
         if args.bfloat16 and run.records[0]["native_bfloat16"]:
             model = harness.load_target(args.target, torch.bfloat16)
             prompts = prompts.first(args.bfloat16).to(torch.bfloat16)
             sizes |= {"contexts": [size for size in FEWER_CONTEXTS if size <= max(args.contexts)], "batches": [1]}
-            compare(run, model, chosen(model, args), prompts, modes=args.modes, **sizes)
+            compare(run, model, selection(model, args), prompts, modes=args.modes, **sizes)
     draw(run.records, args.output.with_suffix(".svg"))
 
 

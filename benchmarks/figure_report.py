@@ -17,12 +17,12 @@ from hf_longspec.bench.report import FEWEST, estimate, holm, mean_interval, pivo
 from hf_longspec.bench.results import Record, of_kind, read_records
 
 NOTE = (
-    "tau: tokens per verification, the target's own included. Cost: time of an iteration in steps of the plain loop. "
-    "Speed-ups: tokens per second from the first token to the last, over those of the plain loop and of `generate` "
-    "after the same prompt in the same turn. All are means over prompts or turns with Student's 95 % intervals. No "
-    "draft is the plain loop. Prompts were read before; a small model without a window reads its prompt after the "
-    "first token, which is part of its cost. Chains have 4 drafted tokens; a tree has 4, 4, 4 and 3 nodes per level. A "
-    "greedy text in float32 that is not that of `generate` is marked, and has no speed."
+    "tau: tokens per verification, including the target's own. Cost: time of an iteration divided by that of a step of "
+    "the plain loop. Speed-ups: tokens per second from the first token to the last, divided by those of the plain loop "
+    "and of `generate` after the same prompt in the same turn. All values are means over prompts or turns with "
+    'Student\'s 95 % intervals. "No draft" is the plain loop. The prefill is not timed, except that of a small model '
+    "without a window, which is part of its cost. Chains have 4 drafted tokens; a tree has 4, 4, 4 and 3 nodes per "
+    "level. A greedy text in float32 that differs from that of `generate` is marked and has no speed."
 )
 MODES = {"greedy": "Greedy", "sample": "Sampling at temperature 1"}
 SPEEDS = {"cost": "cost", "to_plain": "x plain loop", "to_generate": "x `generate`"}
@@ -77,7 +77,7 @@ def rows(records: Sequence[Record]) -> list[Record]:
 
     The loop without a draft comes first in its cell. The system `generate` has no row.
     """
-    calls, found = calls_of(records), []
+    calls, entries = calls_of(records), []
     if calls.empty:
         return []
     wide = {
@@ -87,12 +87,12 @@ def rows(records: Sequence[Record]) -> list[Record]:
     ratios = {
         name: wide[above].div(wide[below].get(base, math.nan), axis=0) for name, (above, below, base) in RATIOS.items()
     }
-    for (*at, system), own in calls.groupby([*CELL, "system"], sort=False):
+    for (*at, system), group in calls.groupby([*CELL, "system"], sort=False):
         row: Record = dict(zip(CELL, at, strict=True)) | {"system": system}
         if system == HF:
             continue
-        row["tau"] = mean_interval(list(own.taus.explode()))
-        row["ms"] = mean_interval(list(own.step * 1e3))
+        row["tau"] = mean_interval(list(group.taus.explode()))
+        row["ms"] = mean_interval(list(group.step * 1e3))
         texts = wide["text"].loc[tuple(at)]
         row["wrong"] = (
             row["mode"] == "greedy"
@@ -103,8 +103,8 @@ def rows(records: Sequence[Record]) -> list[Record]:
         for name, ratio in {} if row["wrong"] else ratios.items():
             if values := list(ratio.loc[tuple(at), system].dropna()):
                 row[name] = mean_interval(values)
-        found.append(row)
-    return sorted(found, key=lambda row: row["system"] != PLAIN)
+        entries.append(row)
+    return sorted(entries, key=lambda row: row["system"] != PLAIN)
 
 
 def name_of(row: Record) -> str:
@@ -118,31 +118,31 @@ def _shown(row: Record, key: str) -> str:
     return estimate(row[key]) if key in row else ""
 
 
-def fastest(found: Iterable[Record], systems: Sequence[str] = ()) -> Record | None:
+def fastest(entries: Iterable[Record], systems: Sequence[str] = ()) -> Record | None:
     """Return the row of the fastest draft, among these systems or among all."""
-    fitting = [row for row in found if row["system"] != PLAIN and (not systems or row["system"] in systems)]
-    return max((row for row in fitting if "to_plain" in row), key=lambda row: row["to_plain"]["mean"], default=None)
+    candidates = [row for row in entries if row["system"] != PLAIN and (not systems or row["system"] in systems)]
+    return max((row for row in candidates if "to_plain" in row), key=lambda row: row["to_plain"]["mean"], default=None)
 
 
-def at_longest(found: Sequence[Record], mode: str) -> list[Record]:
+def at_longest(entries: Sequence[Record], mode: str) -> list[Record]:
     """Return the rows of one mode after the longest context, of single prompts in float32."""
-    own = [row for row in found if row["mode"] == mode and row["batch"] == 1 and row["dtype"] == "float32"]
-    return [row for row in own if row["context"] == max(row["context"] for row in own)]
+    single = [row for row in entries if row["mode"] == mode and row["batch"] == 1 and row["dtype"] == "float32"]
+    return [row for row in single if row["context"] == max(row["context"] for row in single)]
 
 
-def headline(found: Sequence[Record], dtype: str = "float32", heading: str = "####") -> str:
+def headline(entries: Sequence[Record], dtype: str = "float32", heading: str = "####") -> str:
     """Return tau by context and the speeds after the longest one, one table per mode."""
-    found = [row for row in found if row["batch"] == 1 and row["dtype"] == dtype]
-    contexts = sorted({row["context"] for row in found})
+    entries = [row for row in entries if row["batch"] == 1 and row["dtype"] == dtype]
+    contexts = sorted({row["context"] for row in entries})
     parts = []
     for mode, title in MODES.items():
         lines: dict[str, Record] = {}
-        for row in found:
+        for row in entries:
             if row["mode"] == mode:
-                shown = {f"tau at {row['context']:,}": _shown(row, "tau")}
+                cells = {f"tau at {row['context']:,}": _shown(row, "tau")}
                 if row["context"] == contexts[-1]:
-                    shown |= {f"{label} at {contexts[-1]:,}": _shown(row, key) for key, label in SPEEDS.items()}
-                lines[row["system"]] = lines.get(row["system"], {"draft": name_of(row)}) | shown
+                    cells |= {f"{label} at {contexts[-1]:,}": _shown(row, key) for key, label in SPEEDS.items()}
+                lines[row["system"]] = lines.get(row["system"], {"draft": name_of(row)}) | cells
         if lines:
             names = ["draft", *(f"tau at {context:,}" for context in contexts)]
             names += [f"{label} at {contexts[-1]:,}" for label in SPEEDS.values()]
@@ -181,11 +181,11 @@ class Claim:
 
         if mode not in taus.index or not {self.system, self.other or self.system} <= set(taus.columns.levels[0]):
             return []
-        own = taus.loc[mode][self.system]
+        system = taus.loc[mode][self.system]
         if self.other is not None:
-            return list((own - taus.loc[mode][self.other]).dropna().mean(axis=1))
-        own, lengths = own.dropna(), np.log(own.columns.to_numpy(dtype=float))
-        return list(np.polyfit(lengths, own.T, 1)[0] * np.ptp(lengths)) if len(lengths) > 1 and len(own) else []
+            return list((system - taus.loc[mode][self.other]).dropna().mean(axis=1))
+        system, lengths = system.dropna(), np.log(system.columns.to_numpy(dtype=float))
+        return list(np.polyfit(lengths, system.T, 1)[0] * np.ptp(lengths)) if len(lengths) > 1 and len(system) else []
 
 
 # Part of tau that may be lost where a claim is that nothing changes.
@@ -208,9 +208,9 @@ CLAIMS = (
     Claim("SpecAttn accepts more than with the last accepted token", "more", "SpecAttn", "SpecAttn, last accepted"),
 )
 CLAIMS_NOTE = (
-    "Differences of tau are ratios of the same prompt, averaged over all lengths by their logarithms; for a change "
-    "with the context, the line through all lengths is taken from its one end to the other. One t-test per line; p is "
-    "corrected for the number of tests by Holm's method, and decides at 0.05. Intervals are not corrected."
+    "Differences of tau are ratios for the same prompt, as geometric means over all lengths. A change with the context "
+    "is that of a line fitted through all lengths. Each row is one t-test. p is corrected for the number of tests by "
+    "Holm's method; the significance level is 0.05. Intervals are not corrected."
 )
 
 
@@ -222,15 +222,15 @@ def claims(records: Sequence[Record], only: str = "") -> str:
     """
     from scipy.stats import ttest_1samp
 
-    taus, found = taus_of(records), []
-    measured = [(claim, mode, claim.log_ratios(taus, mode)) for claim in CLAIMS for mode in MODES if len(taus)]
-    measured = [(claim, mode, logs) for claim, mode, logs in measured if len(logs) >= FEWEST]
-    tests = [float(ttest_1samp(logs, math.log(claim.least)).pvalue) for claim, _, logs in measured]
+    taus, verdicts = taus_of(records), []
+    samples = [(claim, mode, claim.log_ratios(taus, mode)) for claim in CLAIMS for mode in MODES if len(taus)]
+    samples = [(claim, mode, logs) for claim, mode, logs in samples if len(logs) >= FEWEST]
+    tests = [float(ttest_1samp(logs, math.log(claim.least)).pvalue) for claim, _, logs in samples]
     # equal values, as of a draft with itself, have no p: they tell nothing
-    for (claim, mode, logs), p in zip(measured, holm([1.0 if math.isnan(p) else p for p in tests]), strict=True):
+    for (claim, mode, logs), p in zip(samples, holm([1.0 if math.isnan(p) else p for p in tests]), strict=True):
         ratio = ratio_interval(logs)
-        verdict = "cannot be told" if p >= 0.05 else "agrees" if ratio["mean"] > claim.least else "does not agree"
-        found.append({"claim": claim, "mode": mode, "ratio": ratio, "p": p, "verdict": verdict})
+        verdict = "not significant" if p >= 0.05 else "agrees" if ratio["mean"] > claim.least else "does not agree"
+        verdicts.append({"claim": claim, "mode": mode, "ratio": ratio, "p": p, "verdict": verdict})
     columns = {
         "claim": lambda row: row["claim"].text,
         "paper": lambda row: row["claim"].paper,
@@ -239,8 +239,8 @@ def claims(records: Sequence[Record], only: str = "") -> str:
         "p, corrected": lambda row: "< 0.001" if row["p"] < 1e-3 else f"{row['p']:.3f}",
         "verdict": "verdict",
     }
-    shown = [row for row in found if row["claim"].system.startswith(only)]
-    return f"{table(shown, columns)}\n\n{CLAIMS_NOTE}" if shown else ""
+    lines = [row for row in verdicts if row["claim"].system.startswith(only)]
+    return f"{table(lines, columns)}\n\n{CLAIMS_NOTE}" if lines else ""
 
 
 # Speed over the plain loop after the longest context, greedily and sampled; "" is the fastest draft of all.
@@ -251,35 +251,35 @@ TAU_GOAL = 0.97
 LONG = 4096
 
 
-def goals(records: Sequence[Record], found: Sequence[Record]) -> str:
+def goals(records: Sequence[Record], entries: Sequence[Record]) -> str:
     """Return what the drafts are to reach beside what they reached; nothing if nothing of it was measured.
 
     Args:
-        found (`Sequence[Record]`): From [`rows`].
+        entries (`Sequence[Record]`): From [`rows`].
     """
     taus, lines = taus_of(records), []
 
-    def add(goal: str, mode: str, least: float, reached: Record, system: str = "") -> None:
-        measured = estimate(reached) + (f" ({system})" if system else "")
-        met = "yes" if reached["mean"] >= least else "no"
-        lines.append({"goal": goal, "mode": mode, "at least": f"{least:g}", "measured": measured, "met": met})
+    def add(goal: str, mode: str, least: float, value: Record, system: str = "") -> None:
+        text = estimate(value) + (f" ({system})" if system else "")
+        met = "yes" if value["mean"] >= least else "no"
+        lines.append({"goal": goal, "mode": mode, "at least": f"{least:g}", "measured": text, "met": met})
 
     for method, leasts in SPEED_GOALS.items():
         for mode, least in zip(MODES, leasts, strict=True):
-            if best := fastest(at_longest(found, mode), METHODS.get(method, ())):
+            if best := fastest(at_longest(entries, mode), METHODS.get(method, ())):
                 goal = f"{method or 'the fastest draft'}: x plain loop at {best['context']:,}"
                 add(goal, mode, least, best["to_plain"], best["system"])
     for mode in MODES:
-        own = taus.loc[mode].get(LONGSPEC) if len(taus) and mode in taus.index else None
-        if own is None or len(own.columns) < 2:
+        longspec = taus.loc[mode].get(LONGSPEC) if len(taus) and mode in taus.index else None
+        if longspec is None or len(longspec.columns) < 2:
             continue
-        first, last = own.columns[0], own.columns[-1]
-        change = (own[last] - own[first]).dropna()
+        first, last = longspec.columns[0], longspec.columns[-1]
+        change = (longspec[last] - longspec[first]).dropna()
         add(f"LongSpec: tau at {last:,} over tau at {first:,}", mode, TAU_GOAL, ratio_interval(list(change)))
         without = taus.loc[mode].get("LongSpec, no cross-attention")
-        for context in own.columns if without is not None else ():
+        for context in longspec.columns if without is not None else ():
             if context >= LONG:
-                gain = ratio_interval(list((own[context] - without[context]).dropna()))
+                gain = ratio_interval(list((longspec[context] - without[context]).dropna()))
                 add(f"LongSpec: tau with cross-attention over tau without at {context:,}", mode, 1.0, gain)
     return table(lines, {name: name for name in lines[0]}) if lines else ""
 
@@ -290,18 +290,18 @@ def fill(records: Sequence[Record], text: str) -> str:
     The columns are those whose headings begin with "x `generate`", one per mode. A line has the fastest system of its
     class after the longest context.
     """
-    found, lines = rows(records), text.strip().split("\n")
+    entries, lines = rows(records), text.strip().split("\n")
     headings = [cell.strip() for cell in lines[0].split("|")]
     columns = [index for index, heading in enumerate(headings) if heading.startswith("x `generate`")]
     for place, line in enumerate(lines):
-        if named := re.search(r"`(\w+)DraftModel`", line):
+        if match := re.search(r"`(\w+)DraftModel`", line):
             cells = line.split("|")
             for index, mode in zip(columns, MODES, strict=True):
-                at = at_longest(found, mode)
-                if named[1] == "Plain":
+                at = at_longest(entries, mode)
+                if match[1] == "Plain":
                     best = next((row for row in at if row["system"] == PLAIN), None)
                 else:
-                    best = fastest(at, METHODS[CLASSES[named[1]]])
+                    best = fastest(at, METHODS[CLASSES[match[1]]])
                 cells[index] = f" {_shown(best, 'to_generate') if best else ''} "
             lines[place] = "|".join(cells)
     return "\n".join(lines)
@@ -322,49 +322,49 @@ CLASSES = {
 
 def part(records: Sequence[Record], name: str) -> str:
     """Return tau and speeds of the systems whose names begin with `name`, beside no draft, and claims about them."""
-    own = [row for row in rows(records) if row["system"] == PLAIN or row["system"].startswith(name)]
-    return "\n\n".join(filter(None, [headline(own), claims(records, name)]))
+    entries = [row for row in rows(records) if row["system"] == PLAIN or row["system"].startswith(name)]
+    return "\n\n".join(filter(None, [headline(entries), claims(records, name)]))
 
 
 def summary(records: Sequence[Record]) -> str:
     """Return what documents quote: tau by context, the goals and the claims."""
-    found = rows(records)
-    titled = {"Goals": goals(records, found), "Claims of the papers": claims(records)}
-    return "\n\n".join([headline(found), *(f"#### {title}\n\n{text}" for title, text in titled.items() if text)])
+    entries = rows(records)
+    sections = {"Goals": goals(records, entries), "Claims of the papers": claims(records)}
+    return "\n\n".join([headline(entries), *(f"#### {title}\n\n{text}" for title, text in sections.items() if text)])
 
 
 def tables(records: Sequence[Record]) -> list[str]:
     """Return the report: tau, cost and speed by context, phases of an iteration, batches, goals and claims."""
-    found = rows(records)
-    single = [row for row in found if row["batch"] == 1 and row["dtype"] == "float32"]
+    entries = rows(records)
+    single = [row for row in entries if row["batch"] == 1 and row["dtype"] == "float32"]
     parts = [headline(single)] if single else []
-    titled = {"Goals": goals(records, found), "Claims of the papers": claims(records)}
-    parts += [f"## {title}\n\n{text}" for title, text in titled.items() if text]
+    sections = {"Goals": goals(records, entries), "Claims of the papers": claims(records)}
+    parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]
     for key, title in zip(SPEEDS, TITLES, strict=True):
         parts += _by_context(single, title, lambda row, key=key: _shown(row, key))
     timed = [row for row in single if all(phase in row for phase in PHASES)]
     title = "Draft, verification and rest of an iteration, in plain steps"
     parts += _by_context(timed, title, lambda row: " + ".join(f"{row[phase]['mean']:.2f}" for phase in PHASES))
     parts += _by_context(single, "Milliseconds of an iteration", lambda row: estimate(row["ms"]))
-    if reduced := headline(found, "bfloat16", "###"):
+    if reduced := headline(entries, "bfloat16", "###"):
         parts.append(f"## bfloat16\n\n{reduced}")
     columns: dict[str, Any] = {"mode": "mode", "batch": "batch", "context": "context", "draft": name_of}
     for key, label in {"tau": "tau", **SPEEDS}.items():
         columns[label] = lambda row, key=key: _shown(row, key)
-    if large := [row for row in found if row["batch"] > 1]:
-        place = {system: number for number, system in enumerate(dict.fromkeys(row["system"] for row in found))}
+    if large := [row for row in entries if row["batch"] > 1]:
+        place = {system: number for number, system in enumerate(dict.fromkeys(row["system"] for row in entries))}
         large.sort(key=lambda row: (list(MODES).index(row["mode"]), row["batch"], row["context"], place[row["system"]]))
         parts.append(f"## Several rows together\n\n{table(large, columns)}")
     return parts
 
 
-def _by_context(found: Sequence[Record], title: str, cell: Any) -> list[str]:
+def _by_context(entries: Sequence[Record], title: str, cell: Any) -> list[str]:
     """Return one table per mode, a line per system and a column per context."""
-    by_mode = {mode: [row for row in found if row["mode"] == mode] for mode in MODES}
+    by_mode = {mode: [row for row in entries if row["mode"] == mode] for mode in MODES}
     return [
-        f"## {title}. {MODES[mode]}\n\n{pivot(own, {'draft': name_of}, 'context', '{:,}', cell)}"
-        for mode, own in by_mode.items()
-        if own
+        f"## {title}. {MODES[mode]}\n\n{pivot(group, {'draft': name_of}, 'context', '{:,}', cell)}"
+        for mode, group in by_mode.items()
+        if group
     ]
 
 
@@ -403,23 +403,23 @@ def draw(records: Sequence[Record], path: Path) -> None:
     Args:
         path (`Path`): The first picture. The others have the same name with `-settings-greedy` or `-settings-sample`.
     """
-    found = [row for row in rows(records) if row["batch"] == 1 and row["dtype"] == "float32" and not row["wrong"]]
-    systems = {row["system"] for row in found}
-    best, modes = {}, [mode for mode in MODES if any(row["mode"] == mode for row in found)]
+    entries = [row for row in rows(records) if row["batch"] == 1 and row["dtype"] == "float32" and not row["wrong"]]
+    systems = {row["system"] for row in entries}
+    best, modes = {}, [mode for mode in MODES if any(row["mode"] == mode for row in entries)]
     for mode in modes:
-        rank = {method: fastest(at_longest(found, mode), METHODS[method]) for method in STYLES}
+        rank = {method: fastest(at_longest(entries, mode), METHODS[method]) for method in STYLES}
         best[mode] = {row["system"]: STYLES[method] for method, row in rank.items() if row}
         panels: list[list[Panel]] = [
-            [(title, mode, key, dict(zip(own, STYLES.values(), strict=False))) for key in AXES]
+            [(title, mode, key, dict(zip(subset, STYLES.values(), strict=False))) for key in AXES]
             for title, names in SETTINGS.items()
-            if (own := [name for name in names if name in systems])
+            if (subset := [name for name in names if name in systems])
         ]
-        _draw(found, panels, path.with_stem(f"{path.stem}-settings-{mode}"))
+        _draw(entries, panels, path.with_stem(f"{path.stem}-settings-{mode}"))
     if modes:
-        _draw(found, [[(MODES[mode], mode, key, best[mode]) for mode in modes] for key in AXES], path)
+        _draw(entries, [[(MODES[mode], mode, key, best[mode]) for mode in modes] for key in AXES], path)
 
 
-def _draw(found: Sequence[Record], panels: list[list[Panel]], path: Path) -> None:
+def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure  # no pyplot: it keeps figures, and may look for a display
 
@@ -429,28 +429,28 @@ def _draw(found: Sequence[Record], panels: list[list[Panel]], path: Path) -> Non
         figure = Figure((WIDTH, PANEL_HEIGHT * len(panels)), layout="constrained")
         axes = figure.subplots(len(panels), len(panels[0]), squeeze=False)
         labels = [
-            (axis, _curves(axis, found, panel))
-            for line, own in zip(axes, panels, strict=True)
-            for axis, panel in zip(line, own, strict=True)
+            (axis, _curves(axis, entries, panel))
+            for line, row in zip(axes, panels, strict=True)
+            for axis, panel in zip(line, row, strict=True)
         ]
         figure.draw_without_rendering()  # lays the panels out, labels included
-        for axis, own in labels:
+        for axis, annotations in labels:
             height = axis.get_window_extent().height / figure.dpi * 72  # points
             bottom, top = axis.get_ylim()
             gap = 1.25 * POINTS / height * (top - bottom)
-            for label, place in zip(own, _apart([label.xy[1] for label in own], gap, top), strict=True):
+            for label, place in zip(annotations, _apart([label.xy[1] for label in annotations], gap, top), strict=True):
                 label.set_y(place)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
 
 
-def _curves(axis: Any, found: Sequence[Record], panel: Panel) -> list[Any]:
+def _curves(axis: Any, entries: Sequence[Record], panel: Panel) -> list[Any]:
     """Draw the curves of a panel, and return their labels, which stand beside the last points."""
     title, mode, key, styles = panel
     labels, method = [], title.partition(",")[0] + ", "
-    own = [row for row in found if row["mode"] == mode and key in row]
-    contexts = sorted({row["context"] for row in own})
+    group = [row for row in entries if row["mode"] == mode and key in row]
+    contexts = sorted({row["context"] for row in group})
     for system, (colour, dashes) in (styles | ({PLAIN: NO_DRAFT} if key != "tau" else {})).items():
-        points = sorted((row for row in own if row["system"] == system), key=lambda row: row["context"])
+        points = sorted((row for row in group if row["system"] == system), key=lambda row: row["context"])
         if not points:
             continue
         places, values = [row["context"] for row in points], [row[key]["mean"] for row in points]

@@ -155,7 +155,7 @@ def accounted(
         for step in run:
             costs.setdefault(step.kind, []).append(step.seconds / units[step.turn])
     kinds = {
-        kind: {"steps": len(found) / len(steps), "cost": statistics.median(found)} for kind, found in costs.items()
+        kind: {"steps": len(values) / len(steps), "cost": statistics.median(values)} for kind, values in costs.items()
     }
     total = sum(kind["steps"] * kind["cost"] for kind in kinds.values())
     return total / (sum(map(len, base)) / len(base)), kinds
@@ -183,8 +183,8 @@ class GateBenchmark:
         for name in self.ways:
             steps = [runs[name].steps for runs in repeats]
             last = repeats[-1][name].session.stats
-            ratio, found = accounted(steps, plain)
-            kinds = {kind: {key: significant(value) for key, value in of.items()} for kind, of in found.items()}
+            ratio, costs = accounted(steps, plain)
+            kinds = {kind: {key: significant(value) for key, value in of.items()} for kind, of in costs.items()}
             ungated = name.removesuffix(GATED) + UNGATED
             rivals = [PLAIN, ungated] if name.endswith(GATED) and ungated in wall else [PLAIN]
             base = min(rivals, key=lambda way: sum(wall[way]))  # the choice of a perfect gate, as measured
@@ -237,9 +237,9 @@ PROMPTS, TOKENS = 6, 1000  # tokens per run
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = harness.parser(__doc__, "gate", minutes=20, repeats=6, prompts=True)
-    made.add_argument("--contexts", type=harness.integers, default="1024,4096,15872", help="default: %(default)s")
-    args = made.parse_args(arguments)
+    parser = harness.parser(__doc__, "gate", minutes=20, repeats=6, prompts=True)
+    parser.add_argument("--contexts", type=harness.integers, default="1024,4096,15872", help="default: %(default)s")
+    args = parser.parse_args(arguments)
     model = harness.load_target(args.target, torch.float32)
     tokens, origin = harness.load_prompts(args.target, args.data, max(args.contexts), PROMPTS)
     settings = {"tokens": TOKENS, "repeats": args.repeats, "chain": CHAIN, "wide": WIDE, **origin}

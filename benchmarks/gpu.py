@@ -59,17 +59,17 @@ def ceilings(run: GpuRun) -> None:
     copy = torch.empty_like(source)
     copies = min(run.time(lambda: copy.copy_(source)).milliseconds)
     products = min(run.time(lambda: matrix @ other).milliseconds)
-    found = {"tb_per_second": 2 * source.nbytes / copies / 1e9, "tflops": 2 * size**3 / products / 1e9}
-    run.machine = Machine("measured", **found)
-    run.write("gpu_ceilings", **{name: significant(value) for name, value in found.items()}, **gpu_facts(run.device))
-    run.say(f"ceilings: {found}")
+    rates = {"tb_per_second": 2 * source.nbytes / copies / 1e9, "tflops": 2 * size**3 / products / 1e9}
+    run.machine = Machine("measured", **rates)
+    run.write("gpu_ceilings", **{name: significant(value) for name, value in rates.items()}, **gpu_facts(run.device))
+    run.say(f"ceilings: {rates}")
 
 
 def first_drafts(target: Any, plan: Plan) -> dict[str, Any]:
     """No draft, with which the others are compared, stock `generate`, SpecAttn and LongSpec; with random weights."""
     specattn = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=plan.gamma)
-    found = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), HF: HfMethod()}
-    return found | {f"SpecAttn, gamma {plan.gamma}": specattn, **_longspec(target, plan.trees[:1])}
+    methods = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), HF: HfMethod()}
+    return methods | {f"SpecAttn, gamma {plan.gamma}": specattn, **_longspec(target, plan.trees[:1])}
 
 
 def other_drafts(target: Any, plan: Plan) -> dict[str, Any]:
@@ -140,9 +140,9 @@ def _time_draft(
         tokens = min(affordable, run.plan.tokens)
         calls = [generate(run, draft, cache, what["context"], stored, tokens) for _ in range(CALLS)]
     milliseconds = [ms for _, every, _ in calls for ms in every]
-    found, text = statistics.median(milliseconds), calls[0][0].text[0].tolist()
+    median, text = statistics.median(milliseconds), calls[0][0].text[0].tolist()
     if what["draft"] == PLAIN:
-        plain[compiled] = found, text
+        plain[compiled] = median, text
     base, base_text = plain.get(compiled, (None, None))
     at = run.roofline(1, what["context"])
     floor, nodes = None if stock else iteration_floor(draft, at), nodes_of(draft, run.model)
@@ -153,7 +153,7 @@ def _time_draft(
         "speculated": sum(speculated for _, _, speculated in calls),
         "tau": sum(call.tokens for call, _, _ in calls) / sum(call.steps for call, _, _ in calls),
         "same_tokens": None if base_text is None else len(list(takewhile(bool, map(eq, text, base_text)))),
-        "c": None if base is None else base / found,
+        "c": None if base is None else base / median,
         "c_floor": None if floor is None else floor.c,
     }
     if run.is_cuda:
@@ -241,29 +241,29 @@ SECTIONS: dict[str, tuple[float, Callable[[GpuRun], None]]] = {
 
 def execute(run: GpuRun, sections: Sequence[str]) -> None:
     """Measure; say what was left out if the time ends or the device is lost."""
-    chosen = [name for name in SECTIONS if name in sections]
-    share = run.seconds / sum(SECTIONS[name][0] for name in chosen)
+    queue = [name for name in SECTIONS if name in sections]
+    share = run.seconds / sum(SECTIONS[name][0] for name in queue)
     until = 0.0
     try:
-        while chosen:
-            seconds, function = SECTIONS[chosen[0]]
+        while queue:
+            seconds, function = SECTIONS[queue[0]]
             until += seconds * share
-            run.section(chosen[0], function, until)
-            chosen.pop(0)
+            run.section(queue[0], function, until)
+            queue.pop(0)
     except Stop as reason:
-        run.skip(f"{reason}: the rest of it, and what follows", part=" ".join(chosen))
+        run.skip(f"{reason}: the rest of it, and what follows", part=" ".join(queue))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def main(arguments: list[str] | None = None) -> None:
     started = STARTED if arguments is None else time.perf_counter()
-    made = argument_parser()
-    args = made.parse_args(arguments)
+    parser = argument_parser()
+    args = parser.parse_args(arguments)
     if args.device == "cuda" and not args.smoke and not torch.cuda.is_available():
-        made.error("there is no CUDA device. --smoke exercises every path on a processor.")
+        parser.error("there is no CUDA device. --smoke exercises every path on a processor.")
     if unknown := sorted(set(args.sections) - set(SECTIONS)):
-        made.error(f"--sections {','.join(unknown)}: expected some of {', '.join(SECTIONS)}.")
+        parser.error(f"--sections {','.join(unknown)}: expected some of {', '.join(SECTIONS)}.")
     if args.threads:
         torch.set_num_threads(args.threads)
     plan, device = (SMOKE, torch.device("cpu")) if args.smoke else (LLAMA_8B, torch.device(args.device))
@@ -286,8 +286,8 @@ def _time_is_over(*_: object) -> None:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = made.add_argument
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
     add("--seconds", type=float, default=540.0, help="time limit, imports included (default: %(default)s)")
     add("--sections", type=names, default=list(SECTIONS), help=f"default: {','.join(SECTIONS)}")
     add("--contexts", type=integers, help="of iterations (default: 8192,32768,131072)")
@@ -298,7 +298,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, default=RESULTS / "gpu.jsonl", help="a .jsonl file (default: %(default)s)")
     add("--threads", type=int, help="of the CPU (default: one per core)")
     add("--quiet", action="store_true", help="no progress")
-    return made
+    return parser
 
 
 if __name__ == "__main__":

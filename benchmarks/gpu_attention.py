@@ -60,46 +60,46 @@ def draw(run: GpuRun, lengths: tuple[int, ...], nodes: int, layers: int) -> Devi
     return random_attention(shape, lengths, nodes, layers, run.device, run.dtype)
 
 
-def errors(found: AttentionState, exact: AttentionState) -> tuple[float, float]:
+def errors(state: AttentionState, exact: AttentionState) -> tuple[float, float]:
     """Relative L2 error of the output, largest relative error of the log-sum-exp; NaN stays NaN."""
     lse = exact[1]
-    off = (found[1].double() - lse).abs() / lse.abs().clamp_min(1.0)
-    return relative_error(found[0], exact[0]), off.max().item()
+    off = (state[1].double() - lse).abs() / lse.abs().clamp_min(1.0)
+    return relative_error(state[0], exact[0]), off.max().item()
 
 
 def kernels(run: GpuRun) -> None:
     """Times per layer at every point, with and without SpecAttn's score rows, against the time to read the bytes."""
     for case, exact, what in _cases(run):
         for name in run.usable:
-            named = {"backend": name, **what}
-            with run.attempt(**named):
-                _time_backend(run, name, case, exact, named)
+            point = {"backend": name, **what}
+            with run.attempt(**point):
+                _time_backend(run, name, case, exact, point)
 
 
 def baselines(run: GpuRun) -> None:
     """Every other way to compute the same attention at the points of the kernels."""
     for case, exact, what in _cases(run):
         for name, make in BASELINES.items():
-            named = {"baseline": name, **what}
-            with run.attempt(**named):
+            point = {"baseline": name, **what}
+            with run.attempt(**point):
                 attend = make(case)
                 error = relative_error(attend(case.layers[0]), exact[0])
                 if name != LOWER_BOUND and not error <= run.budget:
                     raise Skip(f"not timed: its error is {error:.1e}, over {run.budget:.1e}")
                 timing = run.time(lambda attend=attend, layers=case.layers: [attend(layer) for layer in layers])
-                run.write_timing("baseline", timing.scaled(len(case.layers)), _floor(run, what), **named, error=error)
+                run.write_timing("baseline", timing.scaled(len(case.layers)), _floor(run, what), **point, error=error)
 
 
 def _cases(run: GpuRun) -> Iterator[tuple[DeviceAttention, AttentionState, dict[str, int]]]:
     """Random cases at the points of the plan, with the state in float64."""
     for batch, context in run.plan.points:
         for nodes in run.plan.nodes:
-            what, found = {"batch": batch, "context": context, "nodes": nodes}, None
+            what, entry = {"batch": batch, "context": context, "nodes": nodes}, None
             with run.attempt(**what):
                 case = draw(run, (context,) * batch, nodes, run.plan.rotating)
-                found = case, case.exact(case.layers[0]), what
-            if found is not None:
-                yield found
+                entry = case, case.exact(case.layers[0]), what
+            if entry is not None:
+                yield entry
 
 
 def _floor(run: GpuRun, what: dict[str, Any]) -> float:

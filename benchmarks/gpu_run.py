@@ -93,8 +93,8 @@ class Timing:
 
     def to_dict(self) -> Record:
         """For JSON."""
-        found: Record = {"ms": summarize(self.milliseconds), "how": self.how}
-        return found if self.note is None else found | {"note": self.note}
+        record: Record = {"ms": summarize(self.milliseconds), "how": self.how}
+        return record if self.note is None else record | {"note": self.note}
 
 
 # Calls that a timing makes at least, the warm-up included.
@@ -301,24 +301,24 @@ class GpuRun(Run):
 
     def write_timing(self, kind: str, timing: Timing, floor_ms: float, **values: Any) -> None:
         """Write a measured time and its floor."""
-        shown = {name: significant(value) if isinstance(value, float) else value for name, value in values.items()}
+        fields = {name: significant(value) if isinstance(value, float) else value for name, value in values.items()}
         times_floor = significant(timing.median / floor_ms) if floor_ms else None
         record = timing.to_dict() | {"floor_ms": significant(floor_ms), "times_floor": times_floor}
-        self.write(kind, section=self.part, **shown, **record)
-        self.say(f"{kind} {shown}: {timing.median:.3f} ms, {times_floor} times the floor")
+        self.write(kind, section=self.part, **fields, **record)
+        self.say(f"{kind} {fields}: {timing.median:.3f} ms, {times_floor} times the floor")
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
     """The GPU, its driver and memory, and the versions that its kernels depend on; on a CPU the versions only."""
-    found: dict[str, Any] = {"device": device.type, "cuda": torch.version.cuda}
-    found |= versions("triton", "flash_attn", "flashinfer-python", "xformers")
+    facts: dict[str, Any] = {"device": device.type, "cuda": torch.version.cuda}
+    facts |= versions("triton", "flash_attn", "flashinfer-python", "xformers")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["gpu"], found["memory_gb"] = properties.name, round(properties.total_memory / 1e9, 1)
-        found["capability"] = f"{properties.major}.{properties.minor}"
+        facts["gpu"], facts["memory_gb"] = properties.name, round(properties.total_memory / 1e9, 1)
+        facts["capability"] = f"{properties.major}.{properties.minor}"
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
-            found["driver"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+            facts["driver"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
         except (OSError, subprocess.CalledProcessError, IndexError):
-            found["driver"] = "unknown"
-    return found
+            facts["driver"] = "unknown"
+    return facts

@@ -79,9 +79,9 @@ class Run(ResultFile):
         longest = 0.0
         for item in planned:
             if self.has_time(longest, **describe(item)):
-                before = self.elapsed
+                start = self.elapsed
                 yield item
-                longest = max(longest, self.elapsed - before)
+                longest = max(longest, self.elapsed - start)
 
     def say(self, text: str) -> None:
         """Show the present task, with the time since the start."""
@@ -128,25 +128,27 @@ def parser(
         repeats (`int`, *optional*): Default of `--repeats`, for benchmarks that time something.
         prompts (`bool`, *optional*): Add `--target` and `--data`, for benchmarks that run a real model.
     """
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--minutes", type=float, default=minutes, help="time limit (default: %(default)s)")
-    made.add_argument("--threads", type=int, help="default: one per core")
+    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--minutes", type=float, default=minutes, help="time limit (default: %(default)s)")
+    arguments.add_argument("--threads", type=int, help="default: one per core")
     output = RESULTS / f"{name}.jsonl"
-    made.add_argument("--output", type=Path, default=output, help="a .jsonl file; the report goes next to it")
-    made.add_argument("--quiet", action="store_true", help="no progress")
+    arguments.add_argument("--output", type=Path, default=output, help="a .jsonl file; the report goes next to it")
+    arguments.add_argument("--quiet", action="store_true", help="no progress")
     if repeats is not None:
-        made.add_argument("--repeats", type=_repeats, default=repeats, help="turns, at least 5 (default: %(default)s)")
+        arguments.add_argument(
+            "--repeats", type=_repeats, default=repeats, help="turns, at least 5 (default: %(default)s)"
+        )
     if prompts:
-        add_prompts(made)
-    return made
+        add_prompts(arguments)
+    return arguments
 
 
-def add_prompts(made: argparse.ArgumentParser) -> None:
+def add_prompts(arguments: argparse.ArgumentParser) -> None:
     """Add `--target` and `--data`."""
-    made.add_argument(
+    arguments.add_argument(
         "--target", default=str(HUB_CARDS / "tiny-target"), help="folder or Hub id (default: %(default)s)"
     )
-    made.add_argument(
+    arguments.add_argument(
         "--data",
         action="append",
         help="folder of text files that the target was not trained on, or 'stdlib' for the standard library modules "
@@ -212,21 +214,21 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
         ValueError: If no source has one.
     """
     tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target).get_text_config()
-    found, described = [], []
+    corpora, origins = [], []
     for source in sources or [STDLIB]:
         documents = read_source(BUILTIN if source == STDLIB else source)
         encoded = [encode(tokenizer, document.text) for document in documents]
         lengths = [len(ids) for ids in encoded]
         room = num_disjoint(lengths, window)
-        described.append({"source": Path(source).name, "tokens": sum(lengths), "disjoint_windows": room})
+        origins.append({"source": Path(source).name, "tokens": sum(lengths), "disjoint_windows": room})
         if max(lengths) >= window:
-            found.append(encoded)
-    if not found:
+            corpora.append(encoded)
+    if not corpora:
         raise ValueError(f"no text of {window} tokens in {sources}. Pass longer texts with --data.")
-    parts = [cut_windows(documents, window, -(-count // len(found))) for documents in found]
+    parts = [cut_windows(documents, window, -(-count // len(corpora))) for documents in corpora]
     turns = torch.stack(parts, dim=1).flatten(0, 1)[:count]
-    named = f"{Path(target).name}, {config.num_hidden_layers} layers"
-    return turns, {"target": named, "sources": described, "prompts": count, "window": window}
+    target_name = f"{Path(target).name}, {config.num_hidden_layers} layers"
+    return turns, {"target": target_name, "sources": origins, "prompts": count, "window": window}
 
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:

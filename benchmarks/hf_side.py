@@ -17,8 +17,8 @@ def block_mask(tree: DraftTree, prefix: int) -> torch.Tensor | None:
     """The 4-D mask `(B, 1, N, prefix + N)` of a tree; none for a lone root, which sees everything."""
     if tree.num_nodes == 1:
         return None
-    seen = torch.ones(*tree.tokens.shape, prefix, dtype=torch.bool, device=tree.tokens.device)
-    return torch.cat([seen, tree.mask], dim=2)[:, None]
+    visible = torch.ones(*tree.tokens.shape, prefix, dtype=torch.bool, device=tree.tokens.device)
+    return torch.cat([visible, tree.mask], dim=2)[:, None]
 
 
 def hf_attention(case: DeviceAttention) -> Callable[[Layer], torch.Tensor]:
@@ -36,10 +36,10 @@ def hf_attention(case: DeviceAttention) -> Callable[[Layer], torch.Tensor]:
 
 def dynamic_cache(cache: SpeculativeCache, length: int) -> DynamicCache:
     """A copy of the first `length` tokens of a cache of ours, as transformers' own."""
-    made = DynamicCache()
+    copy = DynamicCache()
     for index, layer in enumerate(cache.layers):
-        made.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
-    return made
+        copy.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
+    return copy
 
 
 class HfForward:

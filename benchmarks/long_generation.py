@@ -96,21 +96,21 @@ class LongBenchmark:
     def run(self, row: LongRow, results: Run) -> tuple[torch.Tensor, SpeculativeCache]:
         """Decode one row, write a record per mark; returns the text, prompt included, and the cache."""
         marks = [mark for mark in self.marks if mark <= row.tokens]
-        reached = Marks(
+        arrivals = Marks(
             sorted({1, *marks, *(max(1, mark - NEAR) for mark in marks)}), lambda: row.draft.last_speculation
         )
         cache = self._cache(row.draft, row)
-        call = self._call(row.draft, row, self.prompt, row.tokens, cache, on_arrival=reached)
+        call = self._call(row.draft, row, self.prompt, row.tokens, cache, on_arrival=arrivals)
         for mark in marks:
-            stats = reached.stats[mark]
+            stats = arrivals.stats[mark]
             logits = max(1, LEVELS * stats.num_spec_steps)
             results.write(
                 "long",
                 method=row.method,
                 **row.how(),
                 mark=mark,
-                tokens_per_second=reached.speed(1, mark),
-                tokens_per_second_near=reached.speed(max(1, mark - NEAR), mark),
+                tokens_per_second=arrivals.speed(1, mark),
+                tokens_per_second_near=arrivals.speed(max(1, mark - NEAR), mark),
                 tau=significant(stats.mean_acceptance_length),
                 alpha=significant(stats.num_accepted_draft_tokens / logits),
                 beta=significant(stats.num_accepted_ngram_tokens / logits),
@@ -154,8 +154,8 @@ def main(arguments: list[str] | None = None) -> None:
     with start(args, "long", settings) as results:
         for row in results.in_time(rows, lambda row: {"method": row.method, **row.how()}):
             results.say(f"{row.method}, {row.decoding.to_dict()}: {row.tokens} tokens")
-            compared = baselines if row is rows[0] or row.method == PLAIN else {}
-            benchmark.measure(row, compared, BASELINE_TOKENS, results)
+            methods = baselines if row is rows[0] or row.method == PLAIN else {}
+            benchmark.measure(row, methods, BASELINE_TOKENS, results)
 
 
 def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]:
@@ -170,15 +170,15 @@ def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "long", minutes=40, prompts=True)
-    add = made.add_argument
+    options = parser(__doc__, "long", minutes=40, prompts=True)
+    add = options.add_argument
     add("--draft", default=str(HUB_CARDS / "tiny-tokenswift"), help="folder or Hub id")
     add("--only", action="append", help="'TokenSwift' or 'plain loop' (default: both)")
     add("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="default: both")
     add("--compile", action="store_true", help="compile the steps of all our methods, before the clock starts")
     add("--tokens", type=int, default=20_000, help="per row (default: %(default)s)")
     add("--marks", type=integers, default="20000,40000,60000,80000,100000", help="default: %(default)s")
-    return made.parse_args(arguments)
+    return options.parse_args(arguments)
 
 
 if __name__ == "__main__":

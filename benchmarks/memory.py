@@ -76,9 +76,9 @@ def peak_memory(function: Callable[..., Any], prepare: Callable[[], tuple[Any, .
 def _highest(profiler: Any) -> int:
     """Bytes of torch's allocator at the highest point of what was measured, above its beginning."""
     events = profiler.profiler.kineto_results.events()
-    (measured,) = [event for event in events if event.name() == MEASURED]
-    found = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    sizes = [size for moment, size in found if measured.start_ns() <= moment <= measured.end_ns()]
+    (call,) = [event for event in events if event.name() == MEASURED]
+    blocks = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    sizes = [size for moment, size in blocks if call.start_ns() <= moment <= call.end_ns()]
     return max(accumulate(sizes, initial=0))
 
 
@@ -113,8 +113,8 @@ class MemoryBenchmark:
             for part, name, stored, options in parts:
                 if results.has_time(part=part, method=name, context=context):
                     results.say(f"{part}, {name}, {context} tokens")
-                    measured = self.stock if name == HF else partial(self.ours, self.drafts[name])
-                    peak = measured(context, stored, options)
+                    peak_of = self.stock if name == HF else partial(self.ours, self.drafts[name])
+                    peak = peak_of(context, stored, options)
                     record = {"extra_bytes": peak.total, "torch_bytes": peak.torch_bytes}
                     record |= {"python_bytes": peak.python_bytes, "kv_bytes": self.kv_bytes(context)}
                     results.write("memory", part=part, method=name, context=context, **record)

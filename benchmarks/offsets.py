@@ -26,20 +26,23 @@ def main(arguments: list[str] | None = None) -> None:
         base = losses(model, tokens, 0, 0)
         for offset in OFFSETS:
             for anchors in (ANCHORS, 0) if offset else (ANCHORS,):
-                moved = losses(model, tokens, offset, anchors)
-                found = {"loss": mean_interval(moved.tolist()), "difference": mean_interval((moved - base).tolist())}
-                results.write("offsets", offset=offset, anchors=anchors, **found)
+                loss = losses(model, tokens, offset, anchors)
+                record = {
+                    "loss": mean_interval(loss.tolist()),
+                    "difference": mean_interval((loss - base).tolist()),
+                }
+                results.write("offsets", offset=offset, anchors=anchors, **record)
 
 
 @torch.no_grad()
 def losses(model: PreTrainedModel, tokens: torch.Tensor, offset: int, anchors: int) -> torch.Tensor:
     """Mean cross-entropy of every window `(P,)`. Without a cache, a jump of positions begins a new text."""
-    found = []
+    result = []
     for row in tokens:
         positions = anchor_offset_positions(len(row), [offset], anchors)
         logits = model(input_ids=row[None], position_ids=positions, past_key_values=DynamicCache()).logits[0, :-1]
-        found.append(torch.nn.functional.cross_entropy(logits.float(), row[1:]))
-    return torch.stack(found)
+        result.append(torch.nn.functional.cross_entropy(logits.float(), row[1:]))
+    return torch.stack(result)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,10 @@ def by_value(rows: Sequence[Record], key: str, titles: Mapping[str, str], column
 
 
 VERIFICATION_NOTE = (
-    "Milliseconds for one layer (attention) and for the whole model (forward), medians of interleaved repeats; "
-    "ratio: transformers' time over ours, lowest and highest in brackets. Transformers runs its sdpa attention "
-    "with a 4-D mask on a DynamicCache; for a single node, as in plain decoding, without a mask. Error: "
-    "attention against float64, logits of one forward against the other's."
+    "Milliseconds for one layer (attention) and for the whole model (forward), medians of interleaved repeats. Ratio: "
+    "transformers' time divided by ours, with the lowest and highest in brackets. transformers runs sdpa attention "
+    "with a 4-D mask on a DynamicCache; a single node, as in plain decoding, needs no mask. Error: attention compared "
+    "with float64, logits with those of transformers."
 )
 VERIFICATION: Columns = {
     **{name: name for name in ("part", "dtype", "nodes")},
@@ -67,8 +67,8 @@ VERIFICATION: Columns = {
 }
 
 OFFSETS_NOTE = (
-    "Cross-entropy in nats per token of held-out windows whose positions after the anchored ones are moved; mean "
-    "over windows with its 95 % interval, differences window by window."
+    "Cross-entropy in nats per token on held-out windows with shifted positions after the anchors: means over windows "
+    "with 95 % intervals. Differences are taken per window."
 )
 OFFSETS: Columns = {
     "offset": "offset",
@@ -78,11 +78,11 @@ OFFSETS: Columns = {
 }
 
 LONG_NOTE = (
-    "One run per row, decoding only. tokens/s: from the first token to the mark, x plain: over that of the plain "
+    "One run per row, decoding only. tokens/s: from the first token to the mark. x plain: divided by that of the plain "
     "loop, as in the paper. Near: over the 1,000 tokens before the mark, compared with the plain loop and with "
-    "plain `model.generate` (DynamicCache, sdpa), both continued after it. tau: tokens per verification; alpha and "
-    "beta: accepted tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of "
-    "the paper, whose beta credits ties with the heads too)."
+    "plain `model.generate` (DynamicCache, sdpa), which both continue after it. tau: tokens per verification. alpha "
+    "and beta: accepted tokens, and those that only n-grams proposed, divided by the rows of logits of a draft (Eqs. 4 "
+    "and 6 of the paper, whose beta also counts tokens that the heads proposed too)."
 )
 
 
@@ -119,9 +119,9 @@ def _times(speed: float, base: float | None) -> str:
 
 
 MEMORY_NOTE = (
-    "Peak of a call of `generate` beyond weights, keys and values, and its share of the keys and values: tensors "
-    "and scratch buffers as torch's allocator reports them, numpy's buffers and Python's objects as tracemalloc "
-    "does. Decoding: three tokens after a full cache. Prefill: the last chunk of a prompt, `hf generate` with the "
+    "Peak memory of a call of `generate` in addition to weights, keys and values, and its ratio to the keys and "
+    "values. torch's allocator reports tensors and scratch buffers; tracemalloc reports numpy's buffers and Python's "
+    "objects. Decoding: three tokens after a full cache. Prefill: the last chunk of a prompt; `hf generate` uses the "
     "same chunks. Bounds: the memory of the method at the smallest context, plus an allowance per token of text; for "
     "SpecAttn the memory of the loop without a draft, its selected entries and 0.8 % of the cache for scores; for "
     "the prefill the memory of `hf generate`, plus the allowance per token of text."
@@ -159,13 +159,12 @@ def memory_tables(records: Sequence[Record]) -> list[str]:
 
 GATED, UNGATED = ", gated", ", ungated"  # suffixes of the names of ways to decode
 GATE_NOTE = (
-    "All ways to decode advance in turns of a few tokens through the same texts, and every step is timed. Time "
-    "over plain loop: of all steps, mean over texts with its 95 % interval; CPU time: the same in CPU time of the "
-    "process. Accounted: exact counts of steps times the median cost of each kind, measured in plain steps of "
-    "the same turn. Over the faster one: time over that of the plain loop or of the draft without a gate, "
-    "whichever is faster. Same text: number of texts that equal those of the plain loop. Steps: of each kind per "
-    "text; a catch-up is a plain step that a drafter observes after a pause. Decisions and tau (of steps that "
-    "speculate) are those of the last text."
+    "All methods advance through the same texts in turns of a few tokens, and every step is timed. Time over plain "
+    "loop: of all steps, mean over texts with its 95 % interval. CPU time: the same in CPU time of the process. "
+    "Accounted: the number of steps of each kind times their median cost, in plain steps of the same turn. Over the "
+    "faster one: compared with the faster of the plain loop and the draft without the gate. Same text: number of texts "
+    "that equal those of the plain loop. Steps: of each kind per text; a catch-up is a plain step that a drafter "
+    "observes after a pause. Decisions and tau (of steps that speculate) are those of the last text."
 )
 
 
@@ -198,12 +197,11 @@ GATE_QUOTED = ("context", "method", "time over plain loop", "over the faster one
 
 GPU_NOTE = (
     "Milliseconds, median of the repeats with the lowest and highest. The target has random weights, keys and "
-    "values. Floors are computed from the ceilings measured in the same run. Error: relative, "
-    "against float64. c: time of a step without a draft over "
-    "that of an iteration; its product with tau is the speed-up. "
-    "Speculated: iterations that verified drafted tokens. The first iteration of a call, which captures CUDA graphs, "
-    "is left out. Same tokens: the text up to there is that of the loop without a draft. Timed by: graph (replay of a "
-    "CUDA graph), events (calls between CUDA events, launches included), wall (host clock)."
+    "values. Floors are computed from the ceilings measured in the same run. Error: relative to float64. c: time of a "
+    "step without a draft divided by that of an iteration; its product with tau is the speed-up. Speculated: "
+    "iterations that verified drafted tokens. The first iteration of a call, which captures CUDA graphs, is excluded. "
+    "Same tokens: number of first tokens that equal those of the loop without a draft. Timed by: graph (replay of a "
+    "CUDA graph), events (calls between CUDA events, including launches), wall (host clock)."
 )
 # For each kind of line: title, and the columns in addition to time and floor.
 GPU_TABLES = {
@@ -238,9 +236,9 @@ def gpu_headline(records: Sequence[Record]) -> str:
 def gpu_tables(records: Sequence[Record]) -> list[str]:
     """Everything that was measured and what failed."""
     parts = [
-        f"{found.get('gpu', found['device'])}: {found['tb_per_second']} TB/s copied, {found['tflops']} TFLOP/s in "
-        f"bfloat16 matrix products, measured in this run; CUDA {found['cuda']}, triton {found['triton']}."
-        for found in of_kind(records, "gpu_ceilings")
+        f"{record.get('gpu', record['device'])}: {record['tb_per_second']} TB/s copied, {record['tflops']} TFLOP/s in "
+        f"bfloat16 matrix products, measured in this run; CUDA {record['cuda']}, triton {record['triton']}."
+        for record in of_kind(records, "gpu_ceilings")
     ]
     parts += [part for kind in GPU_TABLES for part in _gpu_table(records, kind)]
     failed = [
@@ -264,8 +262,8 @@ def left_out(records: Sequence[Record]) -> list[str]:
         reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
     lines = []
     for reason, what in reasons.items():
-        named, more = list(dict.fromkeys(what))[:MOST_NAMED], len(set(what)) - MOST_NAMED
-        lines.append(f"- {reason}: {'; '.join(named)}" + (f"; and {more} more" if more > 0 else ""))
+        names, more = list(dict.fromkeys(what))[:MOST_NAMED], len(set(what)) - MOST_NAMED
+        lines.append(f"- {reason}: {'; '.join(names)}" + (f"; and {more} more" if more > 0 else ""))
     return ["Left out:\n\n" + "\n".join(lines)] if lines else []
 
 

@@ -158,22 +158,22 @@ class DeviceAttention:
 
     def state(self, backend: AttentionBackend, layer: Layer) -> AttentionState:
         """A backend's output and log-sum-exp."""
-        seen = _LogSumExp()
-        out = self.attend(backend, layer, self.context(seen))
-        return out, seen.lse
+        visible = _LogSumExp()
+        out = self.attend(backend, layer, self.context(visible))
+        return out, visible.lse
 
     def exact(self, layer: Layer) -> AttentionState:
         """The reference in float64, row by row, so that memory holds the scores of one row only."""
         nodes, rows = self.tree.num_nodes, []
         for row, length in enumerate(self.lengths):
-            own = slice(row, row + 1)
-            keys, values = (part[own, :, : length + nodes].double() for part in layer)
-            query = self.query[own].double()
-            before = keys[:, :, :length], values[:, :, :length]
+            rows_of_batch = slice(row, row + 1)
+            keys, values = (part[rows_of_batch, :, : length + nodes].double() for part in layer)
+            query = self.query[rows_of_batch].double()
+            prefix = keys[:, :, :length], values[:, :, :length]
             staged = keys[:, :, length:], values[:, :, length:]
-            parts = [tree_attention(query, *staged, self.tree.mask[own], scaling=self.scaling)]
+            parts = [tree_attention(query, *staged, self.tree.mask[rows_of_batch], scaling=self.scaling)]
             if length:
-                parts.append(prefix_attention(query, *before, SeqLens([length]), scaling=self.scaling))
+                parts.append(prefix_attention(query, *prefix, SeqLens([length]), scaling=self.scaling))
             rows.append(merge_attention_states(parts))
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows])
 
@@ -193,13 +193,13 @@ def random_attention(
     """A case with cache slots of NaN after the nodes, which no backend may read."""
     room, spare = max(lengths) + nodes, 16
     size = (len(lengths), shape.kv_heads, room + spare, shape.head_dim)
-    drawn = [tuple(torch.randn(size, device=device, dtype=dtype) for _ in range(2)) for _ in range(layers)]
-    for parts in drawn:
+    buffers = [tuple(torch.randn(size, device=device, dtype=dtype) for _ in range(2)) for _ in range(layers)]
+    for parts in buffers:
         for part in parts:
             for row, length in enumerate(lengths):
                 part[row, :, length + nodes :] = torch.nan
     tree = random_tree(nodes, shape.vocab, len(lengths), device)
-    return DeviceAttention(lengths, [(keys, values) for keys, values in drawn], tree, shape.heads)
+    return DeviceAttention(lengths, [(keys, values) for keys, values in buffers], tree, shape.heads)
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:

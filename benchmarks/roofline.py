@@ -321,9 +321,9 @@ class Roofline:
         return seconds / 1e9
 
 
-def tables(found: list[Roofline], args: argparse.Namespace) -> str:
+def tables(rooflines: list[Roofline], args: argparse.Namespace) -> str:
     """A step and a verification at every place, then the drafters."""
-    at = found[0]
+    at = rooflines[0]
     facts = (
         f"Floors, computed and not measured: {at.shape.name} on {at.machine.name} ({at.machine.tb_per_second:g} TB/s, "
         f"{at.machine.tflops:g} TFLOP/s). A forward of one token reads "
@@ -331,26 +331,30 @@ def tables(found: list[Roofline], args: argparse.Namespace) -> str:
         f"{at.kv_bytes_per_token / 1024:g} KiB per token. A verification in brackets repeats the keys and values "
         "of every group, as transformers does under a mask."
     )
-    steps, drafted = [], []
-    for at in found:
+    steps, drafters = [], []
+    for at in rooflines:
         place = {"batch": at.batch, "context": f"{at.context}" + ("" if at.fits else " (does not fit)")}
         verified = {f"verify {n}, ms": f"{at.verify_ms(n):.2f} ({at.masked_verify_ms(n):.2f})" for n in args.nodes}
         steps.append({**place, "step, ms": f"{at.ar_ms:.2f}", **verified})
         iterations = [at.longspec(widths) for widths in args.trees]
         iterations += [at.specattn(gamma, args.ratio) for gamma in args.gammas]
         iterations += [at.tokenswift(args.branching, budget=budget) for budget in (args.budget, None)]
-        for own in iterations:
-            times = {"draft, ms": own.draft_ms, "verify, ms": own.verify_ms, "iteration, ms": own.iteration_ms}
-            line: dict[str, Any] = {**place, "drafter": own.drafter}
+        for iteration in iterations:
+            times = {
+                "draft, ms": iteration.draft_ms,
+                "verify, ms": iteration.verify_ms,
+                "iteration, ms": iteration.iteration_ms,
+            }
+            line: dict[str, Any] = {**place, "drafter": iteration.drafter}
             line |= {name: f"{value:.2f}" for name, value in times.items()}
-            line |= {"c": f"{own.c:.3f}", "break-even tau": f"{own.break_even_tau:.2f}"}
-            drafted.append(line | {"at most": f"{own.max_speedup:.2f}x (tau {own.max_tau})"})
-    return "\n\n".join([facts, *(table(lines, {name: name for name in lines[0]}) for lines in (steps, drafted))])
+            line |= {"c": f"{iteration.c:.3f}", "break-even tau": f"{iteration.break_even_tau:.2f}"}
+            drafters.append(line | {"at most": f"{iteration.max_speedup:.2f}x (tau {iteration.max_tau})"})
+    return "\n\n".join([facts, *(table(lines, {name: name for name in lines[0]}) for lines in (steps, drafters))])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = made.add_argument
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
     add("--target", default="Llama-3.1-8B", help=f"{', '.join(CONFIGS)}, a folder or a Hub id (default: %(default)s)")
     add("--gpu", choices=list(MACHINES), default="H200", help="default: %(default)s")
     add("--tbs", type=float, help="measured bandwidth, 10^12 bytes per second")
@@ -366,13 +370,13 @@ def main(arguments: list[str] | None = None) -> None:
     add("--ratio", type=float, default=0.07, help="share that SpecAttn drafts over (default: %(default)s)")
     add("--branching", type=integers, default="1,3,3,3", help="TokenSwift's children (default: %(default)s)")
     add("--budget", type=int, default=4096, help="of TokenSwift's partial cache (default: %(default)s)")
-    args = made.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
         shape, machine, places = shape_of(args.target), machine_of(args), product(args.batches, args.contexts)
         options = args.weight_bytes, args.kv_bytes, args.attention_tflops
         print(tables([Roofline(shape, machine, *place, *options) for place in places], args))
     except ValueError as error:
-        made.error(str(error))
+        parser.error(str(error))
 
 
 def machine_of(args: argparse.Namespace) -> Machine:

@@ -29,8 +29,8 @@ def page_of(records: Sequence[Record]) -> Page:
     Raises:
         ValueError: If the records are of no known benchmark.
     """
-    found = of_kind(records, "environment")
-    name = found[0].get("benchmark") if found else None
+    environments = of_kind(records, "environment")
+    name = environments[0].get("benchmark") if environments else None
     if name not in PAGES:
         raise ValueError(f"benchmark {name!r}: expected one of {', '.join(PAGES)}. Is this a result file?")
     return PAGES[name]

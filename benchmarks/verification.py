@@ -58,18 +58,18 @@ def measure(
                 continue
             case = parts[part](model, cache, random_inputs.random_tree(count, shape.vocab))
             error, budget, once, others = case.check()
-            checked = {"error": significant(error), "budget": significant(budget), **others}
+            errors = {"error": significant(error), "budget": significant(budget), **others}
             # reading these tensors once takes so long at least
-            checked["floor_ms"] = significant(sum(tensor.nbytes for tensor in case.read) / bandwidth / 1e6)
-            if not checked["error"] <= checked["budget"]:
-                results.skip("not timed: its error is over the budget", **what, **checked)
+            errors["floor_ms"] = significant(sum(tensor.nbytes for tensor in case.read) / bandwidth / 1e6)
+            if not errors["error"] <= errors["budget"]:
+                results.skip("not timed: its error is over the budget", **what, **errors)
             elif results.has_time(once * repeats, **what):
                 results.say(f"{what}: error {error:.1e} within {budget:.1e}, timing {once * repeats:.0f} s")
                 seconds = time_in_turns(
                     {"hf": lambda case=case: case.hf()[0], "ours": lambda case=case: case.ours()[0]}, repeats
                 )
-                sides = {f"{side}_ms": summarize([value * 1e3 for value in taken]) for side, taken in seconds.items()}
-                results.write("verification", **what, **sides, ratio=ratios(seconds["hf"], seconds["ours"]), **checked)
+                sides = {f"{side}_ms": summarize([value * 1e3 for value in times]) for side, times in seconds.items()}
+                results.write("verification", **what, **sides, ratio=ratios(seconds["hf"], seconds["ours"]), **errors)
 
 
 class AttentionCase:

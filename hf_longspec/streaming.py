@@ -1,7 +1,7 @@
 """Stream a long text while it is generated, in time linear in its length.
 
-Transformers' `TextStreamer` decodes all tokens since the last line break again for every token. If a model stops
-breaking lines, streaming then takes more time than decoding.
+For every token, transformers' `TextStreamer` decodes all tokens since the last line break, which is slow for long
+lines.
 """
 
 from typing import Any, TextIO
@@ -15,7 +15,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class IncrementalDecoder:
-    """Decode a growing sequence of tokens piece by piece.
+    """Decode a sequence of tokens incrementally.
 
     The text of a token depends on its neighbours: a character may be spread over several byte-level tokens, and some
     decoders drop the space of a first token. Tokens that end inside a character are kept until it is complete. The
@@ -41,13 +41,13 @@ class IncrementalDecoder:
         if self._stream is not None:
             try:
                 piece = self._stream.step(self._backend, token) or ""
-            except Exception:  # of invalid text the rest is decoded at the end
+            except Exception:  # invalid text: decoded in `end`
                 self._stream, piece = None, ""
         else:
             text = "" if self._backend is not None else self._decode(self._tokens)
-            is_complete = text.startswith(self._given) and not text.endswith(REPLACEMENT)
-            piece = text[len(self._given) :] if is_complete else ""
-        self._given += piece
+            is_complete = text.startswith(self._output) and not text.endswith(REPLACEMENT)
+            piece = text[len(self._output) :] if is_complete else ""
+        self._output += piece
         if piece:
             self._last = len(self._tokens)
         return piece
@@ -55,14 +55,14 @@ class IncrementalDecoder:
     def end(self) -> str:
         """Return the remaining text, and reset the decoder for another text."""
         text = self._decode(self._tokens)
-        is_continued = text.startswith(self._given)
-        piece = text[len(self._given) :] if is_continued else self._decode(self._tokens[self._last :])
+        is_continued = text.startswith(self._output)
+        piece = text[len(self._output) :] if is_continued else self._decode(self._tokens[self._last :])
         self._reset()
         return piece
 
     def _reset(self) -> None:
         self._tokens: list[int] = []
-        self._given, self._last = "", 0  # text that was returned, and the number of tokens when that last happened
+        self._output, self._last = "", 0  # text that was returned, and the number of tokens when that last happened
         self._stream = None if self._backend is None else DecodeStream(skip_special_tokens=self.skip_special_tokens)
 
     def _decode(self, tokens: list[int]) -> str:
@@ -101,7 +101,9 @@ class FileStreamer(BaseStreamer):
         """
         is_prompt, self._expects_prompt = self._expects_prompt, False
         if is_prompt and value.dim() > 1 and value.shape[0] > 1:
-            raise ValueError(f"{value.shape[0]} rows cannot be written to one file: generate one row per call.")
+            raise ValueError(
+                f"a prompt of {value.shape[0]} rows: FileStreamer writes one row. Generate one row per call."
+            )
         if not (is_prompt and self.skip_prompt):
             self._write("".join(map(self._decoder.feed, value.flatten().tolist())))
 

@@ -330,5 +330,5 @@ class RandomTreeDrafter(Drafter):
                 tokens.append(self.random.randrange(vocab))
                 right.append(-1)
             parents.append(parent)
-        used = self.random.randint(max(1, self.draft.num_nodes - 2), self.draft.num_nodes)
-        return tokens, parents, [node < used for node in range(self.draft.num_nodes)]
+        num_valid = self.random.randint(max(1, self.draft.num_nodes - 2), self.draft.num_nodes)
+        return tokens, parents, [node < num_valid for node in range(self.draft.num_nodes)]

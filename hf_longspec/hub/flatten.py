@@ -88,23 +88,23 @@ class Module:
     outside: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
-    def kept(self) -> list[Piece]:
+    def needed_pieces(self) -> list[Piece]:
         """Pieces that are copied."""
         return [piece for piece in self.pieces if piece.is_needed]
 
     @property
-    def used(self) -> set[str]:
+    def names(self) -> set[str]:
         """Names that occur in these pieces."""
-        return {name for piece in self.kept for name in piece.uses}
+        return {name for piece in self.needed_pieces for name in piece.uses}
 
     @property
     def needs(self) -> set[str]:
         """Modules that these pieces import from."""
-        return {self.inside[name][0] for name in self.inside.keys() & self.used}
+        return {self.inside[name][0] for name in self.inside.keys() & self.names}
 
 
 def flatten(
-    wanted: Sequence[tuple[str, str]],
+    symbols: Sequence[tuple[str, str]],
     root: Path,
     left_out: Sequence[str] = LEFT_OUT,
     files: Mapping[str, Sequence[str]] = FILES,
@@ -112,7 +112,7 @@ def flatten(
     """Return the sources of the named classes and of all that they need, by file name.
 
     Args:
-        wanted (`Sequence[tuple[str, str]]`): Modules, as paths below `root` without ending, and names in them.
+        symbols (`Sequence[tuple[str, str]]`): Modules, as paths below `root` without ending, and names in them.
         root (`Path`): Root of the package.
         left_out (`Sequence[str]`): Modules and folders that are not copied.
         files (`Mapping[str, Sequence[str]]`): Modules by the file that they are joined in.
@@ -121,7 +121,7 @@ def flatten(
         ValueError: If a part that is left out is imported without `try`, modules or files import each other in a
             circle, or two modules of one file use a name for different things.
     """
-    modules = _reach(wanted, root, left_out)
+    modules = _reach(symbols, root, left_out)
     file_of = {module: name for name, names in files.items() for module in names}
     for name in modules:
         file_of.setdefault(name, flat_name(name))
@@ -150,15 +150,15 @@ def _sorted(graph: Mapping[str, set[str]]) -> list[str]:
         raise ValueError(f"modules or files import each other in a circle: {circle}. Move what they share.") from error
 
 
-def _reach(wanted: Sequence[tuple[str, str]], root: Path, left_out: Sequence[str]) -> dict[str, Module]:
+def _reach(symbols: Sequence[tuple[str, str]], root: Path, left_out: Sequence[str]) -> dict[str, Module]:
     """Read the modules that are needed, and mark in each the pieces that are."""
     modules: dict[str, Module] = {}
-    pending, done = list(wanted), set[tuple[str, str]]()
+    pending, visited = list(symbols), set[tuple[str, str]]()
     while pending:
         name, symbol = place = pending.pop()
-        if place in done:
+        if place in visited:
             continue
-        done.add(place)
+        visited.add(place)
         if name not in modules:
             modules[name] = _read(name, root, left_out)
         module = modules[name]
@@ -167,8 +167,8 @@ def _reach(wanted: Sequence[tuple[str, str]], root: Path, left_out: Sequence[str
         for piece in module.pieces:
             if not piece.is_needed and (piece.has_effect or symbol in piece.defines):
                 piece.is_needed = True
-                pending += [(name, used) for used in piece.uses]
-    return {name: module for name, module in modules.items() if module.kept}
+                pending += [(name, other) for other in piece.uses]
+    return {name: module for name, module in modules.items() if module.needed_pieces}
 
 
 def _read(name: str, root: Path, left_out: Sequence[str]) -> Module:
@@ -231,12 +231,12 @@ def _piece(node: ast.stmt, text: str) -> Piece:
 
 def _names(node: ast.AST) -> set[str]:
     """Return the names that occur in a statement, also in annotations that are texts."""
-    found = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    names = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
     for inner in ast.walk(node):
         for hint in (getattr(inner, "annotation", None), getattr(inner, "returns", None)):
             if isinstance(hint, ast.Constant) and isinstance(hint.value, str):
-                found |= _names(ast.parse(hint.value))
-    return found
+                names |= _names(ast.parse(hint.value))
+    return names
 
 
 def _short_docstrings(text: str, tree: ast.Module) -> list[str | None]:
@@ -271,19 +271,19 @@ def _joined(file: str, modules: Sequence[Module], file_of: Mapping[str, str]) ->
     imports: dict[str, set[str]] = {}
     sections = []
     for module in modules:
-        used, texts = module.used, []
-        for piece in module.kept:
+        texts: list[str] = []
+        for piece in module.needed_pieces:
             new = [claim(name, (piece.text.strip(), name), module) for name in sorted(piece.defines)]
             if any(new) or piece.has_effect:  # two modules may define a constant alike
                 texts.append(piece.text)
         for name, (other, original) in module.inside.items():
-            if name in used and file_of[other] != file:
+            if name in module.names and file_of[other] != file:
                 claim(name, (file_of[other], original), module)
                 imports.setdefault(f"from .{file_of[other]} import", set()).add(_spelled(original, name))
-            elif name in used and name != original:
+            elif name in module.names and name != original:
                 raise ValueError(f"{module.name} imports {original} as {name} from its own file {file}.py: rename it.")
         for name, (statement, original) in module.outside.items():
-            if name.split(".")[0] in used:
+            if name.split(".")[0] in module.names:
                 claim(name, (statement, original), module)
                 imports.setdefault(statement, set()).add(_spelled(original, name))
         title = f"# {'-' * 20} {module.name}.py\n#\n{_commented(module.about)}\n\n" if len(modules) > 1 else ""

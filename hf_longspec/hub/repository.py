@@ -27,9 +27,9 @@ FORMAT_VERSION = "0.1.0"
 NGRAMS = "modeling/ngram/generation_ngram"
 WITH_NGRAMS = ("tokenswift", "longspec_ngram")
 # The file that `auto_map` names. Transformers saves a class with the file of its `__module__`.
-ENTRY = '''"""{model}, from {package} where it is installed, and from the files beside this one otherwise.
+ENTRY = '''"""{model}, from {package} if it is installed, and otherwise from the other files of this repository.
 
-It is the whole package or the whole copy: the files beside this one are not imported where the package is.
+The two are never mixed: if the package is installed, the other files are not imported.
 """
 
 from importlib.metadata import version
@@ -43,16 +43,15 @@ try:
 except ImportError:
     from .{sibling} import {config}, {model}
 
-    {config}.__module__ = {model}.__module__ = __name__  # saved drafts bring this file along, too
+    {config}.__module__ = {model}.__module__ = __name__  # so that saved drafts include this file
 '''
 NOT_MEASURED = "Not measured."
 OWN_CODE = """\
-You need transformers 5.17 or newer and nothing else. The code is in this repository, and `trust_remote_code=True` runs
-it."""
+This draft needs transformers 5.17 or newer. The code is in this repository; `trust_remote_code=True` runs it."""
 ENGINE_CODE = """\
-You need transformers 5.17 or newer and nothing else. The code is in [{engine}](https://huggingface.co/{engine}), and
-`trust_remote_code=True` runs it. `revision` chooses the weights and settings of this repository and does not pin the
-code; `code_revision="<commit of {engine}>"` does."""
+This draft needs transformers 5.17 or newer. The code is in [{engine}](https://huggingface.co/{engine});
+`trust_remote_code=True` runs it. `revision` selects the weights and settings of this repository, and
+`code_revision="<commit of {engine}>"` the code."""
 # Of https://huggingface.co/docs/hub/repositories-licenses
 LICENSES = {
     "afl-3.0", "agpl-3.0", "apache-2.0", "apple-amlr", "apple-ascl", "artistic-2.0", "bigcode-openrail-m",
@@ -73,9 +72,7 @@ LISTS = ("datasets", "language")  # fields that may hold several values on the H
 
 @dataclass(frozen=True)
 class Card:
-    """
-    Facts on a model card that do not follow from the draft. The card omits missing facts, or states that they are
-    missing.
+    """Values on a model card that cannot be read from the draft. Missing values are omitted or marked as missing.
 
     Args:
         repo (`str`, *optional*): Id or folder from which the usage example loads the draft. Defaults to the repository
@@ -115,18 +112,18 @@ class Card:
         Raises:
             ValueError: If a name or the license is unknown, or a value has a wrong type.
         """
-        known = {fact.name: fact.default for fact in fields(cls)}
-        if unknown := sorted(set(facts) - set(known)):
-            raise ValueError(f"a card has no {', '.join(unknown)}: it has {', '.join(known)}.")
+        defaults = {fact.name: fact.default for fact in fields(cls)}
+        if unknown := sorted(set(facts) - set(defaults)):
+            raise ValueError(f"unknown on a model card: {', '.join(unknown)}. Expected some of {', '.join(defaults)}.")
         for name, value in facts.items():
             if name in LISTS and isinstance(value, list) and all(isinstance(item, str) for item in value):
                 continue
-            if name == "datasets" or not (isinstance(value, str) or (value is None and known[name] is None)):
-                expected = "a list of texts" if name == "datasets" else "a text"
-                raise ValueError(f"{name}={value!r} on a card: expected {expected}. Correct it, or leave it out.")
-        if (given := facts.get("license")) is not None and given not in LICENSES:
+            if name == "datasets" or not (isinstance(value, str) or (value is None and defaults[name] is None)):
+                expected = "a list of strings" if name == "datasets" else "a string"
+                raise ValueError(f"{name}={value!r} on a model card: expected {expected}. Correct it, or omit it.")
+        if (license_id := facts.get("license")) is not None and license_id not in LICENSES:
             raise ValueError(
-                f"license={given!r} on a card: the Hub has no such id. Pass one of "
+                f"license={license_id!r} is not a license id of the Hub. Pass one of "
                 "https://huggingface.co/docs/hub/repositories-licenses, such as apache-2.0, or other."
             )
         return cls(**facts)
@@ -144,8 +141,8 @@ class Card:
         base_model = self.base_model or draft.config.target_name_or_path
         if not is_hub_id(base_model) or (not self.base_model and Path(str(base_model)).is_dir()):
             raise ValueError(
-                f"the target is known as {base_model!r}, which is no Hub id, and others load it by its id. Pass "
-                "base_model (--base-model), such as Qwen/Qwen3-8B."
+                f"the target {base_model!r} is not a Hub id, by which others can load it. Pass base_model "
+                "(--base-model), such as Qwen/Qwen3-8B."
             )
         has_weights = not draft.weightless or next(draft.parameters(), None) is not None  # a draft by another model
         license = self.license or (None if has_weights else "apache-2.0")
@@ -202,8 +199,8 @@ def render(draft: Any, card: Card, engine: str | None = None) -> str:
 
 
 def _settings(draft: Any, card: Card) -> str:
-    named = ", ".join(f"`{name}={draft.setting(name)!r}`" for name in draft.settings)
-    return _paragraphs(f"Settings in `generation_config.json`: {named or 'none'}.", card.settings)
+    settings = ", ".join(f"`{name}={draft.setting(name)!r}`" for name in draft.settings)
+    return _paragraphs(f"Settings in `generation_config.json`: {settings or 'none'}.", card.settings)
 
 
 def _training(card: Card) -> str:
@@ -257,7 +254,7 @@ def push(
     """
     check_repo_id(repo_id)
     if card is not None and facts:
-        raise ValueError(f"both card and {', '.join(facts)} were given: put all facts into the card.")
+        raise ValueError(f"card was passed together with {', '.join(facts)}: pass all values in the card.")
     with TemporaryDirectory() as folder:
         write_repository(draft, Path(folder) / "draft", card or Card.read(facts), repo_id, engine)
         api = HfApi(token=token)
@@ -282,9 +279,7 @@ def check_repo_id(repo_id: str) -> None:
         ValueError: If `repo_id` is not a valid `"owner/name"`.
     """
     if "/" not in repo_id or not is_hub_id(repo_id):
-        raise ValueError(
-            f"repository {repo_id!r}: expected owner/name, of letters, digits and the signs - _ and . alone."
-        )
+        raise ValueError(f"repository {repo_id!r}: expected owner/name, with letters, digits, -, _ and . only.")
 
 
 def check_engine(engine: str, repo_id: str | None) -> None:
@@ -297,7 +292,7 @@ def check_engine(engine: str, repo_id: str | None) -> None:
         raise ValueError(f"engine {engine!r}: `auto_map` separates repository and class by --. Choose another name.")
     check_repo_id(engine)
     if engine == repo_id:
-        raise ValueError(f"engine {engine!r} is the draft's own repository. Name another one, or leave engine out.")
+        raise ValueError(f"engine {engine!r} is the draft's own repository. Pass another one, or omit engine.")
 
 
 def write_engine(folder: Path, engine: str) -> list[Path]:
@@ -378,7 +373,7 @@ def draft_code(draft: Any) -> dict[str, str]:
     methods = [method for method in _methods() if method.model is type(draft)]
     if not methods:
         raise ValueError(
-            f"{type(draft).__name__} needs {PACKAGE.name} installed: only drafts of the package itself are published "
+            f"{type(draft).__name__} is not part of {PACKAGE.name}: only drafts of the package itself can be published "
             "with their code."
         )
     return _code_of(methods)
@@ -396,9 +391,9 @@ def _methods() -> list[RegisteredDraft]:
 
 def _code_of(methods: list[RegisteredDraft]) -> dict[str, str]:
     """Return the entry files of some methods, and the engine below them."""
-    wanted = [(_module(part), part.__name__) for method in methods for part in (method.model, method.config)]
+    classes = [(_module(part), part.__name__) for method in methods for part in (method.model, method.config)]
     with_ngrams = any(method.config.model_type in WITH_NGRAMS for method in methods)
-    sources = flatten(wanted, PACKAGE, LEFT_OUT if with_ngrams else (*LEFT_OUT, NGRAMS))
+    sources = flatten(classes, PACKAGE, LEFT_OUT if with_ngrams else (*LEFT_OUT, NGRAMS))
     for method in methods:
         module = _module(method.model)
         names = {"model": method.model.__name__, "config": method.config.__name__, "sibling": flat_name(module)}
@@ -419,16 +414,16 @@ def _file_of(cls: type) -> Path:
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if cls.__module__ == "__main__" or file is None:
         raise ValueError(
-            f"{cls.__name__} is defined in {cls.__module__}, which is no file of a package: move it to one."
+            f"{cls.__name__} is defined in {cls.__module__}, which is not a file of a package: move it to one."
         )
     return Path(file).resolve()
 
 
 def _check(draft: Any) -> None:
     if not getattr(draft, "_is_longspec_draft", False) or not hasattr(draft, "save_pretrained"):
-        raise ValueError(f"{type(draft).__name__} is no draft of hf_longspec: pass a DraftModel.")
+        raise ValueError(f"{type(draft).__name__} is not a draft of hf_longspec: pass a DraftModel.")
     if getattr(draft, "peft_config", None):
-        raise ValueError("the draft has a LoRA adapter, which would be published without its base: merge it first.")
+        raise ValueError("the draft has an unmerged LoRA adapter, which would be published without its base: merge it.")
 
 
 def _complete_config(path: Path, draft: Any, base_model: str, engine: str | None) -> None:
@@ -444,8 +439,8 @@ def _complete_config(path: Path, draft: Any, base_model: str, engine: str | None
 
 def _facts(card: Card) -> str:
     """Return the given facts as JSON, without the acceptance table, which is made from a results file each time."""
-    given = {name: value for name, value in asdict(card).items() if value and name != "acceptance"}
-    return json.dumps(given, indent=2) + "\n"
+    facts = {name: value for name, value in asdict(card).items() if value and name != "acceptance"}
+    return json.dumps(facts, indent=2) + "\n"
 
 
 def _remove_stale(folder: Path, files: list[Path]) -> None:

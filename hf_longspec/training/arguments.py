@@ -31,11 +31,11 @@ class DraftTrainingArguments(TrainingArguments):
             LongSpec only: largest offset of the positions after the anchors; 0 switches offsets off. The default and
             the upper limit is `max_position_embeddings` of the target minus the row's length.
         noise_distribution (`str`, *optional*, defaults to `"uniform"`):
-            LongSpec only: how a row's gap is drawn from `noise_range`. `"uniform"` is the paper's. `"reached"` draws
-            a gap by the chance that drafting comes to its level, if six of ten drafted tokens are accepted.
+            LongSpec only: how a row's gap is drawn from `noise_range`: `"uniform"`, as in the paper, or `"reached"`, by
+            the probability that drafting reaches the gap's level if 60 % of the drafted tokens are accepted.
         max_length (`int`, *optional*):
-            Number of tokens at which a text or a conversation is cut. The default is `max_position_embeddings` of the
-            target.
+            Number of tokens to which a text or a conversation is truncated. The default is `max_position_embeddings` of
+            the target.
         text_column (`str`, *optional*, defaults to `"text"`):
             Column with texts.
         messages_column (`str`, *optional*, defaults to `"messages"`):
@@ -58,10 +58,10 @@ class DraftTrainingArguments(TrainingArguments):
     """
 
     loss: str = field(default="kl", metadata={"help": "kl: divergence from the target; ce: cross-entropy of the text."})
-    anchors: int = field(default=4, metadata={"help": "First positions of a row, which are not shifted."})
+    anchors: int = field(default=4, metadata={"help": "Number of first positions that are not shifted."})
     max_offset: int | None = field(default=None, metadata={"help": "Largest offset; default: the target's limit."})
     noise_distribution: str = field(default="uniform", metadata={"help": "How gaps are drawn: uniform or reached."})
-    max_length: int | None = field(default=None, metadata={"help": "Tokens at which a text is cut."})
+    max_length: int | None = field(default=None, metadata={"help": "Tokens to which a text is truncated."})
     text_column: str = field(default="text", metadata={"help": "Column with texts."})
     messages_column: str = field(default="messages", metadata={"help": "Column with conversations."})
     assistant_only: bool = field(default=False, metadata={"help": "Train only on the assistant's messages."})

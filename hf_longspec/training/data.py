@@ -63,11 +63,11 @@ class DocumentEncoder:
             return
         if self.text_column not in columns and self.messages_column not in columns:
             raise ValueError(
-                f"the dataset has the columns {sorted(columns)}, and neither text_column={self.text_column!r} nor "
-                f"messages_column={self.messages_column!r} nor input_ids is among them: name the right column."
+                f"the dataset has the columns {sorted(columns)}, but not text_column={self.text_column!r}, "
+                f"messages_column={self.messages_column!r} or input_ids: set text_column or messages_column."
             )
         if self.tokenizer is None:
-            raise ValueError("the dataset has texts, and no tokenizer was given: pass processing_class=tokenizer.")
+            raise ValueError("a dataset of texts needs a tokenizer: pass processing_class=tokenizer.")
         if self.text_column in columns and self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-text token to append to a text: set tokenizer.eos_token.")
 
@@ -85,13 +85,13 @@ class DocumentEncoder:
         tokens = torch.tensor(encoded["input_ids"])
         if not self.assistant_only:
             return tokens, tokens
-        trained = torch.tensor(encoded["assistant_masks"], dtype=torch.bool)
-        if not trained.any():
+        is_assistant = torch.tensor(encoded["assistant_masks"], dtype=torch.bool)
+        if not is_assistant.any():
             raise ValueError(
-                "assistant_only=True, and the chat template marks no tokens of the assistant: put the assistant's "
+                "assistant_only=True, but the chat template marks no tokens of the assistant: put the assistant's "
                 "messages between {% generation %} and {% endgeneration %}, or set assistant_only=False."
             )
-        return tokens, tokens.masked_fill(~trained, IGNORED)
+        return tokens, tokens.masked_fill(~is_assistant, IGNORED)
 
 
 class TokenWindows(Dataset):
@@ -101,7 +101,7 @@ class TokenWindows(Dataset):
         tokens (`Sequence[int]`):
             Documents, each followed by the end-of-text token. A tensor or a `numpy.ndarray`, which may be
             memory-mapped, is read row by row.
-        length (`int`): Tokens of a row. The tokens that remain at the end are not used.
+        length (`int`): Tokens per row. An incomplete last row is dropped.
 
     Raises:
         ValueError: If the stream has fewer tokens than one row.
@@ -151,7 +151,7 @@ def pack(dataset: Any, tokenizer: Any, args: DraftTrainingArguments, length: int
     """
     _check_row_length(length)
     encoder = DocumentEncoder(args, tokenizer)
-    encoder.max_length = None  # documents are not cut off: the rest of one begins the next row
+    encoder.max_length = None  # not truncated: a document continues in the next row
     columns = dataset.column_names or list(next(iter(dataset)))
     encoder.check(columns)
 
@@ -199,12 +199,12 @@ class DraftCollator:
         """
         tokens, labels = zip(*(self.encoder(row) for row in rows), strict=True)
         if not all(map(len, tokens)):
-            raise ValueError("a row has no tokens: filter empty rows out of the dataset.")
+            raise ValueError("a row has no tokens: remove empty rows from the dataset.")
         low, high = min(int(row.min()) for row in tokens), max(int(row.max()) for row in tokens)
         if low < 0 or high >= self.vocab_size:
             raise ValueError(
-                f"a row has the token {low if low < 0 else high}, and the target's vocabulary is 0 to "
-                f"{self.vocab_size - 1}: use the target's tokenizer."
+                f"token {low if low < 0 else high} is outside of the target's vocabulary, 0 to {self.vocab_size - 1}: "
+                "use the target's tokenizer."
             )
         return {
             "input_ids": pad_sequence(list(tokens), batch_first=True, padding_value=self.pad_token_id),

@@ -36,7 +36,7 @@ STATES = {"position_ids": 0, "keys": 1, "values": 1, "hidden": 0}
 Row = dict[str, torch.Tensor]
 Head = Callable[[torch.Tensor], torch.Tensor]
 # Takes the logits of some tokens. Returns the loss of each, its gradient with respect to the logits, and the rank of
-# the wanted token.
+# the correct token.
 Score = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 # Takes a chunk and returns its score function. What all levels are compared with is computed once per chunk.
 Objective = Callable[[slice, torch.dtype], Score]
@@ -83,10 +83,10 @@ class TargetPass:
             cache = OneLayerCache(self.parts.config.num_hidden_layers, self.parts.kv_layer)
             (output,) = forwards(decoder, input_ids, position_ids, cache, length)
             return TargetStates(cache.keys, cache.values, output.last_hidden_state if self.hidden else None)
-        stored = SpeculativeCache(self.parts.config, len(input_ids), length, tree_slots=1)
-        outputs = forwards(decoder, input_ids, position_ids, stored, self.chunk_size)
+        whole = SpeculativeCache(self.parts.config, len(input_ids), length, tree_slots=1)
+        outputs = forwards(decoder, input_ids, position_ids, whole, self.chunk_size)
         hidden = [output.last_hidden_state for output in outputs]
-        layer = stored.layers[self.parts.kv_layer]
+        layer = whole.layers[self.parts.kv_layer]
         keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
         return TargetStates(keys, values, torch.cat(hidden, 1) if self.hidden else None)
 
@@ -98,13 +98,13 @@ class HiddenPass:
         target (`PreTrainedModel`): The target.
         chunk_size (`int`, *optional*): Tokens per forward; by default a whole row. Between chunks the cache of every
             layer is in memory; without chunks no cache is used.
-        wanted (`bool` or `tuple[int, ...]`, *optional*, defaults to `True`): Layers whose inputs are kept, one after
-            another, in place of the final norm's.
+        layers (`bool` or `tuple[int, ...]`, *optional*, defaults to `True`): Layers whose inputs are concatenated;
+            `True` is the final norm.
     """
 
-    def __init__(self, target: PreTrainedModel, chunk_size: int | None = None, wanted: bool | tuple[int, ...] = True):
+    def __init__(self, target: PreTrainedModel, chunk_size: int | None = None, layers: bool | tuple[int, ...] = True):
         self.target = target
-        self.wanted = wanted
+        self.layers = layers
         self.config = target.config.get_text_config(decoder=True)
         self.chunk_size = chunk_size
 
@@ -112,14 +112,14 @@ class HiddenPass:
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return `(B, L, hidden)` for `input_ids` `(B, L)` at positions 0, 1, 2, ... Padding must be on the right."""
         length, decoder = input_ids.shape[1], self.target.get_decoder()
-        with LayerInputs(self.target, self.wanted) as caught:
+        with LayerInputs(self.target, self.layers) as inputs:
             if self.chunk_size is None or self.chunk_size >= length:
                 decoder(input_ids=input_ids, use_cache=False)
-                return caught.hidden
+                return inputs.hidden
             cache = SpeculativeCache(self.config, len(input_ids), length, tree_slots=1)
             positions = torch.arange(length, device=input_ids.device).expand_as(input_ids)
             chunks = forwards(decoder, input_ids, positions, cache, self.chunk_size)
-            return torch.cat([caught.hidden for _ in chunks], 1)
+            return torch.cat([inputs.hidden for _ in chunks], 1)
 
 
 def forwards(
@@ -183,12 +183,12 @@ class KVStore(Dataset):
         self.facts = json.loads(json.dumps({"num_rows": num_rows, **facts}))
         file = self.folder / FACTS_FILE
         if file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8"))
+            old = json.loads(file.read_text(encoding="utf-8"))
             for name, value in self.facts.items():
-                if found.get(name) != value:
+                if old.get(name) != value:
                     raise ValueError(
-                        f"target_kv_dir={str(folder)!r} was written with {name}={found.get(name)!r}, and this run has "
-                        f"{value!r}: name another folder, or delete this one."
+                        f"target_kv_dir={str(folder)!r} was written with {name}={old.get(name)!r}, but this run has "
+                        f"{value!r}: use another folder, or delete this one."
                     )
 
     def __len__(self) -> int:
@@ -265,7 +265,7 @@ class DraftObjective:
         counts: torch.Tensor | None = None,
         target_hidden: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, slice]:
-        """Return the summed losses of `n` tokens, and the ranks of the wanted tokens.
+        """Return the summed losses of `n` tokens, and the ranks of the correct tokens.
 
         Args:
             hidden (`torch.Tensor` of shape `(levels, n, hidden)`): Hidden states of the draft, input of the head.
@@ -275,7 +275,7 @@ class DraftObjective:
 
         Returns:
             The sums `(levels,)`. For `m` of the tokens, the number of tokens that the draft finds more likely than the
-            wanted one, `(levels, m)`. A slice that selects these `m` tokens: all `n`, except with Liger's kernel.
+            correct one, `(levels, m)`. A slice that selects these `m` tokens: all `n`, except with Liger's kernel.
         """
         if target_hidden is not None:
             objective = forward_kl(target_hidden, self._target_head)
@@ -307,7 +307,7 @@ class DraftObjective:
             few = hidden[:, sample]
             _, ranks = head_loss(few, self._head, cross_entropy(labels[sample]), self.chunk_size)
         places = [slice(None)] * len(hidden) if counts is None else list(counts)
-        totals = [fused(states[own], labels[own]) for states, own in zip(hidden, places, strict=True)]
+        totals = [fused(states[place], labels[place]) for states, place in zip(hidden, places, strict=True)]
         return torch.stack(totals), ranks, sample
 
 
@@ -348,7 +348,7 @@ def head_loss(
 
     Returns:
         The sums `(levels,)`, and a `torch.LongTensor` of shape `(levels, n)` with the number of tokens that the draft
-        finds more likely than the wanted one. It is 0 for a hit.
+        finds more likely than the correct one. It is 0 for a hit.
     """
     if counts is None:
         counts = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
@@ -360,14 +360,14 @@ def cross_entropy(labels: torch.Tensor) -> Objective:
     """Return the cross-entropy of tokens `(n,)` as an objective."""
 
     def objective(chunk: slice, dtype: torch.dtype) -> Score:
-        wanted = labels[chunk, None]
+        tokens = labels[chunk, None]
 
         def score(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             log_draft = logits.log_softmax(-1)
-            losses = -log_draft.gather(1, wanted)[:, 0]
+            losses = -log_draft.gather(1, tokens)[:, 0]
             gradient = log_draft.exp_()
-            gradient.scatter_add_(1, wanted, gradient.new_full(wanted.shape, -1.0))
-            return losses, gradient, rank(logits, wanted)
+            gradient.scatter_add_(1, tokens, gradient.new_full(tokens.shape, -1.0))
+            return losses, gradient, rank(logits, tokens)
 
         return score
 
@@ -384,13 +384,13 @@ def forward_kl(target_hidden: torch.Tensor, head: Head) -> Objective:
 
     def objective(chunk: slice, dtype: torch.dtype) -> Score:
         log_target = head(target_hidden[chunk]).to(dtype).log_softmax(-1)
-        wanted, target = log_target.argmax(-1, keepdim=True), log_target.exp()
+        tokens, target = log_target.argmax(-1, keepdim=True), log_target.exp()
         negative_entropy = dot(target, log_target)
 
         def score(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             log_draft = logits.log_softmax(-1)
             losses = negative_entropy - dot(target, log_draft)
-            return losses, log_draft.exp_().sub_(target), rank(logits, wanted)
+            return losses, log_draft.exp_().sub_(target), rank(logits, tokens)
 
         return score
 
@@ -402,17 +402,17 @@ def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
 
 
-def rank(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Count the tokens that come before `wanted` `(m, 1)` in the order of the logits `(m, vocab)`.
+def rank(logits: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Count the tokens that come before `token` `(m, 1)` in the order of the logits `(m, vocab)`.
 
     Tokens with equal logits are ordered by their ids.
 
     >>> rank(torch.tensor([[1.0, 3.0, 2.0, 2.0]]), torch.tensor([[3]])).tolist()
     [2]
     """
-    own = logits.gather(1, wanted)
+    logit = logits.gather(1, token)
     ids = torch.arange(logits.shape[1], device=logits.device)
-    return torch.count_nonzero((logits > own) | ((logits == own) & (ids < wanted)), dim=1)
+    return torch.count_nonzero((logits > logit) | ((logits == logit) & (ids < token)), dim=1)
 
 
 class _HeadLoss(torch.autograd.Function):

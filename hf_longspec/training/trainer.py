@@ -118,7 +118,7 @@ class LevelsMethod(TrainingMethod):
         target (`PreTrainedModel`): The target.
         args ([`DraftTrainingArguments`]): Settings of the run.
         count_shape (`tuple[int, int]`): Number of levels, and of counts per level.
-        wanted (`bool` or `tuple[int, ...]`): States to keep, see [`HiddenPass`].
+        layers (`bool` or `tuple[int, ...]`): Layers whose inputs are read, see [`HiddenPass`].
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class LevelsMethod(TrainingMethod):
         target: PreTrainedModel,
         args: DraftTrainingArguments,
         count_shape: tuple[int, int],
-        wanted: bool | tuple[int, ...] = True,
+        layers: bool | tuple[int, ...] = True,
     ):
         super().__init__(draft, target, args)
         self.count_shape = count_shape
-        self.hidden_pass = HiddenPass(target, args.target_chunk_size, wanted)
+        self.hidden_pass = HiddenPass(target, args.target_chunk_size, layers)
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the levels over a batch.
@@ -167,8 +167,8 @@ class LevelsMethod(TrainingMethod):
         return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
 
     def _hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
-        stored: torch.Tensor | None = inputs.get("hidden")
-        return self.hidden_pass(inputs["input_ids"]) if stored is None else stored
+        hidden: torch.Tensor | None = inputs.get("hidden")
+        return self.hidden_pass(inputs["input_ids"]) if hidden is None else hidden
 
     def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
         """Compute the target's states for a row."""
@@ -193,15 +193,15 @@ def method_of(draft: Any) -> type[TrainingMethod]:
             method: type[TrainingMethod] = DRAFTS[kind].load("training")
             return method
     calls = " or ".join(f"{draft_class.__name__}.from_target(target)" for draft_class in drafts.values())
-    raise ValueError(f"the model is a {type(draft).__name__}, which cannot be trained: create a draft with {calls}.")
+    raise ValueError(f"a {type(draft).__name__} cannot be trained: create a draft with {calls}.")
 
 
 def check_length(length: int, limit: int | None) -> None:
     """Refuse a row of `length` tokens if the target has fewer positions."""
     if limit is not None and length > limit:
         raise ValueError(
-            f"a row has {length} tokens, and the target has {limit} positions (max_position_embeddings): set "
-            "max_length, or cut the rows."
+            f"a row has {length} tokens, more than the target's {limit} positions (max_position_embeddings): set "
+            "max_length, or shorten the rows."
         )
 
 
@@ -209,7 +209,7 @@ def counted(hits: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.
     """Count the hits and the predicted tokens of each group.
 
     Args:
-        hits (`torch.BoolTensor` of shape `(n,)`): Whether the draft's most likely token is the wanted one.
+        hits (`torch.BoolTensor` of shape `(n,)`): Whether the draft's most likely token is the correct one.
         groups (`torch.LongTensor` of shape `(n,)`): Group of each predicted token.
         num_groups (`int`): Number of groups.
 
@@ -227,7 +227,7 @@ def acceptance(counts: Sequence[Sequence[float]], name: str, first: int = 1) -> 
     """Compute the share of hits of every level, and an estimate of tau.
 
     The shares are those of the levels of a draft tree with one branch. The estimate `1 + a1 + a1 a2 + ...`, bonus token
-    included, assumes that the levels are independent. It is left out unless every level from 1 on was seen.
+    included, assumes that the levels are independent. It is omitted unless every level from 1 on has counts.
 
     Args:
         counts (`Sequence`): Hits and predicted tokens of each level.
@@ -260,7 +260,7 @@ class DraftTrainer(Trainer):
     frozen (`requires_grad_(False)`), and its weights are never written to. Every process holds a copy of it.
 
     The draft's `config.model_type` selects its [`TrainingMethod`]. Besides the loss, the log has the number of tokens
-    seen and, for every gap or head, the share of tokens for which the draft's most likely token is the wanted one: the
+    seen and, for every gap or head, the share of tokens for which the draft's most likely token is correct: the
     target's most likely token, or the token of the text with `loss="ce"`.
 
     Args:
@@ -406,7 +406,7 @@ class DraftTrainer(Trainer):
             ValueError: With the call to use instead.
         """
         raise ValueError(
-            "a trainer does not upload drafts: call draft.push_to_hub('owner/name'), or hf-longspec publish."
+            "a trainer cannot upload drafts: call draft.push_to_hub('owner/name'), or run hf-longspec publish."
         )
 
     def _prepared(self, batches: Iterator) -> Iterator[dict[str, Any]]:
@@ -453,18 +453,18 @@ def check_models(draft: Any, target: PreTrainedModel, args: DraftTrainingArgumen
         raise ValueError(f"{type(target).__name__} cannot be decoded speculatively: {'; '.join(reasons)}.")
     draft.check(view)
     if args.n_gpu > 1:
-        raise ValueError(f"{args.n_gpu} GPUs in one process: run one process per GPU with accelerate launch.")
+        raise ValueError(f"{args.n_gpu} GPUs in one process: start one process per GPU with accelerate launch.")
 
 
 def check_weights(model: Any) -> None:
     """Refuse a draft without trainable weights, or with trainable weights in half precision."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not weights:
         raise ValueError("no weight of the draft requires a gradient: call draft.requires_grad_(True).")
-    if halves := {parameter.dtype for parameter in trained} & {torch.float16, torch.bfloat16}:
+    if halves := {parameter.dtype for parameter in weights} & {torch.float16, torch.bfloat16}:
         raise ValueError(
-            f"the draft's weights are {', '.join(map(str, halves))}, in which small updates are rounded away: train "
-            "draft.float(), with bf16=True for speed."
+            f"the draft's weights are {', '.join(map(str, halves))}, in which small updates are rounded away: pass "
+            "draft.float(), and bf16=True for speed."
         )
 
 

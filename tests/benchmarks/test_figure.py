@@ -126,7 +126,7 @@ def test_a_change_with_the_context_is_that_of_a_line_through_all_lengths():
 
 
 @pytest.mark.parametrize(
-    ("factor", "verdict"), [(1.1, "agrees"), (1.0, "cannot be told"), (0.9, "does not agree")], ids=str
+    ("factor", "verdict"), [(1.1, "agrees"), (1.0, "not significant"), (0.9, "does not agree")], ids=str
 )
 def test_verdicts_are_those_of_the_corrected_test(factor, verdict):
     """Of two claims, the second one is about equal drafts: the p of the first is doubled."""
