@@ -26,7 +26,7 @@ AROUND_THE_LOOP = (
     Mutation(
         "Text that was streamed is not streamed again at the end",
         "streaming.py",
-        "        self._given += piece\n",
+        "        self._output += piece\n",
         "",
         "tests/test_streaming.py::test_odd_characters",
     ),
