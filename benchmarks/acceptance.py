@@ -1,7 +1,7 @@
 """tau on held-out text with 95 % intervals over prompts: of the settings of SpecAttn, of n-grams, or of trained drafts.
 
-tau is the mean number of tokens emitted per verification, the target's own token included. Nothing here is timed, so
-other work may go on beside it. Every result is written as soon as it is known, the most important settings first.
+tau is the mean number of tokens emitted per verification, including the target's own token. Nothing is timed, so other
+programs may run at the same time. Every result is written immediately, the most important settings first.
 
     python -m benchmarks.acceptance --target hub_cards/tiny-target --data novels --data stdlib --threads 1
     python -m benchmarks.acceptance --draft hub_cards/tiny-longspec --output benchmarks/results/drafts.jsonl

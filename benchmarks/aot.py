@@ -1,8 +1,8 @@
 """The compiler's report on every variant of the Triton kernels, and counts of programs and bytes. No GPU is needed.
 
-The kernels are compiled for a GPU that need not be there, and `cuobjdump` reads registers, shared memory and spills
-from the machine code. Programs and bytes are counted from the shapes. Times are estimates by a formula, not
-measurements. Needs triton alone, and runs for a minute on a CPU.
+The kernels are compiled without a GPU, and `cuobjdump` reads registers, shared memory and spills from the machine code.
+Programs and bytes are computed from the shapes. Times are estimates by a formula, not measurements. Needs only triton,
+and runs for a minute on a CPU.
 
     python benchmarks/aot.py
     python benchmarks/aot.py --page docs/kernels.md     # between its markers
@@ -92,7 +92,7 @@ def loops(config: Any) -> dict[str, int]:
 
 
 def others(gpu: Any) -> list[Variant]:
-    """The variants beside a plain verification."""
+    """The other variants."""
     features = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "SCORES": 2}
     variants = [hybrid(nodes, gpu, f"{nodes} nodes, window, softcap, scores", **features) for nodes in (4, 8, 16, 32)]
     variants.append(hybrid(16, gpu, "16 nodes, no tree", TREE=0))

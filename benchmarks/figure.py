@@ -5,12 +5,12 @@
 
 `full` also runs in bfloat16 where the processor has it, with fewer prompts and lengths.
 
-Each prompt is prefilled once for all systems. All systems continue the same prompts, in turns, so that every ratio is
-one of neighbours in time. Chains have four drafted tokens; trees are named. tau is the number of tokens per
-verification, the target's own included. The cost is the time of an iteration in steps of the plain loop. The speed-up
-is tau over that cost.
+Each prompt is prefilled once for all systems. All systems continue the same prompts, in turns, so that every ratio
+compares calls at about the same time. Chains have four drafted tokens; trees are named. tau is the number of tokens per
+verification, including the target's own. The cost is the time of an iteration divided by that of a step of the plain
+loop. The speed-up is tau divided by the cost.
 
-A run that was interrupted goes on with `--resume`. The report and the figure are written at the end, from the file.
+An interrupted run continues with `--resume`. The report and the figure are written at the end.
 """
 
 import argparse
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, help="in place of those of the preset")
     parser.add_argument("--bfloat16", type=int, help="prompts in bfloat16, in place of those of the preset")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on with the result file")
+    parser.add_argument("--resume", action="store_true", help="continue with the result file")
     parser.set_defaults(minutes=None)
     args = parser.parse_args(arguments)
     for name, value in PRESETS[args.preset].items():

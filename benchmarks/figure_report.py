@@ -252,7 +252,7 @@ LONG = 4096
 
 
 def goals(records: Sequence[Record], entries: Sequence[Record]) -> str:
-    """Return what the drafts are to reach beside what they reached; nothing if nothing of it was measured.
+    """Return a table of goals and measurements; nothing without measurements.
 
     Args:
         entries (`Sequence[Record]`): From [`rows`].
@@ -321,7 +321,7 @@ CLASSES = {
 
 
 def part(records: Sequence[Record], name: str) -> str:
-    """Return tau and speeds of the systems whose names begin with `name`, beside no draft, and claims about them."""
+    """Return tau and speeds of no draft and of the systems whose names begin with `name`, and claims about them."""
     entries = [row for row in rows(records) if row["system"] == PLAIN or row["system"].startswith(name)]
     return "\n\n".join(filter(None, [headline(entries), claims(records, name)]))
 
@@ -444,7 +444,7 @@ def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path) -> N
 
 
 def _curves(axis: Any, entries: Sequence[Record], panel: Panel) -> list[Any]:
-    """Draw the curves of a panel, and return their labels, which stand beside the last points."""
+    """Draw the curves of a panel, and return their labels, which are next to the last points."""
     title, mode, key, styles = panel
     labels, method = [], title.partition(",")[0] + ", "
     group = [row for row in entries if row["mode"] == mode and key in row]

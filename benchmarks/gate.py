@@ -7,10 +7,10 @@ gate.
 
     python -m benchmarks.gate
 
-The differences are a few per cent, but whole runs of some seconds each vary by ten per cent on a shared machine. So
-every way to decode advances by a few tokens before the next one has its turn, all of them run in the same minute, and
-every single step is timed. The report has two results: the times of decodings that took turns, and an account of their
-steps. The gate counts the time of its own steps, so the turns do not affect it.
+The differences are a few per cent, but runs of some seconds vary by ten per cent on a shared machine. Therefore all
+methods advance by a few tokens in turns, and every step is timed. The report has two results: the total times, and an
+estimate from the counts of steps and their median cost. The gate counts the time of its own steps, so the turns do not
+affect it.
 """
 
 import statistics
@@ -147,9 +147,9 @@ def accounted(
     1.5
     """
     costs: dict[str, list[float]] = {}
-    for run, beside in zip(steps, base, strict=True):
+    for run, base_run in zip(steps, base, strict=True):
         turns: dict[int, list[float]] = {}
-        for step in beside:
+        for step in base_run:
             turns.setdefault(step.turn, []).append(step.seconds)
         units = {turn: statistics.median(seconds) for turn, seconds in turns.items()}
         for step in run:

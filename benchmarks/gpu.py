@@ -1,14 +1,14 @@
 """All measurements on a GPU, in one command that ends within nine minutes and needs torch, triton and transformers.
 
-A random target of the sizes of Llama-3.1-8B is drawn on the device, after random keys and values: nothing is
-downloaded, nothing is prefilled, and the package need not be installed. The most telling rows come first: iterations of
-stock `generate` and of ours without a draft, with SpecAttn and with LongSpec, after 8K, 32K and 128K tokens; then
-kernels, other ways to compute the same attention, the other drafts. Each line is written as soon as it is
-known. A wrong result is not timed; a measurement that is missing or does not fit is a line with the reason.
+The run creates a random target of the sizes of Llama-3.1-8B on the device, with random keys and values. It downloads
+and prefills nothing, and the package need not be installed. The most important rows come first: iterations of stock
+`generate` and of this package without a draft, with SpecAttn and with LongSpec, after 8K, 32K and 128K tokens; then
+kernels, other implementations of the same attention, and the other drafts. Each line is written immediately. A wrong
+result is not timed; a measurement that is not possible is a line with the reason.
 
     python benchmarks/gpu.py
     python -m benchmarks.gpu --sections kernels,baselines --seconds 300
-    python -m benchmarks.gpu --smoke --output runs/gpu.jsonl   # every path on a CPU; the numbers mean nothing
+    python -m benchmarks.gpu --smoke --output runs/gpu.jsonl   # every path on a CPU; the times are meaningless
 """
 
 import time
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argument_parser()
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not args.smoke and not torch.cuda.is_available():
-        parser.error("there is no CUDA device. --smoke exercises every path on a processor.")
+        parser.error("there is no CUDA device. --smoke runs every path on a CPU.")
     if unknown := sorted(set(args.sections) - set(SECTIONS)):
         parser.error(f"--sections {','.join(unknown)}: expected some of {', '.join(SECTIONS)}.")
     if args.threads:
@@ -293,7 +293,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--contexts", type=integers, help="of iterations (default: 8192,32768,131072)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: bfloat16")
     add("--backends", type=names, default=BACKENDS, help=f"default: {','.join(BACKENDS)}")
-    add("--smoke", action="store_true", help="every path on a tiny target on the CPU; the numbers mean nothing")
+    add("--smoke", action="store_true", help="every path on a tiny target on the CPU; the times are meaningless")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
     add("--output", type=Path, default=RESULTS / "gpu.jsonl", help="a .jsonl file (default: %(default)s)")
     add("--threads", type=int, help="of the CPU (default: one per core)")

@@ -141,7 +141,7 @@ def compiled_flex(case: DeviceAttention) -> Attend:
     length, mask, nodes = case.lengths[0], case.tree.mask[0], case.tree.num_nodes
     device = case.query.device
     if device.type == "cuda" and (nodes != FLEX_NODES or len(case.lengths) > 1):
-        raise Skip(f"compiled anew for every case, which takes long: timed for {FLEX_NODES} nodes and one row")
+        raise Skip(f"recompiled for every case: timed only for {FLEX_NODES} nodes and one row")
 
     def visible(batch: Any, head: Any, node: Any, slot: Any) -> Any:
         return (slot < length) | mask[node, (slot - length).clamp(0, nodes - 1)]

@@ -1,7 +1,7 @@
 """Extra memory of `generate`: the peak beyond the target's weights, keys and values, for every kind of draft.
 
 Decoding is measured after a full cache, the prefill in its last chunk, on a small random model on the CPU. The growth
-with the context matters here, not the size. Nothing is timed, so other work may go on beside it.
+with the context matters, not the size. Nothing is timed, so other programs may run at the same time.
 
     python -m benchmarks.memory
 

@@ -4,7 +4,7 @@ NAME says which result files: `figure` is the part of its report that documents 
 `figure:LongSpec` the systems whose names begin so, alone, and `figure:fill` fills columns of the table in the block.
 
     python -m benchmarks.tables                    # README.md and all pages of docs/
-    python -m benchmarks.tables --reports          # and the report beside each result file
+    python -m benchmarks.tables --reports          # and the report of each result file
 """
 
 import argparse
@@ -50,7 +50,7 @@ def report(records: Sequence[Record]) -> str:
 
 
 def refreshed(path: Path, results: Path = RESULTS) -> str:
-    """The text of a page with all its blocks written anew.
+    """The text of a page with all its blocks regenerated.
 
     Args:
         path (`Path`): The page.
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     parser.add_argument("pages", type=Path, nargs="*", default=pages, help="Markdown files (default: README and docs)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--reports", action="store_true", help="write the report beside each result file anew, too")
+    parser.add_argument("--reports", action="store_true", help="also regenerate the report of each result file")
     args = parser.parse_args(arguments)
     try:
         written = {path: refreshed(path, args.results) for path in args.pages}

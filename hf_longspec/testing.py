@@ -197,7 +197,7 @@ def tiny_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> tupl
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Draw every weight anew, then scale the output so that the logits have a standard deviation of `LOGIT_STD`."""
+    """Draw every weight again, then scale the output so that the logits have a standard deviation of `LOGIT_STD`."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     final_norm = model.base_model.norm.weight
     norm_offset = 1.0 if not final_norm.any() else 0.0  # gemma multiplies by 1 + weight
@@ -210,7 +210,7 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
         elif parameter.ndim == 1:  # other norms and biases: around their initial value
             parameter.add_(0.3 * noise)
         elif parameter is embedding:
-            # Small beside what the layers add to it: with tied embeddings a token would otherwise predict itself.
+            # Small relative to the layers' outputs: with tied embeddings a token would otherwise predict itself.
             parameter.copy_(0.02 * noise)
         else:
             parameter.copy_(noise * (1.5 / math.sqrt(parameter.shape[-1])))

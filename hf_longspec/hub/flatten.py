@@ -303,7 +303,7 @@ def _spelled(name: str, bound: str) -> str:
 
 
 def _statements(imports: Mapping[str, set[str]]) -> Iterator[str]:
-    """Return import statements: modules first, then names of packages, then of the files beside this one."""
+    """Return import statements: modules first, then names of packages, then of the other files."""
     for statement in sorted(imports, key=lambda text: (text.startswith("from"), text.startswith("from ."), text)):
         names = sorted(imports[statement])
         line = f"{statement} {', '.join(names)}"
