@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 try:
@@ -35,13 +36,13 @@ app = typer.Typer(
 
 
 def command(signature: Callable[..., None]) -> Callable[..., None]:
-    """Register a command; `run` of the module with its name gets the options and returns the exit status."""
+    """Register a command. `run` of the module with its name gets the options as one object, returns the exit status."""
     name = signature.__name__
 
     @wraps(signature)
     def run(debug: bool = False, **given: Any) -> None:
         with options.one_line_errors(debug):
-            status = import_module(f"{__package__}.{name}").run(**given)
+            status = import_module(f"{__package__}.{name}").run(SimpleNamespace(**given))
         raise typer.Exit(status or 0)
 
     app.command()(run)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -40,59 +41,39 @@ ALL_WAYS = "temperature=0,1"
 PACKAGES = ("pandas", "scipy")
 
 
-def run(
-    target: str,
-    draft: list[str] | None,
-    data: list[str] | None,
-    column: str | None,
-    chat: bool,
-    preset: str | None,
-    context: str | None,
-    batch: str,
-    dtype: str,
-    assistant: str | None,
-    sweep: list[str] | None,
-    max_new_tokens: int,
-    repeats: int,
-    temperature: float,
-    lookup_tokens: int,
-    minutes: float | None,
-    output: Path,
-    resume: bool,
-    plots: bool,
-    as_json: bool,
-    verbose: bool,
-) -> int:
+def run(args: SimpleNamespace) -> int:
     """Measure and show; returns the exit status."""
-    check_resume(output, resume)
-    require_packages(plots)
-    drafts, sweeps = draft or [], sweep or []
-    if preset is not None:
+    check_resume(args.output, args.resume)
+    require_packages(args.plots)
+    drafts, sweeps = args.draft or [], args.sweep or []
+    if args.preset is not None:
         drafts += [name for name in ALL_DRAFTS if name not in drafts]
-        sweeps += [] if temperature or any(one.startswith("temperature=") for one in sweeps) else [ALL_WAYS]
+        sweeps += [] if args.temperature or any(one.startswith("temperature=") for one in sweeps) else [ALL_WAYS]
     bench = Bench(
-        target=target,
-        preset=preset,
+        target=args.target,
+        preset=args.preset,
         drafts=drafts or ["specattn"],
-        assistant=assistant,
-        data=data or [BUILTIN],
-        column=column,
-        chat=chat,
-        contexts=lengths("--context", context or (USUAL_CONTEXT if preset is None else ALL_CONTEXTS)),
-        batches=lengths("--batch", batch, options.MOST_ROWS),
-        dtypes=dtypes(dtype),
+        assistant=args.assistant,
+        data=args.data or [BUILTIN],
+        column=args.column,
+        chat=args.chat,
+        contexts=lengths("--context", args.context or (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS)),
+        batches=lengths("--batch", args.batch, options.MOST_ROWS),
+        dtypes=dtypes(args.dtype),
         sweeps=sweeps,
-        tokens=max_new_tokens,
-        repeats=repeats,
-        temperature=temperature,
-        lookup_tokens=lookup_tokens,
+        tokens=args.max_new_tokens,
+        repeats=args.repeats,
+        temperature=args.temperature,
+        lookup_tokens=args.lookup_tokens,
     )
     parse_sweeps(bench.sweeps)
-    documents = read_sources(bench.data, column)
-    with session.quiet(progress_bars=not Path(target).is_dir()):
-        prompts = DocumentPrompts(session.load_tokenizer(target), documents, chat)
-        file, interrupted = bench.measure(prompts, output, math.inf if minutes is None else minutes * 60, resume)
-    show(file, plots, as_json, verbose)
+    documents = read_sources(bench.data, args.column)
+    with session.quiet(progress_bars=not Path(args.target).is_dir()):
+        prompts = DocumentPrompts(session.load_tokenizer(args.target), documents, args.chat)
+        file, interrupted = bench.measure(
+            prompts, args.output, math.inf if args.minutes is None else args.minutes * 60, args.resume
+        )
+    show(file, args.plots, args.as_json, args.verbose)
     if interrupted:
         print("Interrupted; what was measured is kept. --resume goes on.", file=sys.stderr)
         return options.INTERRUPTED

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,29 +33,22 @@ TAIL_CHARACTERS = 300  # of the prompt, shown before its continuation
 STYLES = {IDENTICAL: "green", "exact": "green", REFERENCE: "dim", NEAR_TIE: "yellow"}
 
 
-def run(
-    target: str | None,
-    draft: str | None,
-    file: Path | None,
-    context: int | None,
-    max_new_tokens: int,
-    dtype: str,
-) -> bool:
+def run(args: SimpleNamespace) -> bool:
     """Measure and show; returns whether a text is wrong."""
     console = Console(highlight=False)
-    target = session.find_target(target)
-    name, document = read_document(file)
+    target, context = session.find_target(args.target), args.context
+    name, document = read_document(args.file)
     with session.quiet(progress_bars=not Path(target).is_dir()):
         tokenizer = session.load_tokenizer(target)
-        room = session.max_positions(target) - max_new_tokens
+        room = session.max_positions(target) - args.max_new_tokens
         if room < 1 or (context or 0) > room:
             raise CommandError(
-                f"--context {context or options.DEMO_CONTEXT} and {max_new_tokens} new tokens exceed the "
-                f"{room + max_new_tokens} positions of the model: use at most --context {max(room, 0)}, or fewer "
+                f"--context {context or options.DEMO_CONTEXT} and {args.max_new_tokens} new tokens exceed the "
+                f"{room + args.max_new_tokens} positions of the model: use at most --context {max(room, 0)}, or fewer "
                 "--max-new-tokens."
             )
         console.print(f"Loading {target}.", markup=False)
-        model = session.load_target(target, session.dtype_of(dtype, session.default_device()))
+        model = session.load_target(target, session.dtype_of(args.dtype, session.default_device()))
         if context is None and model.dtype == torch.bfloat16 and native_bfloat16(model.device) is False:
             context = EMULATED_CONTEXT
         text, ids = make_prompt(tokenizer, name, document, min(context or options.DEMO_CONTEXT, room))
@@ -65,11 +59,13 @@ def run(
             markup=False,
         )
         plain = {GENERATE: HfMethod(), NO_DRAFT: PlainDraftModel.from_target(model)}
-        drafts = load_drafts(draft_names(target, draft), model)
+        drafts = load_drafts(draft_names(target, args.draft), model)
         try:
             # the last draft first, because its text is the one to show
             calls = {
-                name: measure(console, name, model, method, ids, max_new_tokens, None if turn else (tokenizer, text))
+                name: measure(
+                    console, name, model, method, ids, args.max_new_tokens, None if turn else (tokenizer, text)
+                )
                 for turn, (name, method) in enumerate([*reversed(drafts.items()), *plain.items()])
             }
         except torch.OutOfMemoryError as error:

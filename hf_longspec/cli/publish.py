@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
@@ -20,40 +21,29 @@ from .session import NetworkError, loading, quiet
 ENGINE_FOLDER = Path("engine")
 
 
-def run(
-    source: Path,
-    repo: str | None = None,
-    dry_run: bool = False,
-    output: Path | None = None,
-    results: Path | None = None,
-    name: str | None = None,
-    base_model: str | None = None,
-    license: str | None = None,
-    private: bool = False,
-    engine: str | None = None,
-) -> None:
+def run(args: SimpleNamespace) -> None:
     """Publish a draft, or write its repository."""
-    if repo is not None:
-        check_repo_id(repo)
-    if engine is not None:
-        check_engine(engine, repo)
-    if not dry_run and repo is None:
+    if args.repo is not None:
+        check_repo_id(args.repo)
+    if args.engine is not None:
+        check_engine(args.engine, args.repo)
+    if not args.dry_run and args.repo is None:
         raise CommandError("no repository was named, and nothing is uploaded without: pass --repo, or --dry-run.")
-    if not dry_run and output is not None:
-        raise CommandError(f"--output {output} goes with --dry-run; without it the draft is uploaded.")
-    output = output or source.resolve().with_name(f"{source.resolve().name}-hub")
-    if dry_run:
-        ours = output.is_dir() and (output.samefile(source) or is_ours(output))
+    if not args.dry_run and args.output is not None:
+        raise CommandError(f"--output {args.output} goes with --dry-run; without it the draft is uploaded.")
+    output = args.output or args.source.resolve().with_name(f"{args.source.resolve().name}-hub")
+    if args.dry_run:
+        ours = output.is_dir() and (output.samefile(args.source) or is_ours(output))
         options.require_writable_folder(output, new=not ours)
-    card = read_card(source, repo=repo, base_model=base_model, license=license)
-    if results is not None:
-        card = replace(card, acceptance=acceptance_section(results, name or source.resolve().name))
-    draft = load(source)
-    if dry_run:
-        write(draft, output, card, repo, engine)
+    card = read_card(args.source, repo=args.repo, base_model=args.base_model, license=args.license)
+    if args.results is not None:
+        card = replace(card, acceptance=acceptance_section(args.results, args.name or args.source.resolve().name))
+    draft = load(args.source)
+    if args.dry_run:
+        write(draft, output, card, args.repo, args.engine)
     else:
         with errors_of_the_hub():
-            print(push(draft, str(repo), card=card, private=private or None, engine=engine).commit_url)
+            print(push(draft, str(args.repo), card=card, private=args.private or None, engine=args.engine).commit_url)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -31,7 +32,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, logging
 
-from ..cli import CommandError, one_line
+from ..cli import CommandError, one_line, options
 from ..generation.target import TargetView
 from ..modeling.assistant.modeling_assistant import AssistantDraftModel
 from ..modeling.loading import refuse_missing_weights
@@ -217,7 +218,7 @@ def describe_device(device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class Session:
+class LoadedModels:
     """A target with its tokenizer and a draft for it, ready to generate."""
 
     target: str  # Hub id or folder, as it was given
@@ -262,29 +263,25 @@ class Session:
 
 
 @contextmanager
-def opened(
-    target: str, draft: str, settings: dict[str, Any], dtype: str = "auto", device: str | None = None
-) -> Iterator[Session]:
-    """Load everything, under a spinner, with the warnings of transformers off."""
-    place = default_device()
-    if device is not None:
+def load_models(args: SimpleNamespace) -> Iterator[LoadedModels]:
+    """Load what the options --target, --draft, --set, --dtype and --device name, with a spinner and no warnings."""
+    settings, device = options.read_settings(args.setting), default_device()
+    if args.device is not None:
         try:
-            one = torch.ones(1, device=device)
+            one = torch.ones(1, device=args.device)
             one.item()  # a meta device has no values
-            place = one.device
+            device = one.device
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise CommandError(
-                f"--device {device}: PyTorch has no such device here. Pass cpu, or leave it out."
-            ) from error
+            raise CommandError(f"--device {args.device} is not available. Pass cpu, or leave it out.") from error
     console = Console(stderr=True)  # a spinner, on a terminal alone
-    with quiet(progress_bars=not Path(target).is_dir()):
-        find_draft(draft)
-        with console.status(escape(f"Loading {target}")):
-            tokenizer = load_tokenizer(target)
-            model = load_target(target, dtype_of(dtype, place), place)
-        with console.status(escape(f"Loading the draft {draft}")):
-            loaded = open_draft(draft, model, settings)
-        yield Session(target, draft, model, tokenizer, loaded, settings)
+    with quiet(progress_bars=not Path(args.target).is_dir()):
+        find_draft(args.draft)
+        with console.status(escape(f"Loading {args.target}")):
+            tokenizer = load_tokenizer(args.target)
+            model = load_target(args.target, dtype_of(args.dtype, device), device)
+        with console.status(escape(f"Loading the draft {args.draft}")):
+            draft = open_draft(args.draft, model, settings)
+        yield LoadedModels(args.target, args.draft, model, tokenizer, draft, settings)
 
 
 def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | None = None) -> Any:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -48,32 +49,21 @@ class Recipe:
     lora: dict[str, Any] | None = None  # arguments of `peft.LoraConfig`: train an adapter on the draft
 
 
-def run(
-    config: Path,
-    data: list[str] | None,
-    column: str | None,
-    target: str | None,
-    draft: str | None,
-    output_dir: Path | None,
-    max_steps: int | None,
-    learning_rate: float | None,
-    setting: list[str] | None,
-    resume: bool,
-) -> int:
+def run(args: SimpleNamespace) -> int:
     """Train; returns the exit status."""
     named = {
-        "target": target,
-        "draft": draft,
-        "dataset": dataset_of(data) if data else None,
-        "training.text_column": column,
-        "training.output_dir": output_dir and str(output_dir),
-        "training.max_steps": max_steps,
-        "training.learning_rate": learning_rate,
+        "target": args.target,
+        "draft": args.draft,
+        "dataset": dataset_of(args.data) if args.data else None,
+        "training.text_column": args.column,
+        "training.output_dir": args.output_dir and str(args.output_dir),
+        "training.max_steps": args.max_steps,
+        "training.learning_rate": args.learning_rate,
     }
     overrides = {name: value for name, value in named.items() if value is not None}
-    overrides |= options.read_settings(setting, "training.seed=1")
+    overrides |= options.read_settings(args.setting, "training.seed=1")
     try:
-        return train(read_recipe(config, overrides), resume)
+        return train(read_recipe(args.config, overrides), args.resume)
     except FloatingPointError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
