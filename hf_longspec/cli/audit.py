@@ -37,8 +37,8 @@ def run(args: SimpleNamespace) -> bool:
     # the variance of a count is a quarter of the drawn tokens at most
     if args.samples and args.samples * args.sample_tokens < (fewest := 4 * MIN_EXPECTED):
         raise CommandError(
-            f"--samples {args.samples} of {args.sample_tokens} tokens are too few to judge any frequency. Draw "
-            f"{math.ceil(fewest / args.sample_tokens)} at least, better some hundred, or 0 to skip this check."
+            f"--samples {args.samples} with {args.sample_tokens} tokens each are too few for a test. Pass at least "
+            f"{math.ceil(fewest / args.sample_tokens)}, better several hundred, or 0 to skip this check."
         )
     with load_models(args) as loaded:
         loaded.draft.generation_config.on_unsupported = "error"  # plain text would be compared with itself
@@ -58,8 +58,8 @@ def run(args: SimpleNamespace) -> bool:
     if sampling is not None and sampling.verdict != FOLLOWS:
         verdict = NOT_LOSSLESS
     if args.as_json:
-        found = {"verdict": verdict, **loaded.record(), "prompts": [record(*audited) for audited in audits]}
-        print(json.dumps(found | {"sampling": None if sampling is None else asdict(sampling)}))
+        result = {"verdict": verdict, **loaded.record(), "prompts": [record(*audited) for audited in audits]}
+        print(json.dumps(result | {"sampling": None if sampling is None else asdict(sampling)}))
     else:
         show(verdict, audits, sampling)
     return verdict == NOT_LOSSLESS
@@ -98,13 +98,13 @@ def draw_samples(
 def explain(name: str, compared: Comparison) -> str:
     """The result of the teacher-forced pass in a sentence."""
     report = compared.report
-    counted = f"{name}: {report.num_argmax} of {report.num_tokens} tokens are the model's choice"
+    counted = f"{name}: {report.num_argmax} of {report.num_tokens} tokens are the model's argmax"
     if not compared.is_whole:
-        return f"{counted}, and the text ends too early."
+        return f"{counted}, but the text ends too early."
     if report.first_divergence is None:
-        return f"{counted}, and yet it is another text than that of plain generate."
+        return f"{counted}, but the text differs from that of plain generate."
     first = report.first_divergence[1] - compared.prompt_tokens
-    return f"{counted}; the first that is not is {first}. Largest gap {report.max_gap:.3g}, allowed {report.eps:.2g}."
+    return f"{counted}; the first other one is {first}. Largest gap {report.max_gap:.3g}, tolerance {report.eps:.2g}."
 
 
 def record(name: str, compared: Comparison, tau: float) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def show(verdict: str, audits: list[tuple[str, Comparison, float]], sampling: Sa
             f"[{STYLES[compared.verdict]}]{compared.verdict}[/]",
         )
     console.print(table, soft_wrap=False)
-    say("first difference: new token, from 0, in which plain generate and speculation part.")
-    say("margin: how far the logit of an emitted token lies above that of any other; below 0: it is not the best.")
+    say("first difference: index of the first new token that differs from plain generate.")
+    say("margin: logit of an emitted token minus the best other logit; negative if it is not the argmax.")
     for name, compared, _ in audits:
         if compared.verdict != EXACT:
             say(explain(name, compared))

@@ -75,7 +75,7 @@ def run(args: SimpleNamespace) -> int:
         )
     show(file, args.plots, args.as_json, args.verbose)
     if interrupted:
-        print("Interrupted; what was measured is kept. --resume goes on.", file=sys.stderr)
+        print("Interrupted. Finished calls are kept; --resume continues.", file=sys.stderr)
         return options.INTERRUPTED
     return int(any(row["text"] in FAILED for row in rows_of(file.records)))
 
@@ -151,8 +151,8 @@ class Bench:
         longest, document = max(widths), max(prompts.sizes)
         if longest + self.tokens > limit:
             raise CommandError(
-                f"--context {longest} and {self.tokens} new tokens exceed the {limit} positions of {self.target}: use "
-                "shorter ones."
+                f"--context {longest} and {self.tokens} new tokens exceed the {limit} positions of {self.target}. Pass "
+                "a shorter --context."
             )
         if longest > document:
             raise CommandError(
@@ -198,10 +198,8 @@ def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
     """Drafts under their names in the results."""
     short = [name_of(name) for name in names]
     if twice := sorted({name for name in short if short.count(name) > 1}):
-        raise CommandError(
-            f"--draft: two are called {twice[0]!r}, which is their name in the results. Rename a folder."
-        )
-    return {name: load_draft(given, model) for name, given in zip(short, names, strict=True)}
+        raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
+    return {name: load_draft(path, model) for name, path in zip(short, names, strict=True)}
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
@@ -234,18 +232,18 @@ def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
     >>> lengths("--context", "512,2k,own")
     [512, 2048, 0]
     """
-    found = []
+    numbers = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(k?)", part.strip().lower())
         if part.strip() == OWN and option == "--context":
-            found.append(OWN_LENGTH)
+            numbers.append(OWN_LENGTH)
             continue
         number = int(match[1]) * (1024 if match[2] else 1) if match else 0
         if not 1 <= number <= most:
             upper = "" if most == math.inf else f" and at most {most}"
             raise CommandError(f"{option} {part!r}: expected numbers of at least 1{upper}, such as 512 or 2k (2048).")
-        found.append(number)
-    return list(dict.fromkeys(found))
+        numbers.append(number)
+    return list(dict.fromkeys(numbers))
 
 
 def dtypes(text: str) -> list[str]:
@@ -277,7 +275,7 @@ def show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
     if plots:
         paths += plot_all(records, file.path.with_suffix(""))
     if as_json:
-        found = {
+        result = {
             "environment": of_kind(records, "environment")[0],
             "rows": rows_of(records),
             "skipped": of_kind(records, "skipped"),
@@ -286,7 +284,7 @@ def show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
             "finished": bool(of_kind(records, "end")),
             "files": [str(path) for path in paths],
         }
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
         report, console = matrix_report(records, brief=True, not_run=verbose), Console()
         if console.is_terminal:

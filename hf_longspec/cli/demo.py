@@ -69,7 +69,7 @@ def run(args: SimpleNamespace) -> bool:
                 for turn, (name, method) in enumerate([*reversed(drafts.items()), *plain.items()])
             }
         except torch.OutOfMemoryError as error:
-            raise CommandError("out of memory: pass a smaller --context, or --dtype bfloat16.") from error
+            raise CommandError("out of memory. Pass a smaller --context, or --dtype bfloat16.") from error
         calls = {name: calls[name] for name in (*plain, *drafts)}
         texts = {name: judge(model, ids, call, calls[GENERATE]) for name, call in calls.items()}
     show(console, calls, texts)
@@ -82,7 +82,7 @@ def read_document(file: Path | None) -> tuple[str, str]:
         return file.name, options.read_text(file, None)[1]
     modules = read_source(BUILTIN)
     if not modules:  # a distribution may leave sources out
-        raise CommandError("this Python comes without the sources of its library: pass a text of your own with --file.")
+        raise CommandError("this Python has no sources of its library. Pass a text with --file.")
     return f"{modules[0].name} of the standard library", modules[0].text
 
 
@@ -92,24 +92,24 @@ def make_prompt(tokenizer: Any, name: str, text: str, max_tokens: int) -> tuple[
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) > max_tokens:
         text = tokenizer.decode(ids[:max_tokens], skip_special_tokens=True)
-        text = found[0] if (found := CUT.match(text)) else text
+        text = beginning[0] if (beginning := CUT.match(text)) else text
         # encoded anew: the shorter text may end in other tokens, and rarely in more of them
         ids = tokenizer(text, verbose=False)["input_ids"][:max_tokens]
     if len(ids) < SHORTEST_PROMPT:
         raise CommandError(
-            f"{name} gives a prompt of {len(ids)} tokens, and {SHORTEST_PROMPT} are needed: pass a longer --file, or a "
-            "larger --context."
+            f"{name} gives a prompt of {len(ids)} tokens, and at least {SHORTEST_PROMPT} are needed. Pass a longer "
+            "--file, or a larger --context."
         )
     return text, torch.tensor([ids])
 
 
 def draft_names(target: str, draft: str | None) -> list[str]:
-    """The draft that the user named; otherwise those without training, and for the tiny target its own."""
+    """The draft that the user named; otherwise those without training, and for the tiny target the trained ones."""
     if draft is not None:
         return [draft]
     is_tiny = target == str(session.tiny_model(session.TINY_TARGET))
-    own = [session.tiny_model(name) for name in session.TINY_DRAFTS] if is_tiny else []
-    return ["ngram", "specattn", *(str(folder) for folder in own if folder.is_dir())]
+    trained = [session.tiny_model(name) for name in session.TINY_DRAFTS] if is_tiny else []
+    return ["ngram", "specattn", *(str(folder) for folder in trained if folder.is_dir())]
 
 
 def measure(
@@ -142,10 +142,10 @@ def measure(
                     console.print(tail, style="dim", end="", markup=False, soft_wrap=True)
 
         text = None if shown is None else FileStreamer(shown[0], sys.stdout)
-        found = call(ids, tokens, on_arrival=arrived, text=text)
+        measured = call(ids, tokens, on_arrival=arrived, text=text)
     if shown is not None:
         console.print("\n")
-    return found
+    return measured
 
 
 def judge(model: PreTrainedModel, ids: torch.Tensor, call: Call, reference: Call) -> str:

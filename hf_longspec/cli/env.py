@@ -31,13 +31,13 @@ MACHINE = ("python", "torch", "cpu", "cores", "usable_cores", "threads", "simd",
 
 def run(args: SimpleNamespace) -> None:
     """Print the report."""
-    found, in_checkout = environment(), (Path(__file__).resolve().parents[2] / ".git").exists()
+    facts, in_checkout = environment(), (Path(__file__).resolve().parents[2] / ".git").exists()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count() * torch.cuda.is_available())]
     report = {
         "hf_longspec": __version__,
-        "commit": found["commit"] if in_checkout else None,  # not that of a repository around the environment
+        "commit": facts["commit"] if in_checkout else None,  # not that of a repository around the environment
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        **{name: found[name] for name in MACHINE},
+        **{name: facts[name] for name in MACHINE},
         "packages": {name: version for name, version in versions(*PACKAGES).items() if version is not None},
         "cuda": {"built": torch.version.cuda, "hip": torch.version.hip, "cudnn": torch.backends.cudnn.version()},
         "gpus": [f"{p.name}, capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB" for p in gpus],

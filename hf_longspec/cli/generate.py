@@ -34,15 +34,17 @@ def run(args: SimpleNamespace) -> int:
     if args.temperature:
         how |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     elif (args.top_p, args.top_k) != (1.0, 0):
-        raise CommandError("--top-p and --top-k are for sampling: pass a --temperature above 0, such as 1.")
+        raise CommandError("--top-p and --top-k need sampling. Pass a --temperature above 0, such as 1.")
     if args.samples > 1 and not args.temperature:
-        raise CommandError(f"--samples {args.samples}: greedy texts are all the same. Pass a --temperature above 0.")
+        raise CommandError(f"--samples {args.samples} needs sampling. Pass a --temperature above 0.")
     if args.samples > 1 and (args.show_drafts or args.html is not None):
-        raise CommandError(f"--samples {args.samples}: --show-drafts and --html show one text. Leave them out.")
+        raise CommandError(
+            f"--samples {args.samples} cannot be combined with --show-drafts or --html. Drop one of them."
+        )
     name, text = options.read_text(args.file, args.prompt)
     with load_models(args) as loaded:
         if args.chat and not getattr(loaded.tokenizer, "chat_template", None):
-            raise CommandError(f"--chat: the tokenizer of {args.target} has no chat template. Leave --chat out.")
+            raise CommandError(f"--chat: the tokenizer of {args.target} has no chat template. Drop --chat.")
         if args.chat:
             message = [{"role": "user", "content": text}]
             text = loaded.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
@@ -56,7 +58,7 @@ def run(args: SimpleNamespace) -> int:
         )
         texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
         if args.as_json:
-            found = {
+            result = {
                 **({"text": texts[0]} if args.samples == 1 else {"texts": texts}),
                 **loaded.record(),
                 "seed": seed if args.temperature else None,
@@ -65,14 +67,14 @@ def run(args: SimpleNamespace) -> int:
                 "statistics": stats.to_dict(),
                 **({} if steps is None else {"steps": list(map(asdict, steps))}),
             }
-            print(json.dumps(found))
+            print(json.dumps(result))
             if stats.interrupted:
                 print("Interrupted.", file=sys.stderr)
         else:
             print("\n\n".join(texts) if args.samples > 1 else "")
             if args.show_drafts:
                 coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
-                piped = "Drafted tokens are coloured in a terminal alone; --html FILE writes a page that shows them."
+                piped = "Drafted tokens are coloured only in a terminal; --html FILE writes them to a page."
                 Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
             say(str(stats), stderr=True)
             if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:

@@ -28,9 +28,9 @@ def run(args: SimpleNamespace) -> None:
     if args.engine is not None:
         check_engine(args.engine, args.repo)
     if not args.dry_run and args.repo is None:
-        raise CommandError("no repository was named, and nothing is uploaded without: pass --repo, or --dry-run.")
+        raise CommandError("no repository to upload to. Pass --repo, or --dry-run.")
     if not args.dry_run and args.output is not None:
-        raise CommandError(f"--output {args.output} goes with --dry-run; without it the draft is uploaded.")
+        raise CommandError(f"--output {args.output} needs --dry-run. Without it, the draft is uploaded.")
     output = args.output or args.source.resolve().with_name(f"{args.source.resolve().name}-hub")
     if args.dry_run:
         ours = output.is_dir() and (output.samefile(args.source) or is_ours(output))
@@ -52,7 +52,7 @@ def errors_of_the_hub() -> Iterator[None]:
     try:
         yield
     except LocalTokenNotFoundError as error:
-        raise CommandError("no access token was found: run `hf auth login`, or set HF_TOKEN.") from error
+        raise CommandError("no access token. Run `hf auth login`, or set HF_TOKEN.") from error
     except HfHubHTTPError as error:
         remedy = "Check the name of --repo and that `hf auth whoami` may write there."
         raise CommandError(f"the Hub refused: {one_line(error)} {remedy}") from error
@@ -77,14 +77,14 @@ def read_card(source: Path, **given: Any) -> Card:
         except ValueError as error:
             raise CommandError(f"{file} is not JSON: {one_line(error)}.") from error
         if not isinstance(facts, dict):
-            raise CommandError(f"{file} holds a {type(facts).__name__}: expected the facts of a card by name.")
+            raise CommandError(f"{file} holds a {type(facts).__name__}, expected a JSON object.")
     return Card.read(facts | {name: value for name, value in given.items() if value is not None})
 
 
 def load(source: Path) -> Any:
     """The draft in a folder, by the installed class."""
     if not (source / "config.json").is_file():
-        raise CommandError(f"{source} has no config.json: pass the folder of a saved draft.")
+        raise CommandError(f"{source} has no config.json. Pass the folder of a saved draft.")
     with quiet(progress_bars=False), loading(str(source), "draft"):
         return AutoModel.from_pretrained(source)
 

@@ -56,13 +56,12 @@ def find_target(name: str | None) -> str:
     """The folder or Hub id to load: `name`, or the tiny target that comes with the repository."""
     if name is not None:
         return name
-    found = tiny_model(TINY_TARGET)
-    if not (found / CONFIG_NAME).is_file():
+    folder = tiny_model(TINY_TARGET)
+    if not (folder / CONFIG_NAME).is_file():
         raise CommandError(
-            f"the tiny target is not at {found}: run this in a checkout of the repository, or pass --target with a Hub "
-            "id or a folder."
+            f"the tiny target is not at {folder}. Run this in a checkout of the repository, or pass --target."
         )
-    return str(found)
+    return str(folder)
 
 
 @contextmanager
@@ -138,12 +137,12 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
         model, info = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, output_loading_info=True)
         _refuse_other_weights(model, info)
     if reasons := TargetView(model).why_not():
-        raise CommandError(f"{target} cannot be used: {'; '.join(reasons)}. Pass another --target.")
-    # Token ids only: penalties and temperatures of a repository's own settings would change the text of greedy
+        raise CommandError(f"{target} is not supported: {'; '.join(reasons)}. Pass another --target.")
+    # Token ids only: penalties and temperatures of the repository's own settings would change the text of greedy
     # decoding.
-    own = model.generation_config
+    defaults = model.generation_config
     model.generation_config = GenerationConfig(
-        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+        bos_token_id=defaults.bos_token_id, eos_token_id=defaults.eos_token_id, pad_token_id=defaults.pad_token_id
     )
     return model.to(device or default_device()).eval()
 
@@ -155,8 +154,8 @@ def find_draft(name: str) -> None:
     if "/" not in name and not Path(name).exists():
         near = get_close_matches(name, known, 1)
         raise CommandError(
-            f"cannot load the draft {name!r}: there is no such folder, a Hub id has the form owner/name, and drafts "
-            f"that need no training are {', '.join(known)}.{f' Did you mean {near[0]!r}?' if near else ''}"
+            f"cannot load the draft {name!r}: there is no such folder, Hub ids have the form owner/name, and the "
+            f"training-free drafts are {', '.join(known)}.{f' Did you mean {near[0]!r}?' if near else ''}"
         )
     with loading(name, "draft", from_hub=True):
         pass
@@ -257,7 +256,7 @@ class LoadedModels:
         limit = positions_of(self.model.config)
         if new_tokens and prompt_tokens + new_tokens > limit:
             raise CommandError(
-                f"{name} has {prompt_tokens} tokens, which with {new_tokens} new ones exceed the {limit} positions of "
+                f"{name} has {prompt_tokens} tokens; with {new_tokens} new ones they exceed the {limit} positions of "
                 "the model. Pass a shorter text, or fewer --max-new-tokens."
             )
 
@@ -291,7 +290,7 @@ def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | Non
     for key, value in (settings or {}).items():
         if key not in draft.settings:
             had = ", ".join(sorted(draft.settings)) or "none"
-            raise ValueError(f"--set {key}: the draft {name} has no such setting; it has {had}.")
+            raise ValueError(f"--set {key}: not a setting of the draft {name}. Its settings are {had}.")
         setattr(draft.generation_config, key, value)
     draft.check(TargetView(model))
     return draft

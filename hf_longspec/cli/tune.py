@@ -70,26 +70,26 @@ def run(args: SimpleNamespace) -> int:
         ids = loaded.encode(name, text)[0].cpu()
         if len(ids) < args.context:
             raise CommandError(
-                f"{name} has {len(ids)} tokens, and a prompt is to have {args.context}: pass a longer text, or "
-                f"--context {len(ids)} at most."
+                f"{name} has {len(ids)} tokens, fewer than --context {args.context}. Pass a longer text, or at most "
+                f"--context {len(ids)}."
             )
         windows = cut_windows([ids], args.context, args.prompts).to(loaded.model.device)
         model = endless(loaded.model)
         set_seed(0)
         how = {name: vars(args)[name] for name in MEASURED}
         digest = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:16]
-        asked = {**loaded.record(), "set": loaded.settings, **how, "text_sha256": digest}
+        settings = {**loaded.record(), "set": loaded.settings, **how, "text_sha256": digest}
         facts = {"device": describe_device(model.device), "hf_longspec": __version__}
-        kept = ResultFile(args.results, "tune", None, math.inf, asked, facts, args.resume)
+        file = ResultFile(args.results, "tune", None, math.inf, settings, facts, args.resume)
         try:
-            with kept, Progress(len(windows), "Reading the prompts") as progress:
+            with file, Progress(len(windows), "Reading the prompts") as progress:
                 decoder = Decoder(model, prefill(model, windows, lambda index: progress.step()), args.max_new_tokens)
                 mode = "sample" if args.sample else "greedy"
-                tuner = Tuner(loaded, decoder, args.context, args.batch, args.repeats, mode, progress, kept)
+                tuner = Tuner(loaded, decoder, args.context, args.batch, args.repeats, mode, progress, file)
                 best = plan(loaded.draft, TargetView(model), args.context, tuner.measure)
                 chosen, present, plain = tuner.confirm(best)
         except KeyboardInterrupt:
-            print(f"\nInterrupted; what was measured is kept in {args.results}. --resume goes on.", file=sys.stderr)
+            print(f"\nInterrupted; the runs so far are kept in {args.results}. --resume goes on.", file=sys.stderr)
             return options.INTERRUPTED
         wins = chosen.options != present.options and chosen.gain_over(present) > NOISE
         winner = chosen if wins else present
@@ -104,7 +104,7 @@ def run(args: SimpleNamespace) -> int:
             loaded.draft.save_pretrained(written)
     args.results.unlink()
     if args.as_json:
-        found = {
+        result = {
             **loaded.record(),
             "options": how,
             "trials": [asdict(trial) for trial in tuner.trials],
@@ -114,12 +114,12 @@ def run(args: SimpleNamespace) -> int:
             "gain_over_no_draft": round(winner.gain_over(plain), 4),
             "written": None if written is None else str(written / SETTINGS_FILE),
         }
-        print(json.dumps(found))
+        print(json.dumps(result))
     elif wins:
         say(f"{'Not written (--dry-run)' if args.dry_run else f'Written to {written}'}: {shown(winner.options)}.")
     else:
         saved = "" if written is None else f" Saved to {written}."
-        say(f"The present settings stay: {shown(winner.options)}.{saved}")
+        say(f"The present settings are kept: {shown(winner.options)}.{saved}")
     return 0
 
 
@@ -251,7 +251,7 @@ def plan_for(draft: Any) -> Plan:
     """Return the function that tunes this kind of draft."""
     kind, tuned = draft.config.model_type, [kind for kind, row in DRAFTS.items() if row.tune is not None]
     if kind not in tuned:
-        raise CommandError(f"a draft of type {kind} is not tuned: pass one of type {' or '.join(tuned)}.")
+        raise CommandError(f"drafts of type {kind} have nothing to tune. Pass one of type {' or '.join(tuned)}.")
     return DRAFTS[kind].load("tune")
 
 
@@ -284,7 +284,7 @@ def check_destination(draft: str, output: Path | None) -> None:
         return  # checked with the options
     if draft in weightless_drafts() or not Path(draft).is_dir():
         raise CommandError(
-            f"the draft {draft} is not in a folder: pass --output FOLDER for the tuned one, or --dry-run."
+            f"the draft {draft} is not a local folder. Pass --output FOLDER for the tuned draft, or --dry-run."
         )
     options.require_writable_folder(Path(draft), new=False)
 
@@ -330,12 +330,12 @@ class Tuner:
                 run = {"task": task, "place": place, "settings": settings, "tokens_per_second": speed, "tau": tau}
                 runs[place].append(self.file.write("run", **run))
             self.progress.step()
-        found = [
+        trials = [
             Trial(step, settings, known[-1]["tau"], statistics.median(run["tokens_per_second"] for run in known))
             for (step, _, settings), known in zip(methods, runs, strict=True)
         ]
-        self.trials += found
-        return found
+        self.trials += trials
+        return trials
 
     def _measured(self, task: str, place: int, settings: Settings) -> list[Record]:
         """The runs of a candidate in the part that was interrupted."""
@@ -368,13 +368,13 @@ def show(trials: Sequence[Trial], winner: Trial) -> None:
         style = "bold green" if trial is winner else None
         table.add_row(trial.step, shown(trial.options), *numbers, style=style)
     Console(highlight=False).print(table)
-    say("tau: tokens per verification, the model's own included. tokens/s: of all prompts decoded together.")
+    say("tau: tokens per verification, bonus token included. tokens/s: over all prompts.")
     say(
-        f"The choice runs at {1 + chosen.gain_over(present):.2f}x the speed of the present settings and at "
+        f"Best settings: {1 + chosen.gain_over(present):.2f}x the speed of the present ones, "
         f"{1 + chosen.gain_over(plain):.2f}x that of decoding without a draft."
     )
     if winner.gain_over(plain) < 0:
-        say("On this text and machine the draft does not pay: decoding without one is faster.")
+        say("On this text and machine, decoding without a draft is faster.")
 
 
 def shown(settings: Settings) -> str:
