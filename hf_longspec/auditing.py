@@ -155,7 +155,7 @@ def _check(
     if sequences.dim() != 2 or not 1 <= prompt_length < sequences.shape[1]:
         raise ValueError(
             f"prompt_length={prompt_length} for sequences of shape {tuple(sequences.shape)}: expected a 2-D tensor "
-            "that is longer than the prompt. Pass what generate() returned, and the number of columns of its input_ids."
+            "longer than the prompt. Pass the output of generate(), and the number of columns of its input_ids."
         )
     expected = [(sequences.shape[0], length) for length in (prompt_length, sequences.shape[1])]
     if mask is not None and tuple(mask.shape) not in expected:
@@ -171,9 +171,9 @@ def check_model(model: PreTrainedModel) -> None:
         ValueError: If it is an encoder-decoder, or in training mode.
     """
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder model; only decoder-only ones can be audited.")
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder model, which is not supported.")
     if model.training:
-        raise ValueError("the model is in training mode, in which dropout changes the logits. Call model.eval() first.")
+        raise ValueError("the model is in training mode. Call model.eval() first.")
 
 
 def _rows(
@@ -190,7 +190,7 @@ def _rows(
         keep[prompt_length + _emitted(tokens[prompt_length:].tolist(), pad, ends) :] = False
         prompt = int(keep[:prompt_length].sum())
         if not prompt:
-            raise ValueError(f"the prompt of row {number} is all padding: pass attention_mask, or leave the row out.")
+            raise ValueError(f"the prompt of row {number} is all padding. Pass attention_mask, or drop the row.")
         columns = keep.nonzero().flatten()
         rows.append(_Row(tokens[columns], columns, prompt))
     return rows
@@ -241,11 +241,11 @@ def _findings(
     for number, row in enumerate(rows):
         inside = (indices >= row.prompt) & (indices < len(row.tokens))
         predicted = indices[inside].cpu()
-        own = logits[number, inside.to(logits.device)]
-        highest, second = own.topk(2, dim=-1).values.double().split(1, dim=-1)
-        emitted = own.gather(-1, row.tokens[predicted, None].to(own.device)).double()
+        scores = logits[number, inside.to(logits.device)]
+        highest, second = scores.topk(2, dim=-1).values.double().split(1, dim=-1)
+        emitted = scores.gather(-1, row.tokens[predicted, None].to(scores.device)).double()
         margin = emitted - torch.where(emitted == highest, second, highest)
-        magnitude = own.abs().masked_fill(own < FORBIDDEN, 0).amax(-1, keepdim=True).double()
+        magnitude = scores.abs().masked_fill(scores < FORBIDDEN, 0).amax(-1, keepdim=True).double()
         allowed = unit * magnitude if eps is None else torch.full_like(margin, eps)
         where = torch.stack([torch.full_like(predicted, number), row.columns[predicted]], dim=1).double()
         lines.append(torch.cat([where, margin.cpu(), allowed.cpu()], dim=1))
@@ -389,7 +389,7 @@ def audit_sampling(
             "and a 2-D tensor of its continuations."
         )
     if temperature <= 0:
-        raise ValueError(f"temperature={temperature}: expected more than 0. Greedy text is for audit().")
+        raise ValueError(f"temperature={temperature}: expected a value above 0. For greedy decoding, use audit().")
     samples = samples.to(model.device)
     watched, sums = None, torch.zeros(())
     for rows, logits in _read_samples(model, prompt.reshape(1, -1).to(model.device), samples):
@@ -458,8 +458,8 @@ def _sampling_report(sums: torch.Tensor, num_samples: int, watched: torch.Tensor
     deviation = torch.where(variance >= MIN_EXPECTED, (occurred - expected).abs() / variance.sqrt(), -1.0)
     if not (deviation >= 0).any():
         raise ValueError(
-            f"{num_samples} samples are too few to judge a frequency at this temperature. Draw some "
-            f"hundred at least ({MIN_EXPECTED} of a token and of all others are needed), or raise the temperature."
+            f"{num_samples} samples are too few for a test at this temperature. Pass several hundred "
+            f"({MIN_EXPECTED} of a token and of all others are needed), or raise the temperature."
         )
     worst = int(deviation.argmax())
     return SamplingReport(

@@ -89,15 +89,15 @@ AROUND_THE_LOOP = (
     Mutation(
         "A chat's cache is refused under another mask",
         "generation/cache.py",
-        "if own and stored and not _stand_in",
+        "if is_ours and stored and not _stand_in",
         "if not own and not _stand_in",
         "tests/generation/test_cache.py::TestSecondTurn::test_another_mask_is_refused",
     ),
     Mutation(
         "A returned cache holds as much as its shortest row",
         "generation/cache.py",
-        "length = min(own.lengths.host)",
-        "length = max(own.lengths.host)",
+        "length = min(buffers.lengths.host)",
+        "length = max(buffers.lengths.host)",
         "tests/generation/test_cache.py::TestCachesOfTransformers::test_rows_that_end_at_different_places",
     ),
     Mutation(
@@ -152,7 +152,7 @@ AROUND_THE_LOOP = (
     Mutation(
         "A gate keeps no cache alive",
         "generation/gate.py",
-        "            gate.rest()\n",
+        "            gate.release()\n",
         "",
         "tests/generation/test_gate_of_later_calls.py::test_a_kept_gate_keeps_neither_the_cache_nor_the_draft",
     ),

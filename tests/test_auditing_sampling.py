@@ -96,7 +96,7 @@ def test_refusals(target, prompt):
     samples = draw(target, prompt, samples=8)
     with pytest.raises(ValueError, match="8 samples are too few"):
         audit_sampling(target, prompt, samples)
-    with pytest.raises(ValueError, match="temperature=0: expected more than 0"):
+    with pytest.raises(ValueError, match="temperature=0: expected"):
         audit_sampling(target, prompt, samples, temperature=0)
     with pytest.raises(ValueError, match="expected one prompt"):
         audit_sampling(target, prompt.expand(2, -1), samples)

@@ -62,7 +62,7 @@ class Decoding:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a number {rule}.")
         if self.window is not None and self.penalty is None:
             raise ValueError(
-                f"window={self.window} without a penalty has no effect: pass penalty=1.2, or leave it out."
+                f"window={self.window} has no effect without a penalty. Pass penalty=1.2, or drop the window."
             )
         if self.penalty is not None and self.window is None:
             object.__setattr__(self, "window", DEFAULT_WINDOW)
@@ -229,13 +229,13 @@ def run_call(
         RuntimeError: If another number of tokens arrived.
     """
     ids, mask = (part.to(model.device) for part in prompt)
-    own = isinstance(method, HfMethod)
-    how = dict(method.options) if own else {"assistant_model": method}
+    is_stock = isinstance(method, HfMethod)
+    how = dict(method.options) if is_stock else {"assistant_model": method}
     if cache is not None:
         how["past_key_values"] = cache
-    counting: AbstractContextManager[list[int]] = nullcontext([]) if own else accepted_depths(method)
+    counting: AbstractContextManager[list[int]] = nullcontext([]) if is_stock else accepted_depths(method)
     # a call without the draft must not be measured as one with it
-    strict = nullcontext() if own else changed(method, {"on_unsupported": "error"})
+    strict = nullcontext() if is_stock else changed(method, {"on_unsupported": "error"})
     with strict, counting as depths:
         torch.manual_seed(seed)
         if model.device.type == "cuda":
@@ -256,7 +256,7 @@ def run_call(
     if model.generation_config.eos_token_id is None and not new.shape[1] == clock.total == tokens:
         raise RuntimeError(f"{new.shape[1]} tokens in {clock.total} ticks, not {tokens}.")
     counts: dict[str, Any]
-    if own:
+    if is_stock:
         # transformers streams all tokens of a verification at once, and verifies all rows together
         emitted = clock.arrivals[1:]
         histogram = [len(new) * emitted.count(tokens) for tokens in range(1, max(emitted, default=0) + 1)]
@@ -464,8 +464,8 @@ def prefill(
     target = TargetView(model)
     if target.sliding_layers or target.has_latent_cache:
         raise ValueError(
-            f"{type(model).__name__} has sliding-window or latent layers, and the benchmark hands out copies of one "
-            "prefilled cache of full keys and values. Choose a target with full attention in every layer."
+            f"{type(model).__name__} has sliding-window or latent layers, which are not supported here: copies of one "
+            "prefilled cache are decoded. Choose a target with full attention in every layer."
         )
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
     size = len(tokens)

@@ -70,7 +70,7 @@ def without_folders(text: str) -> str:
     >>> without_folders("--data=/home/me/novels"), without_folders("org/model")
     ('--data=novels', 'org/model')
     """
-    return _ABSOLUTE.sub(lambda found: _shortened(found[0]), text)
+    return _ABSOLUTE.sub(lambda match: _shortened(match[0]), text)
 
 
 def _shortened(path: str) -> str:
@@ -107,11 +107,11 @@ def memory_gib() -> float | None:
 
 def versions(*packages: str) -> dict[str, str | None]:
     """Versions of packages; `None` for one that is not installed."""
-    found: dict[str, str | None] = dict.fromkeys(packages)
+    installed: dict[str, str | None] = dict.fromkeys(packages)
     for package in packages:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -165,8 +165,8 @@ class PeakMemory:
             return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
         if self.how.startswith("not"):
             return None
-        found = re.search(r"VmHWM:\s+(\d+) kB", (_PROC / "status").read_text(encoding="ascii"))
-        return int(found[1]) * 1024 if found else None
+        match = re.search(r"VmHWM:\s+(\d+) kB", (_PROC / "status").read_text(encoding="ascii"))
+        return int(match[1]) * 1024 if match else None
 
     def _reset_resident(self) -> bool:
         try:

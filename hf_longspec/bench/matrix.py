@@ -134,8 +134,8 @@ class Matrix:
         try:
             with method.with_settings():
                 if warm_up:  # the first call is slow; on a GPU that depends on the length
-                    kept = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
-                    self.call(cell, method, kept, min(self.tokens, WARM_UP_TOKENS), 0)
+                    warm_up_rows = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
+                    self.call(cell, method, warm_up_rows, min(self.tokens, WARM_UP_TOKENS), 0)
                 started = self.results.elapsed
                 call = self.call(cell, method, rows, self.tokens, turn)
         except torch.OutOfMemoryError:
@@ -231,9 +231,9 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list[str]]:
         if not equals or not key.strip() or not all(parts):
             raise ValueError(f"--sweep {text!r}: expected key=v1,v2, such as sparse_ratio=0.03,0.07.")
         if key.strip() in axes:
-            raise ValueError(f"--sweep {key.strip()} is given twice: put all its values into one.")
+            raise ValueError(f"--sweep {key.strip()} is passed twice. Pass all its values at once.")
         if len(set(parts)) < len(parts):
-            raise ValueError(f"--sweep {text!r} has a value twice: name each once.")
+            raise ValueError(f"--sweep {text!r} has a duplicate value.")
         axes[key.strip()] = parts
     return axes
 
@@ -268,10 +268,10 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
 
 def draft_points(axes: Mapping[str, Sequence[str]], defaults: Mapping[str, Any]) -> list[Point]:
     """The combinations of those keys that a draft with these settings has."""
-    own = {
+    values = {
         key: [read_value(key, text, defaults[key]) for text in texts] for key, texts in axes.items() if key in defaults
     }
-    return grid(own)
+    return grid(values)
 
 
 def written(point: Point) -> str:
@@ -308,5 +308,5 @@ def split_axes(axes: Mapping[str, list[str]], drafts: Mapping[str, Mapping[str, 
         else:
             had = "; ".join(f"{name} has {', '.join(sorted(settings))}" for name, settings in drafts.items())
             known = ", ".join([*CONTEXT_KEYS, *DECODING_KEYS])
-            raise ValueError(f"--sweep {key}: no draft has such a setting ({had}). Take one of those, or of {known}.")
+            raise ValueError(f"--sweep {key}: not a setting of any draft ({had}). Pass one of those, or of {known}.")
     return decoding, of_drafts, contexts

@@ -24,13 +24,13 @@ def plot_all(records: Sequence[Record], stem: Path) -> list[Path]:
     if not rows:
         return []
     timed = [row for row in rows if "tokens_per_second" in row]
-    kept = {
+    plotted = {
         "speed": timed,
         "tau": [row for row in timed if row["method"] not in (HF, PLAIN)],
         "depth": [row for row in rows if row["acceptance_by_depth"]],
     }
     colours = _colours(rows)
-    return [_plot(kind, rows, colours, stem) for kind, rows in kept.items() if rows]
+    return [_plot(kind, rows, colours, stem) for kind, rows in plotted.items() if rows]
 
 
 _LABELS = {

@@ -57,15 +57,15 @@ def read_source(source: str, column: str | None = None) -> list[Document]:
         return _texts(files)
     if path.is_file() and path.suffix not in (".jsonl", ".json"):
         return _texts([path])
-    found = []
+    documents = []
     for number, row in islice(enumerate(_json_lines(path) if path.is_file() else _dataset(source), 1), MAX_DOCUMENTS):
         value = row.get(column or "text") if isinstance(row, dict) else None
         text = value[0] if isinstance(value, list) and value else value
         if not isinstance(text, str):
             keys = ", ".join(row) if isinstance(row, dict) else f"none, it is a {type(row).__name__}"
             raise ValueError(
-                f"--data {source}, row {number}: {column or 'text'} is no text; the keys are {keys}. Name one that "
-                "holds texts with --column."
+                f"--data {source}, row {number}: {column or 'text'} is not a text; the keys are {keys}. Pass the "
+                "key of the texts as --column."
             )
         if PLACEHOLDER in text:
             raise ValueError(
@@ -73,10 +73,10 @@ def read_source(source: str, column: str | None = None) -> list[Document]:
                 "prepare_data script, and pass that file."
             )
         category = row.get("category")
-        found.append(Document(f"{path.name}:{number}", text, category if isinstance(category, str) else ""))
-    if not found:
-        raise ValueError(f"--data {source}: there are no rows. Pass a source with documents.")
-    return found
+        documents.append(Document(f"{path.name}:{number}", text, category if isinstance(category, str) else ""))
+    if not documents:
+        raise ValueError(f"--data {source} has no rows. Pass a source with documents.")
+    return documents
 
 
 def read_sources(sources: Sequence[str], column: str | None = None) -> list[Document]:
@@ -106,7 +106,7 @@ def _json_lines(path: Path) -> list[Any]:
             rows += [json.loads(line)] if line.strip() else []
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"--data {path}, line {number}: no JSON ({error.msg}). Pass one object per line."
+                f"--data {path}, line {number}: not JSON ({error.msg}). Pass one object per line."
             ) from error
     return rows
 
@@ -122,7 +122,7 @@ def _dataset(source: str) -> Any:
         splits = load_dataset(name, configuration or None, streaming=True)
     except Exception as error:  # of files, of the network, of the Hub
         what = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"--data {source}: no file, and no data set ({what}). Pass one, or {BUILTIN}.") from error
+        raise ValueError(f"--data {source}: neither a file nor a dataset ({what}). Pass one, or {BUILTIN}.") from error
     return splits.get("test") or next(iter(splits.values()))
 
 
@@ -169,12 +169,12 @@ class DocumentPrompts:
 def around_a_message(tokenizer: Any) -> tuple[str, str]:
     """Return what a chat template writes before and after the message of a user."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("--chat: the tokenizer of the target has no chat template. Leave the option out.")
+        raise ValueError("--chat: the tokenizer of the target has no chat template. Drop --chat.")
     message = [{"role": "user", "content": MARK}]
     written = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    before, found, after = written.partition(MARK)
-    if not found:
-        raise ValueError(f"--chat: the chat template writes {MARK!r} as {written!r}. Leave the option out.")
+    before, mark, after = written.partition(MARK)
+    if not mark:
+        raise ValueError(f"--chat: the chat template writes {MARK!r} as {written!r}. Drop --chat.")
     return before, after
 
 

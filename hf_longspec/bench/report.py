@@ -71,8 +71,8 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
     >>> summarize([3.0, 1.0, 2.0])
     {'median': 2.0, 'low': 1.0, 'high': 3.0, 'count': 3}
     """
-    found = {"median": statistics.median(values), "low": min(values), "high": max(values)}
-    return {**{name: significant(value) for name, value in found.items()}, "count": len(values)}
+    summary = {"median": statistics.median(values), "low": min(values), "high": max(values)}
+    return {**{name: significant(value) for name, value in summary.items()}, "count": len(values)}
 
 
 def mean_interval(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> dict[str, float]:
@@ -86,8 +86,8 @@ def mean_interval(values: Sequence[float], least: float = -math.inf, most: float
         least (`float`, *optional*): Lowest value that is possible, such as 1 for tau.
         most (`float`, *optional*): Highest value that is possible, such as 1 for a share.
 
-    >>> found = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    >>> found["mean"], found["high"]
+    >>> interval = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    >>> interval["mean"], interval["high"]
     (3.0, 4.963)
     """
     mean = statistics.fmean(values)
@@ -108,8 +108,8 @@ def ratio_interval(logs: Sequence[float]) -> dict[str, float]:
     >>> ratio_interval([0.0, 0.0, 0.0])["mean"]
     1.0
     """
-    found = mean_interval(logs)
-    return {name: value if name == "count" else math.exp(value) for name, value in found.items()}
+    interval = mean_interval(logs)
+    return {name: value if name == "count" else math.exp(value) for name, value in interval.items()}
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -164,9 +164,9 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
         speeds, taus = (calls.pivot(index="turn", columns="method", values=name) for name in ("speed", "tau"))
         texts = {(call.method, call.turn): call.text for call in calls.itertuples()}
         for name in sorted(calls.method.unique(), key=lambda name: {HF: 0, PLAIN: 1}.get(name, 2)):
-            own, audit = calls[calls.method == name], audits.get((str(key), name))
-            row = {**cell, "method": name, **_over_turns(own)}
-            verdicts = {_verdict(call, cell, texts, audit) for call in own.itertuples()}
+            of_method, audit = calls[calls.method == name], audits.get((str(key), name))
+            row = {**cell, "method": name, **_over_turns(of_method)}
+            verdicts = {_verdict(call, cell, texts, audit) for call in of_method.itertuples()}
             if audit is not None and audit["verdict"] in FAILED:
                 verdicts.add(audit["verdict"])
             row |= {"text": min(verdicts, key=VERDICTS.index), "audit": None if audit is None else audit["report"]}
@@ -174,14 +174,14 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
                 base = first.setdefault(draft_of(row), name)
                 gaps = (taus[name] - taus[base]).dropna()
                 row["tau_difference"] = mean_interval(list(gaps)) if base != name and len(gaps) else None
-            if row["text"] not in FAILED and (found := _summary(speeds[name])) is not None:
-                row["tokens_per_second"] = found
+            if row["text"] not in FAILED and (speed := _summary(speeds[name])) is not None:
+                row["tokens_per_second"] = speed
                 for key_of, base in (("ratio_to_hf", HF), ("ratio_to_plain", PLAIN)):
                     row[key_of] = _summary(speeds[name] / speeds[base]) if base in speeds else None
                 floor = floors.get((cell["dtype"], cell["context"], cell["batch"]))
                 if floor is not None:
                     # tau tokens per floor at most: for loops without a draft the share of the floor itself
-                    share = floor * own.speed.median() / cell["batch"] / row["tau"]
+                    share = floor * of_method.speed.median() / cell["batch"] / row["tau"]
                     row["share_of_floor"] = significant(share)
             rows.append(row)
     return rows
@@ -207,8 +207,8 @@ def _over_turns(runs: Any) -> Record:
 
 
 def _summary(values: Any) -> dict[str, float] | None:
-    found = list(values.dropna())
-    return summarize(found) if found else None
+    measured = list(values.dropna())
+    return summarize(measured) if measured else None
 
 
 def _interval(values: Sequence[float], **bounds: float) -> dict[str, float] | None:
@@ -301,22 +301,22 @@ def _cell(value: object) -> str:
 
 def environment_line(records: Sequence[Record]) -> str:
     """Machine, versions, commit, date and command in one paragraph."""
-    found = of_kind(records, "environment")[0]
+    facts = of_kind(records, "environment")[0]
     native = {True: "native bfloat16", False: "no native bfloat16", None: "bfloat16 support unknown"}
     parts = [
-        found["cpu"],
-        f"{found['cores']} cores, {found['usable_cores']} usable, {found['threads']} used",
-        native[found["native_bfloat16"]],
+        facts["cpu"],
+        f"{facts['cores']} cores, {facts['usable_cores']} usable, {facts['threads']} used",
+        native[facts["native_bfloat16"]],
         *(f"{record['read_gb_per_second']} GB/s read" for record in of_kind(records, "ceilings")),
-        f"torch {found['torch']}",
-        f"transformers {found['transformers']}",
-        f"commit {found['commit']}",
-        f"load average {found['load_average']} at the start",
-        found["date"],
+        f"torch {facts['torch']}",
+        f"transformers {facts['transformers']}",
+        f"commit {facts['commit']}",
+        f"load average {facts['load_average']} at the start",
+        facts["date"],
         *(f"resumed {record['date']}" for record in of_kind(records, "resumed")),
     ]
     state = "" if of_kind(records, "end") else " The run was not finished."
-    return f"{', '.join(parts)}: `{found['command']}`.{state}"
+    return f"{', '.join(parts)}: `{facts['command']}`.{state}"
 
 
 def with_defaults(note: str, records: Sequence[Record]) -> str:
@@ -366,14 +366,16 @@ def matrix_report(records: Sequence[Record], brief: bool = False, not_run: bool 
         brief (`bool`, *optional*): Leave out columns, so that the tables fit a terminal.
         not_run (`bool`, *optional*): List the methods of the papers, those that are run and those that are not.
     """
-    rows, found = rows_of(records), of_kind(records, "environment")[0]
-    settings = {key: value for key, value in found["settings"].items() if key in ("target", "data", "tokens", "seed")}
+    rows, environment = rows_of(records), of_kind(records, "environment")[0]
+    settings = {
+        key: value for key, value in environment["settings"].items() if key in ("target", "data", "tokens", "seed")
+    }
     parts = [
         "# Benchmark",
-        f"{found.get('device')}, hf_longspec {found.get('hf_longspec')}, {environment_line(records)}",
+        f"{environment.get('device')}, hf_longspec {environment.get('hf_longspec')}, {environment_line(records)}",
         f"Settings: `{json.dumps(settings)}`.",
         NOTE,
-        f"Peak memory: {found.get('peak_memory')}.",
+        f"Peak memory: {environment.get('peak_memory')}.",
     ]
     cells = grouped(rows, title_of)
     for title, members in cells.items():
@@ -459,8 +461,8 @@ def _left_out(records: Sequence[Record]) -> list[str]:
         runs = of_kind(records, "run", **{name: record[name] for name in (*CELL, "method")})
         if record["reason"] != NO_TIME or len(runs) < repeats:
             lines.setdefault(record["reason"], {})[f"{record['method']} ({title_of(record)})"] = None
-    found = [f"- {reason}: {'; '.join(what)}" for reason, what in lines.items()]
-    return ["## Left out", "\n".join(found)] if found else []
+    missing = [f"- {reason}: {'; '.join(what)}" for reason, what in lines.items()]
+    return ["## Left out", "\n".join(missing)] if missing else []
 
 
 def acceptance_table(records: Sequence[Record]) -> str:
@@ -486,9 +488,11 @@ def acceptance_section(results: Path, draft: str) -> str:
         draft (`str`): Name of the draft in it.
     """
     records = read_records(results)
-    own = [record for record in records if record.get("options", {}).get("draft", draft) == draft]
-    if not of_kind(own, "acceptance") or not of_kind(own, "environment"):
+    of_draft = [record for record in records if record.get("options", {}).get("draft", draft) == draft]
+    if not of_kind(of_draft, "acceptance") or not of_kind(of_draft, "environment"):
         names = dict.fromkeys(record["options"].get("draft") for record in records if record.get("options"))
         found = ", ".join(str(name) for name in names if name) or "none"
-        raise ValueError(f"{results} holds no acceptance of the draft {draft!r}, but of: {found}. Name one of them.")
-    return "\n\n".join([acceptance_table(own), with_defaults(ACCEPTANCE_NOTE, own), environment_line(own)])
+        raise ValueError(f"{results} has no acceptance of the draft {draft!r}, only of {found}. Pass one of them.")
+    return "\n\n".join(
+        [acceptance_table(of_draft), with_defaults(ACCEPTANCE_NOTE, of_draft), environment_line(of_draft)]
+    )

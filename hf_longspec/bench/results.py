@@ -119,12 +119,12 @@ class ResultFile:
 
 
 def check_resume(path: Path, resume: bool) -> None:
-    """Refuse to replace a result file, and to go on with one that is not there."""
+    """Refuse to replace a result file, and to continue one that does not exist."""
     there = path.exists() and path.stat().st_size > 0
     if there and not resume:
-        raise ValueError(f"{path} is there already: pass --resume to go on with it, or name another file.")
+        raise ValueError(f"{path} already exists. Pass --resume to continue it, or another file.")
     if resume and not there:
-        raise ValueError(f"--resume: there is no {path} to go on with. Leave --resume out, or name the file.")
+        raise ValueError(f"--resume: {path} does not exist. Drop --resume, or pass the file.")
 
 
 def refuse_other(
@@ -132,13 +132,13 @@ def refuse_other(
 ) -> None:
     """Refuse a file of other settings or of another environment."""
     if first.get("kind") != "environment" or first.get("benchmark") != benchmark:
-        raise ValueError(f"--resume {path}: it is no result file of `hf-longspec {benchmark}`. Name another file.")
+        raise ValueError(f"--resume {path}: not a result file of `hf-longspec {benchmark}`. Pass another file.")
     settings = json.loads(json.dumps(settings))  # tuples are lists in the file
     different = _differences(first["settings"], settings)
     different += _differences(*({k: v for k, v in side.items() if k not in MAY_CHANGE} for side in (first, here)))
     if different:
         raise ValueError(
-            f"--resume {path}: it was measured otherwise: {'; '.join(different)}. Repeat its settings, or name "
+            f"--resume {path}: other settings or environment: {'; '.join(different)}. Use the same ones, or "
             "another file."
         )
 
@@ -159,15 +159,15 @@ def read_records(path: Path) -> list[Record]:
                 break
             record = None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: no JSON object. Repair it, or pass another result file.")
+            raise ValueError(f"{path}, line {number}: not a JSON object. Repair it, or pass another result file.")
         records.append(record)
     return records
 
 
 def of_kind(records: Sequence[Record], kind: str, **values: Any) -> list[Record]:
     """The records of one kind that have these values."""
-    wanted = {"kind": kind, **values}
-    return [record for record in records if all(record.get(name) == value for name, value in wanted.items())]
+    fields = {"kind": kind, **values}
+    return [record for record in records if all(record.get(name) == value for name, value in fields.items())]
 
 
 def grouped(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 try:
@@ -35,13 +36,13 @@ app = typer.Typer(
 
 
 def command(signature: Callable[..., None]) -> Callable[..., None]:
-    """Register a command; `run` of the module with its name gets the options and returns the exit status."""
+    """Register a command. `run` of the module with its name gets the options as one object, returns the exit status."""
     name = signature.__name__
 
     @wraps(signature)
     def run(debug: bool = False, **given: Any) -> None:
         with options.one_line_errors(debug):
-            status = import_module(f"{__package__}.{name}").run(**given)
+            status = import_module(f"{__package__}.{name}").run(SimpleNamespace(**given))
         raise typer.Exit(status or 0)
 
     app.command()(run)
@@ -56,28 +57,29 @@ def generate(
     draft: options.Draft = "specattn",
     max_new_tokens: Annotated[int, number(1, "Tokens to generate.")] = 256,
     temperature: Annotated[float, number(0, "0 is greedy decoding.", float)] = 0.0,
-    top_p: Annotated[float, number(0, "Sample among the likeliest tokens of this mass.", float, 1, above=True)] = 1.0,
-    top_k: Annotated[int, number(0, "Sample among the k likeliest tokens; 0 for all.")] = 0,
-    repetition_penalty: Annotated[
-        float, number(0, "Above 1: tokens of the text become less likely.", float, above=True)
+    top_p: Annotated[
+        float, number(0, "Sample from the most likely tokens of this total probability.", float, 1, above=True)
     ] = 1.0,
-    samples: Annotated[int, number(1, "Texts to sample after the prompt, as one batch.", most=options.MOST_ROWS)] = 1,
-    chat: Annotated[bool, typer.Option("--chat", help="The text is a message: apply the chat template.")] = False,
+    top_k: Annotated[int, number(0, "Sample from the k most likely tokens; 0 for all.")] = 0,
+    repetition_penalty: Annotated[
+        float, number(0, "Values above 1 penalise tokens of the text.", float, above=True)
+    ] = 1.0,
+    samples: Annotated[int, number(1, "Texts to sample, as one batch.", most=options.MOST_ROWS)] = 1,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to the text.")] = False,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
     seed: options.Seed = None,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the drafted tokens.")] = False,
-    html: Annotated[Path | None, output("Write the text as an HTML page with its drafted tokens marked.")] = None,
+    html: Annotated[Path | None, output("Write an HTML page with the drafted tokens marked.")] = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Continue a text, with the words appearing as they are decided.
+    """Continue a text with a draft, streaming the output.
 
-    The text is what the model alone would write. Statistics follow on standard error.
+    The text is the same as without the draft. Statistics are printed to standard error.
 
-    With --show-drafts, accepted drafted tokens are blue and underlined, the target's own token of each verification
-    is plain; --html FILE writes the same as a page that opens in any browser.
+    With --show-drafts, accepted drafted tokens are blue and underlined. --html FILE writes the same as a web page.
 
     Examples:
 
@@ -99,14 +101,12 @@ def audit(
     max_new_tokens: Annotated[int, number(1, "Tokens per prompt.")] = 64,
     context: Annotated[int, number(1, "Use at most this many tokens from the end of each text.")] = 2048,
     eps: Annotated[
-        float | None, number(0, "Distance in logits that is a near-tie; by default from the type.", float)
+        float | None, number(0, "Tolerance of near-ties, in logits; by default from the dtype.", float)
     ] = None,
-    samples: Annotated[
-        int, number(0, "Also check the distribution of sampling, with this many samples; 0 skips this check.")
-    ] = 0,
-    sample_tokens: Annotated[int, number(2, "Tokens of a sample.")] = 4,
-    temperature: Annotated[float, number(0, "Of the samples.", float, above=True)] = 1.0,
-    batch: Annotated[int, number(1, "Samples that are drawn together.", most=options.MOST_ROWS)] = 32,
+    samples: Annotated[int, number(0, "Also test sampling with this many samples; 0 skips this test.")] = 0,
+    sample_tokens: Annotated[int, number(2, "Tokens per sample.")] = 4,
+    temperature: Annotated[float, number(0, "Temperature of the samples.", float, above=True)] = 1.0,
+    batch: Annotated[int, number(1, "Samples per batch.", most=options.MOST_ROWS)] = 32,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
@@ -114,14 +114,14 @@ def audit(
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Check that a draft leaves the model's text as it is.
+    """Check that decoding with a draft is lossless.
 
-    Every prompt is continued greedily by plain generate and with the draft. In float32 the two texts must be the same.
-    In other types two correct computations can choose different tokens where the best tokens are nearly tied: then the
-    model reads the speculative text once more, and every token must be its choice, or within rounding of it.
+    Every prompt is continued greedily by plain generate and with the draft. In float32, both texts must be equal. In
+    other dtypes they may differ at near-ties: one forward over the speculative text then checks that every token is the
+    model's argmax, or within rounding of it.
 
-    --samples N draws the beginning of N texts and compares the frequencies of tokens with the model's probabilities;
-    some hundred samples find large errors, some ten thousand find small ones.
+    --samples N samples N short texts and compares token frequencies with the model's probabilities. Several hundred
+    samples find large errors, several ten thousand find small ones.
 
     Examples:
 
@@ -136,37 +136,37 @@ def audit(
 @command
 def tune(
     target: options.Target,
-    file: Annotated[Path | None, typer.Argument(help="Text of the kind to be continued; - for standard input.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="Sample text of your use; - for standard input.")] = None,
     prompt: options.Prompt = None,
     draft: options.Draft = "specattn",
     output: Annotated[Path | None, output("New folder for the tuned draft.", options.require_writable_folder)] = None,
-    results: Annotated[Path, output("File that keeps what was measured until the end.", suffix=".jsonl")] = Path(
+    results: Annotated[Path, output("File for results until the command is done.", suffix=".jsonl")] = Path(
         "tune.jsonl"
     ),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted measurement.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and show, write nothing.")] = False,
-    context: Annotated[int, number(32, "Tokens of a prompt.")] = 4096,
-    prompts: Annotated[int, number(1, "Prompts, spread over the text.")] = 2,
-    batch: Annotated[int, number(1, "Prompts that are decoded together.", most=options.MOST_ROWS)] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted measurement.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, but do not change the draft.")] = False,
+    context: Annotated[int, number(32, "Tokens per prompt.")] = 4096,
+    prompts: Annotated[int, number(1, "Number of prompts, spread over the text.")] = 2,
+    batch: Annotated[int, number(1, "Prompts per batch.", most=options.MOST_ROWS)] = 1,
     max_new_tokens: Annotated[int, number(4, "Tokens per prompt and run.")] = 64,
-    repeats: Annotated[int, number(1, "Runs of a candidate; their median counts.")] = 3,
-    sample: Annotated[bool, typer.Option("--sample", help="At temperature 1 instead of greedily.")] = False,
+    repeats: Annotated[int, number(1, "Runs per candidate; the median counts.")] = 3,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Sample at temperature 1 instead of greedy decoding.")
+    ] = False,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Find the fastest settings of a draft for a text and a machine, and write them into the draft.
+    """Find the fastest settings of a draft for your text and machine, and save them in the draft.
 
-    specattn: in the three steps of its paper. The share of the cache that drafting reads is raised until acceptance no
-    longer grows; then the number of drafted tokens is chosen by speed, and the share once more around its value.
-    LongSpec: the widths of its tree. TokenSwift: the branching of its tree. EAGLE-3: what its checkpoint may be wrong
-    about (rope_theta, layers), by tau, and the widths of its tree. Prompts are taken from the text and read
-    once; all candidates decode after them in turns.
+    SpecAttn and Quest: sparse_ratio and num_assistant_tokens, in the three steps of SpecAttn's paper. LongSpec: the
+    widths of its tree. TokenSwift: the branching of its tree. EAGLE-3: rope_theta and target_layer_ids, which
+    checkpoints may declare wrongly, then the widths of its tree. Prompts are taken from the text and prefilled once.
 
-    The winner replaces the present settings if it is faster than they are by more than noise. A draft in a folder gets
-    a new generation_config.json, in one step or not at all; other drafts are saved to --output.
+    The present settings are kept unless others are faster by more than noise. A draft in a local folder gets a new
+    generation_config.json, written atomically; other drafts are saved to --output.
 
     Examples:
 
@@ -180,10 +180,10 @@ def tune(
 
 @command
 def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
-    """Describe this installation, to paste into a bug report.
+    """Describe this installation for a bug report.
 
-    Versions, processor and GPU, attention backends with the reasons against those that cannot run here, threads, and
-    the commit of a checkout. No paths, no user names, no tokens.
+    Prints versions, processor and GPU, threads, the commit of a checkout, and the attention backends with the reasons
+    why some are not available. Contains no paths, user names or tokens.
 
     Examples:
 
@@ -199,60 +199,54 @@ def bench(
     target: options.Target,
     draft: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"Hub id or folder of a draft, or one of {options.BY_NAME}. May be repeated. Default: specattn."
-        ),
+        typer.Option(help=f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: specattn."),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text file, folder of texts, JSON lines, Hub id of a data set, or builtin, the default. Repeatable."
+            help="Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin (default). Repeatable."
         ),
     ] = None,
-    column: Annotated[
-        str | None, typer.Option(help="Key or column of --data that holds the texts. Default: text.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Write each text as a message, by the chat template of the target.")
-    ] = False,
+    column: Annotated[str | None, typer.Option(help="Key or column of the texts in --data. Default: text.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template of the target to each text.")] = False,
     preset: Annotated[
         options.Preset | None,
         typer.Option(
-            help="all: every draft that needs no training beside those of --draft, after 1k to 16k tokens as far as "
-            "positions and texts allow, greedily and at temperature 1."
+            help="all: every training-free draft and those of --draft, at 1k to 16k tokens where positions and texts "
+            "allow it, greedy and at temperature 1."
         ),
     ] = None,
     context: Annotated[
         str | None,
-        typer.Option(help="Tokens of the prompts, such as 2k,8k; own: whole documents of any length. Default: 2k."),
+        typer.Option(help="Prompt lengths in tokens, such as 2k,8k; own: whole documents. Default: 2k."),
     ] = None,
-    batch: Annotated[str, typer.Option(help="Rows that are decoded together, such as 1,4.")] = "1",
-    dtype: Annotated[str, typer.Option(help="auto, or some of float32,bfloat16,float16.")] = "auto",
-    assistant: Annotated[
-        str | None, typer.Option(help="An ordinary small model for transformers' assisted generation.")
-    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, such as 1,4.")] = "1",
+    dtype: Annotated[str, typer.Option(help="auto, or one or more of float32,bfloat16,float16.")] = "auto",
+    assistant: Annotated[str | None, typer.Option(help="Small model for transformers' assisted generation.")] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="key=v1,v2: a setting of the drafts, temperature, penalty, window, context. Repeatable."),
+        typer.Option(help="key=v1,v2: values of a draft setting, temperature, penalty, window or context. Repeatable."),
     ] = None,
     max_new_tokens: Annotated[int, number(2, "Tokens per row and call.")] = 64,
-    repeats: Annotated[int, number(1, "Turns; five or more for numbers to report.")] = 5,
+    repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
     temperature: Annotated[float, number(0, "0 is greedy.", float)] = 0.0,
-    lookup_tokens: Annotated[int, number(1, "Of transformers' prompt lookup.")] = 4,
-    minutes: Annotated[float | None, number(0, "Begin no call that would end later.", float)] = None,
-    output: Annotated[Path, output("Result file; table and plots go beside it.", suffix=".jsonl")] = Path(
+    lookup_tokens: Annotated[int, number(1, "Tokens of transformers' prompt lookup.")] = 4,
+    minutes: Annotated[float | None, number(0, "Time limit: start no call that would end later.", float)] = None,
+    output: Annotated[Path, output("Result file; the table and plots are written next to it.", suffix=".jsonl")] = Path(
         "bench.jsonl"
     ),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the result file.")] = False,
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw PNGs.")] = True,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the result file.")] = False,
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw plots as PNG files.")] = True,
     as_json: options.Json = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Also list methods of the papers: run or not.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also list the papers' methods that are run and not run.")
+    ] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure drafts beside plain generate, our loop without a draft and prompt lookup.
+    """Benchmark drafts against plain generate, the loop without a draft, and prompt lookup.
 
-    Every call is written as soon as it is over: Ctrl-C keeps what was measured, and --resume goes on. Use a --context
-    and a --batch like yours, and leave the machine alone meanwhile.
+    Each call is saved when it finishes: Ctrl-C keeps the results so far, and --resume continues. Use a --context and
+    --batch like yours, on an otherwise idle machine.
 
     Examples:
 
@@ -268,21 +262,23 @@ def bench(
 @command
 def demo(
     target: Annotated[
-        str | None, typer.Option(help="Hub id or folder of the model; default: the tiny target of the repository.")
+        str | None, typer.Option(help="Hub id or folder of the model. Default: the tiny target of the repository.")
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft; default: all kinds.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Text to continue; default: a standard library module.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft. Default: every kind.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Text to continue. Default: a module of the standard library.")
+    ] = None,
     context: Annotated[
-        int | None, number(1, f"Most tokens of the prompt; default: {options.DEMO_CONTEXT}, or what fits.")
+        int | None, number(1, f"Maximum tokens of the prompt. Default: {options.DEMO_CONTEXT}, or what fits.")
     ] = None,
     max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
     dtype: options.Dtype = options.DtypeName.float32,
     debug: options.Debug = False,
 ) -> None:
-    """Continue a long document with and without drafts, and compare.
+    """Compare decoding with and without drafts on one long document.
 
-    The text appears while it is written; a table has speed, acceptance and whether every text is that of plain
-    generate, all measured as bench measures them, one call each.
+    Streams the text, then prints a table of speed, acceptance, and whether each text equals that of plain generate.
+    Each method runs once, measured as in bench.
 
     Examples:
 
@@ -296,29 +292,30 @@ def demo(
 
 @command
 def train(
-    config: Annotated[Path, typer.Option(help="Recipe, such as examples/longspec_pretrain.yaml.")],
+    config: Annotated[Path, typer.Option(help="YAML recipe, such as examples/longspec_pretrain.yaml.")],
     data: Annotated[
         list[str] | None,
-        typer.Argument(help="Text files, JSON lines, or Hub ids or folders of data sets, in place of the recipe's."),
+        typer.Argument(help="Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's."),
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Key or column of the texts in them. Default: text.")] = None,
+    column: Annotated[str | None, typer.Option(help="Key or column of the texts. Default: text.")] = None,
     target: Annotated[str | None, typer.Option(help="Hub id or folder of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft to go on with.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft to continue.")] = None,
     output_dir: Annotated[
         Path | None,
-        output("Where checkpoints and the draft are written.", options.require_writable_folder, new=False),
+        output("Folder for checkpoints and the draft.", options.require_writable_folder, new=False),
     ] = None,
     max_steps: Annotated[int | None, number(1, "Optimizer steps.")] = None,
     learning_rate: Annotated[float | None, number(0, "Peak learning rate.", float, above=True)] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="Any other key: training.seed=1.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other key of the recipe, such as training.seed=1.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Train a draft as a recipe describes.
+    """Train a draft from a recipe.
 
-    A recipe names the target, the settings of the draft, the data and the arguments of the trainer; options replace its
-    values. Texts are tokenized once and cached. Checkpoints and the trained draft are written to a folder; nothing is
-    uploaded.
+    A recipe holds the target, the settings of the draft, the dataset and the training arguments; options override its
+    values. Texts are tokenized once and cached. Nothing is uploaded.
 
     Examples:
 
@@ -326,21 +323,20 @@ def train(
     - hf-longspec train --config examples/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
     - hf-longspec train --config examples/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
 
-    Exit status: 0; 1 if the loss stopped being a number; 2 for what cannot be run; 130 after Ctrl-C.
+    Exit status: 0; 1 if the loss is not finite; 2 for what cannot be run; 130 after Ctrl-C.
     """
 
 
 @command
 def convert(
-    source: Annotated[str, typer.Argument(help="Published id, folder or weight file of the authors' draft.")],
+    source: Annotated[str, typer.Argument(help="Hub id, folder or weight file of the authors' draft.")],
     output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
-    target: Annotated[str | None, typer.Option(help="Id, folder or config.json of its target.")] = None,
+    target: Annotated[str | None, typer.Option(help="Hub id, folder or config.json of its target.")] = None,
     debug: options.Debug = False,
 ) -> None:
-    """Convert a checkpoint of EAGLE-3, or of the authors of LongSpec or TokenSwift.
+    """Convert an EAGLE-3 checkpoint, or one of the LongSpec or TokenSwift authors.
 
-    Published drafts are known by their ids. For other files, also those that the authors' training wrote, name
-    the target; only its configuration is read.
+    Published drafts are recognised by their Hub ids. For other files, pass --target; only its configuration is read.
 
     Examples:
 
@@ -357,19 +353,22 @@ def convert(
 def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
     repo: Annotated[str | None, typer.Option(help="Repository to upload to, owner/name.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write a folder and upload nothing.")] = False,
-    output: Annotated[Path | None, typer.Option(help="The folder of a dry run; DIR-hub by default.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write to a folder instead of uploading.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Folder of a dry run. Default: DIR-hub.")] = None,
     results: Annotated[Path | None, typer.Option(help="Result file of benchmarks/acceptance.py for the draft.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the draft in --results; that of DIR by default.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the draft in --results. Default: that of DIR.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the target.")] = None,
     license: Annotated[str | None, typer.Option(help="License of the weights, such as apache-2.0.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    engine: Annotated[str | None, typer.Option(help="Repository that holds the code instead, owner/name.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Repository for the code, owner/name. Default: the code is in the draft's repository."),
+    ] = None,
     debug: options.Debug = False,
 ) -> None:
-    """Publish a draft on the Hub, with the code that it needs and a model card.
+    """Publish a draft on the Hub with its code and a model card.
 
-    With --dry-run the repository is written to a folder and no network is used. Nothing is uploaded without --repo.
+    --dry-run writes the repository to a folder, without network access. Nothing is uploaded without --repo.
 
     Examples:
 
@@ -382,8 +381,8 @@ def publish(
     """
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         print(f"hf-longspec {__version__}")
         raise typer.Exit
 
@@ -407,7 +406,7 @@ def main() -> None:
         else:
             what = error.format_message()
             stop = "" if what.endswith((".", "?")) else "."
-            print(f"error: {what}{stop} `{error.ctx.command_path} --help` shows what there is.", file=sys.stderr)
+            print(f"error: {what}{stop} Run `{error.ctx.command_path} --help` for help.", file=sys.stderr)
         status = INPUT_ERROR
     except typer.Abort:
         status = INTERRUPTED

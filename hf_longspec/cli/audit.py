@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import asdict
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,87 +24,73 @@ from ..auditing import (
     compare,
 )
 from ..cli import CommandError, options
-from .session import Progress, Session, opened, say
+from .session import LoadedModels, Progress, load_models, say
 
 # From best to worst.
 STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}
 
 
-def run(
-    target: str,
-    files: list[Path] | None,
-    prompt: str | None,
-    draft: str,
-    max_new_tokens: int,
-    context: int,
-    eps: float | None,
-    samples: int,
-    sample_tokens: int,
-    temperature: float,
-    batch: int,
-    setting: list[str] | None,
-    dtype: str,
-    device: str | None,
-    seed: int | None,
-    as_json: bool,
-) -> bool:
+def run(args: SimpleNamespace) -> bool:
     """Audit; returns whether the draft is not lossless."""
-    texts = [options.read_text(file, None) for file in files or []]
-    texts += [options.read_text(None, prompt)] if prompt is not None or not files else []
+    texts = [options.read_text(file, None) for file in args.files or []]
+    texts += [options.read_text(None, args.prompt)] if args.prompt is not None or not args.files else []
     # the variance of a count is a quarter of the drawn tokens at most
-    if samples and samples * sample_tokens < (fewest := 4 * MIN_EXPECTED):
+    if args.samples and args.samples * args.sample_tokens < (fewest := 4 * MIN_EXPECTED):
         raise CommandError(
-            f"--samples {samples} of {sample_tokens} tokens are too few to judge any frequency. Draw "
-            f"{math.ceil(fewest / sample_tokens)} at least, better some hundred, or 0 to skip this check."
+            f"--samples {args.samples} with {args.sample_tokens} tokens each are too few for a test. Pass at least "
+            f"{math.ceil(fewest / args.sample_tokens)}, better several hundred, or 0 to skip this check."
         )
-    with opened(target, draft, options.read_settings(setting), dtype, device) as session:
-        session.draft.generation_config.on_unsupported = "error"  # plain text would be compared with itself
-        room = max(max_new_tokens, sample_tokens)
-        prompts = [(name, session.encode(name, text, last=context, room=room)) for name, text in texts]
-        with Progress(2 * len(prompts) + math.ceil(samples / batch), "Decoding") as progress:
-            audits = [(name, *audit_prompt(session, name, ids, max_new_tokens, eps, progress)) for name, ids in prompts]
+    with load_models(args) as loaded:
+        loaded.draft.generation_config.on_unsupported = "error"  # plain text would be compared with itself
+        room = max(args.max_new_tokens, args.sample_tokens)
+        prompts = [(name, loaded.encode(name, text, last=args.context, room=room)) for name, text in texts]
+        with Progress(2 * len(prompts) + math.ceil(args.samples / args.batch), "Decoding") as progress:
+            audits = [
+                (name, *audit_prompt(loaded, name, ids, args.max_new_tokens, args.eps, progress))
+                for name, ids in prompts
+            ]
             sampling = None
-            if samples:
-                first, how = prompts[0][1], {"max_new_tokens": sample_tokens, "temperature": temperature}
-                drawn = draw_samples(session, first, samples, batch, seed or 0, progress, **how)
-                sampling = audit_sampling(session.model, first, drawn, temperature)
+            if args.samples:
+                first, how = prompts[0][1], {"max_new_tokens": args.sample_tokens, "temperature": args.temperature}
+                drawn = draw_samples(loaded, first, args.samples, args.batch, args.seed or 0, progress, **how)
+                sampling = audit_sampling(loaded.model, first, drawn, args.temperature)
     verdict = max((compared.verdict for _, compared, _ in audits), key=list(STYLES).index)
     if sampling is not None and sampling.verdict != FOLLOWS:
         verdict = NOT_LOSSLESS
-    if as_json:
-        found = {"verdict": verdict, **session.record(), "prompts": [record(*audited) for audited in audits]}
-        print(json.dumps(found | {"sampling": None if sampling is None else asdict(sampling)}))
+    if args.as_json:
+        result = {"verdict": verdict, **loaded.record(), "prompts": [record(*audited) for audited in audits]}
+        print(json.dumps(result | {"sampling": None if sampling is None else asdict(sampling)}))
     else:
         show(verdict, audits, sampling)
     return verdict == NOT_LOSSLESS
 
 
 def audit_prompt(
-    session: Session, name: str, ids: torch.Tensor, max_new_tokens: int, eps: float | None, progress: Progress
+    loaded: LoadedModels, name: str, ids: torch.Tensor, max_new_tokens: int, eps: float | None, progress: Progress
 ) -> tuple[Comparison, float]:
     """Continue the prompt `(1, length)` both ways; returns the comparison, and the tokens per verification."""
     texts: list[torch.Tensor] = []
-    for draft in (None, session.draft):
-        progress.say(f"{name}: {'plain generate' if draft is None else session.draft_name}")
+    for draft in (None, loaded.draft):
+        progress.say(f"{name}: {'plain generate' if draft is None else loaded.draft_name}")
         how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        texts.append(session.model.generate(ids, assistant_model=draft, **how))
+        texts.append(loaded.model.generate(ids, assistant_model=draft, **how))
         progress.step()
-    compared = compare(session.model, texts[0], texts[1], ids.shape[1], max_new_tokens, eps)
-    return compared, session.draft.last_speculation.mean_acceptance_length
+    compared = compare(loaded.model, texts[0], texts[1], ids.shape[1], max_new_tokens, eps)
+    return compared, loaded.draft.last_speculation.mean_acceptance_length
 
 
 def draw_samples(
-    session: Session, ids: torch.Tensor, samples: int, batch: int, seed: int, progress: Progress, **how: Any
+    loaded: LoadedModels, ids: torch.Tensor, samples: int, batch: int, seed: int, progress: Progress, **how: Any
 ) -> torch.Tensor:
     """Draw continuations `(samples, K)` of one prompt `(1, length)`, batch by batch, each with a seed of its own."""
-    session.model.generation_config.eos_token_id = None  # a text that ends has no further tokens to count
+    loaded.model.generation_config.eos_token_id = None  # a text that ends has no further tokens to count
     drawn = []
     for start in range(0, samples, batch):
         progress.say(f"samples {start} of {samples}")
         set_seed(seed + start)
         rows = ids.expand(min(batch, samples - start), -1)
-        how |= {"attention_mask": torch.ones_like(rows), "assistant_model": session.draft}
-        drawn.append(session.model.generate(rows, do_sample=True, top_k=0, top_p=1.0, **how)[:, ids.shape[1] :])
+        how |= {"attention_mask": torch.ones_like(rows), "assistant_model": loaded.draft}
+        drawn.append(loaded.model.generate(rows, do_sample=True, top_k=0, top_p=1.0, **how)[:, ids.shape[1] :])
         progress.step()
     return torch.cat(drawn)
 
@@ -112,13 +98,13 @@ def draw_samples(
 def explain(name: str, compared: Comparison) -> str:
     """The result of the teacher-forced pass in a sentence."""
     report = compared.report
-    counted = f"{name}: {report.num_argmax} of {report.num_tokens} tokens are the model's choice"
+    counted = f"{name}: {report.num_argmax} of {report.num_tokens} tokens are the model's argmax"
     if not compared.is_whole:
-        return f"{counted}, and the text ends too early."
+        return f"{counted}, but the text ends too early."
     if report.first_divergence is None:
-        return f"{counted}, and yet it is another text than that of plain generate."
+        return f"{counted}, but the text differs from that of plain generate."
     first = report.first_divergence[1] - compared.prompt_tokens
-    return f"{counted}; the first that is not is {first}. Largest gap {report.max_gap:.3g}, allowed {report.eps:.2g}."
+    return f"{counted}; the first other one is {first}. Largest gap {report.max_gap:.3g}, tolerance {report.eps:.2g}."
 
 
 def record(name: str, compared: Comparison, tau: float) -> dict[str, Any]:
@@ -166,8 +152,8 @@ def show(verdict: str, audits: list[tuple[str, Comparison, float]], sampling: Sa
             f"[{STYLES[compared.verdict]}]{compared.verdict}[/]",
         )
     console.print(table, soft_wrap=False)
-    say("first difference: new token, from 0, in which plain generate and speculation part.")
-    say("margin: how far the logit of an emitted token lies above that of any other; below 0: it is not the best.")
+    say("first difference: index of the first new token that differs from plain generate.")
+    say("margin: logit of an emitted token minus the best other logit; negative if it is not the argmax.")
     for name, compared, _ in audits:
         if compared.verdict != EXACT:
             say(explain(name, compared))

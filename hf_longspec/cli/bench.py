@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -40,61 +41,41 @@ ALL_WAYS = "temperature=0,1"
 PACKAGES = ("pandas", "scipy")
 
 
-def run(
-    target: str,
-    draft: list[str] | None,
-    data: list[str] | None,
-    column: str | None,
-    chat: bool,
-    preset: str | None,
-    context: str | None,
-    batch: str,
-    dtype: str,
-    assistant: str | None,
-    sweep: list[str] | None,
-    max_new_tokens: int,
-    repeats: int,
-    temperature: float,
-    lookup_tokens: int,
-    minutes: float | None,
-    output: Path,
-    resume: bool,
-    plots: bool,
-    as_json: bool,
-    verbose: bool,
-) -> int:
+def run(args: SimpleNamespace) -> int:
     """Measure and show; returns the exit status."""
-    check_resume(output, resume)
-    require_packages(plots)
-    drafts, sweeps = draft or [], sweep or []
-    if preset is not None:
+    check_resume(args.output, args.resume)
+    require_packages(args.plots)
+    drafts, sweeps = args.draft or [], args.sweep or []
+    if args.preset is not None:
         drafts += [name for name in ALL_DRAFTS if name not in drafts]
-        sweeps += [] if temperature or any(one.startswith("temperature=") for one in sweeps) else [ALL_WAYS]
+        sweeps += [] if args.temperature or any(one.startswith("temperature=") for one in sweeps) else [ALL_WAYS]
     bench = Bench(
-        target=target,
-        preset=preset,
+        target=args.target,
+        preset=args.preset,
         drafts=drafts or ["specattn"],
-        assistant=assistant,
-        data=data or [BUILTIN],
-        column=column,
-        chat=chat,
-        contexts=lengths("--context", context or (USUAL_CONTEXT if preset is None else ALL_CONTEXTS)),
-        batches=lengths("--batch", batch, options.MOST_ROWS),
-        dtypes=dtypes(dtype),
+        assistant=args.assistant,
+        data=args.data or [BUILTIN],
+        column=args.column,
+        chat=args.chat,
+        contexts=lengths("--context", args.context or (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS)),
+        batches=lengths("--batch", args.batch, options.MOST_ROWS),
+        dtypes=dtypes(args.dtype),
         sweeps=sweeps,
-        tokens=max_new_tokens,
-        repeats=repeats,
-        temperature=temperature,
-        lookup_tokens=lookup_tokens,
+        tokens=args.max_new_tokens,
+        repeats=args.repeats,
+        temperature=args.temperature,
+        lookup_tokens=args.lookup_tokens,
     )
     parse_sweeps(bench.sweeps)
-    documents = read_sources(bench.data, column)
-    with session.quiet(progress_bars=not Path(target).is_dir()):
-        prompts = DocumentPrompts(session.load_tokenizer(target), documents, chat)
-        file, interrupted = bench.measure(prompts, output, math.inf if minutes is None else minutes * 60, resume)
-    show(file, plots, as_json, verbose)
+    documents = read_sources(bench.data, args.column)
+    with session.quiet(progress_bars=not Path(args.target).is_dir()):
+        prompts = DocumentPrompts(session.load_tokenizer(args.target), documents, args.chat)
+        file, interrupted = bench.measure(
+            prompts, args.output, math.inf if args.minutes is None else args.minutes * 60, args.resume
+        )
+    show(file, args.plots, args.as_json, args.verbose)
     if interrupted:
-        print("Interrupted; what was measured is kept. --resume goes on.", file=sys.stderr)
+        print("Interrupted. Finished calls are kept; --resume continues.", file=sys.stderr)
         return options.INTERRUPTED
     return int(any(row["text"] in FAILED for row in rows_of(file.records)))
 
@@ -170,8 +151,8 @@ class Bench:
         longest, document = max(widths), max(prompts.sizes)
         if longest + self.tokens > limit:
             raise CommandError(
-                f"--context {longest} and {self.tokens} new tokens exceed the {limit} positions of {self.target}: use "
-                "shorter ones."
+                f"--context {longest} and {self.tokens} new tokens exceed the {limit} positions of {self.target}. Pass "
+                "a shorter --context."
             )
         if longest > document:
             raise CommandError(
@@ -217,10 +198,8 @@ def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
     """Drafts under their names in the results."""
     short = [name_of(name) for name in names]
     if twice := sorted({name for name in short if short.count(name) > 1}):
-        raise CommandError(
-            f"--draft: two are called {twice[0]!r}, which is their name in the results. Rename a folder."
-        )
-    return {name: load_draft(given, model) for name, given in zip(short, names, strict=True)}
+        raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
+    return {name: load_draft(path, model) for name, path in zip(short, names, strict=True)}
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
@@ -253,18 +232,18 @@ def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
     >>> lengths("--context", "512,2k,own")
     [512, 2048, 0]
     """
-    found = []
+    numbers = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(k?)", part.strip().lower())
         if part.strip() == OWN and option == "--context":
-            found.append(OWN_LENGTH)
+            numbers.append(OWN_LENGTH)
             continue
         number = int(match[1]) * (1024 if match[2] else 1) if match else 0
         if not 1 <= number <= most:
             upper = "" if most == math.inf else f" and at most {most}"
             raise CommandError(f"{option} {part!r}: expected numbers of at least 1{upper}, such as 512 or 2k (2048).")
-        found.append(number)
-    return list(dict.fromkeys(found))
+        numbers.append(number)
+    return list(dict.fromkeys(numbers))
 
 
 def dtypes(text: str) -> list[str]:
@@ -296,7 +275,7 @@ def show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
     if plots:
         paths += plot_all(records, file.path.with_suffix(""))
     if as_json:
-        found = {
+        result = {
             "environment": of_kind(records, "environment")[0],
             "rows": rows_of(records),
             "skipped": of_kind(records, "skipped"),
@@ -305,7 +284,7 @@ def show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
             "finished": bool(of_kind(records, "end")),
             "files": [str(path) for path in paths],
         }
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
         report, console = matrix_report(records, brief=True, not_run=verbose), Console()
         if console.is_terminal:

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,29 +33,22 @@ TAIL_CHARACTERS = 300  # of the prompt, shown before its continuation
 STYLES = {IDENTICAL: "green", "exact": "green", REFERENCE: "dim", NEAR_TIE: "yellow"}
 
 
-def run(
-    target: str | None,
-    draft: str | None,
-    file: Path | None,
-    context: int | None,
-    max_new_tokens: int,
-    dtype: str,
-) -> bool:
+def run(args: SimpleNamespace) -> bool:
     """Measure and show; returns whether a text is wrong."""
     console = Console(highlight=False)
-    target = session.find_target(target)
-    name, document = read_document(file)
+    target, context = session.find_target(args.target), args.context
+    name, document = read_document(args.file)
     with session.quiet(progress_bars=not Path(target).is_dir()):
         tokenizer = session.load_tokenizer(target)
-        room = session.max_positions(target) - max_new_tokens
+        room = session.max_positions(target) - args.max_new_tokens
         if room < 1 or (context or 0) > room:
             raise CommandError(
-                f"--context {context or options.DEMO_CONTEXT} and {max_new_tokens} new tokens exceed the "
-                f"{room + max_new_tokens} positions of the model: use at most --context {max(room, 0)}, or fewer "
+                f"--context {context or options.DEMO_CONTEXT} and {args.max_new_tokens} new tokens exceed the "
+                f"{room + args.max_new_tokens} positions of the model: use at most --context {max(room, 0)}, or fewer "
                 "--max-new-tokens."
             )
         console.print(f"Loading {target}.", markup=False)
-        model = session.load_target(target, session.dtype_of(dtype, session.default_device()))
+        model = session.load_target(target, session.dtype_of(args.dtype, session.default_device()))
         if context is None and model.dtype == torch.bfloat16 and native_bfloat16(model.device) is False:
             context = EMULATED_CONTEXT
         text, ids = make_prompt(tokenizer, name, document, min(context or options.DEMO_CONTEXT, room))
@@ -65,15 +59,17 @@ def run(
             markup=False,
         )
         plain = {GENERATE: HfMethod(), NO_DRAFT: PlainDraftModel.from_target(model)}
-        drafts = load_drafts(draft_names(target, draft), model)
+        drafts = load_drafts(draft_names(target, args.draft), model)
         try:
             # the last draft first, because its text is the one to show
             calls = {
-                name: measure(console, name, model, method, ids, max_new_tokens, None if turn else (tokenizer, text))
+                name: measure(
+                    console, name, model, method, ids, args.max_new_tokens, None if turn else (tokenizer, text)
+                )
                 for turn, (name, method) in enumerate([*reversed(drafts.items()), *plain.items()])
             }
         except torch.OutOfMemoryError as error:
-            raise CommandError("out of memory: pass a smaller --context, or --dtype bfloat16.") from error
+            raise CommandError("out of memory. Pass a smaller --context, or --dtype bfloat16.") from error
         calls = {name: calls[name] for name in (*plain, *drafts)}
         texts = {name: judge(model, ids, call, calls[GENERATE]) for name, call in calls.items()}
     show(console, calls, texts)
@@ -86,7 +82,7 @@ def read_document(file: Path | None) -> tuple[str, str]:
         return file.name, options.read_text(file, None)[1]
     modules = read_source(BUILTIN)
     if not modules:  # a distribution may leave sources out
-        raise CommandError("this Python comes without the sources of its library: pass a text of your own with --file.")
+        raise CommandError("this Python has no sources of its library. Pass a text with --file.")
     return f"{modules[0].name} of the standard library", modules[0].text
 
 
@@ -96,24 +92,24 @@ def make_prompt(tokenizer: Any, name: str, text: str, max_tokens: int) -> tuple[
     ids = tokenizer(text, verbose=False)["input_ids"]
     if len(ids) > max_tokens:
         text = tokenizer.decode(ids[:max_tokens], skip_special_tokens=True)
-        text = found[0] if (found := CUT.match(text)) else text
+        text = beginning[0] if (beginning := CUT.match(text)) else text
         # encoded anew: the shorter text may end in other tokens, and rarely in more of them
         ids = tokenizer(text, verbose=False)["input_ids"][:max_tokens]
     if len(ids) < SHORTEST_PROMPT:
         raise CommandError(
-            f"{name} gives a prompt of {len(ids)} tokens, and {SHORTEST_PROMPT} are needed: pass a longer --file, or a "
-            "larger --context."
+            f"{name} gives a prompt of {len(ids)} tokens, and at least {SHORTEST_PROMPT} are needed. Pass a longer "
+            "--file, or a larger --context."
         )
     return text, torch.tensor([ids])
 
 
 def draft_names(target: str, draft: str | None) -> list[str]:
-    """The draft that the user named; otherwise those without training, and for the tiny target its own."""
+    """The draft that the user named; otherwise those without training, and for the tiny target the trained ones."""
     if draft is not None:
         return [draft]
     is_tiny = target == str(session.tiny_model(session.TINY_TARGET))
-    own = [session.tiny_model(name) for name in session.TINY_DRAFTS] if is_tiny else []
-    return ["ngram", "specattn", *(str(folder) for folder in own if folder.is_dir())]
+    trained = [session.tiny_model(name) for name in session.TINY_DRAFTS] if is_tiny else []
+    return ["ngram", "specattn", *(str(folder) for folder in trained if folder.is_dir())]
 
 
 def measure(
@@ -146,10 +142,10 @@ def measure(
                     console.print(tail, style="dim", end="", markup=False, soft_wrap=True)
 
         text = None if shown is None else FileStreamer(shown[0], sys.stdout)
-        found = call(ids, tokens, on_arrival=arrived, text=text)
+        measured = call(ids, tokens, on_arrival=arrived, text=text)
     if shown is not None:
         console.print("\n")
-    return found
+    return measured
 
 
 def judge(model: PreTrainedModel, ids: torch.Tensor, call: Call, reference: Call) -> str:

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import yaml
@@ -28,15 +29,15 @@ VARIABLES = [
 MACHINE = ("python", "torch", "cpu", "cores", "usable_cores", "threads", "simd", "native_bfloat16", "memory_gib")
 
 
-def run(as_json: bool) -> None:
+def run(args: SimpleNamespace) -> None:
     """Print the report."""
-    found, in_checkout = environment(), (Path(__file__).resolve().parents[2] / ".git").exists()
+    facts, in_checkout = environment(), (Path(__file__).resolve().parents[2] / ".git").exists()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count() * torch.cuda.is_available())]
     report = {
         "hf_longspec": __version__,
-        "commit": found["commit"] if in_checkout else None,  # not that of a repository around the environment
+        "commit": facts["commit"] if in_checkout else None,  # not that of a repository around the environment
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        **{name: found[name] for name in MACHINE},
+        **{name: facts[name] for name in MACHINE},
         "packages": {name: version for name, version in versions(*PACKAGES).items() if version is not None},
         "cuda": {"built": torch.version.cuda, "hip": torch.version.hip, "cudnn": torch.backends.cudnn.version()},
         "gpus": [f"{p.name}, capability {p.major}.{p.minor}, {p.total_memory / 2**30:.1f} GiB" for p in gpus],
@@ -47,7 +48,7 @@ def run(as_json: bool) -> None:
         },
     }
     text = json.dumps(report, indent=2)  # torch's version is no plain text, which YAML refuses
-    print(text if as_json else yaml.safe_dump(json.loads(text), sort_keys=False, width=1000).rstrip())
+    print(text if args.as_json else yaml.safe_dump(json.loads(text), sort_keys=False, width=1000).rstrip())
 
 
 def _backends(device: str) -> dict[str, dict[str, str]]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..cli import CommandError, options
 from ..generation.gate import PLAIN, message_of
 from ..generation.stats import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from .session import PromptProgress, Session, opened, say
+from .session import LoadedModels, PromptProgress, load_models, say
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.
@@ -27,75 +28,60 @@ DRAFTED_STYLE = "underline bright_blue"
 TAIL_CHARACTERS = 300  # of the prompt, shown on a page
 
 
-def run(
-    target: str,
-    file: Path | None,
-    prompt: str | None,
-    draft: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    repetition_penalty: float,
-    samples: int,
-    chat: bool,
-    setting: list[str] | None,
-    dtype: str,
-    device: str | None,
-    seed: int | None,
-    show_drafts: bool,
-    html: Path | None,
-    as_json: bool,
-) -> int:
+def run(args: SimpleNamespace) -> int:
     """Continue a text and show it; returns the exit status."""
-    how: dict[str, Any] = {"do_sample": bool(temperature), "repetition_penalty": repetition_penalty}
-    if temperature:
-        how |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    elif (top_p, top_k) != (1.0, 0):
-        raise CommandError("--top-p and --top-k are for sampling: pass a --temperature above 0, such as 1.")
-    if samples > 1 and not temperature:
-        raise CommandError(f"--samples {samples}: greedy texts are all the same. Pass a --temperature above 0.")
-    if samples > 1 and (show_drafts or html is not None):
-        raise CommandError(f"--samples {samples}: --show-drafts and --html show one text. Leave them out.")
-    name, text = options.read_text(file, prompt)
-    with opened(target, draft, options.read_settings(setting), dtype, device) as session:
-        if chat and not getattr(session.tokenizer, "chat_template", None):
-            raise CommandError(f"--chat: the tokenizer of {target} has no chat template. Leave --chat out.")
-        if chat:
+    how: dict[str, Any] = {"do_sample": bool(args.temperature), "repetition_penalty": args.repetition_penalty}
+    if args.temperature:
+        how |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    elif (args.top_p, args.top_k) != (1.0, 0):
+        raise CommandError("--top-p and --top-k need sampling. Pass a --temperature above 0, such as 1.")
+    if args.samples > 1 and not args.temperature:
+        raise CommandError(f"--samples {args.samples} needs sampling. Pass a --temperature above 0.")
+    if args.samples > 1 and (args.show_drafts or args.html is not None):
+        raise CommandError(
+            f"--samples {args.samples} cannot be combined with --show-drafts or --html. Drop one of them."
+        )
+    name, text = options.read_text(args.file, args.prompt)
+    with load_models(args) as loaded:
+        if args.chat and not getattr(loaded.tokenizer, "chat_template", None):
+            raise CommandError(f"--chat: the tokenizer of {args.target} has no chat template. Drop --chat.")
+        if args.chat:
             message = [{"role": "user", "content": text}]
-            text = session.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        ids = session.encode(name, text, room=max_new_tokens)
-        seed = torch.seed() % 2**32 if seed is None else seed
+            text = loaded.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        ids = loaded.encode(name, text, room=args.max_new_tokens)
+        seed = torch.seed() % 2**32 if args.seed is None else args.seed
         set_seed(seed)
-        steps: list[StepText] | None = [] if show_drafts or html is not None else None
-        quiet = as_json or samples > 1
-        rows, stats = decode(session, ids, steps, quiet, show_drafts, samples, max_new_tokens=max_new_tokens, **how)
-        texts = [session.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
-        if as_json:
-            found = {
-                **({"text": texts[0]} if samples == 1 else {"texts": texts}),
-                **session.record(),
-                "seed": seed if temperature else None,
+        steps: list[StepText] | None = [] if args.show_drafts or args.html is not None else None
+        quiet = args.as_json or args.samples > 1
+        rows, stats = decode(
+            loaded, ids, steps, quiet, args.show_drafts, args.samples, max_new_tokens=args.max_new_tokens, **how
+        )
+        texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
+        if args.as_json:
+            result = {
+                **({"text": texts[0]} if args.samples == 1 else {"texts": texts}),
+                **loaded.record(),
+                "seed": seed if args.temperature else None,
                 "prompt_tokens": ids.shape[1],
                 "new_tokens": max(map(len, rows)),
                 "statistics": stats.to_dict(),
                 **({} if steps is None else {"steps": list(map(asdict, steps))}),
             }
-            print(json.dumps(found))
+            print(json.dumps(result))
             if stats.interrupted:
                 print("Interrupted.", file=sys.stderr)
         else:
-            print("\n\n".join(texts) if samples > 1 else "")
-            if show_drafts:
+            print("\n\n".join(texts) if args.samples > 1 else "")
+            if args.show_drafts:
                 coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
-                piped = "Drafted tokens are coloured in a terminal alone; --html FILE writes a page that shows them."
+                piped = "Drafted tokens are coloured only in a terminal; --html FILE writes them to a page."
                 Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
             say(str(stats), stderr=True)
             if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
                 say(message_of(stats.gate_decisions[-1]), stderr=True)
-        if html is not None:
-            html.parent.mkdir(parents=True, exist_ok=True)
-            html.write_text(page_of(session, text, steps or [], stats), encoding="utf-8")
+        if args.html is not None:
+            args.html.parent.mkdir(parents=True, exist_ok=True)
+            args.html.write_text(page_of(loaded, text, steps or [], stats), encoding="utf-8")
     return options.INTERRUPTED if stats.interrupted else 0
 
 
@@ -184,7 +170,7 @@ def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[st
 
 
 def decode(
-    session: Session,
+    loaded: LoadedModels,
     ids: torch.Tensor,
     steps: list[StepText] | None,
     quiet: bool,
@@ -209,7 +195,7 @@ def decode(
     Raises:
         KeyboardInterrupt: If there is no token yet.
     """
-    draft, tokenizer = session.draft, session.tokenizer
+    draft, tokenizer = loaded.draft, loaded.tokenizer
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
 
     def report(step: StepText) -> None:
@@ -223,7 +209,7 @@ def decode(
     text: BaseStreamer | None = None if quiet else FileStreamer(tokenizer, sys.stdout)
     if steps is not None:
         text = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, report)
-    with PromptProgress(session.model, ids.shape[1], "Reading the prompt") as progress:
+    with PromptProgress(loaded.model, ids.shape[1], "Reading the prompt") as progress:
 
         def arrived(tokens: int) -> None:
             if tokens == 1 and quiet:  # the prefill is over
@@ -236,7 +222,7 @@ def decode(
         rows = ids.repeat_interleave(samples, 0)
         mask, clock = torch.ones_like(rows), TokenClock(samples, on_arrival=arrived, text=text)
         try:
-            sequences = session.model.generate(
+            sequences = loaded.model.generate(
                 rows, attention_mask=mask, assistant_model=draft, streamer=clock, **arguments
             )
         except KeyboardInterrupt:
@@ -246,10 +232,10 @@ def decode(
     return sequences[:, ids.shape[1] :].tolist(), draft.last_speculation
 
 
-def page_of(session: Session, text: str, steps: Sequence[StepText], stats: SpeculationStats) -> str:
+def page_of(loaded: LoadedModels, text: str, steps: Sequence[StepText], stats: SpeculationStats) -> str:
     """The text as an HTML page, with the statistics."""
     # for a folder its last part, because other people may read the page
-    names = (session.target, session.draft_name)
+    names = (loaded.target, loaded.draft_name)
     target, draft = (Path(name).resolve().name if Path(name).is_dir() else name for name in names)
     facts = {
         "target": target,
@@ -259,7 +245,7 @@ def page_of(session: Session, text: str, steps: Sequence[StepText], stats: Specu
         "drafted tokens accepted": f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} "
         f"({stats.draft_acceptance_rate:.0%})",
         "tokens per second": f"{stats.tokens_per_second:.1f}",
-        "type": session.dtype,
+        "type": loaded.dtype,
     }
     tail = ("… " if len(text) > TAIL_CHARACTERS else "") + text[-TAIL_CHARACTERS:]
     return html_page(f"{target} with {draft}", tail, steps, facts)

@@ -47,7 +47,7 @@ def number(
         except ValueError:
             value = math.nan  # refused as a number outside of the bounds is
         if not (math.isfinite(value) and least <= value <= most and not (above and value == least)):
-            raise typer.BadParameter(f"{text} is not {rule}. Pass one that is.")
+            raise typer.BadParameter(f"{text} is not {rule}.")
         return value
 
     bounds = f"{'>' if above else '>='} {least}{upper and f', <= {most}'}"
@@ -106,18 +106,18 @@ def output(help: str, check: Callable[..., None] = require_writable_file, **how:
 
 Target = Annotated[str, typer.Option(help="Hub id or folder of the model.", show_default=False)]
 Draft = Annotated[
-    str, typer.Option(help=f"Hub id or folder of a draft or a small model, or one that needs no training: {BY_NAME}.")
+    str, typer.Option(help=f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}.")
 ]
-Prompt = Annotated[str | None, typer.Option(help="A text, instead of a file.", show_default=False)]
+Prompt = Annotated[str | None, typer.Option(help="Text to continue, instead of a file.", show_default=False)]
 Setting = Annotated[
     list[str] | None,
-    typer.Option("--set", help="A setting of the draft, such as num_assistant_tokens=6. May be repeated."),
+    typer.Option("--set", help="Setting of the draft, such as num_assistant_tokens=6. Repeatable."),
 ]
 Dtype = Annotated[DtypeName, typer.Option(help="Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.")]
 Seed = Annotated[int | None, number(0, "Seed of sampling.", most=2**32 - 1)]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
+Json = Annotated[bool, typer.Option("--json", help="Print a single JSON object to standard output.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 @contextmanager
@@ -146,14 +146,14 @@ def one_line_errors(debug: bool) -> Iterator[None]:
 def said(error: Exception) -> str | None:
     """The line for an error, with a remedy if the error has none; `None` for an error that is no user's."""
     if type(error).__name__ == "OutOfMemoryError":
-        return "out of memory: pass a shorter text, fewer --max-new-tokens or a smaller --dtype."
+        return "out of memory. Pass a shorter text, fewer --max-new-tokens or a smaller --dtype."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Check the path and its permissions."
     if not isinstance(error, CommandError | ValueError | OSError | ImportError):
         return None
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         missing = error.name.partition(".")[0]
-        return f"{missing} is needed and not installed: pip install {missing}"
+        return f"{missing} is not installed: pip install {missing}"
     line = one_line(error)
     return line if len(line.split()) >= len(str(error).split()) else f"{line} (--debug shows the rest)"
 
@@ -181,7 +181,7 @@ def read_settings(texts: list[str] | None, example: str = "num_assistant_tokens=
         try:
             settings[name] = yaml.load(value, Loader=YamlLoader)
         except yaml.YAMLError as error:
-            raise CommandError(f"--set {text!r}: the value is not YAML; put it into quotes.") from error
+            raise CommandError(f"--set {text!r}: the value is not YAML. Put it in quotes.") from error
     return settings
 
 
@@ -200,5 +200,5 @@ def read_text(file: Path | None, prompt: str | None) -> tuple[str, str]:
             remedy = "Pass a text file, or - for standard input."
             raise CommandError(f"cannot read {file}: {error.strerror}. {remedy}") from error
     if not text or not text.strip():
-        raise CommandError(f"{name} is empty: there is nothing to continue. Pass a text.")
+        raise CommandError(f"{name} is empty. Pass a text.")
     return name, text

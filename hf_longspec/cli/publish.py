@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
@@ -20,40 +21,29 @@ from .session import NetworkError, loading, quiet
 ENGINE_FOLDER = Path("engine")
 
 
-def run(
-    source: Path,
-    repo: str | None = None,
-    dry_run: bool = False,
-    output: Path | None = None,
-    results: Path | None = None,
-    name: str | None = None,
-    base_model: str | None = None,
-    license: str | None = None,
-    private: bool = False,
-    engine: str | None = None,
-) -> None:
+def run(args: SimpleNamespace) -> None:
     """Publish a draft, or write its repository."""
-    if repo is not None:
-        check_repo_id(repo)
-    if engine is not None:
-        check_engine(engine, repo)
-    if not dry_run and repo is None:
-        raise CommandError("no repository was named, and nothing is uploaded without: pass --repo, or --dry-run.")
-    if not dry_run and output is not None:
-        raise CommandError(f"--output {output} goes with --dry-run; without it the draft is uploaded.")
-    output = output or source.resolve().with_name(f"{source.resolve().name}-hub")
-    if dry_run:
-        ours = output.is_dir() and (output.samefile(source) or is_ours(output))
+    if args.repo is not None:
+        check_repo_id(args.repo)
+    if args.engine is not None:
+        check_engine(args.engine, args.repo)
+    if not args.dry_run and args.repo is None:
+        raise CommandError("no repository to upload to. Pass --repo, or --dry-run.")
+    if not args.dry_run and args.output is not None:
+        raise CommandError(f"--output {args.output} needs --dry-run. Without it, the draft is uploaded.")
+    output = args.output or args.source.resolve().with_name(f"{args.source.resolve().name}-hub")
+    if args.dry_run:
+        ours = output.is_dir() and (output.samefile(args.source) or is_ours(output))
         options.require_writable_folder(output, new=not ours)
-    card = read_card(source, repo=repo, base_model=base_model, license=license)
-    if results is not None:
-        card = replace(card, acceptance=acceptance_section(results, name or source.resolve().name))
-    draft = load(source)
-    if dry_run:
-        write(draft, output, card, repo, engine)
+    card = read_card(args.source, repo=args.repo, base_model=args.base_model, license=args.license)
+    if args.results is not None:
+        card = replace(card, acceptance=acceptance_section(args.results, args.name or args.source.resolve().name))
+    draft = load(args.source)
+    if args.dry_run:
+        write(draft, output, card, args.repo, args.engine)
     else:
         with errors_of_the_hub():
-            print(push(draft, str(repo), card=card, private=private or None, engine=engine).commit_url)
+            print(push(draft, str(args.repo), card=card, private=args.private or None, engine=args.engine).commit_url)
 
 
 @contextmanager
@@ -62,7 +52,7 @@ def errors_of_the_hub() -> Iterator[None]:
     try:
         yield
     except LocalTokenNotFoundError as error:
-        raise CommandError("no access token was found: run `hf auth login`, or set HF_TOKEN.") from error
+        raise CommandError("no access token. Run `hf auth login`, or set HF_TOKEN.") from error
     except HfHubHTTPError as error:
         remedy = "Check the name of --repo and that `hf auth whoami` may write there."
         raise CommandError(f"the Hub refused: {one_line(error)} {remedy}") from error
@@ -87,14 +77,14 @@ def read_card(source: Path, **given: Any) -> Card:
         except ValueError as error:
             raise CommandError(f"{file} is not JSON: {one_line(error)}.") from error
         if not isinstance(facts, dict):
-            raise CommandError(f"{file} holds a {type(facts).__name__}: expected the facts of a card by name.")
+            raise CommandError(f"{file} holds a {type(facts).__name__}, expected a JSON object.")
     return Card.read(facts | {name: value for name, value in given.items() if value is not None})
 
 
 def load(source: Path) -> Any:
     """The draft in a folder, by the installed class."""
     if not (source / "config.json").is_file():
-        raise CommandError(f"{source} has no config.json: pass the folder of a saved draft.")
+        raise CommandError(f"{source} has no config.json. Pass the folder of a saved draft.")
     with quiet(progress_bars=False), loading(str(source), "draft"):
         return AutoModel.from_pretrained(source)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -31,7 +32,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, logging
 
-from ..cli import CommandError, one_line
+from ..cli import CommandError, one_line, options
 from ..generation.target import TargetView
 from ..modeling.assistant.modeling_assistant import AssistantDraftModel
 from ..modeling.loading import refuse_missing_weights
@@ -55,13 +56,12 @@ def find_target(name: str | None) -> str:
     """The folder or Hub id to load: `name`, or the tiny target that comes with the repository."""
     if name is not None:
         return name
-    found = tiny_model(TINY_TARGET)
-    if not (found / CONFIG_NAME).is_file():
+    folder = tiny_model(TINY_TARGET)
+    if not (folder / CONFIG_NAME).is_file():
         raise CommandError(
-            f"the tiny target is not at {found}: run this in a checkout of the repository, or pass --target with a Hub "
-            "id or a folder."
+            f"the tiny target is not at {folder}. Run this in a checkout of the repository, or pass --target."
         )
-    return str(found)
+    return str(folder)
 
 
 @contextmanager
@@ -137,12 +137,12 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
         model, info = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, output_loading_info=True)
         _refuse_other_weights(model, info)
     if reasons := TargetView(model).why_not():
-        raise CommandError(f"{target} cannot be used: {'; '.join(reasons)}. Pass another --target.")
-    # Token ids only: penalties and temperatures of a repository's own settings would change the text of greedy
+        raise CommandError(f"{target} is not supported: {'; '.join(reasons)}. Pass another --target.")
+    # Token ids only: penalties and temperatures of the repository's own settings would change the text of greedy
     # decoding.
-    own = model.generation_config
+    defaults = model.generation_config
     model.generation_config = GenerationConfig(
-        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+        bos_token_id=defaults.bos_token_id, eos_token_id=defaults.eos_token_id, pad_token_id=defaults.pad_token_id
     )
     return model.to(device or default_device()).eval()
 
@@ -154,8 +154,8 @@ def find_draft(name: str) -> None:
     if "/" not in name and not Path(name).exists():
         near = get_close_matches(name, known, 1)
         raise CommandError(
-            f"cannot load the draft {name!r}: there is no such folder, a Hub id has the form owner/name, and drafts "
-            f"that need no training are {', '.join(known)}.{f' Did you mean {near[0]!r}?' if near else ''}"
+            f"cannot load the draft {name!r}: there is no such folder, Hub ids have the form owner/name, and the "
+            f"training-free drafts are {', '.join(known)}.{f' Did you mean {near[0]!r}?' if near else ''}"
         )
     with loading(name, "draft", from_hub=True):
         pass
@@ -217,7 +217,7 @@ def describe_device(device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class Session:
+class LoadedModels:
     """A target with its tokenizer and a draft for it, ready to generate."""
 
     target: str  # Hub id or folder, as it was given
@@ -256,35 +256,31 @@ class Session:
         limit = positions_of(self.model.config)
         if new_tokens and prompt_tokens + new_tokens > limit:
             raise CommandError(
-                f"{name} has {prompt_tokens} tokens, which with {new_tokens} new ones exceed the {limit} positions of "
+                f"{name} has {prompt_tokens} tokens; with {new_tokens} new ones they exceed the {limit} positions of "
                 "the model. Pass a shorter text, or fewer --max-new-tokens."
             )
 
 
 @contextmanager
-def opened(
-    target: str, draft: str, settings: dict[str, Any], dtype: str = "auto", device: str | None = None
-) -> Iterator[Session]:
-    """Load everything, under a spinner, with the warnings of transformers off."""
-    place = default_device()
-    if device is not None:
+def load_models(args: SimpleNamespace) -> Iterator[LoadedModels]:
+    """Load what the options --target, --draft, --set, --dtype and --device name, with a spinner and no warnings."""
+    settings, device = options.read_settings(args.setting), default_device()
+    if args.device is not None:
         try:
-            one = torch.ones(1, device=device)
+            one = torch.ones(1, device=args.device)
             one.item()  # a meta device has no values
-            place = one.device
+            device = one.device
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise CommandError(
-                f"--device {device}: PyTorch has no such device here. Pass cpu, or leave it out."
-            ) from error
+            raise CommandError(f"--device {args.device} is not available. Pass cpu, or leave it out.") from error
     console = Console(stderr=True)  # a spinner, on a terminal alone
-    with quiet(progress_bars=not Path(target).is_dir()):
-        find_draft(draft)
-        with console.status(escape(f"Loading {target}")):
-            tokenizer = load_tokenizer(target)
-            model = load_target(target, dtype_of(dtype, place), place)
-        with console.status(escape(f"Loading the draft {draft}")):
-            loaded = open_draft(draft, model, settings)
-        yield Session(target, draft, model, tokenizer, loaded, settings)
+    with quiet(progress_bars=not Path(args.target).is_dir()):
+        find_draft(args.draft)
+        with console.status(escape(f"Loading {args.target}")):
+            tokenizer = load_tokenizer(args.target)
+            model = load_target(args.target, dtype_of(args.dtype, device), device)
+        with console.status(escape(f"Loading the draft {args.draft}")):
+            draft = open_draft(args.draft, model, settings)
+        yield LoadedModels(args.target, args.draft, model, tokenizer, draft, settings)
 
 
 def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | None = None) -> Any:
@@ -294,7 +290,7 @@ def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | Non
     for key, value in (settings or {}).items():
         if key not in draft.settings:
             had = ", ".join(sorted(draft.settings)) or "none"
-            raise ValueError(f"--set {key}: the draft {name} has no such setting; it has {had}.")
+            raise ValueError(f"--set {key}: not a setting of the draft {name}. Its settings are {had}.")
         setattr(draft.generation_config, key, value)
     draft.check(TargetView(model))
     return draft

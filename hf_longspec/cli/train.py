@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -48,37 +49,26 @@ class Recipe:
     lora: dict[str, Any] | None = None  # arguments of `peft.LoraConfig`: train an adapter on the draft
 
 
-def run(
-    config: Path,
-    data: list[str] | None,
-    column: str | None,
-    target: str | None,
-    draft: str | None,
-    output_dir: Path | None,
-    max_steps: int | None,
-    learning_rate: float | None,
-    setting: list[str] | None,
-    resume: bool,
-) -> int:
+def run(args: SimpleNamespace) -> int:
     """Train; returns the exit status."""
     named = {
-        "target": target,
-        "draft": draft,
-        "dataset": dataset_of(data) if data else None,
-        "training.text_column": column,
-        "training.output_dir": output_dir and str(output_dir),
-        "training.max_steps": max_steps,
-        "training.learning_rate": learning_rate,
+        "target": args.target,
+        "draft": args.draft,
+        "dataset": dataset_of(args.data) if args.data else None,
+        "training.text_column": args.column,
+        "training.output_dir": args.output_dir and str(args.output_dir),
+        "training.max_steps": args.max_steps,
+        "training.learning_rate": args.learning_rate,
     }
     overrides = {name: value for name, value in named.items() if value is not None}
-    overrides |= options.read_settings(setting, "training.seed=1")
+    overrides |= options.read_settings(args.setting, "training.seed=1")
     try:
-        return train(read_recipe(config, overrides), resume)
+        return train(read_recipe(args.config, overrides), args.resume)
     except FloatingPointError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("Interrupted. --resume goes on from the last checkpoint.", file=sys.stderr)
+        print("Interrupted. --resume continues from the last checkpoint.", file=sys.stderr)
         return options.INTERRUPTED
 
 
@@ -109,11 +99,13 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
     except OSError as error:
         raise CommandError(f"cannot read {str(file)!r}: {error.strerror}. Check --config.") from error
     except UnicodeDecodeError as error:
-        raise CommandError(f"{str(file)!r} is no text. Pass the recipe, a YAML file, as --config.") from error
+        raise CommandError(f"{str(file)!r} is not a text file. Pass a YAML recipe as --config.") from error
     except yaml.YAMLError as error:
         raise CommandError(f"{str(file)!r} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
-        raise CommandError(f"{str(file)!r} holds a {type(content).__name__}: a recipe is a mapping with a target.")
+        raise CommandError(
+            f"{str(file)!r} holds a {type(content).__name__}, expected a mapping. See examples/ for recipes."
+        )
     for path, value in overrides.items():
         *folders, name = path.split(".")
         place = content
@@ -132,13 +124,13 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
         raise CommandError(f"dtype: {content['dtype']!r} in the recipe: expected {', '.join(options.DtypeName)}.")
     for name in ("training", "dataset", "eval_dataset", "lora"):
         if not isinstance(content.get(name, {}), dict | None):
-            raise CommandError(f"{name}: {content[name]!r} is no mapping: indent its keys below it.")
+            raise CommandError(f"{name}: {content[name]!r} is not a mapping. Indent its keys below it.")
     return Recipe(**content)
 
 
-def check_names(what: str, given: dict[str, Any], known: Any) -> None:
+def check_names(what: str, names: dict[str, Any], known: Any) -> None:
     """Refuse names that do not exist, with the nearest that does."""
-    for name in given:
+    for name in names:
         if name not in known:
             near = get_close_matches(str(name), known, 1)
             choices = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}."
@@ -158,7 +150,7 @@ def train(recipe: Recipe, resume: bool) -> int:
 
     check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
     if recipe.training.get("output_dir") is None:
-        raise CommandError("training has no output_dir: name a folder there, or pass --output-dir.")
+        raise CommandError("training has no output_dir. Set it, or pass --output-dir.")
     options.require_writable_folder(Path(recipe.training["output_dir"]), new=False)
     args = DraftTrainingArguments(**recipe.training)
     checkpoint = last_complete_checkpoint(args.output_dir) if resume else None
@@ -185,13 +177,13 @@ def train(recipe: Recipe, resume: bool) -> int:
     state = trainer.state
     if interruption.requested and state.global_step < state.max_steps:
         print(f"Interrupted after step {state.global_step}, which is saved in {args.output_dir}.", file=sys.stderr)
-        print("The same command with --resume goes on from there.", file=sys.stderr)
+        print("The same command with --resume continues from there.", file=sys.stderr)
         return options.INTERRUPTED
     trainer.save_model()
     if trainer.is_world_process_zero():
         write_facts(recipe, Path(str(args.output_dir)), trainer.state)
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
-        print("This measures which settings of the draft are fastest here, and writes them into it:")
+        print("To find the fastest settings of the draft on this machine:")
         print(f"  hf-longspec tune TEXT --target {recipe.target} --draft {args.output_dir}")
     return 0
 
@@ -221,7 +213,7 @@ class SaveAtInterrupt(TrainerCallback):
             raise KeyboardInterrupt
         self.requested = True
         with suppress(RuntimeError):  # of a print that was interrupted
-            print("\nA checkpoint follows at the end of this step. Ctrl-C again stops without it.", file=sys.stderr)
+            print("\nSaving a checkpoint after this step. Press Ctrl-C again to stop without it.", file=sys.stderr)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called by the trainer."""
@@ -240,7 +232,7 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
 
         check_names("dataset with tokens", data, {"tokens"})
         if length is None:
-            raise CommandError("a dataset of tokens has no documents: set pack to the number of tokens in a row.")
+            raise CommandError("a dataset of tokens has no documents. Set pack to the number of tokens per row.")
         windows = []
         for file in [data["tokens"]] if isinstance(data["tokens"], str) else data["tokens"]:
             with loading(file, "tokens of"):
@@ -249,7 +241,7 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
     try:
         from datasets import DatasetDict, IterableDatasetDict, load_dataset
     except ImportError as error:
-        raise CommandError("this needs datasets, which is not installed: pip install 'hf_longspec[train]'") from error
+        raise CommandError("datasets is not installed: pip install 'hf_longspec[train]'") from error
 
     name = str(data.get("path"))
     with loading(name, "dataset"):
@@ -291,17 +283,17 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
     try:
         facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError:
-        print(f"{file} is not JSON and is not changed: it gets no entry on this training run.", file=sys.stderr)
+        print(f"{file} is not JSON and was not changed: it has no entry for this run.", file=sys.stderr)
         return
     dataset = str((recipe.dataset or {}).get("path", ""))
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     loss = f", loss {losses[-1]:.3f} in the last ones" if losses else ""
-    found = {
+    entries = {
         "base_model": None if Path(recipe.target).exists() else recipe.target,
         "datasets": [dataset] if "/" in dataset and not Path(dataset).exists() else [],
         "training": f"{state.global_step:,} steps{loss}.",
         "command": command(),
         "commit": git_commit(),
     }
-    facts |= {name: value for name, value in found.items() if value}
+    facts |= {name: value for name, value in entries.items() if value}
     file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -27,7 +28,7 @@ from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS, weightless_drafts
-from .session import Progress, Session, describe_device, opened, say
+from .session import LoadedModels, Progress, describe_device, load_models, say
 
 Settings = dict[str, Any]
 
@@ -53,76 +54,58 @@ BRANCHES, MOST_NODES = (1, 2, 3), 64
 # Two runs of the same settings differ by a few percent; the present settings stay unless others gain more.
 NOISE = 0.03
 SETTINGS_FILE = "generation_config.json"
+# Options of the command that decide the numbers.
+MEASURED = ("context", "prompts", "batch", "max_new_tokens", "repeats", "sample")
 
 
-def run(
-    target: str,
-    file: Path | None,
-    prompt: str | None,
-    draft: str,
-    output: Path | None,
-    results: Path,
-    resume: bool,
-    dry_run: bool,
-    context: int,
-    prompts: int,
-    batch: int,
-    max_new_tokens: int,
-    repeats: int,
-    sample: bool,
-    setting: list[str] | None,
-    dtype: str,
-    device: str | None,
-    as_json: bool,
-) -> int:
+def run(args: SimpleNamespace) -> int:
     """Measure, show and write the choice; returns the exit status."""
-    check_resume(results, resume)
-    if not dry_run:
-        check_destination(draft, output)
-    name, text = options.read_text(file, prompt)
-    with opened(target, draft, options.read_settings(setting), dtype, device) as session:
-        plan = plan_for(session.draft)
-        session.require_room(f"a prompt of --context {context}", context, max_new_tokens + 1)
-        ids = session.encode(name, text)[0].cpu()
-        if len(ids) < context:
+    check_resume(args.results, args.resume)
+    if not args.dry_run:
+        check_destination(args.draft, args.output)
+    name, text = options.read_text(args.file, args.prompt)
+    with load_models(args) as loaded:
+        plan = plan_for(loaded.draft)
+        loaded.require_room(f"a prompt of --context {args.context}", args.context, args.max_new_tokens + 1)
+        ids = loaded.encode(name, text)[0].cpu()
+        if len(ids) < args.context:
             raise CommandError(
-                f"{name} has {len(ids)} tokens, and a prompt is to have {context}: pass a longer text, or "
-                f"--context {len(ids)} at most."
+                f"{name} has {len(ids)} tokens, fewer than --context {args.context}. Pass a longer text, or at most "
+                f"--context {len(ids)}."
             )
-        windows = cut_windows([ids], context, prompts).to(session.model.device)
-        model = endless(session.model)
+        windows = cut_windows([ids], args.context, args.prompts).to(loaded.model.device)
+        model = endless(loaded.model)
         set_seed(0)
-        how = {"context": context, "prompts": prompts, "batch": batch, "max_new_tokens": max_new_tokens}
-        how |= {"repeats": repeats, "sample": sample}
+        how = {name: vars(args)[name] for name in MEASURED}
         digest = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:16]
-        asked = {**session.record(), "set": session.settings, **how, "text_sha256": digest}
+        settings = {**loaded.record(), "set": loaded.settings, **how, "text_sha256": digest}
         facts = {"device": describe_device(model.device), "hf_longspec": __version__}
-        kept = ResultFile(results, "tune", None, math.inf, asked, facts, resume)
+        file = ResultFile(args.results, "tune", None, math.inf, settings, facts, args.resume)
         try:
-            with kept, Progress(len(windows), "Reading the prompts") as progress:
-                decoder = Decoder(model, prefill(model, windows, lambda index: progress.step()), max_new_tokens)
-                mode = "sample" if sample else "greedy"
-                tuner = Tuner(session, decoder, context, batch, repeats, mode, progress, kept)
-                best = plan(session.draft, TargetView(model), context, tuner.measure)
+            with file, Progress(len(windows), "Reading the prompts") as progress:
+                decoder = Decoder(model, prefill(model, windows, lambda index: progress.step()), args.max_new_tokens)
+                mode = "sample" if args.sample else "greedy"
+                tuner = Tuner(loaded, decoder, args.context, args.batch, args.repeats, mode, progress, file)
+                best = plan(loaded.draft, TargetView(model), args.context, tuner.measure)
                 chosen, present, plain = tuner.confirm(best)
         except KeyboardInterrupt:
-            print(f"\nInterrupted; what was measured is kept in {results}. --resume goes on.", file=sys.stderr)
+            print(f"\nInterrupted; the runs so far are kept in {args.results}. --resume goes on.", file=sys.stderr)
             return options.INTERRUPTED
         wins = chosen.options != present.options and chosen.gain_over(present) > NOISE
         winner = chosen if wins else present
-        if not as_json:
+        if not args.as_json:
             show(tuner.trials, winner)
-        written = None if dry_run or not (wins or output) else output or Path(draft)
-        if written is not None and output is None:
-            update_settings(written, session.settings | winner.options)  # what --set gave was measured too
+        written = None if args.dry_run or not (wins or args.output) else args.output or Path(args.draft)
+        if written is not None and args.output is None:
+            update_settings(written, loaded.settings | winner.options)  # what --set gave was measured too
         elif written is not None:
             for key, value in winner.options.items():
-                setattr(session.draft.generation_config, key, value)
-            session.draft.save_pretrained(written)
-    results.unlink()
-    if as_json:
-        found = {
-            **session.record(),
+                setattr(loaded.draft.generation_config, key, value)
+            loaded.draft.save_pretrained(written)
+    args.results.unlink()
+    if args.as_json:
+        result = {
+            **loaded.record(),
             "options": how,
             "trials": [asdict(trial) for trial in tuner.trials],
             "present": present.options,
@@ -131,12 +114,12 @@ def run(
             "gain_over_no_draft": round(winner.gain_over(plain), 4),
             "written": None if written is None else str(written / SETTINGS_FILE),
         }
-        print(json.dumps(found))
+        print(json.dumps(result))
     elif wins:
-        say(f"{'Not written (--dry-run)' if dry_run else f'Written to {written}'}: {shown(winner.options)}.")
+        say(f"{'Not written (--dry-run)' if args.dry_run else f'Written to {written}'}: {shown(winner.options)}.")
     else:
         saved = "" if written is None else f" Saved to {written}."
-        say(f"The present settings stay: {shown(winner.options)}.{saved}")
+        say(f"The present settings are kept: {shown(winner.options)}.{saved}")
     return 0
 
 
@@ -268,7 +251,7 @@ def plan_for(draft: Any) -> Plan:
     """Return the function that tunes this kind of draft."""
     kind, tuned = draft.config.model_type, [kind for kind, row in DRAFTS.items() if row.tune is not None]
     if kind not in tuned:
-        raise CommandError(f"a draft of type {kind} is not tuned: pass one of type {' or '.join(tuned)}.")
+        raise CommandError(f"drafts of type {kind} have nothing to tune. Pass one of type {' or '.join(tuned)}.")
     return DRAFTS[kind].load("tune")
 
 
@@ -301,7 +284,7 @@ def check_destination(draft: str, output: Path | None) -> None:
         return  # checked with the options
     if draft in weightless_drafts() or not Path(draft).is_dir():
         raise CommandError(
-            f"the draft {draft} is not in a folder: pass --output FOLDER for the tuned one, or --dry-run."
+            f"the draft {draft} is not a local folder. Pass --output FOLDER for the tuned draft, or --dry-run."
         )
     options.require_writable_folder(Path(draft), new=False)
 
@@ -310,7 +293,7 @@ def check_destination(draft: str, output: Path | None) -> None:
 class Tuner:
     """Measure candidates; the trials so far."""
 
-    session: Session  # target and draft
+    loaded: LoadedModels  # target and draft
     decoder: Decoder  # decodes after prompts that were read before
     context: int  # tokens of a prompt
     batch: int  # prompts that are decoded together
@@ -322,12 +305,12 @@ class Tuner:
 
     def measure(self, step: str, candidates: Sequence[Settings], repeats: int | None = None) -> list[Trial]:
         """Decode with every candidate in turns; one trial per candidate."""
-        draft = self.session.draft
+        draft = self.loaded.draft
         return self._in_turns(step, [(step, draft, settings) for settings in candidates], repeats or self.repeats)
 
     def confirm(self, chosen: Settings) -> list[Trial]:
         """The choice, the present settings and decoding without a draft, once more against each other."""
-        draft, plain = self.session.draft, PlainDraftModel.from_target(self.session.model)
+        draft, plain = self.loaded.draft, PlainDraftModel.from_target(self.loaded.model)
         present = {name: draft.setting(name) for name in chosen}
         methods = [("chosen", draft, chosen), ("present", draft, present), ("no draft", plain, {})]
         return self._in_turns("comparison with the present settings", methods, self.repeats)
@@ -347,12 +330,12 @@ class Tuner:
                 run = {"task": task, "place": place, "settings": settings, "tokens_per_second": speed, "tau": tau}
                 runs[place].append(self.file.write("run", **run))
             self.progress.step()
-        found = [
+        trials = [
             Trial(step, settings, known[-1]["tau"], statistics.median(run["tokens_per_second"] for run in known))
             for (step, _, settings), known in zip(methods, runs, strict=True)
         ]
-        self.trials += found
-        return found
+        self.trials += trials
+        return trials
 
     def _measured(self, task: str, place: int, settings: Settings) -> list[Record]:
         """The runs of a candidate in the part that was interrupted."""
@@ -385,13 +368,13 @@ def show(trials: Sequence[Trial], winner: Trial) -> None:
         style = "bold green" if trial is winner else None
         table.add_row(trial.step, shown(trial.options), *numbers, style=style)
     Console(highlight=False).print(table)
-    say("tau: tokens per verification, the model's own included. tokens/s: of all prompts decoded together.")
+    say("tau: tokens per verification, bonus token included. tokens/s: over all prompts.")
     say(
-        f"The choice runs at {1 + chosen.gain_over(present):.2f}x the speed of the present settings and at "
+        f"Best settings: {1 + chosen.gain_over(present):.2f}x the speed of the present ones, "
         f"{1 + chosen.gain_over(plain):.2f}x that of decoding without a draft."
     )
     if winner.gain_over(plain) < 0:
-        say("On this text and machine the draft does not pay: decoding without one is faster.")
+        say("On this text and machine, decoding without a draft is faster.")
 
 
 def shown(settings: Settings) -> str:

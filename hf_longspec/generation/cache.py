@@ -154,8 +154,8 @@ class SpeculativeLayer(CacheLayerMixin):
         lengths = self.rows.lengths
         if lengths.is_ragged or self.rows.columns is not None:
             raise ValueError(
-                f"the rows hold {lengths.host} tokens, and plain generation needs rows of one length without padding. "
-                "Continue each row in a cache of its own, or start a new cache."
+                f"the rows hold {lengths.host} tokens, and plain generate needs rows of equal length without padding. "
+                "Continue each row in its own cache, or start a new cache."
             )
         end = self.length + count
         self.reserve(end)
@@ -403,7 +403,7 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     if implementation == "quantized" or (implementation or "").startswith("offloaded"):
         return (
             f"cache_implementation={implementation!r}: quantized and offloaded caches are not supported with a draft. "
-            "Leave cache_implementation out."
+            "Drop cache_implementation."
         )
     if is_own(cache) or user_cache_of(cache) is None or (reason := _why_not(cache)) is None:
         return None
@@ -421,28 +421,27 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None)
         input_ids (`torch.LongTensor` of shape `(batch, P)`): The whole text.
         mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding.
     """
-    if not (own := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
+    if not (is_ours := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
         return
     stored = _stored(cache)
-    rows = cache.batch_size if own else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
+    rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
     if rows not in (None, len(input_ids)):
         raise ValueError(
-            f"past_key_values has {rows} rows and input_ids {len(input_ids)}. Pass the cache of these rows, or leave "
-            "past_key_values out."
+            f"past_key_values has {rows} rows, and input_ids has {len(input_ids)}. Pass the cache of these rows, or "
+            "drop past_key_values."
         )
     mask = torch.ones_like(input_ids) if mask is None else mask
     held = held_by(cache, mask)
-    if own and stored and not _stand_in(cache, held, columns_of(mask, stored)):
+    if is_ours and stored and not _stand_in(cache, held, columns_of(mask, stored)):
         raise ValueError(
-            f"past_key_values holds {tuple(held)} tokens, which are not the first ones that attention_mask has "
-            "in each row: pass the mask of the whole conversation, and do not change its beginning. Or leave "
-            "past_key_values out."
+            f"past_key_values holds {tuple(held)} tokens, which are not the first ones of attention_mask in each row. "
+            "Pass the mask of the whole conversation with its beginning unchanged, or drop past_key_values."
         )
     rows_held = zip(held, mask.bool().sum(1).tolist(), strict=True)
     if stored >= input_ids.shape[1] or any(count >= size for count, size in rows_held):
         raise ValueError(
-            f"past_key_values holds {stored} tokens and input_ids has {input_ids.shape[1]}: pass the whole "
-            "conversation, which must be longer than what is stored."
+            f"past_key_values holds {stored} tokens, and input_ids has {input_ids.shape[1]}. Pass the whole "
+            "conversation, which must be longer than the cache."
         )
 
 
@@ -456,7 +455,7 @@ def _stand_in(cache: SpeculativeCache, held: list[int], columns: torch.Tensor) -
 
 
 def take_over(
-    cache: DynamicCache, own: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None
+    cache: DynamicCache, buffers: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None
 ) -> None:
     """Copy the entries of the user's cache to `own`, layer by layer, and point its layers to the copy.
 
@@ -467,50 +466,50 @@ def take_over(
 
     Args:
         cache (`DynamicCache`): The user's cache.
-        own ([`SpeculativeCache`]): The loop's cache.
+        buffers ([`SpeculativeCache`]): The loop's cache.
         held (`Sequence[int]`): Result of [`held_by`].
         mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
     """
     stored = _stored(cache)
     columns = None if mask is None else columns_of(mask, max(held))
-    for layer, taken in zip(cache.layers, own.layers, strict=False):
+    for layer, buffer in zip(cache.layers, buffers.layers, strict=False):
         if _holds(layer):
-            taken.lazy_initialization(layer.keys, layer.values)
+            buffer.lazy_initialization(layer.keys, layer.values)
             first = stored - layer.keys.shape[2]
             if columns is None:
-                taken.keys[:, :, first:stored] = layer.keys
-                taken.values[:, :, first:stored] = layer.values
-                _point(layer, taken.keys, taken.values, stored)
+                buffer.keys[:, :, first:stored] = layer.keys
+                buffer.values[:, :, first:stored] = layer.values
+                _point(layer, buffer.keys, buffer.values, stored)
             else:  # what a window has dropped is filled with any entry, as no later token attends to it
                 places = (columns - first).clamp(0, layer.keys.shape[2] - 1)
-                taken.keys[:, :, : max(held)] = _slots_of(layer.keys, places)
-                taken.values[:, :, : max(held)] = _slots_of(layer.values, places)
-    own.set_lengths(held)
+                buffer.keys[:, :, : max(held)] = _slots_of(layer.keys, places)
+                buffer.values[:, :, : max(held)] = _slots_of(layer.values, places)
+    buffers.set_lengths(held)
 
 
-def bring_up_to_date(cache: DynamicCache, own: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
+def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
     """Point the layers of the user's cache to the entries of `own`, as many as the shortest row has.
 
     The next call computes the missing tokens of longer rows, like any other token of its input.
 
     Args:
         cache (`DynamicCache`): The user's cache.
-        own ([`SpeculativeCache`]): The loop's cache.
+        buffers ([`SpeculativeCache`]): The loop's cache.
         columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
             Columns in which the tokens of every row, and the next one, stand. The layers then get copies, with any
             finite entries at padding.
     """
-    length = min(own.lengths.host)
+    length = min(buffers.lengths.host)
     if columns is not None:
-        length = int(columns.gather(1, own.lengths.on(columns.device)[:, None]).min())
-    for index, taken in enumerate(own.layers):
-        if taken.is_initialized:
+        length = int(columns.gather(1, buffers.lengths.on(columns.device)[:, None]).min())
+    for index, buffer in enumerate(buffers.layers):
+        if buffer.is_initialized:
             while len(cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
                 cache.layers.append(DynamicLayer())
             layer = cache.layers[index]
             if not layer.is_initialized:
-                layer.lazy_initialization(taken.keys, taken.values)
-            _point(layer, taken.keys, taken.values, length, columns)
+                layer.lazy_initialization(buffer.keys, buffer.values)
+            _point(layer, buffer.keys, buffer.values, length, columns)
 
 
 def _point(

@@ -39,7 +39,7 @@ SHORTEST_PREFIX = 2
 MOST_ROWS = 8
 BACKEND = "inductor"
 _NOT_COMPILED = (
-    "%s could not be compiled in one graph (%s), so it runs as it is. Set draft.generation_config.compile to 'off' to "
+    "%s could not be compiled in one graph (%s) and runs in eager mode. Set draft.generation_config.compile='off' to "
     "skip the attempt."
 )
 _FAILED = object()
@@ -136,7 +136,7 @@ def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device:
     if mode not in COMPILE_MODES:
         raise ValueError(f"compile={mode!r}: expected one of {', '.join(COMPILE_MODES)}.")
     if mode == "graph" and device.type != "cuda":
-        raise ValueError(f"compile='graph' captures CUDA graphs, and the model is on {device}. Choose 'compile'.")
+        raise ValueError(f"compile='graph' needs a CUDA device, and the model is on {device}. Choose 'compile'.")
     if mode == "off" or (mode == "auto" and device.type != "cuda"):
         return None
     if device.type != "cuda":

@@ -31,7 +31,7 @@ WARM_UP = 3
 MOST_GRAPHS = 128
 
 _NOT_CAPTURED = (
-    "A step of %s could not be captured as a CUDA graph (%s), so it runs as it is. Set "
+    "A step of %s could not be captured as a CUDA graph (%s) and runs without one. Set "
     "draft.generation_config.compile to 'off' to skip the attempt."
 )
 
@@ -160,14 +160,14 @@ class CapturedRunner:
         Workspaces for another state of target or draft, for example on another device, are dropped.
         """
         with _workspaces_lock:
-            state, kept = _workspaces.get(self.draft, (None, []))
+            state, workspaces = _workspaces.get(self.draft, (None, []))
             if state != self.state:
                 _workspaces.pop(self.draft, None)
-                kept = []
-            for workspace in reversed(kept):
+                workspaces = []
+            for workspace in reversed(workspaces):
                 cache = workspace.cache
                 if cache is not None and cache.batch_size == batch_size and cache.max_length >= max_length:
-                    kept.remove(workspace)
+                    workspaces.remove(workspace)
                     return workspace
         return Workspace()
 
@@ -179,11 +179,13 @@ class CapturedRunner:
         cache.reset()
         workspace.cache = cache
         with _workspaces_lock:
-            state, kept = _workspaces.get(self.draft, (None, []))
-            kept = [*(kept if state == self.state else []), workspace]
-            while kept and (len(kept) > MOST_WORKSPACES or sum(one.nbytes for one in kept) > MOST_BYTES):
-                del kept[0]
-            _workspaces[self.draft] = self.state, kept
+            state, workspaces = _workspaces.get(self.draft, (None, []))
+            workspaces = [*(workspaces if state == self.state else []), workspace]
+            while workspaces and (
+                len(workspaces) > MOST_WORKSPACES or sum(one.nbytes for one in workspaces) > MOST_BYTES
+            ):
+                del workspaces[0]
+            _workspaces[self.draft] = self.state, workspaces
 
 
 class CapturedFunction:

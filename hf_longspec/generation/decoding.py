@@ -39,8 +39,7 @@ except ImportError:  # a published draft compiles no steps
         """Return `None`: every step runs as it is. Refuse a `mode` that asks for compiled or captured steps."""
         if mode not in ("auto", "off"):
             raise ValueError(
-                f"compile={mode!r}: the code that a draft brings along runs steps as they are. Set it to 'auto' or "
-                "'off', or `pip install hf_longspec`."
+                f"compile={mode!r} needs the package: pip install hf_longspec, or set compile to 'auto' or 'off'."
             )
 
 
@@ -275,8 +274,8 @@ class Session:
 
     def _accept(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor | None, torch.Tensor]:
         """Return the accepted nodes, processed scores along the path if they are wanted, and what the host reads."""
-        if not self.outputs.wants_scores and (found := self.target.accept(tree, logits, self.rule, self.cache)):
-            acceptance, whole = found
+        if not self.outputs.wants_scores and (captured := self.target.accept(tree, logits, self.rule, self.cache)):
+            acceptance, whole = captured
             return acceptance, None, whole
         acceptance, scores = self.rule.accept(tree, logits, with_scores=self.outputs.wants_scores)
         return acceptance, scores, packed(acceptance, tree.valid)
@@ -285,8 +284,8 @@ class Session:
         """Add a step to the statistics, by the rows of its [`packed`] result."""
         is_plain = tree.num_nodes == 1 < self.drafter.num_nodes
         first, paths = self.drafter.first_ngram_node, (row[3 + tree.max_depth :] for row in host)
-        kept = [path[1:count] for path, count in zip(paths, emitted, strict=True)]
-        ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in kept]
+        emitted_nodes = [path[1:count] for path, count in zip(paths, emitted, strict=True)]
+        ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in emitted_nodes]
         self.stats.record(emitted, None if is_plain else [row[1] - 1 for row in host], ngrams)
 
     def close(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:

@@ -150,7 +150,7 @@ class SpeculationGate:
         self._plain_length = 0
         self._check_plain_at = self._try_draft_at = 0.0
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Drop what belongs to the call that ends, such as its cache, and keep what was measured."""
         self._speedup_bound, self.clock = lambda: float("inf"), time.perf_counter
 
@@ -412,7 +412,7 @@ def gated(
 
     def keep() -> None:
         if isinstance(gate, SpeculationGate) and gate.ranks is None:
-            gate.rest()
+            gate.release()
             with _kept_lock:
                 _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate
 

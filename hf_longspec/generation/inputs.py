@@ -40,19 +40,21 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 def inputs_beside_tokens(target: TargetView, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments that the model would get from plain `generate`, and would use; empty for text alone."""
-    given = {name: value for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS}
-    if all(outputs is None for outputs in (given.get("mm_encoder_outputs") or {}).values()):
-        given["mm_encoder_outputs"] = None  # what generate() made of pixels and the like, and here there were none
-    given = {name: value for name, value in given.items() if value is not None}
-    are_text = (name in TOKEN_TYPES and not value.any() and target.ignores_zeros(name) for name, value in given.items())
-    return {} if all(are_text) else given
+    inputs = {name: value for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS}
+    if all(outputs is None for outputs in (inputs.get("mm_encoder_outputs") or {}).values()):
+        inputs["mm_encoder_outputs"] = None  # what generate() made of pixels and the like, and here there were none
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    are_text = (
+        name in TOKEN_TYPES and not value.any() and target.ignores_zeros(name) for name, value in inputs.items()
+    )
+    return {} if all(are_text) else inputs
 
 
-def names_of(given: dict[str, Any]) -> str:
+def names_of(inputs: dict[str, Any]) -> str:
     """Names of inputs as the user knows them: `generate` may have encoded images before, all under one name."""
-    encoded = given.get("mm_encoder_outputs") or {}
+    encoded = inputs.get("mm_encoder_outputs") or {}
     kinds = [f"{kind} inputs" for kind, outputs in encoded.items() if outputs is not None]
-    return ", ".join(kinds + sorted(given.keys() - {"mm_encoder_outputs"}))
+    return ", ".join(kinds + sorted(inputs.keys() - {"mm_encoder_outputs"}))
 
 
 def of_every_forward(target: TargetView, input_ids: torch.Tensor, given: dict[str, Any]) -> set[str]:
@@ -135,15 +137,15 @@ class Prompts:
             return [len(prompt) for prompt in self._new]
         model = self.target.model
         inputs, positions = self._first_forward(DynamicCache(config=self.target.config))
-        given = decoder_arguments(model, inputs)
-        embedded, used = (given.get(name) for name in ("inputs_embeds", "position_ids"))
+        arguments = decoder_arguments(model, inputs)
+        embedded, used = (arguments.get(name) for name in ("inputs_embeds", "position_ids"))
         in_place = used is None or bool((used == positions.to(used.device)).all())
         if embedded is None or embedded.shape[:2] != positions.shape or not in_place:
             return []
         sizes = []
         for row, prompt in enumerate(self._new):
-            own = model.get_input_embeddings()(prompt).to(embedded.device)
-            is_text = (embedded[row, : len(prompt)] == own).all(-1)
+            embeddings = model.get_input_embeddings()(prompt).to(embedded.device)
+            is_text = (embedded[row, : len(prompt)] == embeddings).all(-1)
             for rows in self.types.values():
                 is_text &= (rows[row] == 0).to(is_text.device)
             sizes.append(int(is_text.flip(0).long().cumprod(0).sum()))

@@ -70,8 +70,8 @@ def _draft_of(name: str | os.PathLike | type, target: Any) -> Any:
     """Return the saved draft of a folder or Hub id, loaded once for each target. No code of a repository is run."""
     if isinstance(name, type):
         raise ValueError(
-            f"assistant_model is the class {name.__name__}: pass a draft, made by its from_pretrained(...) or "
-            "from_target(model)."
+            f"assistant_model is the class {name.__name__}. Pass a draft, such as "
+            "SpecAttnDraftModel.from_target(model)."
         )
     drafts = _named.setdefault(target, {})
     if (name := os.fspath(name)) not in drafts:
@@ -79,15 +79,15 @@ def _draft_of(name: str | os.PathLike | type, target: Any) -> Any:
             kind = PreTrainedConfig.get_config_dict(name)[0].get("model_type")
         except OSError as error:
             raise OSError(
-                f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}): pass a draft, or folder or "
-                "Hub id of a saved one."
+                f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}). Pass a draft, or the "
+                "folder or Hub id of a saved one."
             ) from error
         draft: Any = MODEL_MAPPING.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
         if not getattr(draft, "_is_longspec_draft", False):
             raise ValueError(
-                f"assistant_model={name!r} has model_type={kind!r}, and only a saved draft can be given by its name. "
-                "Load the model and pass it, or pass AssistantDraftModel.from_pretrained(name, target=model), or "
-                "Eagle3DraftModel for an EAGLE-3 checkpoint."
+                f"assistant_model={name!r} has model_type={kind!r} and is not a saved draft. Pass "
+                "AssistantDraftModel.from_pretrained(name, target=model), or Eagle3DraftModel for an EAGLE-3 "
+                "checkpoint."
             )
         drafts[name] = draft.from_pretrained(name, target=target, trust_remote_code=False)
     return drafts[name]

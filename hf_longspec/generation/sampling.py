@@ -67,7 +67,7 @@ class ContextualPenaltyLogitsProcessor(LogitsProcessor):
 
     def __init__(self, penalty: float, window: int, pad_token_id: int | None = None):
         if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
-            raise ValueError(f"penalty={penalty!r}: expected a number above 0. 1.0 means no penalty; 1.2 is usual.")
+            raise ValueError(f"penalty={penalty!r}: expected a number above 0. 1.0 is no penalty; 1.2 is usual.")
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ValueError(
                 f"window={window!r}: expected a number of tokens of at least 1. To penalise the whole text, use "
@@ -416,15 +416,15 @@ def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vo
         name = type(processor).__name__
         if name in STATEFUL:
             raise ValueError(
-                f"{name} keeps state from call to call, so it cannot run on drafted tokens that may be rejected. Call "
-                "generate() without assistant_model, or without the setting that adds it."
+                f"{name} keeps state between calls, which is not supported with a draft. Call generate() without "
+                "assistant_model, or without the setting that adds it."
             )
         declared = any(getattr(processor, mark, False) for mark in ("stateless", "history_free", "history_window"))
         if not declared and not _is_history_free(processor) and not _repeats_itself(processor, input_ids, vocab_size):
             raise ValueError(
-                f"{name} returned other scores when a copy of it was called a second time with the same input, and it "
-                "is called along drafted paths that may be rejected. Make its result depend on input_ids and scores "
-                "alone, or call generate() without assistant_model."
+                f"{name} returned different scores for the same input, and state between calls is not supported with a "
+                "draft. Make its result depend on input_ids and scores alone, or call generate() without "
+                "assistant_model."
             )
 
 
@@ -438,9 +438,9 @@ def _repeats_itself(processor: Any, input_ids: torch.Tensor, vocab_size: int) ->
         twin = copy.deepcopy(processor, shared)
     except Exception as error:  # its parts may raise anything
         raise ValueError(
-            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so whether it keeps state "
-            "from call to call was not tested. Give it the attribute stateless=True if its result depends on input_ids "
-            "and scores alone, or call generate() without assistant_model."
+            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so it was not tested for "
+            "state between calls. Give it the attribute stateless=True if its result depends on input_ids and scores "
+            "alone, or call generate() without assistant_model."
         ) from error
     devices = [input_ids.device] if input_ids.is_cuda else []
     with torch.random.fork_rng(devices=devices):

@@ -242,13 +242,13 @@ class Sequences:
 
     def _answer(self, answer: Any) -> list[bool]:
         """Return the result of a criterion as one value for each row."""
-        given = torch.as_tensor(answer).bool().flatten().tolist()
-        if len(given) not in (1, self.batch_size):
+        stops = torch.as_tensor(answer).bool().flatten().tolist()
+        if len(stops) not in (1, self.batch_size):
             raise ValueError(
-                f"a stopping criterion returned {len(given)} values for {self.batch_size} rows: expected one for each "
-                "row, or a single one. Correct the criterion."
+                f"a stopping criterion returned {len(stops)} values for {self.batch_size} rows: expected one per row, "
+                "or a single one. Correct the criterion."
             )
-        return given * (self.batch_size // len(given))
+        return stops * (self.batch_size // len(stops))
 
     def _stream(self, streamer: BaseStreamer) -> None:
         """Stream every position that all rows have reached, with padding for finished rows."""

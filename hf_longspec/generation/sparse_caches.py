@@ -203,7 +203,7 @@ class SelectedCache(CompactCache):
         self.counts: list[int] = []
         self._size = 0
         self._shift: list[int] = []
-        self._rest: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tail: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, counts: Sequence[int], tails: Sequence[int]) -> None:
         """Start a phase with `counts[b]` selected entries and the last `tails[b]` committed tokens of every row."""
@@ -213,7 +213,7 @@ class SelectedCache(CompactCache):
         self._shift = [stored - own for stored, own in zip(self.cache.lengths.host, used, strict=True)]
         self.used.lengths = SeqLens(used)
         self.share_dense()
-        self._rest.clear()
+        self._tail.clear()
         self._size = capacity_for(self.used.lengths.longest + self.room)
 
     def allocate(self, layer_idx: int) -> None:
@@ -242,9 +242,9 @@ class SelectedCache(CompactCache):
         """
         device = self.cache.layers[layer_idx].keys.device
         self.allocate(layer_idx)
-        if device not in self._rest:
-            self._rest[device] = self.rest(self.table(device))
-        self.gather(layer_idx, selected.to(device), *self._rest[device])
+        if device not in self._tail:
+            self._tail[device] = self.tail_slots(self.table(device))
+        self.gather(layer_idx, selected.to(device), *self._tail[device])
 
     def fill_all(self, scores: Sequence[torch.Tensor], prefix_lengths: torch.Tensor, table: torch.Tensor) -> None:
         """Select the best entries of all sparse layers by these scores, and copy them. It may be part of a graph.
@@ -254,20 +254,20 @@ class SelectedCache(CompactCache):
             prefix_lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's scored prefix.
             table (`torch.LongTensor` of shape `(2, B)`): Result of `table`.
         """
-        rest = self.rest(table)
+        tail = self.tail_slots(table)
         for layer_idx, of_layer in zip(self.sparse_layers, scores, strict=True):
-            count = min(of_layer.shape[-1], rest[0].shape[-1])
-            self.gather(layer_idx, select_top(of_layer, prefix_lengths, count), *rest)
+            count = min(of_layer.shape[-1], tail[0].shape[-1])
+            self.gather(layer_idx, select_top(of_layer, prefix_lengths, count), *tail)
 
-    def rest(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def tail_slots(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return slots `(B, 1, T)` of the tail at its places, and which places `(B, 1, T)` selected entries take."""
         places, (shift, counts) = torch.arange(self._size, device=table.device), table[:, :, None, None]
         return (places + shift).clamp_(0, self.cache.layers[0].capacity - 1), places < counts
 
-    def gather(self, layer_idx: int, selected: torch.Tensor, rest: torch.Tensor, is_selected: torch.Tensor) -> None:
-        """Copy one layer's entries: selected ones `(B, 1 or K, n)` at their places, and the `rest`."""
-        padded = torch.nn.functional.pad(selected, (0, rest.shape[-1] - selected.shape[-1]))
-        slots = torch.where(is_selected, padded, rest)
+    def gather(self, layer_idx: int, selected: torch.Tensor, tail: torch.Tensor, is_selected: torch.Tensor) -> None:
+        """Copy one layer's entries: selected ones `(B, 1 or K, n)` at their places, and the tail."""
+        padded = torch.nn.functional.pad(selected, (0, tail.shape[-1] - selected.shape[-1]))
+        slots = torch.where(is_selected, padded, tail)
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
         gather_entries(source.keys, slots, layer.keys)
         gather_entries(source.values, slots, layer.values)

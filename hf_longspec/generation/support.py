@@ -1,14 +1,14 @@
-"""What a call cannot have: errors, and reasons for decoding it without the draft, all before any work is done.
+"""Checks of a call: of its arguments before any work is done, and of the target before the first token.
 
-A target that is not supported and contradictory arguments are errors. If model and draft fit and this call alone cannot
-be served, the setting `on_unsupported` of the draft decides: the call is decoded without it, or is an error too.
+- [`refuse_unsupported`] raises errors: unsupported targets, wrong settings, contradictory arguments.
+- [`why_not`] returns a reason if model and draft fit and only this call cannot use the draft. The setting
+  `on_unsupported` of the draft decides whether the call then runs without the draft or is an error.
+- [`check_target`] compares tree verification with a plain forward after the prompt, once per kind of target.
 
-Comparison of the first verification of each kind of target with a plain forward, to find unexpected differences.
-
-The check runs after the prefix of the longest row. It verifies a tree with two branches: the last tokens of the prompt,
-and before them the same tokens in reverse. The logits of the former must equal those of a plain forward over the same
-tokens under the model's own attention. They do not if the tree is verified without `position_ids`, the tree mask, a
-softcap, sinks, or a window that is shorter than the prefix.
+[`check_target`] runs after the prefix of the longest row. It verifies a tree with two branches: the last tokens of the
+prompt, and before them the same tokens in reverse. The logits of the former must equal those of a plain forward over
+the same tokens under the model's own attention. They do not if the tree is verified without `position_ids`, the tree
+mask, a softcap, sinks, or a window that is shorter than the prefix.
 """
 
 import math
@@ -58,8 +58,8 @@ def refuse_unsupported(
     _refuse_training_mode(target.model)
     if target.ranks is not None and (mode := draft.setting("compile")) in ("compile", "graph"):
         raise ValueError(
-            f"compile={mode!r}: the target is divided among {target.ranks.size} processes, and steps with "
-            "communication between them are not compiled. Use compile='off'."
+            f"compile={mode!r} is not supported with tensor parallelism ({target.ranks.size} processes). Set "
+            "compile='off'."
         )
     draft.check(target)
     if config.do_sample:
@@ -84,9 +84,9 @@ def _reasons(prompts: Prompts) -> Iterator[str]:
     implementation = str(target.config._attn_implementation)
     if "flash" in implementation and prompts.counts_gaps:
         yield (
-            f"attention_mask has zeros between tokens, and attn_implementation={implementation!r}: plain generate "
-            "counts them in the sliding windows of generated tokens, but not in those of the prompt. Move the zeros to "
-            "the left of each row, or load the model with another attn_implementation."
+            f"attention_mask has zeros between tokens, which sliding windows under attn_implementation="
+            f"{implementation!r} do not count in the prompt. Move the zeros to the left of each row, or load the model "
+            "with another attn_implementation."
         )
     if prompts.inputs:
         yield from _reasons_of_inputs(prompts, prompts.inputs)
@@ -96,61 +96,62 @@ def _reasons(prompts: Prompts) -> Iterator[str]:
             yield reason
 
 
-def _reasons_of_inputs(prompts: Prompts, given: dict[str, Any]) -> Iterator[str]:
+def _reasons_of_inputs(prompts: Prompts, inputs: dict[str, Any]) -> Iterator[str]:
     """Yield reasons why text after these inputs beside the tokens would differ from that of plain `generate`."""
     target, input_ids = prompts.target, prompts.input_ids
-    names, kind = names_of(given), type(target.model).__name__
+    names, kind = names_of(inputs), type(target.model).__name__
     if any(hasattr(module, "rope_deltas") for module in target.model.modules()):
         yield (
-            f"{names}: the positions of {kind} after an image do not count tokens (rope_deltas), and the loop counts "
-            "tokens. Pass text alone."
+            f"{names}: multimodal positions (M-RoPE), as {kind} uses them, are not supported with a draft. Pass text "
+            "only."
         )
-    if kept := sorted(of_every_forward(target, input_ids, given)):
+    if repeated := sorted(of_every_forward(target, input_ids, inputs)):
         yield (
-            f"{', '.join(kept)} would not reach the model: plain generate passes it to every forward, and speculative "
-            "decoding passes inputs beside the tokens to the first one. Drop what is not needed."
+            f"{', '.join(repeated)}: plain generate passes it to every forward, and speculative decoding to the first "
+            "one only. Drop it if it is not needed."
         )
     chunk_size = prompts.config.prefill_chunk_size
     if chunk_size is not None and chunk_size < input_ids.shape[1]:
         yield (
-            f"prefill_chunk_size={chunk_size} with {names}: such a prompt runs in one forward. Drop prefill_chunk_size."
+            f"prefill_chunk_size={chunk_size} is not supported with {names}, as the prompt then runs in one forward. "
+            "Drop prefill_chunk_size."
         )
     if stored := max(prompts.held):
         yield (
-            f"past_key_values holds {stored} tokens, and {names} would be input of the first forward. Leave "
-            "past_key_values out, or drop the inputs if the cache holds what they gave."
+            f"past_key_values holds {stored} tokens, and {names} needs an empty cache. Drop past_key_values, or drop "
+            "the inputs if the cache already contains them."
         )
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     of_tokens = {name for name, value in tensors.items() if value.shape[:2] == input_ids.shape}
     if prompts.mask is not None and (unknown := sorted(of_tokens - set(TOKEN_TYPES))):
         yield (
-            f"{', '.join(unknown)} may have a value for each token, and attention_mask has padding, which the loop "
-            "moves. Pass prompts of the same length, or one at a time."
+            f"{', '.join(unknown)}: inputs with a value for each token are not supported with padding. Pass prompts "
+            "of equal length, or one at a time."
         )
     if prompts.counts_gaps:
         yield (
-            f"{names}, and attention_mask has zeros between tokens, which the target's sliding windows count in plain "
-            "generate: such a prompt runs without them. Move the zeros to the left of each row."
+            f"attention_mask has zeros between tokens, which are not supported with {names} on a target with sliding "
+            "windows. Move the zeros to the left of each row."
         )
     if (largest := int(input_ids.max())) >= target.vocab_size:
         yield (
-            f"input_ids contains {largest}, and the vocabulary has {target.vocab_size} tokens: drafts cannot look up "
-            "placeholders outside of it. Use a placeholder of the vocabulary."
+            f"input_ids contains {largest}, and the vocabulary has {target.vocab_size} tokens: drafts embed "
+            "placeholders as well. Use a placeholder of the vocabulary."
         )
     if prompts.rotary is not None and (column := prompts.rotary.column) < prompts.max_length:
         yield (
             f"max_length={prompts.max_length} with {names}: rotary frequencies change at position {column}, where the "
-            f"loop may have to run the prompt again without these inputs. Keep max_length at {column} or below."
+            f"prompt may have to run again, without these inputs. Keep max_length at {column} or below."
         )
     if not (sizes := prompts.text_sizes):
         yield (
-            f"{names}: the decoder of {kind} did not get one embedding for each token, at the position of the token. "
-            "Pass text alone."
+            f"{names}: the decoder of {kind} does not get one embedding per token, at the position of the token. Pass "
+            "text only."
         )
     elif 0 in sizes:
         yield (
-            f"the prompt of row {sizes.index(0)} does not end with text: its last token belongs to {names}, and a "
-            "draft continues text. Add a token of text."
+            f"the prompt of row {sizes.index(0)} does not end with text: its last token belongs to {names}. Add a "
+            "token of text."
         )
 
 
@@ -158,7 +159,7 @@ def refuse(reason: str | None) -> None:
     """Raise a reason of [`why_not`] as an error, if there is one."""
     if reason is not None:
         raise ValueError(
-            f"{reason} Or set draft.generation_config.on_unsupported to {PLAIN!r}, or call generate() without a draft."
+            f"{reason} Or set draft.generation_config.on_unsupported={PLAIN!r}, or call generate() without a draft."
         )
 
 
@@ -177,8 +178,8 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
     training = [module for module in model.modules() if module.training]
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise ValueError(
-            "gradient checkpointing is on and the model is in training mode, where it turns off the cache. Call "
-            "model.eval() or model.gradient_checkpointing_disable() first."
+            "the model is in training mode with gradient checkpointing, which disables the cache. Call model.eval() "
+            "or model.gradient_checkpointing_disable() first."
         )
     for module in training:
         for part in (module, *module.children()):  # gpt2 reads the rate of its dropout module by its own mode
@@ -187,8 +188,8 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
                 is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in kind)
                 if is_rate and type(value) in (int, float) and value > 0:
                     raise ValueError(
-                        f"the model is in training mode, where {kind} has dropout ({name}={value}): no two forwards "
-                        "are the same, so drafted tokens cannot be verified. Call model.eval() first."
+                        f"the model is in training mode with dropout ({kind}, {name}={value}), so drafted tokens "
+                        "cannot be verified. Call model.eval() first."
                     )
 
 
@@ -196,36 +197,37 @@ def _refuse_inputs(
     target: TargetView, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> None:
     if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
-        raise ValueError("inputs_embeds cannot be drafted from: pass input_ids, or call generate() without a draft.")
+        raise ValueError(
+            "inputs_embeds is not supported with a draft. Pass input_ids, or call generate() without a draft."
+        )
     if not model_kwargs.get("use_cache", True):
-        raise ValueError("use_cache=False: speculative decoding needs the cache. Drop the argument.")
+        raise ValueError("use_cache=False is not supported with a draft. Drop the argument.")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name) and config.return_dict_in_generate:
             raise ValueError(
-                f"{name}=True is not supported with a draft: a verified tree has no such tensors per emitted token. "
-                "Run the model once on out.sequences to get them."
+                f"{name}=True is not supported with a draft. Run the model once on out.sequences to get them."
             )
     if (layers := getattr(config, "dola_layers", None)) is not None:
         raise ValueError(
-            f"dola_layers={layers!r}: DoLa compares the logits of several layers, and a draft is verified by those of "
-            "the last one. Drop dola_layers, or call generate() without assistant_model."
+            f"dola_layers={layers!r} is not supported with a draft. Drop dola_layers, or call generate() without "
+            "assistant_model."
         )
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} and must have that of input_ids, {tuple(input_ids.shape)}. "
-            "Pass the whole text with its mask, also on a second turn."
+            f"attention_mask has shape {tuple(mask.shape)}, and input_ids has shape {tuple(input_ids.shape)}. Pass the "
+            "mask of the whole text, also on a second turn."
         )
     if mask is not None and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
         raise ValueError(
-            f"attention_mask ends with 0 in the rows {rows}: padding must be on the left, so that every row ends with "
-            "a token. Tokenize with padding_side='left'."
+            f"attention_mask ends with 0 in the rows {rows}: right padding is not supported. Tokenize with "
+            "padding_side='left'."
         )
     if mask is not None and not bool(mask.all()) and target.counts_padding:
         raise ValueError(
             f"attention_mask has padding, and the forward of {type(target.model).__name__} takes no position_ids, so "
-            "plain generate counts the padding as positions. Pass one prompt, or prompts of equal length."
+            "plain generate counts the padding. Pass one prompt, or prompts of equal length."
         )
     _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
 
@@ -248,12 +250,12 @@ def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positi
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
     """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`."""
     defaults = GenerationConfig._get_default_generation_params()  # values that `generate` fills in by itself
-    given = {name: getattr(config, name, None) for name in ASSISTANT_SETTINGS}
-    for name, value in given.items():
+    settings = {name: getattr(config, name, None) for name in ASSISTANT_SETTINGS}
+    for name, value in settings.items():
         if value is not None and value not in (defaults.get(name), getattr(of_model, name, None)):
             raise ValueError(
-                f"{name}={value!r} would have no effect: it is for the assistants of transformers. Drop it, and use "
-                "the settings in draft.generation_config, such as draft.generation_config.num_assistant_tokens."
+                f"{name}={value!r} has no effect on this draft. Set it in draft.generation_config instead, such as "
+                "draft.generation_config.num_assistant_tokens."
             )
 
 
@@ -261,7 +263,7 @@ def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: i
     """Return the maximum number of tokens of a row in this call, prompt included."""
     limit = config.max_length or getattr(target.config, "max_position_embeddings", None)
     if limit is None:
-        raise ValueError("generation has no length limit: pass max_new_tokens or max_length.")
+        raise ValueError("generation has no length limit. Pass max_new_tokens or max_length.")
     return max(limit, prompt_length + 1)
 
 
@@ -357,10 +359,10 @@ def _row_of(cache: SpeculativeCache, row: int, target: TargetView, room: int) ->
     """Return one row of a cache as a separate cache over the same buffers, which writes after the committed tokens."""
     length = cache.lengths.host[row]
     view = SpeculativeCache(target.config, 1, length + room, tree_slots=room)
-    for own, layer in zip(view.layers, cache.layers, strict=True):
+    for view_layer, layer in zip(view.layers, cache.layers, strict=True):
         if layer.is_initialized:
-            own.keys, own.values = layer.keys[row : row + 1], layer.values[row : row + 1]
-            own.device, own.is_initialized = layer.keys.device, True
+            view_layer.keys, view_layer.values = layer.keys[row : row + 1], layer.values[row : row + 1]
+            view_layer.device, view_layer.is_initialized = layer.keys.device, True
     view.set_lengths([length])
     return view
 
@@ -376,21 +378,21 @@ def _compare(target: TargetView, verified: torch.Tensor, plain: torch.Tensor) ->
     if gap <= tolerance:
         return
     name = type(target.model).__name__
-    found = (
-        f"the logits of a verified tree and of a plain forward over the same tokens differ by up to {gap:.3g}, where "
-        f"{tolerance:.3g} is tolerated ({tolerance / spread if spread else math.nan:.3g} of their standard deviation)"
+    difference = (
+        f"the logits of a verified tree and of a plain forward over the same tokens differ by up to {gap:.3g}; the "
+        f"tolerance is {tolerance:.3g} ({tolerance / spread if spread else math.nan:.3g} of their standard deviation)"
     )
     if is_exact:
         raise ValueError(
-            f"{name} cannot be verified: {found}. It may ignore position_ids, the tree mask or its own attention "
-            "window. Call generate() without assistant_model, and report the model. "
+            f"{name} cannot be verified: {difference}. It may ignore position_ids, the tree mask or its own "
+            "sliding window. Call generate() without assistant_model, and report the model. "
             "draft.generation_config.check_target = False skips this check, and the text may then be wrong."
         )
     logger.warning(
-        "%s: %s. In this precision that may be rounding or another choice of experts; compare in float32, or check the "
-        "text with hf_longspec.audit.",
+        "%s: %s. In this precision, rounding or another choice of experts can be the cause. Compare in float32, or "
+        "check the text with hf_longspec.audit.",
         name,
-        found,
+        difference,
     )
 
 

@@ -141,9 +141,9 @@ class TargetView:
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
         if "chunked_attention" in kinds or shape_of(self.config, "attention_chunk_size"):
-            reasons.append("it has chunked attention, whose chunk size attention backends do not get")
+            reasons.append("it has chunked attention, which the attention backends do not support")
         if Ranks is None and (getattr(self.model, "_tp_size", None) or 1) > 1:
-            reasons.append("it is divided among processes, which takes the whole package: pip install hf_longspec")
+            reasons.append("it uses tensor parallelism, which needs the package: pip install hf_longspec")
         if len(changes := changes_of(self.config)) > 1:
             columns = [change.column for change in changes]
             reasons.append(f"its rotary frequencies change at different positions, {columns}, not at one")
@@ -161,8 +161,8 @@ class TargetView:
         window = self.traits.forgotten_window
         if window is not None and max_length is not None and max_length > window:
             reasons.append(
-                f"its config contains sliding_window={window}, which its attention does not apply and transformers' "
-                f"cache does, so texts of more than {window} tokens depend on where their prompt ended; set "
+                f"its config has sliding_window={window}, which its attention does not apply and transformers' cache "
+                f"does, so texts of more than {window} tokens depend on where the prompt ended; set "
                 "config.sliding_window to None or to the length of the longest text"
             )
         return reasons
@@ -413,20 +413,19 @@ def chain_of_last_tokens(prompts: Sequence[torch.Tensor], count: int) -> tuple[D
 
 def _refuse_other_objects(model: Any) -> None:
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        given = repr(model) if isinstance(model, str | type | None) else f"an object of {type(model)}"
+        value = repr(model) if isinstance(model, str | type | None) else f"an object of {type(model)}"
         raise ValueError(
-            f"expected a loaded model, and got {given}: load it with AutoModelForCausalLM.from_pretrained(...), and "
-            "pass the model."
+            f"expected a loaded model, but got {value}. Load it with AutoModelForCausalLM.from_pretrained(...)."
         )
 
 
 def _attention_configs(model: PreTrainedModel) -> list[tuple[Any, str]]:
     """Return every configuration in `model` that holds an attention implementation, with its name."""
-    found: dict[int, tuple[Any, str]] = {}
+    configs: dict[int, tuple[Any, str]] = {}
     pending = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     while pending:
         config = pending.pop()
-        if id(config) not in found:
-            found[id(config)] = config, config._attn_implementation_internal
+        if id(config) not in configs:
+            configs[id(config)] = config, config._attn_implementation_internal
             pending += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
-    return list(found.values())
+    return list(configs.values())

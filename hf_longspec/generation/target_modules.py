@@ -212,8 +212,8 @@ def decoder_of(model: PreTrainedModel) -> Any:
         if hasattr(module, "rotary_emb") and hasattr(module, "layers"):
             return module
     raise ValueError(
-        f"{type(model).__name__} has no rotary embedding beside its layers, and a trained draft rotates its queries "
-        "as the target does. Use a training-free draft, such as SpecAttnDraftModel."
+        f"{type(model).__name__} has no rotary embedding beside its layers, which this draft needs. Use a "
+        "training-free draft, such as SpecAttnDraftModel."
     )
 
 
@@ -222,9 +222,8 @@ def attention_of(decoder: Any, layer: int) -> Any:
     attention = attention_layers(decoder).get(layer)
     if attention is None or not hasattr(sys.modules[type(attention).__module__], ROTATION):
         raise ValueError(
-            f"{type(decoder).__name__} has no attention in layer {layer} with a function {ROTATION} in its module, and "
-            "a trained draft rotates its queries with that function. Use a training-free draft, such as "
-            "SpecAttnDraftModel."
+            f"{type(decoder).__name__} has no attention in layer {layer} with a function {ROTATION} in its module, "
+            "which this draft needs. Use a training-free draft, such as SpecAttnDraftModel."
         )
     return attention
 
@@ -302,8 +301,8 @@ def final_norm_of(model: PreTrainedModel) -> nn.Module:
                 if isinstance(norm := getattr(module, name, None), nn.Module):
                     return norm
     raise ValueError(
-        f"{type(model).__name__} has no final norm under one of the names {', '.join(FINAL_NORMS)}, whose input the "
-        "draft's heads read. Use a draft without heads, such as SpecAttnDraftModel."
+        f"{type(model).__name__} has no final norm under one of the names {', '.join(FINAL_NORMS)}, which this draft "
+        "needs. Use a training-free draft, such as SpecAttnDraftModel."
     )
 
 
@@ -312,9 +311,9 @@ def refuse_compiled_forward(model: PreTrainedModel) -> None:
     for module in (model, model.get_decoder()):
         if module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable"):
             raise ValueError(
-                f"the forward of {type(module).__name__} is compiled, and a graph does not give out the final norm's "
-                "input, which the draft's heads read. Use the model as it was before torch.compile (`del "
-                'model.forward`), with draft.generation_config.compile = "compile".'
+                f"the forward of {type(module).__name__} is compiled, and this draft needs hooks inside it. Use the "
+                "model as it was before torch.compile (`del model.forward`), with "
+                'draft.generation_config.compile = "compile".'
             )
 
 

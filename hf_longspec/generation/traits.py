@@ -109,11 +109,11 @@ def cache_at(model: PreTrainedModel, column: int) -> str:
 def rotary_state_kept(model: PreTrainedModel) -> Iterator[None]:
     """Restore the frequencies that forwards leave on rotary embeddings: a trial must not change a later text."""
     modules = [module for module in model.modules() if hasattr(module, "max_seq_len_cached")]
-    kept = [(module, dict(module._buffers), dict(vars(module))) for module in modules]
+    states = [(module, dict(module._buffers), dict(vars(module))) for module in modules]
     try:
         yield
     finally:
-        for module, buffers, attributes in kept:
+        for module, buffers, attributes in states:
             vars(module).update(attributes)
             module._buffers.update(buffers)
 
@@ -163,30 +163,29 @@ class RotaryLimit:
         if max_length <= self.column:
             return None
         column = int(self.column)
-        where = f"the target's rotary frequencies change at position {column} (rope_parameters)"
+        where = f"rotary frequencies change at position {column} (rope_parameters)"
         if by_chains:
             return (
-                f"max_length={max_length}, with zeros between tokens in attention_mask or rows of different lengths in "
-                f"past_key_values: {where}, and such prompts run in chunks. Keep max_length at {column} or below, or "
-                "pass one prompt at a time without padding."
+                f"max_length={max_length}: {where}, which zeros between tokens in attention_mask, and past_key_values "
+                f"with rows of different lengths, cannot cross. Keep max_length at {column} or below, or pass one "
+                "prompt at a time without padding."
             )
         if self.is_passed and chunk_size is not None and chunk_size < self.longest - stored:
             return (
                 f"prefill_chunk_size={chunk_size} with a prompt of {self.longest} tokens: {where}, and plain generate "
-                "chooses them anew for every chunk of the padded prompts. Drop prefill_chunk_size."
+                "chooses them for each chunk. Drop prefill_chunk_size."
             )
         does = KEEPS if self.change.is_repeated else cache_at(self.model, column)
         if does == FORGETS and prompt_width <= column and max_length > column + 1:
             return (
-                f"max_length={max_length} with prompts of {prompt_width} tokens: {where}, and there plain generate of "
-                f"this version of transformers drops the cache of {type(self.model).__name__} and runs the last token "
-                f"alone, so that its text does not continue the prompt. Keep max_length at {column + 1} or below, or "
-                "upgrade transformers."
+                f"max_length={max_length} with prompts of {prompt_width} tokens: {where}, where this version of "
+                f"transformers drops the cache of {type(self.model).__name__} and loses the prompt. Keep max_length at "
+                f"{column + 1} or below, or upgrade transformers."
             )
         if does != KEEPS and self.is_passed and 0 < stored <= column:
             return (
-                f"past_key_values holds {stored} tokens and the prompt has {self.longest}: {where}, and "
-                f"{type(self.model).__name__} does not keep its cache there. Start a new cache."
+                f"past_key_values holds {stored} tokens, and the prompt has {self.longest}: {where}, where "
+                f"{type(self.model).__name__} drops its cache. Start a new cache."
             )
         # The model compares the padded length. If every row is padded, it drops the cache before the change.
         self.recomputes = does == RECOMPUTES and prompt_width == self.longest
@@ -282,8 +281,8 @@ def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
     ignored = layer_traits(model, config).ignored
     if name not in ignored:
         zeros = {name: torch.zeros(1, QUERIES, dtype=torch.long, device=model.device)}
-        without, given = _run(model, config), _run(model, config, more=zeros)
-        ignored[name] = not given.reasons() and not given.differs_from(without)
+        without, with_zeros = _run(model, config), _run(model, config, more=zeros)
+        ignored[name] = not with_zeros.reasons() and not with_zeros.differs_from(without)
     return ignored[name]
 
 
@@ -292,11 +291,11 @@ def ignores(model: PreTrainedModel, config: Any, name: str, value: Any) -> bool:
     if not isinstance(value, torch.Tensor):  # settings, whose effect may be outside of the logits
         return False
     try:
-        without, given = _run(model, config, QUERIES), _run(model, config, QUERIES, more={name: value})
+        without, with_value = _run(model, config, QUERIES), _run(model, config, QUERIES, more={name: value})
     except Exception:  # some models refuse it without the pixels, which is no proof of either
         return False
-    same = given.reasons() == without.reasons() and torch.equal(given.logits, without.logits)
-    return same and given.layers.keys() == without.layers.keys() and not given.differs_from(without)
+    same = with_value.reasons() == without.reasons() and torch.equal(with_value.logits, without.logits)
+    return same and with_value.layers.keys() == without.layers.keys() and not with_value.differs_from(without)
 
 
 def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
@@ -318,16 +317,15 @@ def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
             "transformers' AttentionInterface"
         )
     elif extra := later.cached - set(range(config.num_hidden_layers)):
-        declared = f"the {config.num_hidden_layers} of config.num_hidden_layers"
-        reasons.append(f"it caches {declared} and {_named(extra)}, and there is one cache for each declared layer")
+        reasons.append(f"{_named(extra)} cache keys, but config.num_hidden_layers is {config.num_hidden_layers}")
     elif missing := later.cached - set(windows):
         reasons.append(f"{_named(missing)} never called the attention backend and would ignore the draft tree")
     for reason in dict.fromkeys(reason for trial in (first, later) for reason in trial.reasons()):
         reasons.append(reason)
     if differs:
         reasons.append(
-            "it takes positions from the length of its cache or from its tokens, not from position_ids, and the nodes "
-            "of a tree and the rows of a batch have positions of their own"
+            "it takes positions from the length of its cache or from its tokens, not from position_ids, which the "
+            "nodes of a tree need"
         )
     of_layers = tuple(windows.get(layer) for layer in range(max(windows, default=-1) + 1))
     return LayerTraits(of_layers, reasons, _cut_by_the_stock_cache(config, windows))
@@ -444,12 +442,12 @@ class AttentionProbe:
     def _read_mask(self, mask: torch.Tensor) -> tuple[int | None, tuple[str, ...]]:
         end = self.offset + QUERIES
         mask = mask[..., :end]
-        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        if mask.dtype != torch.bool and bool((mask[seen] != 0).any()):
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if mask.dtype != torch.bool and bool((mask[visible] != 0).any()):
             return None, ("add values of their own to the scores",)
-        count = int(seen[0, 0, -1].sum())
+        count = int(visible[0, 0, -1].sum())
         distance = torch.arange(self.offset, end, device=mask.device)[:, None] - torch.arange(end, device=mask.device)
-        if not bool((seen == ((distance >= 0) & (distance < count))).all()):
+        if not bool((visible == ((distance >= 0) & (distance < count))).all()):
             return None, ("have a mask that is neither causal nor a sliding window",)
         return (count if count < end else None), ()
 

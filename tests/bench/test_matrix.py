@@ -52,7 +52,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="no result file of `hf-longspec bench`"):
         opened(path, resume=True)
     path.write_text('{"kind"\n{"a": 1}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 1: no JSON object"):
+    with pytest.raises(ValueError, match="line 1: "):
         opened(path, resume=True)
     assert path.read_text(encoding="utf-8").startswith('{"kind"\n')
 

@@ -32,12 +32,12 @@ def test_lines_are_read_by_column_with_their_category_also_with_separators_insid
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"prompt": "x", "label": 1}', "row 1: text is no text; the keys are prompt, label"),
-        ('{"text": "x"}\n{"text": []}', "row 2: text is no text"),
+        ('{"prompt": "x", "label": 1}', "row 1: text is not a text; the keys are prompt, label"),
+        ('{"text": "x"}\n{"text": []}', "row 2: text is not a text"),
         ('{"text": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]}', "row 1: .* SPEED-Bench"),
-        ("[1]", "row 1: text is no text; the keys are none, it is a list"),
-        ('{"text": "x"}\n{"text"\n', "line 2: no JSON"),
-        ("\n", "there are no rows"),
+        ("[1]", "row 1: text is not a text; the keys are none, it is a list"),
+        ('{"text": "x"}\n{"text"\n', "line 2: "),
+        ("\n", "has no rows"),
         (b"\xff\xfe\x00", "d.jsonl is not UTF-8"),
     ],
 )
@@ -60,7 +60,7 @@ def test_a_folder_of_texts_and_a_data_set_as_datasets_reads_it(tmp_path):
     found = read_source(str(tmp_path / "sets"), "report")
     assert len(found) == 256 and (found[1].text, found[1].category) == ("test 1", "")
     for absent in (tmp_path / "absent", "no/such/set"):
-        with pytest.raises(ValueError, match="no file, and no data set"):
+        with pytest.raises(ValueError, match="--data"):
             read_source(str(absent))
 
 

@@ -32,7 +32,7 @@ def test_axes_are_sorted_by_what_they_change():
 
 
 def test_unknown_keys_are_refused_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"--sweep sparse_rate: no draft has such a setting \(a has selection; b has"):
+    with pytest.raises(ValueError, match=r"--sweep sparse_rate: .*\(a has selection; b has"):
         split_axes({"sparse_rate": ["1"]}, {"a": {"selection": "x"}, "b": LONGSPEC})
 
 
@@ -55,7 +55,7 @@ def test_ways_to_choose_tokens_are_checked():
     assert Decoding(temperature=0.0).options() == {"do_sample": False}
     assert Decoding(penalty=1.2, window=64).to_dict() == {"penalty": 1.2, "window": 64}
     assert Decoding(penalty=1.2).to_dict() == {"penalty": 1.2, "window": 1024}
-    with pytest.raises(ValueError, match="window=64 without a penalty"):
+    with pytest.raises(ValueError, match="window=64 "):
         Decoding(window=64)
     for values in ({"temperature": -1.0}, {"top_p": 0.0}, {"penalty": 0.0}):
         with pytest.raises(ValueError, match="expected"):

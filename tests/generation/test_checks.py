@@ -145,14 +145,14 @@ class OldModel(PreTrainedModel, GenerationMixin):
     [
         (
             {"guidance_scale": 1.5},
-            "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state from call to call.*without the setting that",
+            "UnbatchedClassifierFreeGuidanceLogitsProcessor .*without the setting that",
         ),
         ({"watermarking_config": WatermarkingConfig(), "do_sample": True}, "WatermarkLogitsProcessor keeps state"),
         (
             {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3), "do_sample": True},
             "SynthIDTextWatermarkLogitsProcessor keeps state",
         ),
-        ({"use_cache": False}, "use_cache=False: speculative decoding needs the cache. Drop"),
+        ({"use_cache": False}, "use_cache=False.*Drop"),
         *(
             (
                 {name: True, "return_dict_in_generate": True},
@@ -161,10 +161,10 @@ class OldModel(PreTrainedModel, GenerationMixin):
             for name in ("output_attentions", "output_hidden_states")
         ),
         # plain generate refuses it too, as the code for it is in a repository
-        ({"dola_layers": "high"}, "dola_layers='high': DoLa compares the logits of several layers.*Drop dola_layers"),
+        ({"dola_layers": "high"}, "dola_layers='high'.*Drop dola_layers"),
         ({"position_ids": torch.tensor([list(range(5, 14))])}, r"position_ids of shape \(1, 9\)"),
         *(
-            ({name: value}, f"{name}={value!r} would have no effect.*draft.generation_config")
+            ({name: value}, f"{name}={value!r} .*draft.generation_config")
             for name, value in {"num_assistant_tokens": 2, "assistant_confidence_threshold": 0.2}.items()
         ),
         # these never reach our code; a change in transformers shall be noticed
@@ -185,8 +185,8 @@ class TestInputs:
         embeddings = llama.get_input_embeddings()(tiny_prompts(128, (9,))[0])
         draft = PlainDraftModel.from_target(llama)
         for more in ({}, {"input_ids": tiny_prompts(128, (9,))[0]}):
-            message = refused(llama, draft, "inputs_embeds cannot be drafted from", inputs_embeds=embeddings, **more)
-            assert "pass input_ids" in message
+            message = refused(llama, draft, "inputs_embeds", inputs_embeds=embeddings, **more)
+            assert "Pass input_ids" in message
 
     @pytest.mark.parametrize(
         "mask",
@@ -198,9 +198,9 @@ class TestInputs:
         if mask.shape[1] != 9:  # transformers drops a mask of ones; what it derives from it is caught all the same
             mask[0, 0] = 0
         draft = PlainDraftModel.from_target(llama)
-        message = rf"attention_mask has shape {re.escape(str(tuple(mask.shape)))} and must have that of input_ids"
+        message = rf"attention_mask has shape {re.escape(str(tuple(mask.shape)))}, and input_ids"
         if mask.shape[1] == 9:
-            message = r"attention_mask ends with 0 in the rows \[0\]: padding must be on the left.*padding_side='left'"
+            message = r"attention_mask ends with 0 in the rows \[0\].*padding_side='left'"
         refused(llama, draft, message, attention_mask=mask)
 
     def test_a_mask_for_every_layer(self, llama):
@@ -265,7 +265,7 @@ class TestProcessorsWithState:
     @pytest.mark.parametrize("processor", [CallCounter(), Noise()], ids=lambda value: type(value).__name__)
     def test_found_out_by_two_calls(self, llama, processor):
         name, draft = type(processor).__name__, PlainDraftModel.from_target(llama)
-        message = f"{name} returned other scores when a copy of it was called a second time.*input_ids and scores alone"
+        message = f"{name} returned .*input_ids and scores alone"
         state = torch.get_rng_state()
         refused(llama, draft, message, logits_processor=[processor])
         assert torch.equal(torch.get_rng_state(), state) and getattr(processor, "calls", 0) == 0
@@ -320,7 +320,7 @@ class TestWhatWouldHaveNoEffect:
         model = tiny_target("llama").train()
         model.gradient_checkpointing_enable()
         draft = PlainDraftModel.from_target(model)
-        refused(model, draft, r"gradient checkpointing is on.*model.eval\(\) or model.gradient_checkpointing_disable")
+        refused(model, draft, r"gradient checkpointing.*model.eval\(\) or model.gradient_checkpointing_disable")
         inputs, mask = tiny_prompts(128, (9,))
         options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
         model.eval()  # where it changes nothing
@@ -333,10 +333,10 @@ class TestWhatWouldHaveNoEffect:
         [
             (
                 lambda: tiny_target("llama", attention_dropout=0.1),
-                r"LlamaAttention has dropout \(attention_dropout=0.1",
+                r"\(LlamaAttention, attention_dropout=0.1",
             ),
-            (lambda: tiny_target("mixtral", router_jitter_noise=0.2), r"MixtralSparse.* dropout \(jitter_noise=0.2"),
-            (lambda: build("gpt2"), r"Dropout has dropout \(p=0.1"),
+            (lambda: tiny_target("mixtral", router_jitter_noise=0.2), r"\(MixtralSparse\w+, jitter_noise=0.2"),
+            (lambda: build("gpt2"), r"\(Dropout, p=0.1"),
         ],
     )
     def test_dropout(self, make, rate):
@@ -344,7 +344,7 @@ class TestWhatWouldHaveNoEffect:
         model = make().train()
         inputs, mask = tiny_prompts(128, (9, 5))
         options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-        refused(model, PlainDraftModel.from_target(model), rf"{rate}\): no two forwards are the same.*model.eval\(\)")
+        refused(model, PlainDraftModel.from_target(model), rf"{rate}\).*model.eval\(\)")
         model.eval()
         expected = model.generate(inputs, **options)
         for module in model.modules():

@@ -117,9 +117,7 @@ def test_it_runs_after_the_longest_prefix(monkeypatch):
 def test_wrong_models_are_refused(kind, lengths, blind):
     model = as_class(kind)
     for _ in range(2):  # a refusal is not forgotten
-        with pytest.raises(
-            ValueError, match=rf"{kind.__name__} cannot be verified: .* by up to \d.*, where 0\.0\d+ is"
-        ):
+        with pytest.raises(ValueError, match=rf"{kind.__name__} cannot be verified: .* by up to \d.* 0\.0\d+"):
             generate(model, lengths)
 
 
@@ -142,7 +140,7 @@ def test_lost_parts_of_the_attention_are_refused(part, name, monkeypatch):
 def test_a_lost_tree_mask_is_refused(monkeypatch):
     monkeypatch.setattr(TreeContext, "windowed_mask", lambda self, window: torch.ones_like(self.mask))
     with pytest.raises(ValueError, match="cannot be verified"):
-        generate(tiny_target("llama"))
+        generate(tiny_target("mistral"))
 
 
 class MasksTokens(LlamaForCausalLM):

@@ -19,7 +19,7 @@ def run_call(machine):
     """Run one call, and return its seconds and tokens."""
     started, machine.emitted, machine.length, machine.resting = machine.now, 0, 1024, False
     machine.run(TOKENS)
-    machine.gate.rest()
+    machine.gate.release()
     machine.gate.resume(lambda: float("inf"), lambda: machine.now)
     return machine.now - started, machine.emitted
 

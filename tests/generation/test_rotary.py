@@ -235,7 +235,7 @@ class TestRefused:
         kept = SpeculativeCache(model.config, 1, 80)
         generate(model, BELOW, make("tree", model), past_key_values=kept, max_new_tokens=4)
         before = kept.lengths.host
-        with pytest.raises(ValueError, match=r"holds 33 tokens and the prompt has 45.*Start a new cache"):
+        with pytest.raises(ValueError, match=r"holds 33 tokens, and the prompt has 45.*Start a new cache"):
             generate(model, (45,), make("tree", model), past_key_values=kept)
         assert kept.lengths.host == before == (33,)
 

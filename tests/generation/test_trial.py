@@ -86,7 +86,7 @@ class TestWindows:
         assert view.windows == (None,) * 2 and not view.sliding_layers
         assert view.why_not() == []  # no text is known yet
         (reason,) = view.why_not(WINDOW + 1)
-        assert f"contains sliding_window={WINDOW}, which its attention does not apply" in reason
+        assert f"sliding_window={WINDOW}, which its attention does not apply" in reason
         draft = PlainDraftModel.from_target(model)
         with pytest.raises(
             ValueError, match=r"set config\.sliding_window to None or to the length of the longest text"
@@ -150,7 +150,7 @@ class TestCaches:
     def test_more_layers_than_the_config_declares(self):
         model = build("whisper", **DECODERS | {"encoder_layers": 1, "num_hidden_layers": 1}, num_mel_bins=8)
         (reason, *_) = TargetView(model).why_not()
-        assert reason.startswith("it caches the 1 of config.num_hidden_layers and its layers 1")
+        assert reason.startswith("its layers 1 cache keys, but config.num_hidden_layers is 1")
 
     def test_inputs_that_are_missing(self):
         (reason,) = TargetView(vision_language_model("idefics")).why_not()

@@ -100,4 +100,4 @@ def test_ranks_follow_the_gate_of_the_first(ranks):
 
 def test_compiled_steps_are_refused(ranks):
     for seen in ranks:
-        assert seen["refused"].startswith("compile='compile': the target is divided among 2 processes")
+        assert seen["refused"].startswith("compile='compile'")
