@@ -22,7 +22,7 @@ from benchmarks.hf_side import dynamic_cache
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, Decoding, HfMethod, run_call
 from hf_longspec.bench.report import significant
 from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.generation.stats import SpeculationStats
+from hf_longspec.generation.sequences import SpeculationStats
 from hf_longspec.generation.target import TargetView
 
 # Tokens before a mark over which the speed at the mark is taken.

@@ -20,7 +20,7 @@ _LAZY = {
     "SamplingReport": "auditing",
     "audit": "auditing",
     "audit_sampling": "auditing",
-    "SpeculationStats": "generation.stats",
+    "SpeculationStats": "generation.sequences",
     "SpeculativeCache": "generation.cache",
 }
 

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 import torch
 import hf_longspec
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 place = Path(hf_longspec.__file__)
 assert place.is_relative_to(sys.prefix), place
 assert version("hf_longspec") == hf_longspec.__version__

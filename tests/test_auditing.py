@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_longspec.auditing import audit, compare
-from hf_longspec.testing import EOS_TOKEN_ID, PAD_TOKEN_ID, tiny_prompts, tiny_target
 from tests.generation.tiny_models import ATTENTION
+from tests.tiny_targets import EOS_TOKEN_ID, PAD_TOKEN_ID, tiny_prompts, tiny_target
 
 LENGTHS, NEW_TOKENS = (23, 9, 17), 24
 PROMPT_LENGTH = max(LENGTHS)

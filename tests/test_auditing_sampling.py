@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.auditing import DEVIATES, FOLLOWS, MAX_SIGMA, _count, audit_sampling
-from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 SAMPLES, TOKENS = 800, 3
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.distinct_ngrams import ORDERS, distinct
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests import example_scripts
+from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import save_byte_target
 
 CONTEXT = 2048  # two buckets; contexts of 512 bytes and more are short for the bytes after 1,024

@@ -8,7 +8,7 @@ Arrows are transitive. A room is a part of the package. The registry of drafts i
 `modeling/register_draft.py` and the `__init__.py` of each draft's folder. `modeling`
 does not import it, so a published draft works without it. `training_<draft>.py` and `convert_<draft>.py` are a room of
 their own too: the registry names them, and they are imported when they are used. `auditing` and `bench` work without
-`modeling`: the draft is an argument. `testing` may build drafts; `hub` imports the registry alone, `streaming` no room.
+`modeling`: the draft is an argument. `hub` imports the registry alone, `streaming` no room.
 The rooms in `SHIPPED` are joined into the files of a published draft. So a relative import there has the form `from
 module import names`, and a package that transformers does not install is imported inside `try`, as is this package
 itself, by name, and as are the parts that no published draft holds, `LEFT_OUT` of hub/flatten.py, except among
@@ -38,9 +38,8 @@ ARROWS = {
     REGISTRY: set(SHIPPED),
     "training": {REGISTRY, "modeling", "generation", "attention_backends"},
     METHODS: {REGISTRY, "training", "modeling", "generation", "attention_backends"},
-    "auditing": {"generation", "attention_backends", "testing"},
-    "bench": {"generation", "attention_backends", "auditing", "testing"},
-    "testing": set(SHIPPED),
+    "auditing": {"generation", "attention_backends"},
+    "bench": {"generation", "attention_backends", "auditing"},
     "hub": {REGISTRY},
     "streaming": set(),
     "cli": None,  # None: everything
@@ -188,7 +187,7 @@ def package_folders() -> frozenset[str]:
 def test_arrows():
     """And the files were there to be read."""
     found = []
-    assert {file.relative_to(ROOT).parts[0] for file in package_files()} >= SHIPPED | {"__init__.py", "testing.py"}
+    assert {file.relative_to(ROOT).parts[0] for file in package_files()} >= SHIPPED | {"__init__.py"}
     for file in package_files():
         path = file.relative_to(ROOT).as_posix()
         found += violations(file.read_text(encoding="utf-8"), path, package_folders())

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_longspec import FileStreamer, IncrementalDecoder, SpecAttnDraftModel
 from hf_longspec.streaming import REPLACEMENT
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.testing import (
+from tests.tiny_targets import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
     LOGIT_STD,

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModel
 
 from hf_longspec.bench.machine import git_commit
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.acceptance_lines import measured, write_lines
 from tests.example_scripts import EXAMPLES, run, script
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 LENGTH, PROMPT = 24, 7
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests import example_scripts
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 

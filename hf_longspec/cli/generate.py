@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..bench.calls import TokenClock
 from ..cli import CommandError, options
 from ..generation.gate import PLAIN, message_of
-from ..generation.stats import SpeculationStats
+from ..generation.sequences import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
 from .session import LoadedModels, PromptProgress, load_models, say
 

@@ -24,8 +24,7 @@ from .drafter import Binding, Verification
 from .gate import gated
 from .inputs import Prompts
 from .sampling import NoiseRows, TokenRule
-from .sequences import Outputs, Sequences
-from .stats import SpeculationStats
+from .sequences import Outputs, Sequences, SpeculationStats
 from .support import ERROR, check_target, max_length_of, pad_token_id_of, refuse, refuse_unsupported, why_not
 from .target import PREFILL_CHAIN, Step, TargetView, chain_of_last_tokens
 from .traits import RotaryLimit

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from .draft_tree import DraftTree
 from .drafter import Drafter, Verification
-from .stats import GateDecision, SpeculationStats
+from .sequences import GateDecision, SpeculationStats
 
 logger = logging.get_logger(__name__)
 

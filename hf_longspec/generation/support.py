@@ -278,7 +278,7 @@ logger = logging.get_logger(__name__)
 # Number of tokens that are compared. The tree has one node less than twice this number.
 NUM_TOKENS = 4
 
-# Largest difference of two logits, relative to their standard deviation. Measured on the tiny targets of testing.py:
+# Largest difference of two logits, relative to their standard deviation. Measured on the tiny targets of the tests:
 # at most 4e-6 in float32; at least 0.6 without the window, the softcap, the sinks, the positions or the mask.
 TOLERANCE = 0.02
 # In half precision, rounding changes logits (0.07 in bfloat16) and the choice of experts in near-ties (0.8, gpt_oss).

@@ -31,7 +31,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "attention_interface": ("attention_backends/interface",),
     "cache": ("generation/cache",),
     "verification": ("generation/draft_tree", "generation/verification"),
-    "sequences": ("generation/stats", "generation/sequences"),
+    "sequences": ("generation/sequences",),
     "sampling": ("generation/sampling",),
     "target_modules": ("generation/target_modules",),
     "target_traits": ("generation/traits",),

@@ -16,7 +16,7 @@ from ..generation.cache import SpeculativeCache
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
 from ..generation.route import install
-from ..generation.stats import SpeculationStats
+from ..generation.sequences import SpeculationStats
 from ..generation.support import refuse_target
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of

@@ -13,8 +13,8 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionCall
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.attention_backends.oracle import HALF_FACTOR, layout, relative_error, tensors
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 HUB_2, HUB_3 = "kernels-community/flash-attn2", "kernels-community/flash-attn3"
 CALL = AttentionCall(torch.device("cpu"), torch.float16, 64, 64)

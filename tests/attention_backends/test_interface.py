@@ -9,10 +9,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.interface import WindowMask, attention_forward, register
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.pairwise import pairwise
 from tests.rounding import rounding
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 register()
 NAMES = ("hf_longspec", "hf_longspec_torch", "hf_longspec_reference")

@@ -10,8 +10,8 @@ import hf_longspec
 from hf_longspec.bench.calls import Decoding, HfMethod, TokenClock, endless, run_call
 from hf_longspec.bench.machine import PeakMemory
 from hf_longspec.bench.prompts import left_padded
-from hf_longspec.testing import tiny_prompts
 from tests.bench.conftest import specattn
+from tests.tiny_targets import tiny_prompts
 
 # Steps and acceptance are counted.
 pytestmark = pytest.mark.usefixtures("every_step_speculates")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_longspec.bench.machine import command, environment, git_commit, step_bytes
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 
 
 def test_environment_is_complete_and_fit_for_json():

@@ -9,8 +9,8 @@ from hf_longspec.bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from hf_longspec.bench.matrix import Cell, Method
 from hf_longspec.bench.report import rows_of
 from hf_longspec.bench.results import of_kind, read_records
-from hf_longspec.testing import tiny_target
 from tests.bench.conftest import CELL, LOOKUP, REPEATS, measure, opened
+from tests.tiny_targets import tiny_target
 
 # Steps and acceptance are counted.
 pytestmark = pytest.mark.usefixtures("every_step_speculates")

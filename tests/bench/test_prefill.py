@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_longspec.bench.calls import HF, PLAIN, Decoder, HfMethod, prefill
-from hf_longspec.testing import tiny_target
 from tests.bench.conftest import make_drafts
+from tests.tiny_targets import tiny_target
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from benchmarks.long_generation import LongBenchmark, LongRow, Marks
 from benchmarks.pages import long_headline
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Decoding, HfMethod
 from hf_longspec.bench.results import read_records
-from hf_longspec.generation.stats import SpeculationStats
+from hf_longspec.generation.sequences import SpeculationStats
 
 GREEDY = MODES["greedy"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.random_inputs import Shape
 from benchmarks.roofline import Machine, Roofline, main, shape_from_config, shape_of
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 
 H200 = Machine("H200", 4.3, 790, 141)
 # The expected figures below were computed by hand with two decimals and taken over rounded: half of the last one.

@@ -12,8 +12,8 @@ from hf_longspec.bench import matrix
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.results import of_kind, read_records
 from hf_longspec.cli import bench, session
-from hf_longspec.testing import tiny_target
 from tests.cli.conftest import HUB_CARDS, run_command
+from tests.tiny_targets import tiny_target
 
 TARGET, LONGSPEC = str(HUB_CARDS / "tiny-target"), str(HUB_CARDS / "tiny-longspec")
 TEXT = str(HUB_CARDS.parent / "README.md")

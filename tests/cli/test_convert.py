@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModel
 
 from hf_longspec import LongSpecDraftModel
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 
 
 def test_a_trainer_file_becomes_a_draft(command, main, tmp_path):

@@ -11,8 +11,8 @@ from hf_longspec import SpecAttnDraftModel
 from hf_longspec.bench import calls, prompts
 from hf_longspec.bench.calls import Call
 from hf_longspec.cli import CommandError, demo, session
-from hf_longspec.testing import tiny_target
 from tests.cli.conftest import HUB_CARDS, run_command
+from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import save_byte_target
 
 MAX_POSITIONS = 512

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5EncoderModel
 from hf_longspec import LongSpecDraftModel, __version__
 from hf_longspec.cli import app, audit, generate, options, session, tune
 from hf_longspec.modeling.register_draft import weightless_drafts
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import character_tokenizer
 
 MODULES = {"generate": generate, "audit": audit, "tune": tune}

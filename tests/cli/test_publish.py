@@ -11,9 +11,9 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.hub import repository
-from hf_longspec.testing import tiny_target
 from tests.acceptance_lines import measured, write_lines
 from tests.cli.conftest import run_command
+from tests.tiny_targets import tiny_target
 
 # The client of huggingface_hub: httpx or httpx2.
 CLIENT = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_longspec.cli import train
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.cli.conftest import run_command
 from tests.cli.test_train import EXAMPLES
+from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import byte_tokenizer
 
 pytest.importorskip("datasets")

@@ -14,7 +14,7 @@ from hf_longspec.cli import tune as module
 from hf_longspec.cli.tune import LARGE_GAMMA, Trial, distinct_ratios, plan_for, update_settings
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 
 QUICK = ["--context", 64, "--max-new-tokens", 8, "--repeats", 1, "--prompts", 1]
 

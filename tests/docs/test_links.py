@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_longspec.testing import TINY_TARGETS
 from tests.docs.blocks import PAGES, PROJECT, prose_of, read
+from tests.tiny_targets import TINY_TARGETS
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 GENERATED = re.compile(r"<!-- (bench|models):start.*? -->.*?<!-- \1:end -->", re.DOTALL)

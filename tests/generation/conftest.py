@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import compiled_steps as compiled
-from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
 
 
 @dataclass

@@ -7,8 +7,8 @@ import torch
 
 from hf_longspec import NgramDraftModel
 from hf_longspec.generation.target_modules import attention_layers, passed_on, withheld
-from hf_longspec.testing import tiny_prompts
 from tests.robustness.enumeration import build
+from tests.tiny_targets import tiny_prompts
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])

@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.testing import WINDOW, tiny_prompts, tiny_target
 from tests.rounding import rounding
+from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -20,9 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.testing import random_tokenswift_draft, tiny_prompts, tiny_target
 from tests.generation.tiny_models import SIZES
 from tests.robustness.enumeration import build
+from tests.tiny_targets import random_tokenswift_draft, tiny_prompts, tiny_target
 
 
 class Prompt(BaseStreamer):

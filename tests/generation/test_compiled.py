@@ -14,8 +14,8 @@ from hf_longspec.generation.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import random_longspec_draft, tiny_prompts, tiny_target
 from tests.rounding import rounding
+from tests.tiny_targets import random_longspec_draft, tiny_prompts, tiny_target
 
 CAPACITY = 80
 # Rows 0 and 1, 1 and 2, 0 and 2 are equally long in turn, then none are. 2 is the shortest compiled length.

@@ -5,8 +5,8 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
-from hf_longspec.testing import random_longspec_draft, tiny_prompts
 from tests.pairwise import pairwise
+from tests.tiny_targets import random_longspec_draft, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

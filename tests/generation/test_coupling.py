@@ -12,7 +12,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.sampling import SHARPNESS, Coupling, NoiseRows, TokenRule
 from hf_longspec.generation.sequences import Sequences
-from hf_longspec.testing import random_longspec_draft, random_tokenswift_draft, tiny_prompts
+from tests.tiny_targets import random_longspec_draft, random_tokenswift_draft, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -10,8 +10,8 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.gate import gate_of
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
-from hf_longspec.testing import random_eagle3_draft, randomize, tiny_prompts, tiny_target
 from tests.generation.test_on_simulated_cuda import generate, simulated
+from tests.tiny_targets import random_eagle3_draft, randomize, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

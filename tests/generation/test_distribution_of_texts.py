@@ -26,8 +26,8 @@ from hf_longspec.generation import sampling, verification
 from hf_longspec.modeling.assistant.generation_assistant import AssistantDrafter
 from hf_longspec.modeling.quest.modeling_quest import QuestDrafter
 from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
-from hf_longspec.testing import RandomTreeDraftModel, random_draft, tiny_prompts, tiny_target
 from tests.distributions import p_value
+from tests.tiny_targets import RandomTreeDraftModel, random_draft, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -10,7 +10,7 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
 from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE, gate_of
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEW_TOKENS = 21
 

@@ -11,8 +11,8 @@ from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.generation import decoding, support, target
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.traits import LayerTraits
-from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 from tests.rounding import rounding
+from tests.tiny_targets import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 
 ONE, RAGGED = (21,), (3, 33, 13)
 

@@ -9,8 +9,8 @@ import torch
 
 from hf_longspec.generation import gate as module
 from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate
-from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.generation.made_up_machine import Machine, always, gates_on_a_clock, geometric
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
 
 CALLS, TOKENS, COST = 50, 100, 1.6
 

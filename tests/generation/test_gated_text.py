@@ -13,7 +13,9 @@ import torch
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.gate import DRAFT, PLAIN
-from hf_longspec.testing import (
+from tests.gates import FlippingGate, ungated
+from tests.generation.made_up_machine import gates_on_a_clock
+from tests.tiny_targets import (
     RandomTreeDraftModel,
     random_eagle3_draft,
     random_longspec_draft,
@@ -21,8 +23,6 @@ from hf_longspec.testing import (
     tiny_prompts,
     tiny_target,
 )
-from tests.gates import FlippingGate, ungated
-from tests.generation.made_up_machine import gates_on_a_clock
 
 LENGTHS = (33, 3, 13)
 NEW = 40

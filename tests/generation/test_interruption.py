@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_longspec
 from hf_longspec import SpeculativeCache
-from hf_longspec.testing import random_longspec_draft
+from tests.tiny_targets import random_longspec_draft
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -19,7 +19,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor, SpeculativeCache
 from hf_longspec.generation import sequences
 from hf_longspec.generation.cache import ALIGNMENT, lazy_zeros
 from hf_longspec.generation.drafter import Drafter
-from hf_longspec.testing import RandomTreeDrafter, tiny_target
+from tests.tiny_targets import RandomTreeDrafter, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -15,9 +15,9 @@ from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.inputs import Prompts
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.modeling_plain import PlainConfig
-from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 from tests.generation import test_unsupported
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model
+from tests.tiny_targets import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -13,8 +13,8 @@ from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.triton.commit import can_move
 from hf_longspec.generation.decoding import Session
 from hf_longspec.modeling.register_draft import DRAFTS
-from hf_longspec.testing import randomize, tiny_prompts, tiny_target
 from tests.simulated_cuda import SimulatedCuda
+from tests.tiny_targets import randomize, tiny_prompts, tiny_target
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 from tests.simulated_kernels import KERNELS

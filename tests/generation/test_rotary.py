@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.traits import FORGETS, RECOMPUTES, RotaryLimit, cache_at
-from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, tiny_prompts, tiny_target
 from tests.generation.test_unsupported import check_unsupported
+from tests.tiny_targets import RandomTreeDraftModel, random_longspec_draft, tiny_prompts, tiny_target
 
 LIMIT, NEW = 40, 22
 HALF = 8  # frequencies of a head

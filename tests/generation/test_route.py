@@ -12,8 +12,8 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 import hf_longspec
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.generation import route
-from hf_longspec.testing import TINY_TARGETS, tiny_target
 from tests.robustness.drafts import make_draft
+from tests.tiny_targets import TINY_TARGETS, tiny_target
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from transformers.generation.logits_process import (
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import decoding
-from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts
 from tests.generation.tiny_models import ATTENTION
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

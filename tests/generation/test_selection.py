@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.sparse_caches import SINK_TOKENS, SelectedCache, budget, select_top, select_window
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 
 
 @given(prefix=st.integers(0, 3000), ratio=st.floats(0.001, 1.0, exclude_min=True), floor=st.integers(1, 600))

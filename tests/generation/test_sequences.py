@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import NgramDraftModel
 from hf_longspec.generation.sequences import Sequences
-from hf_longspec.testing import PAD_TOKEN_ID, random_longspec_draft, tiny_prompts
+from tests.tiny_targets import PAD_TOKEN_ID, random_longspec_draft, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -7,7 +7,7 @@ from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation import cuda_graphs as captured
 from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, runner_of
-from hf_longspec.testing import (
+from tests.tiny_targets import (
     PAD_TOKEN_ID,
     TINY_TARGETS,
     RandomTreeDraftModel,

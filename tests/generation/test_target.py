@@ -15,10 +15,10 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeLayer
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
-from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.distributions import random_tree
 from tests.rounding import share
+from tests.tiny_targets import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 
 # Largest error of a logit, as a share of the largest logit: of three layers; and by a wrong mask, position or window.
 TOLERANCE = share(layers=3)

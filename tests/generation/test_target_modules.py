@@ -19,8 +19,8 @@ from hf_longspec.generation.target_modules import (
     rotates,
     with_final_norm_input,
 )
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
 from tests.robustness.enumeration import build
+from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target
 
 ROTARY_TARGETS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
 LENGTH = 13

@@ -8,8 +8,8 @@ from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import traits
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.modeling_plain import PlainConfig
-from hf_longspec.testing import TINY_TARGETS, WINDOW, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.generation.tiny_models import SIZES, peaked, vision_language_model
+from tests.tiny_targets import TINY_TARGETS, WINDOW, RandomTreeDraftModel, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

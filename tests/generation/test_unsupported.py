@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 OPTIONS = {"max_new_tokens": 7, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
 

@@ -1,4 +1,4 @@
-"""Random models outside of `hf_longspec.testing`: peaked attention and spread logits, in the shapes of real classes."""
+"""Random models beside `tests/tiny_targets.py`: peaked attention and spread logits, in the shapes of real classes."""
 
 from collections.abc import Callable
 

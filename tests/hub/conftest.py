@@ -7,7 +7,7 @@ import pytest
 from hf_longspec.hub import Card, write_repository
 from hf_longspec.hub.repository import write_engine
 from hf_longspec.modeling import register_draft
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 
 SETTINGS = {
     "longspec_eagle3": {"tree_widths": [3, 2], "window": 9},

@@ -1,6 +1,6 @@
 """One call of `generate` with a draft, as most tests of drafts make it."""
 
-from hf_longspec.testing import tiny_prompts
+from tests.tiny_targets import tiny_prompts
 
 LENGTHS = (33, 3, 13)
 NEVER = 999  # no token of the tiny targets

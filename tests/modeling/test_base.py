@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel
 
 from hf_longspec import AssistantDraftModel, SpecAttnDraftModel
 from hf_longspec.modeling.register_draft import DRAFTS
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from hf_longspec import PlainDraftModel, SpeculativeCache
 from hf_longspec.auditing import NOT_LOSSLESS, audit
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
-from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts, tiny_target
 from tests.generation.tiny_models import ATTENTION
 from tests.modeling.calls import LENGTHS, NEVER, generate
 from tests.rounding import rounding
+from tests.tiny_targets import TINY_TARGETS, randomize, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -7,10 +7,10 @@ from transformers import DynamicCache
 from hf_longspec import PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.compiled_steps import FixedSteps
 from hf_longspec.modeling.register_draft import DRAFTS
-from hf_longspec.testing import WINDOW, tiny_prompts, tiny_target
 from tests.generation.tiny_models import IMAGE_TOKEN, vision_language_model
 from tests.modeling.calls import NEVER, generate
 from tests.modeling.test_contract import FEW_TOKENS, check_drafted, draft_of
+from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
 
 TARGETS = ("mistral", "gemma3", "gpt_oss", "cohere2", "llama")
 PAD, END = 0, 5

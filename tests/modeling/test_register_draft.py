@@ -11,9 +11,9 @@ from hf_longspec.cli.session import open_draft
 from hf_longspec.cli.tune import plan_for
 from hf_longspec.hub.repository import Card, render
 from hf_longspec.modeling.register_draft import DRAFTS, converters, weightless_drafts
-from hf_longspec.testing import tiny_prompts
 from hf_longspec.training.trainer import TrainingMethod, method_of
 from tests.modeling.toy_draft import ToyConfig, ToyDraftModel
+from tests.tiny_targets import tiny_prompts
 
 HERE = "tests.modeling.test_register_draft"
 

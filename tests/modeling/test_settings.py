@@ -23,7 +23,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling import loading
 from hf_longspec.modeling.register_draft import DRAFTS
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 
 A, E, L, N = AssistantDraftModel, Eagle3DraftModel, LongSpecDraftModel, NgramDraftModel
 Q, R, S, T = QuestDraftModel, TokenRecyclingDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel

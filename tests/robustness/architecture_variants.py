@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_longspec.testing import WINDOW
+from tests.tiny_targets import WINDOW
 
 # Inside of the texts: prompts of 9 to 40 tokens, 14 more. After the limit of dynamic NTK nothing is drafted.
 LIMIT, LIMIT_OF_DYNAMIC = 44, 51

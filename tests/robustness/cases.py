@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from hf_longspec.attention_backends.scores import GRANULARITIES
 from hf_longspec.modeling import settings
 from hf_longspec.modeling.specattn.modeling_specattn import SELECTIONS
-from hf_longspec.testing import TINY_TARGETS
+from tests.tiny_targets import TINY_TARGETS
 
 END = 1  # the end token unless a case has others
 FIXED_LAYERS = ("gemma2", "gemma3", "gpt_oss", "cohere2", "smollm3", "deepseek_v3")  # rows with a list of layers

@@ -10,7 +10,7 @@ from hf_longspec import (
     SpecAttnDraftModel,
     TokenRecyclingDraftModel,
 )
-from hf_longspec.testing import random_eagle3_draft, random_longspec_draft, random_tokenswift_draft
+from tests.tiny_targets import random_eagle3_draft, random_longspec_draft, random_tokenswift_draft
 
 SPECATTN = {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}
 QUEST = SPECATTN | {"sparse_ratio": 0.3, "page_size": 3, "num_dense_layers": 0}

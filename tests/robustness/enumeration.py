@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts
 from tests.robustness.drafts import make_draft
 from tests.robustness.peaked_weights import peak
 from tests.robustness.shrunk_configs import VOCAB_SIZE, shrunk_config
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
 
 TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 

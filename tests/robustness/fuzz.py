@@ -250,7 +250,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from hf_longspec import *
-from hf_longspec.testing import *
+from tests.tiny_targets import *
 """
 CONSTANTS = {name: getattr(comparison, name) for name in ("TIE", "SCORE_TOLERANCE", "WANTED", "NEVER")}
 CONSTANTS["SPECIAL"] = SPECIAL

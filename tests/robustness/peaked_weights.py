@@ -1,6 +1,6 @@
 """Random weights of any causal language model under which the text depends on the context.
 
-As in `hf_longspec.testing`, without knowing what the modules are called: attention is peaked, norms are not at their
+As in `tests/tiny_targets.py`, without knowing what the modules are called: attention is peaked, norms are not at their
 initial values, and the logits have a standard deviation of `LOGIT_STD`.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_longspec.testing import LOGIT_STD, tiny_prompts
+from tests.tiny_targets import LOGIT_STD, tiny_prompts
 
 # Scale of the projections, seed by seed. Norms before or after the residual stream, biases and activations decide under
 # which of them the last token, the text before it, or nothing at all matters most.

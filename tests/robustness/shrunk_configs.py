@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_longspec.testing import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, WINDOW
+from tests.tiny_targets import BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID, WINDOW
 
 VOCAB_SIZE = 128
 LAYERS = 4

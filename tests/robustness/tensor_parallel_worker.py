@@ -24,8 +24,8 @@ from hf_longspec.generation.drafter import Drafter
 from hf_longspec.generation.gate import SpeculationGate
 from hf_longspec.generation.parallel import Ranks
 from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
-from hf_longspec.testing import tiny_prompts
 from tests.robustness.drafts import make_draft
+from tests.tiny_targets import tiny_prompts
 
 RANKS, LENGTHS, NEW, NEVER = 2, (33, 3, 13), 12, 1
 # Drafts that read nothing of the target, its scores, and its keys and values: chosen ones, and those of a layer.

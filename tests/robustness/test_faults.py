@@ -14,8 +14,8 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeCache as Cache
 from hf_longspec.generation.sampling import TokenRule
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import make_draft
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEVER, NEW, PROMPT, TURN = 1, 8, 33, 11
 

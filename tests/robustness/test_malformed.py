@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from hf_longspec.testing import tiny_target
 from tests.robustness.drafts import make_draft
+from tests.tiny_targets import tiny_target
 
 TRAINED = ("longspec", "tokenswift")
 

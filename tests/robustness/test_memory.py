@@ -6,8 +6,8 @@ import psutil
 import pytest
 import torch
 
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import KINDS, make_draft
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEVER = 1
 # The allocator of libc keeps freed memory and splits it anew: after the warm-up the process was seen to move by less

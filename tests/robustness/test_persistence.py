@@ -8,8 +8,8 @@ from itertools import cycle
 import pytest
 import torch
 
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import KINDS, make_draft
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEVER = 1
 

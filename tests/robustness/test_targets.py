@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, pipeline
 
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import make_draft
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEVER, LENGTHS = 1, (33, 3, 13)
 # A choice of entries of the target's cache, a trained layer with its embedding and head, and trained heads.

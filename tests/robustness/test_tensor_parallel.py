@@ -11,9 +11,9 @@ import torch
 
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import SPECATTN, make_draft
 from tests.robustness.tensor_parallel_worker import KINDS, LENGTHS, NEVER, NEW, RANKS, choices, noisy_gate
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 ROOT = Path(__file__).parents[2]
 

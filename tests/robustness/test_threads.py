@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.pairwise import pairwise
 from tests.robustness.drafts import KINDS, make_draft
 from tests.rounding import rounding
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEVER = 1
 ROUNDS = int(os.environ.get("HF_LONGSPEC_ROUNDS", 2))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_longspec import Eagle3DraftModel, LongSpecDraftModel, TokenSwiftDraftModel
-from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows, frozen_target
+from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import byte_tokenizer
 
 

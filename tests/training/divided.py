@@ -15,8 +15,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
-from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
+from tests.tiny_targets import tiny_target
 
 ROWS_PER_STEP, STEPS = 8, 2
 KINDS = {

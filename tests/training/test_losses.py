@@ -8,9 +8,9 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 
 from hf_longspec.attention_backends.triton.config import INTERPRETED
 from hf_longspec.generation.target_modules import TargetEnds
-from hf_longspec.testing import tiny_target
 from hf_longspec.training import frozen_target
 from hf_longspec.training.frozen_target import cross_entropy, forward_kl, head_loss, liger_cross_entropy, rank
+from tests.tiny_targets import tiny_target
 
 LEVELS, PLACES, WIDTH, VOCAB = 2, 37, 12, 53
 # Sums of 37 losses around 4 and their gradients, in another order of summation.

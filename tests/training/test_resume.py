@@ -7,9 +7,9 @@ import torch
 from transformers import TrainerCallback
 
 from hf_longspec import Eagle3DraftModel, LongSpecDraftModel
-from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from hf_longspec.training.trainer import last_complete_checkpoint
+from tests.tiny_targets import tiny_target
 
 SAVED, KILLED, STEPS = 3, 5, 8
 

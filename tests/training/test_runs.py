@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModel
 
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
-from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from hf_longspec.training.frozen_target import HiddenPass, TargetPass
+from tests.tiny_targets import tiny_target
 
 KINDS = pytest.mark.parametrize("kind", ["longspec", "heads"])
 # float32 sums in another order, in two steps of SGD with gradients of size 1

@@ -6,10 +6,10 @@ from transformers import DynamicCache
 
 from hf_longspec.generation.target_modules import LayerInputs, TargetParts
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
-from hf_longspec.testing import EOS_TOKEN_ID, tiny_prompts, tiny_target
 from hf_longspec.training.frozen_target import HiddenPass, TargetPass
 from tests.generation.tiny_models import ATTENTION
 from tests.rounding import rounding
+from tests.tiny_targets import EOS_TOKEN_ID, tiny_prompts, tiny_target
 
 LENGTH = 37
 LAYERS = 3  # of gemma3; the others have two

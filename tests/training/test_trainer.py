@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longspec import LongSpecDraftModel, SpecAttnDraftModel
-from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 
 def weights(model):

@@ -21,9 +21,9 @@ from hf_longspec.generation import compiled_steps, decoding
 from hf_longspec.generation.sparse_caches import SelectedCache
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.attention_backends.oracle import SCALING, tree_case
 from tests.attention_backends.triton.machine import on
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ import torch
 
 from hf_longspec.attention_backends.triton import commit
 from hf_longspec.generation import cache as cache_module
-from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.attention_backends.triton.machine import DEVICE
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("kernel_device")
 

@@ -7,11 +7,11 @@ from hf_longspec import AssistantDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.generation.test_on_simulated_cuda import generate as generate_until
 from tests.generation.test_on_simulated_cuda import make_draft
 from tests.generation.tiny_models import ATTENTION
 from tests.modeling.calls import LENGTHS, generate
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -10,8 +10,8 @@ from hf_longspec import AssistantDraftModel, SpeculativeCache
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.hub import Card, write_repository
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.modeling.calls import generate
+from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import SPECIAL, byte_tokenizer, character_tokenizer
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")

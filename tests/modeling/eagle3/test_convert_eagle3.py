@@ -14,7 +14,7 @@ from hf_longspec import Eagle3DraftModel
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
 from hf_longspec.modeling.loading import Checkpoint
 from hf_longspec.modeling.register_draft import convert, reader_of
-from hf_longspec.testing import tiny_target
+from tests.tiny_targets import tiny_target
 
 FIXTURES = Path(__file__).with_name("fixtures")
 SPECULATORS = sorted(path.name for path in FIXTURES.iterdir() if not path.name.startswith("original"))

@@ -12,11 +12,11 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter, PromptAuxHiddenStates
-from hf_longspec.testing import random_eagle3_draft, tiny_prompts, tiny_target
 from tests.modeling.calls import LENGTHS, generate
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.modeling.host_reads import HostReads
 from tests.rounding import rounding
+from tests.tiny_targets import random_eagle3_draft, tiny_prompts, tiny_target
 
 FIXTURES = Path(__file__).with_name("fixtures")
 CYCLES = ((0, 9), (9, 13))

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from hf_longspec import Eagle3DraftModel
 from hf_longspec.modeling.eagle3.configuration_eagle3 import Eagle3Config
-from hf_longspec.testing import randomize, tiny_target
 from tests.rounding import rounding, share
+from tests.tiny_targets import randomize, tiny_target
 
 FIXTURES = Path(__file__).with_name("fixtures")
 SPECULATORS = sorted(path.name for path in FIXTURES.iterdir() if not path.name.startswith("original"))

@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 from hf_longspec.modeling.register_draft import convert
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.modeling.longspec.restated_longspec import Restated
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -8,10 +8,10 @@ import torch
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.modeling.longspec import generation_longspec as longspec
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
-from hf_longspec.testing import random_longspec_draft, tiny_prompts, tiny_target
 from tests.modeling.host_reads import HostReads
 from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
+from tests.tiny_targets import random_longspec_draft, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

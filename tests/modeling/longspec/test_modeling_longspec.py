@@ -7,9 +7,9 @@ from transformers import AutoModel, DynamicCache
 
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.target_modules import TargetParts
-from hf_longspec.testing import tiny_target
 from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
+from tests.tiny_targets import tiny_target
 
 
 @pytest.fixture(scope="module")

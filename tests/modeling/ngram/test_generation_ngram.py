@@ -8,7 +8,7 @@ from hf_longspec import NgramDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.drafter import Verification
 from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter
-from hf_longspec.testing import tiny_prompts
+from tests.tiny_targets import tiny_prompts
 
 RAGGED = (33, 3, 13)
 # so few tokens that a random model repeats itself now and then

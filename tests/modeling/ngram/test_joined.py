@@ -14,9 +14,9 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from hf_longspec.modeling.ngram.generation_ngram import JoinedDrafter
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy
-from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 from tests.modeling.calls import LENGTHS, NEVER, generate
 from tests.rounding import rounding
+from tests.tiny_targets import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

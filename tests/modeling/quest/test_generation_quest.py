@@ -12,9 +12,9 @@ from hf_longspec import QuestDraftModel, SpeculativeCache
 from hf_longspec.attention_backends.scores import KeyPages, PageContext
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.quest.modeling_quest import QuestDrafter
-from hf_longspec.testing import tiny_target
 from tests.modeling import calls
 from tests.rounding import rounding
+from tests.tiny_targets import tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

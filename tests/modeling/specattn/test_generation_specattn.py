@@ -12,10 +12,10 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.sparse_caches import SINK_TOKENS
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.generation.tiny_models import ATTENTION
 from tests.modeling.calls import generate
 from tests.rounding import rounding
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

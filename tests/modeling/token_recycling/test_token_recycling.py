@@ -8,8 +8,8 @@ import torch
 
 from hf_longspec import TokenRecyclingDraftModel
 from hf_longspec.modeling.token_recycling.modeling_token_recycling import CHANCES, likely_tree, successors
-from hf_longspec.testing import tiny_target
 from tests.modeling.calls import generate
+from tests.tiny_targets import tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

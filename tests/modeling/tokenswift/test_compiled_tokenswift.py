@@ -9,8 +9,8 @@ from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import random_tokenswift_draft, tiny_prompts
 from tests.rounding import rounding
+from tests.tiny_targets import random_tokenswift_draft, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -9,9 +9,9 @@ from transformers import AutoModel
 
 from hf_longspec import TokenSwiftDraftModel
 from hf_longspec.modeling.register_draft import convert
-from hf_longspec.testing import tiny_target
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.rounding import rounding
+from tests.tiny_targets import tiny_target
 
 WIDTH = 64
 

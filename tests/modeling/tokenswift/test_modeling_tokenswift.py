@@ -6,10 +6,10 @@ from safetensors.torch import load_file
 
 from hf_longspec import TokenSwiftDraftModel
 from hf_longspec.generation.target_modules import LayerInputs, TargetEnds, final_norm_of
-from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.generation.tiny_models import ATTENTION
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.rounding import rounding
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy, TokenSwiftDrafter
-from hf_longspec.testing import random_tokenswift_draft, tiny_target
 from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.generation.tiny_models import ATTENTION
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_partial_kv import Attended, Slots
 from tests.rounding import rounding
+from tests.tiny_targets import random_tokenswift_draft, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -15,14 +15,14 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from .generation.draft_tree import DraftTree
-from .generation.drafter import Binding, Drafter, Verification
-from .generation.target import TargetView
-from .modeling.base import DraftModel
-from .modeling.eagle3.modeling_eagle3 import Eagle3DraftModel
-from .modeling.longspec.modeling_longspec import LongSpecDraftModel
-from .modeling.plain.modeling_plain import PlainConfig
-from .modeling.tokenswift.modeling_tokenswift import TokenSwiftDraftModel
+from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.drafter import Binding, Drafter, Verification
+from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.base import DraftModel
+from hf_longspec.modeling.eagle3.modeling_eagle3 import Eagle3DraftModel
+from hf_longspec.modeling.longspec.modeling_longspec import LongSpecDraftModel
+from hf_longspec.modeling.plain.modeling_plain import PlainConfig
+from hf_longspec.modeling.tokenswift.modeling_tokenswift import TokenSwiftDraftModel
 
 PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1, 2
 NUM_SPECIAL_TOKENS = 3
