@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModel
 import hf_longspec
 from hf_longspec import LongSpecDraftModel, NgramConfig, NgramDraftModel
 from hf_longspec.cli import CommandError
-from hf_longspec.cli.session import open_draft
+from hf_longspec.cli.models import open_draft
 from hf_longspec.cli.tune import plan_for
 from hf_longspec.hub.repository import Card, render
 from hf_longspec.modeling.register_draft import DRAFTS, converters, weightless_drafts
