@@ -90,7 +90,7 @@ AROUND_THE_LOOP = (
         "A chat's cache is refused under another mask",
         "generation/cache.py",
         "if is_ours and stored and not _stand_in",
-        "if not own and not _stand_in",
+        "if not is_ours and not _stand_in",
         "tests/generation/test_cache.py::TestSecondTurn::test_another_mask_is_refused",
     ),
     Mutation(

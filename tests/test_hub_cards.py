@@ -11,8 +11,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import check_imports
 
 import hf_longspec
-from hf_longspec.cli.publish import run as publish
 from hf_longspec.generation.target_modules import LayerInputs, TargetEnds
+from tests.cli.conftest import run_command
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -76,7 +76,8 @@ def built(tmp_path_factory):
     cards.mkdir()
     (cards / TARGET.name).symlink_to(TARGET)
     for folder in BUNDLED:
-        publish(folder, dry_run=True, output=cards / folder.name, results=RESULTS)
+        arguments = "--dry-run", "--output", cards / folder.name, "--results", RESULTS
+        assert run_command("publish", folder, *arguments).exit_code == 0
     return cards
 
 

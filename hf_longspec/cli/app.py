@@ -40,9 +40,9 @@ def command(signature: Callable[..., None]) -> Callable[..., None]:
     name = signature.__name__
 
     @wraps(signature)
-    def run(debug: bool = False, **given: Any) -> None:
+    def run(debug: bool = False, **values: Any) -> None:
         with options.one_line_errors(debug):
-            status = import_module(f"{__package__}.{name}").run(SimpleNamespace(**given))
+            status = import_module(f"{__package__}.{name}").run(SimpleNamespace(**values))
         raise typer.Exit(status or 0)
 
     app.command()(run)
@@ -174,7 +174,7 @@ def tune(
     - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --context 16384 --output tuned
     - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --draft ./draft
 
-    Exit status: 0, also if the present settings stay; 2 for what cannot be run; 130 after Ctrl-C.
+    Exit status: 0, also if the present settings are kept; 2 for what cannot be run; 130 after Ctrl-C.
     """
 
 

@@ -1,4 +1,4 @@
-"""`hf-longspec audit`: check that a draft leaves the text of the model as it is, on this machine."""
+"""`hf-longspec audit`: check that decoding with a draft is lossless on this machine."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from ..auditing import (
     compare,
 )
 from ..cli import CommandError, options
-from .session import LoadedModels, Progress, load_models, say
+from .models import LoadedModels, Progress, load_models, say
 
 # From best to worst.
 STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}

@@ -1,4 +1,4 @@
-"""`hf-longspec bench`: speed and acceptance of drafts beside every other way to decode the same text."""
+"""`hf-longspec bench`: speed and acceptance of drafts, compared with other ways to decode the same text."""
 
 import hashlib
 import json
@@ -26,11 +26,11 @@ from ..bench.plots import plot_all
 from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
 from ..bench.report import FAILED, NOT_RUN, RUN_BY, matrix_report, rows_of
 from ..bench.results import ResultFile, check_resume, of_kind
-from ..cli import CommandError, options, session
+from ..cli import CommandError, models, options
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
-from .session import Progress
+from .models import Progress
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 OWN = "own"
@@ -68,8 +68,8 @@ def run(args: SimpleNamespace) -> int:
     )
     parse_sweeps(bench.sweeps)
     documents = read_sources(bench.data, args.column)
-    with session.quiet(progress_bars=not Path(args.target).is_dir()):
-        prompts = DocumentPrompts(session.load_tokenizer(args.target), documents, args.chat)
+    with models.quiet(progress_bars=not Path(args.target).is_dir()):
+        prompts = DocumentPrompts(models.load_tokenizer(args.target), documents, args.chat)
         file, interrupted = bench.measure(
             prompts, args.output, math.inf if args.minutes is None else args.minutes * 60, args.resume
         )
@@ -104,7 +104,7 @@ class Bench:
         """Measure all dtypes, with one model in memory at a time; returns also whether Ctrl-C ended the run."""
         model, methods, cells = self._prepare(self.dtypes[0], prompts)
         facts = {
-            "device": session.describe_device(model.device),
+            "device": models.describe_device(model.device),
             "peak_memory": PeakMemory(model.device).how,
             "hf_longspec": __version__,
         }
@@ -126,7 +126,7 @@ class Bench:
 
     def _prepare(self, dtype: str, prompts: DocumentPrompts) -> tuple[PreTrainedModel, list[Method], list[Cell]]:
         """Model, methods and cells of one dtype, with every check that is possible before anything is measured."""
-        model = endless(session.load_target(self.target, session.TORCH_DTYPES[dtype]))
+        model = endless(models.load_target(self.target, models.TORCH_DTYPES[dtype]))
         drafts = load_drafts(self.drafts, model)
         axes = parse_sweeps(self.sweeps)
         decoding, of_drafts, contexts = split_axes(axes, {name: draft.settings for name, draft in drafts.items()})
@@ -140,14 +140,14 @@ class Bench:
         ways = [Decoding(**(own | dict(point))) for point in grid(decoding)]
         widths = lengths("--context", ",".join(contexts)) if contexts else self.contexts
         if self.preset is not None:
-            longest = min(session.positions_of(model.config) - self.tokens, max(prompts.sizes))
+            longest = min(models.positions_of(model.config) - self.tokens, max(prompts.sizes))
             widths = [width for width in widths if width <= longest] or widths[:1]
         self._require_room(model, widths, prompts)
         return model, methods, [Cell(dtype, *rest) for rest in product(widths, self.batches, ways)]
 
     def _require_room(self, model: PreTrainedModel, widths: Sequence[int], prompts: DocumentPrompts) -> None:
         """Refuse contexts that exceed the model's positions, or the documents."""
-        limit = session.positions_of(model.config)
+        limit = models.positions_of(model.config)
         longest, document = max(widths), max(prompts.sizes)
         if longest + self.tokens > limit:
             raise CommandError(
@@ -204,7 +204,7 @@ def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
     """A draft by name, folder or Hub id, which drafts in every iteration."""
-    load = session.load_draft if Path(name).is_dir() else session.open_draft
+    load = models.load_draft if Path(name).is_dir() else models.open_draft
     draft = load(name, model).to(model.device)
     if "gate" in draft.settings:  # it would stop drafting where that does not pay, and hide what is to be measured
         draft.generation_config.gate = False
@@ -212,8 +212,8 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
 
 
 def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
-    """An ordinary model for transformers' assisted generation."""
-    with session.loading(name, "assistant"):
+    """A model for transformers' assisted generation."""
+    with models.loading(name, "assistant"):
         assistant = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).eval().to(model.device)
         sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (assistant, model)]
         if sizes[0] != sizes[1]:
@@ -249,10 +249,10 @@ def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
 def dtypes(text: str) -> list[str]:
     """The types of `--dtype`."""
     if text == "auto":
-        return [str(session.dtype_of(text, session.default_device())).removeprefix("torch.")]
+        return [str(models.dtype_of(text, models.default_device())).removeprefix("torch.")]
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    if unknown := [name for name in names if name not in session.TORCH_DTYPES]:
-        raise CommandError(f"--dtype {','.join(unknown)}: expected auto, or some of {', '.join(session.TORCH_DTYPES)}.")
+    if unknown := [name for name in names if name not in models.TORCH_DTYPES]:
+        raise CommandError(f"--dtype {','.join(unknown)}: expected auto, or some of {', '.join(models.TORCH_DTYPES)}.")
     return names
 
 
@@ -292,7 +292,7 @@ def show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
             console.print(Markdown(re.sub(r"\(([\d.]+)-([\d.]+)\)", r"(\1 - \2)", report)))
         else:
             print(report)
-    session.say(f"Written: {', '.join(map(str, paths))}", stderr=True)
+    models.say(f"Written: {', '.join(map(str, paths))}", stderr=True)
 
 
 def require_packages(plots: bool) -> None:

@@ -17,11 +17,11 @@ from ..bench.calls import Call, Decoding, HfMethod, run_call
 from ..bench.machine import native_bfloat16
 from ..bench.prompts import BUILTIN, read_source
 from ..bench.report import DIFFERS, FAILED, IDENTICAL, REFERENCE
-from ..cli import CommandError, options, session
+from ..cli import CommandError, models, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..streaming import FileStreamer
 from .bench import load_drafts
-from .session import PromptProgress
+from .models import PromptProgress
 
 GENERATE, NO_DRAFT = "generate", "no draft"
 # Without bfloat16 instructions reading a prompt takes 10 times as long as in float32, and every method reads it.
@@ -36,11 +36,11 @@ STYLES = {IDENTICAL: "green", "exact": "green", REFERENCE: "dim", NEAR_TIE: "yel
 def run(args: SimpleNamespace) -> bool:
     """Measure and show; returns whether a text is wrong."""
     console = Console(highlight=False)
-    target, context = session.find_target(args.target), args.context
+    target, context = models.find_target(args.target), args.context
     name, document = read_document(args.file)
-    with session.quiet(progress_bars=not Path(target).is_dir()):
-        tokenizer = session.load_tokenizer(target)
-        room = session.max_positions(target) - args.max_new_tokens
+    with models.quiet(progress_bars=not Path(target).is_dir()):
+        tokenizer = models.load_tokenizer(target)
+        room = models.max_positions(target) - args.max_new_tokens
         if room < 1 or (context or 0) > room:
             raise CommandError(
                 f"--context {context or options.DEMO_CONTEXT} and {args.max_new_tokens} new tokens exceed the "
@@ -48,14 +48,14 @@ def run(args: SimpleNamespace) -> bool:
                 "--max-new-tokens."
             )
         console.print(f"Loading {target}.", markup=False)
-        model = session.load_target(target, session.dtype_of(args.dtype, session.default_device()))
+        model = models.load_target(target, models.dtype_of(args.dtype, models.default_device()))
         if context is None and model.dtype == torch.bfloat16 and native_bfloat16(model.device) is False:
             context = EMULATED_CONTEXT
         text, ids = make_prompt(tokenizer, name, document, min(context or options.DEMO_CONTEXT, room))
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         console.print(
             f"{type(model).__name__}, {size:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, "
-            f"{session.describe_device(model.device)}. Prompt: {ids.shape[1]} tokens of {name}.\n",
+            f"{models.describe_device(model.device)}. Prompt: {ids.shape[1]} tokens of {name}.\n",
             markup=False,
         )
         plain = {GENERATE: HfMethod(), NO_DRAFT: PlainDraftModel.from_target(model)}
@@ -107,8 +107,8 @@ def draft_names(target: str, draft: str | None) -> list[str]:
     """The draft that the user named; otherwise those without training, and for the tiny target the trained ones."""
     if draft is not None:
         return [draft]
-    is_tiny = target == str(session.tiny_model(session.TINY_TARGET))
-    trained = [session.tiny_model(name) for name in session.TINY_DRAFTS] if is_tiny else []
+    is_tiny = target == str(models.tiny_model(models.TINY_TARGET))
+    trained = [models.tiny_model(name) for name in models.TINY_DRAFTS] if is_tiny else []
     return ["ngram", "specattn", *(str(folder) for folder in trained if folder.is_dir())]
 
 
@@ -179,6 +179,6 @@ def show(console: Console, calls: dict[str, Call], texts: dict[str, str]) -> Non
         console.print(f"Wrong text: {', '.join(wrong)}. Please report this.", style="bold red", markup=False)
     else:
         same = "same text, near-ties aside" if texts[best] == NEAR_TIE else "same text"
-        session.say(f"{best}: {speeds[best]:.1f}x {GENERATE}, {same}.")
+        models.say(f"{best}: {speeds[best]:.1f}x {GENERATE}, {same}.")
     if slower := [name for name in drafts if speeds[name] < max(speeds[GENERATE], speeds[NO_DRAFT])]:
-        session.say(f"No gain here: {', '.join(slower)}. docs/results.md shows where each draft pays.")
+        models.say(f"No gain here: {', '.join(slower)}. docs/results.md shows where each draft pays.")

@@ -20,7 +20,7 @@ from ..cli import CommandError, options
 from ..generation.gate import PLAIN, message_of
 from ..generation.sequences import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from .session import LoadedModels, PromptProgress, load_models, say
+from .models import LoadedModels, PromptProgress, load_models, say
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.

@@ -15,7 +15,7 @@ from ..bench.report import acceptance_section
 from ..cli import CommandError, one_line, options
 from ..hub import Card, push, write_repository
 from ..hub.repository import CARD_FACTS, MARK, check_engine, check_repo_id, write_engine
-from .session import NetworkError, loading, quiet
+from .models import NetworkError, loading, quiet
 
 # The engine's repository, below the folder that a dry run writes.
 ENGINE_FOLDER = Path("engine")
@@ -67,8 +67,8 @@ def is_ours(folder: Path) -> bool:
     return any(path.read_text(encoding="utf-8", errors="replace").startswith(MARK) for path in folder.rglob("*.py"))
 
 
-def read_card(source: Path, **given: Any) -> Card:
-    """The facts beside the draft, with those that are `given` instead."""
+def read_card(source: Path, **overrides: Any) -> Card:
+    """The facts next to the draft, with `overrides` that are not `None`."""
     file = source / CARD_FACTS
     facts: Any = {}
     if file.is_file():
@@ -78,7 +78,7 @@ def read_card(source: Path, **given: Any) -> Card:
             raise CommandError(f"{file} is not JSON: {one_line(error)}.") from error
         if not isinstance(facts, dict):
             raise CommandError(f"{file} holds a {type(facts).__name__}, expected a JSON object.")
-    return Card.read(facts | {name: value for name, value in given.items() if value is not None})
+    return Card.read(facts | {name: value for name, value in overrides.items() if value is not None})
 
 
 def load(source: Path) -> Any:

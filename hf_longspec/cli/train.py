@@ -1,4 +1,4 @@
-"""`hf-longspec train`: train a draft as a recipe describes."""
+"""`hf-longspec train`: train a draft from a recipe."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ from transformers import (
 from ..bench.machine import command, git_commit
 from ..cli import CommandError, one_line, options
 from ..hub.repository import CARD_FACTS
-from .session import load_tokenizer, loading
+from .models import load_tokenizer, loading
 
 
 @dataclass

@@ -28,7 +28,7 @@ from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS, weightless_drafts
-from .session import LoadedModels, Progress, describe_device, load_models, say
+from .models import LoadedModels, Progress, describe_device, load_models, say
 
 Settings = dict[str, Any]
 
@@ -51,7 +51,7 @@ CLEAR_GAIN = 0.02
 # TokenSwift: children of every node, and the most nodes of a tree that are worth a try.
 BRANCHES, MOST_NODES = (1, 2, 3), 64
 
-# Two runs of the same settings differ by a few percent; the present settings stay unless others gain more.
+# Two runs of the same settings differ by a few percent; the present settings are kept unless others gain more.
 NOISE = 0.03
 SETTINGS_FILE = "generation_config.json"
 # Options of the command that decide the numbers.

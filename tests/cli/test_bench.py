@@ -11,7 +11,7 @@ from hf_longspec import NgramDraftModel
 from hf_longspec.bench import matrix
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.results import of_kind, read_records
-from hf_longspec.cli import bench, session
+from hf_longspec.cli import bench, models
 from tests.cli.conftest import HUB_CARDS, run_command
 from tests.tiny_targets import tiny_target
 
@@ -92,7 +92,7 @@ def test_decoding_and_context_are_swept_and_the_floor_is_bytes_over_bandwidth(he
     found = {(call["context"], call["decoding"]["penalty"], call["decoding"]["window"]) for call in calls}
     assert found == {(32, 1.5, 1024), (48, 1.5, 1024)}
     assert "## Not run" not in result.stdout and not list(here.glob("*.png"))
-    model = session.load_target(TARGET, torch.float32)
+    model = models.load_target(TARGET, torch.float32)
     weights = sum(p.numel() for p in model.parameters())  # its embedding is its head
     cache = 2 * 6 * 2 * 64  # keys and values, layers, heads, head size
     floors = {record["context"]: record["seconds"] for record in of_kind(read_records(here / "bench.jsonl"), "floor")}
@@ -126,7 +126,7 @@ def test_an_interrupted_run_keeps_its_lines_and_is_gone_on_with(here, monkeypatc
     assert "--resume" in result.output and "The run was not finished." in result.output
     monkeypatch.setattr(matrix, "run_call", real)
     with monkeypatch.context() as patch:
-        patch.setattr(session, "load_tokenizer", None)  # said before anything is loaded
+        patch.setattr(models, "load_tokenizer", None)  # said before anything is loaded
         again = invoke("--draft", "ngram")
     assert again.exit_code == 2 and "--resume" in again.output
     absent = invoke("--draft", "ngram", "--resume", "--output", "other.jsonl")
@@ -165,7 +165,7 @@ def test_a_wrong_text_is_the_exit_status(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model():
-    return session.load_target(TARGET, torch.float32)
+    return models.load_target(TARGET, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -177,14 +177,14 @@ def model():
         (["--context", "99k"], "exceed the 16384 positions"),
         (["--dtype", "int8"], "--dtype int8: expected auto"),
         (["--draft", "/absent"], "cannot load the draft"),
-        (["--draft", "ngram", "--draft", "ngram"], "two are called 'ngram'"),
+        (["--draft", "ngram", "--draft", "ngram"], "--draft: two drafts have the name 'ngram'"),
         (["--assistant", "/absent"], "cannot load the assistant"),
         (["--sweep", "sparse_rate=1"], "--sweep sparse_rate: "),
         (["--sweep", "sparse_ratio=7"], "sparse_ratio=7.0"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_line(arguments, message, model, here, monkeypatch):
-    monkeypatch.setattr(session, "load_target", lambda *_: model)  # loading takes most of the time
+    monkeypatch.setattr(models, "load_target", lambda *_: model)  # loading takes most of the time
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert message in result.output

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.bench import calls, prompts
 from hf_longspec.bench.calls import Call
-from hf_longspec.cli import CommandError, demo, session
+from hf_longspec.cli import CommandError, demo, models
 from tests.cli.conftest import HUB_CARDS, run_command
 from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import save_byte_target
@@ -63,7 +63,7 @@ def test_the_text_the_table_and_the_verdict(run, dtype, verdicts):
 
 
 def test_a_published_draft_and_a_file_of_ones_own(run, target, tmp_path):
-    model = session.load_target(str(target), torch.float32)
+    model = models.load_target(str(target), torch.float32)
     SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).save_pretrained(tmp_path / "mine")
     file = tmp_path / "notes.txt"
     file.write_text("The lighthouse keeper wrote every evening into a book. " * 4, encoding="utf-8")
@@ -168,7 +168,7 @@ def folders(tmp_path_factory):
 
 
 def test_without_the_tiny_target_there_must_be_another(monkeypatch):
-    monkeypatch.setattr(session, "TINY_TARGET", Path("/no/such/folder"))
+    monkeypatch.setattr(models, "TINY_TARGET", Path("/no/such/folder"))
     result = run_command("demo")
     assert result.exit_code == 2 and "pass --target" in result.stderr
 
@@ -218,9 +218,9 @@ def test_modules_without_sources_are_skipped(monkeypatch):
 
 
 def test_an_installed_package_finds_the_tiny_target_in_the_current_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(session, "HOME", tmp_path)
+    monkeypatch.setattr(models, "HOME", tmp_path)
     monkeypatch.chdir(HUB_CARDS.parent)
-    assert session.find_target(None) == str(HUB_CARDS / "tiny-target")
+    assert models.find_target(None) == str(HUB_CARDS / "tiny-target")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CommandError, match="--target"):
-        session.find_target(None)
+        models.find_target(None)

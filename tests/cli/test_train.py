@@ -218,7 +218,7 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--set", "datset={}"], "unknown key 'datset' in recipe: did you mean dataset?"),
         (["--set", "training.output_dir=null"], "training has no output_dir"),
         (["--set", "dataset=null"], "has no dataset: a recipe needs target, training, dataset"),
-        (["--set", "training=3"], "training: 3 is no mapping"),
+        (["--set", "training=3"], "training: 3 is not a mapping"),
         (["--set", "training.loss=mse"], "loss='mse': expected one of kl, ce"),
         (["--set", "seed"], "--set 'seed': expected key=value, such as training.seed=1."),
         (["--set", "training.output_dir=README.md/run"], "README.md is a file. Pass another folder."),

@@ -165,7 +165,7 @@ def test_real_measurements_end_to_end(tune, drafts, monkeypatch):
 @pytest.mark.parametrize(
     ("speed", "arguments", "outcomes"),
     [
-        (102.0, [], ["The present settings stay: tree_widths="]),
+        (102.0, [], ["The present settings are kept: tree_widths="]),
         (150.0, ["--dry-run"], ["Not written (--dry-run): tree_widths=[2, 2]", "[4, 4, 4, 3]", "no draft"]),
     ],
     ids=["within noise", "dry run"],

@@ -75,14 +75,14 @@ def test_only_a_loaded_model_is_a_target(kind):
     """Not its name, its class or its config, for a draft that is made and for one that is loaded."""
     draft, model = DRAFTS[kind].model, tiny_target("llama")
     for given, shown in (("org/model", "'org/model'"), (None, "None"), (type(model), "Llama"), (model.config, "Llama")):
-        with pytest.raises(ValueError, match=rf"got .*{shown}.*: load it with AutoModelForCausalLM.from_pretrained"):
+        with pytest.raises(ValueError, match=rf"got .*{shown}.*AutoModelForCausalLM.from_pretrained"):
             draft.from_target(given)
-    with pytest.raises(ValueError, match="got 'org/model': load it"):
+    with pytest.raises(ValueError, match="got 'org/model'"):
         draft.from_pretrained("org/draft", target="org/model")
 
 
 def test_only_a_loaded_model_drafts():
     model = tiny_target("llama")
     for models in (("org/model", model), (model, "org/model")):
-        with pytest.raises(ValueError, match="got 'org/model': load it"):
+        with pytest.raises(ValueError, match="got 'org/model'"):
             AssistantDraftModel.from_model(*models)

@@ -115,5 +115,5 @@ def test_a_target_without_a_final_norm_is_refused():
     model = tiny_target("llama")
     model.model.closing = model.model.norm
     del model.model.norm
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no final norm.*draft without heads"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no final norm"):
         TokenSwiftDraftModel.from_target(model)

@@ -1,4 +1,4 @@
-"""A target, its tokenizer and a draft, found and loaded from the options of a command, with errors of one line.
+"""Loading of the target, its tokenizer and a draft for a command, with one-line errors.
 
 Progress is shown on standard error, so that standard output holds results only.
 """
