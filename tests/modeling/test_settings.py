@@ -44,6 +44,7 @@ OF_ALL = {
     "compile": (["fast", True], ["auto", "graph", "compile", "off"]),
     "gate": BOOL,
     "check_target": BOOL,
+    "on_unsupported": (["warn", True], ["plain", "error"]),
     "ngram_candidates": FROM_0,
     "ngram_num_tokens": COUNT,
     "ngram_size": ([0, 17, True], [1, 16]),
