@@ -31,6 +31,8 @@ from hf_longspec.bench.report import mean_interval, significant
 from hf_longspec.bench.results import rotated
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
+from hf_longspec.generation.inputs import Prompts
+from hf_longspec.generation.support import max_length_of
 from hf_longspec.generation.target import TargetView
 
 # Tokens of a turn: enough that a cold cache at its beginning costs little, and few enough for a fraction of a second.
@@ -83,8 +85,9 @@ class SteppedRun:
 
         def opened(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Session:
             target = TargetView(model)
-            call = (input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
-            return Session(target, draft, *call)
+            longest = max_length_of(generation_config, target, input_ids.shape[1])
+            prompts = Prompts(target, input_ids, generation_config, model_kwargs, longest)
+            return Session(draft, prompts, logits_processor, stopping_criteria, None)
 
         torch.manual_seed(seed)
         # generate() prepares processors and criteria, and returns what it is given

@@ -119,10 +119,10 @@ class TestDryRun:
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
-            (["--dry-run"], "no Hub id"),
+            (["--dry-run"], "not a Hub id"),
             (
                 ["--dry-run", "--base-model", "org/t", "--license", "nonsense"],
-                "license='nonsense' on a card: the Hub has no",
+                "license='nonsense'",
             ),
             ([], "--repo, or --dry-run"),
             (["--repo", "nobody"], "expected owner/name"),
@@ -152,7 +152,7 @@ class TestDryRun:
     def test_what_is_no_draft(self, tmp_path):
         tiny_target("llama").save_pretrained(tmp_path / "target")
         (tmp_path / "empty").mkdir()
-        for name, complaint in {"target": "is no draft of hf_longspec", "empty": "has no config.json"}.items():
+        for name, complaint in {"target": "is not a draft of hf_longspec", "empty": "has no config.json"}.items():
             assert_refused(tmp_path / name, ["--dry-run", "--base-model", "org/t"], complaint)
 
 

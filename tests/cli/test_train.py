@@ -230,7 +230,7 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--set", "pack.size=3"], "pack is 25 in the recipe, not a mapping"),
         (["--set", "pack=null"], "pack to the number of tokens"),
         (["--set", "pack=601"], "fewer than one row of length=601"),
-        (["--set", "pack=550"], "550 tokens, and the target has 512 positions"),
+        (["--set", "pack=550"], "550 tokens, more than"),
         (["--set", "dataset.tokens=none.npy"], "cannot load the tokens of 'none.npy'"),
         (["--set", "dataset={path: json, data_files: none.jsonl, split: train}"], "cannot load the dataset 'json'"),
         (["--set", "draft.windw=3"], "unknown settings ['windw']"),
