@@ -23,14 +23,15 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 import hf_longspec
-from tests.tiny_targets import tiny_target
 place = Path(hf_longspec.__file__)
 assert place.is_relative_to(sys.prefix), place
 assert version("hf_longspec") == hf_longspec.__version__
 for name in ("py.typed", "cli/page.html", "hub/templates/card.md"):
     assert (place.parent / name).is_file(), name
-model = tiny_target("llama")
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()
 inputs = {"input_ids": torch.arange(3, 20)[None], "attention_mask": torch.ones(1, 17, dtype=torch.long)}
 draft = hf_longspec.NgramDraftModel.from_target(model)
 out = model.generate(**inputs, assistant_model=draft, max_new_tokens=16, do_sample=False)

@@ -1,6 +1,7 @@
 """Dividing a step over batches, accumulation and processes changes only the rounding."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,8 @@ def two_processes(tmp_path_factory):
     (folder / "fsdp.yaml").write_text(yaml.safe_dump(config))
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "fsdp.yaml")]
     command = [*launch, "--main_process_port", "0", str(ROOT / "tests/training/divided.py"), str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert result.returncode == 0, result.stderr
     return folder
 
