@@ -28,7 +28,7 @@ MIN_TESTS := $(addprefix tests/generation/test_,attention_layers.py cache.py che
 	forward_check.py logits.py multimodal.py rotary.py route.py sequences.py target.py target_modules.py \
 	trial.py step.py::test_every_architecture_without_experts_is_one_graph) \
 	$(addprefix tests/modeling/test_,base.py checkpoint.py contract.py settings.py) tests/training/test_trainer.py \
-	$(addprefix tests/robustness/test_,every_architecture.py malformed.py persistence.py properties.py) \
+	$(addprefix tests/robustness/test_,every_architecture.py fuzz.py malformed.py persistence.py) \
 	tests/hub/test_published.py tests/test_public_api.py
 
 # What depends on the version of torch and of the triton that comes with it: graphs, operators, the interpreter.
@@ -38,8 +38,8 @@ TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/,test_simulated_cu
 # Float32 results of the package beside those of transformers, or of loops: sums in another order, which depends on the
 # instructions of the processor.
 CPU_TESTS := $(addprefix tests/attention_backends/test_,contexts.py interface.py pages.py \
-	parity.py reference.py registry.py scores.py torch_backend.py) $(addprefix tests/generation/test_,beam.py cache.py \
-	coupling.py decoding.py forward_check.py logits.py target.py target_modules.py) tests/modeling/test_contract.py \
+	parity.py reference.py registry.py scores.py torch_backend.py) $(addprefix tests/generation/test_,cache.py \
+	coupling.py decoding.py draft_tree.py forward_check.py logits.py target.py target_modules.py) tests/modeling/test_contract.py \
 	$(addprefix tests/modeling/,eagle3 longspec quest specattn ngram/test_joined.py) \
 	$(addprefix tests/modeling/tokenswift/test_,convert_tokenswift.py generation_tokenswift.py modeling_tokenswift.py \
 	partial_kv.py) $(addprefix tests/training/test_,losses.py target_states.py training_longspec.py \
