@@ -52,6 +52,7 @@ class CompiledRunner:
     """Run functions compiled. Each is compiled once per module and shape."""
 
     captures = False
+    compiles = True
 
     def takes(self, lengths: SeqLens) -> bool:
         """Return whether steps after prefixes of these lengths are compiled."""
@@ -273,7 +274,7 @@ class FixedSteps:
         Returns:
             Result of `function`; `None`, with nothing done, if it cannot be captured.
         """
-        if not self.runner.captures or not (is_compiled or getattr(self.runner, "inner", None) is None):
+        if not self.runner.captures or (self.runner.compiles and not is_compiled):
             return None
         self._results = self._call(function, changing, fixed, settings, cache, room)
         return self._results

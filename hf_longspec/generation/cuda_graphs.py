@@ -66,7 +66,7 @@ class CapturedRunner:
         inner: Callable[..., Any] | None = None,
     ):
         self.model, self.draft = model, draft
-        self.inner = inner
+        self.inner, self.compiles = inner, inner is not None
         self.seconds = 0.0
         self.state = state_of(model), state_of(draft)
         # Graphs of this call, by what differs within one call. It takes microseconds to look one up.

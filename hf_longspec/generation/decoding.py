@@ -25,7 +25,7 @@ from .gate import gated
 from .inputs import Prompts
 from .sampling import NoiseRows, TokenRule
 from .sequences import Outputs, Sequences, SpeculationStats
-from .support import ERROR, check_target, max_length_of, pad_token_id_of, refuse, refuse_unsupported, why_not
+from .support import check_target, max_length_of, refuse, refuse_unsupported, why_not
 from .target import PREFILL_CHAIN, Step, TargetView, chain_of_last_tokens
 from .traits import RotaryLimit
 from .verification import Acceptance, packed
@@ -102,7 +102,7 @@ def decode(
 
 def _say_why_not(draft: Any, reason: str) -> SpeculationStats:
     """Raise the reason, or warn of it and set the statistics of a call without the draft, as `on_unsupported` says."""
-    if draft.setting("on_unsupported") == ERROR:
+    if draft.setting("on_unsupported") == "error":
         refuse(reason)
     logger.warning_once(f"{type(draft).__name__} is not used in this call: {reason}")
     draft.last_speculation = SpeculationStats(method=draft.config.model_type, reason=reason)
@@ -130,10 +130,9 @@ class Session:
         self.stats = SpeculationStats(method=draft.config.model_type)
         target, input_ids = self.target, prompts.input_ids
         batch_size, do_sample = len(input_ids), bool(self.config.do_sample)
-        pad_token_id = pad_token_id_of(self.config)
-        self.sequences = Sequences(
-            input_ids, stopping_criteria, pad_token_id, self.max_length, streamer=streamer, ranks=target.ranks
-        )
+        pad = getattr(self.config, "_pad_token_tensor", None)
+        pad = 0 if pad is None else int(pad)  # a call may have no padding token
+        self.sequences = Sequences(input_ids, stopping_criteria, pad, self.max_length, streamer, target.ranks)
         noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
         self.rule = TokenRule(logits_processor, do_sample, self.sequences, noise)
         self.outputs = Outputs(self.config, batch_size)
@@ -244,19 +243,18 @@ class Session:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
         acceptance, scores, whole = self._accept(tree, step.logits)
         host = whole.tolist()  # the only host read of an iteration
-        pausing = self.sequences.done
-        waiting = [] if self.rotary is None else self.rotary.waiting(self.cache.lengths.host)
-        if any(waiting):
-            pausing = [waits or is_done for waits, is_done in zip(waiting, pausing, strict=True)]
-        chosen = [[] if pauses else row[2 : 2 + row[0]] for row, pauses in zip(host, pausing, strict=True)]
-        self.outputs.keep(scores, step.logits, acceptance.path, list(map(len, chosen)))
-        emitted = self.sequences.append(chosen, self.outputs.scores_of if self.outputs.wants_scores else None)
+        roots, pauses = acceptance.next_root, self.sequences.done
+        if self.rotary is not None and any(waiting := self.rotary.waiting(self.cache.lengths.host)):
+            roots = torch.where(on_device(waiting, roots.device).bool(), self.root, roots)
+            pauses = [waits or is_done for waits, is_done in zip(waiting, pauses, strict=True)]
+        tokens = [[] if is_paused else row[2 : 2 + row[0]] for row, is_paused in zip(host, pauses, strict=True)]
+        self.root = roots
+        self.outputs.keep(scores, step.logits, acceptance.path, list(map(len, tokens)))
+        emitted = self.sequences.append(tokens, self.outputs.scores_of if self.outputs.wants_scores else None)
         self.rule.advance(emitted)
-        roots = acceptance.next_root
-        self.root = torch.where(on_device(waiting, roots.device).bool(), self.root, roots) if any(waiting) else roots
         if is_counted:
             self._count(tree, host, emitted)
-        tokens = [row[:count] for row, count in zip(chosen, emitted, strict=True)]
+        tokens = [row[:count] for row, count in zip(tokens, emitted, strict=True)]
         counts = SeqLens(emitted, self._counts_on_device(emitted, [row[0] for row in host], acceptance.num_nodes))
         return Verification.of(tree, step, acceptance.path, counts, tokens)
 

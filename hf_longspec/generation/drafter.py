@@ -93,18 +93,6 @@ class Verification:
         return cls(path, counts, context.lengths, context.capture, tokens, step.hidden, tree, step.logits)
 
 
-def independent_draws(binding: Binding, root: torch.Tensor, count: int) -> torch.Tensor | None:
-    """Return noise `(count, B, vocab)` for tokens that are drawn apart from the target's noise; `None` if it is greedy.
-
-    Acceptance by rejection needs such tokens.
-    """
-    rule = binding.rule
-    if rule is None or not rule.do_sample:
-        return None
-    shape = count, len(root), binding.target.vocab_size
-    return draw_noise(*shape, generator=rule.generator, device=root.device)
-
-
 def last_of(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the last of the first `counts[b]` entries of each row of `values` `(B, M)`; the first entry if it is 0.
 
@@ -384,26 +372,19 @@ def _level(changing, drafter, count, depth, fixed):
     return drafter.level(tuple(changing[:count]), depth, drafter.prefix_in_graph(changing[count:], *fixed))
 
 
-def drafted_chain(
-    rule: TokenRule | None,
-    root: torch.Tensor,
-    count: int,
-    logits_after: Callable[[int, torch.Tensor], torch.Tensor],
-    draws: torch.Tensor | None = None,
-) -> DraftTree:
-    """Draft a chain under the target's rule.
+def noise_of_chain(binding: Binding, count: int, is_drawn: bool) -> torch.Tensor | None:
+    """Return the noise `(count, B, vocab)` that decides the next `count` tokens of a chain; `None` if it is greedy.
 
-    Args:
-        rule ([`TokenRule`], *optional*): The target's rule; the argmax without one.
-        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
-        count (`int`): Number of tokens to draft.
-        logits_after (`Callable`): Function of a depth and of the tokens `(B,)` there, to the logits `(B, vocab)` that
-            follow.
-        draws (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Result of [`independent_draws`].
+    It is that by which the target will decide these positions. If `is_drawn`, it is drawn apart from the target's, as
+    acceptance by rejection needs.
     """
-    noise = noise_of_chain(rule, count, draws)
-    tokens, q = drafted_tokens(rule, root, count, logits_after, noise[0] if noise else None, draws is not None)
-    return DraftTree.chain(tokens, q=q)
+    rule = binding.rule
+    if rule is None or not rule.do_sample:
+        return None
+    if not is_drawn:
+        return rule.noise.rows(count).transpose(0, 1)
+    shape = count, binding.cache.batch_size, binding.target.vocab_size
+    return draw_noise(*shape, generator=rule.noise.generator, device=rule.noise.device)
 
 
 def drafted_tokens(
@@ -414,11 +395,15 @@ def drafted_tokens(
     noise: torch.Tensor | None,
     with_q: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draft the tokens of a chain. It may be part of a graph if the rule `fits_graphs`.
+    """Draft the tokens of a chain under the target's rule. It may be part of a graph if the rule `fits_graphs`.
 
     Args:
-        rule ([`TokenRule`], *optional*): As of [`drafted_chain`], like `root`, `count` and `logits_after`.
-        noise (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Decides the tokens; the argmax does without it.
+        rule ([`TokenRule`], *optional*): The target's rule; the argmax without one.
+        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
+        count (`int`): Number of tokens to draft.
+        logits_after (`Callable`): Function of a depth and of the tokens `(B,)` there, to the logits `(B, vocab)` that
+            follow.
+        noise (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Result of [`noise_of_chain`].
         with_q (`bool`): Whether to return the distributions that the tokens were drawn from.
 
     Returns:
@@ -427,26 +412,15 @@ def drafted_tokens(
     tokens, distributions = [root], []
     for depth in range(count):
         scores = logits_after(depth, tokens[-1])
-        if rule is not None and rule.history_free:
-            scores = warped(rule.processors, scores[:, None])[:, 0]
-        elif rule is not None:
-            scores = rule.scores_at(scores, depth)
+        if rule is not None:
+            is_free = rule.history_free
+            scores = warped(rule.processors, scores[:, None])[:, 0] if is_free else rule.scores_at(scores, depth)
         tokens.append(scores.argmax(-1) if noise is None else gumbel_max_sample(scores, noise[depth]))
         if rule is not None and not rule.history_free:
             rule.try_out(depth, tokens[-1])
         if with_q:
             distributions.append(scores.softmax(-1))
     return torch.stack(tokens, 1), chain_q(distributions) if with_q else None
-
-
-def noise_of_chain(rule: TokenRule | None, count: int, draws: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return the noise `(count, B, vocab)` that decides a chain; none if its tokens are not sampled.
-
-    It is `draws`, or else that with which the target will decide these positions.
-    """
-    if draws is not None:
-        return (draws,)
-    return (rule.noise_of(count).transpose(0, 1),) if rule is not None and rule.do_sample else ()
 
 
 def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
@@ -512,12 +486,6 @@ class SelfDrafter(Drafter):
         self._is_drawn = draft.setting("acceptance") == "rejection"
 
     @property
-    def sparse_layers(self) -> Sequence[int]:
-        """Indices of the layers of which a drafting step reads a part only."""
-        layers: Sequence[int] = self.sparse.sparse_layers
-        return layers
-
-    @property
     def state_bytes(self) -> int:
         """Bytes that are kept beside the target's cache."""
         return int(self.sparse.nbytes)
@@ -530,7 +498,7 @@ class SelfDrafter(Drafter):
         """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
         lengths = self.binding.cache.lengths.host
         share = sum(map(self.num_selected, lengths)) / max(1, sum(lengths))
-        layers = [self.binding.cache.layers[index] for index in self.sparse_layers]
+        layers = [self.binding.cache.layers[index] for index in self.sparse.sparse_layers]
         return speedup_bound(self.max_depth, share, self._weight_bytes, entry_bytes(layers) * sum(lengths))
 
     @cached_property
@@ -553,35 +521,35 @@ class SelfDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`, drafted in one graph if that is possible."""
-        draws = independent_draws(self.binding, root, self.gamma) if self._is_drawn else None
         rule, target = self.binding.rule, self.binding.target
+        noise = noise_of_chain(self.binding, self.gamma, self._is_drawn)
+        with_q, chain = self._is_drawn and noise is not None, None
         context, cache, tensors, fixed, settings = self.graph_of(root)
         if target.captures and (rule is None or rule.fits_graphs):
-            noise = noise_of_chain(rule, self.gamma, draws)
-            steps = self.gamma, self.binding.max_length, draws is not None, target.windows
+            steps = self.gamma, self.binding.max_length, with_q, target.windows
             key = context, *settings, () if rule is None else rule.key, *steps
-            changing, further = (*tensors, *noise), (rule, *steps, context, fixed)
+            changing = tensors if noise is None else (*tensors, noise)
+            further = rule, *steps, context, fixed
             chain = target.forwards_replayed(
                 _chain, changing, further, key, cache, self.gamma, is_compiled=self.steps_compile
             )
-            if chain is not None:
-                return DraftTree.chain(chain[0], q=chain[1])
-        return drafted_chain(rule, root, self.gamma, lambda _, token: self._draft_step(token), draws)
+        if chain is None:
+            chain = drafted_tokens(rule, root, self.gamma, lambda _, token: self._draft_step(token), noise, with_q)
+        return DraftTree.chain(chain[0], q=chain[1])
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
         """Run the target on one token per row over what it reads, and return logits `(batch, vocab)`."""
         target, runner = self.binding.target, self.binding.target.runner
-        is_fixed = self.steps_compile or (runner is not None and runner.captures and runner.inner is None)
+        is_fixed = self.steps_compile or (runner is not None and not runner.compiles)
         logits: torch.Tensor = self.sparse.step(target, token, self.binding.max_length, fixed_shape=is_fixed)[0]
         self.sparse.advance()
         return logits
 
 
-def _chain(forward, starts, inputs, rule, gamma, limit, is_drawn, windows, context_of, fixed):
+def _chain(forward, starts, inputs, rule, gamma, limit, with_q, windows, context_of, fixed):
     """Draft a chain inside a graph; see [`SelfDrafter.graph_of`] and [`FixedSteps.forwards`]."""
-    has_noise = is_drawn or (rule is not None and rule.do_sample)
     root, first, *changing = inputs
-    noise = changing.pop() if has_noise else None
+    noise = changing.pop() if rule is not None and rule.do_sample else None
     mask = root.new_ones(len(root), 1, 1, 1, dtype=torch.bool)
 
     def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
@@ -591,4 +559,4 @@ def _chain(forward, starts, inputs, rule, gamma, limit, is_drawn, windows, conte
         logits: torch.Tensor = forward(token[:, None], positions, mask, context, *here)
         return logits[:, 0]
 
-    return drafted_tokens(rule, root, gamma, logits_after, noise, is_drawn)
+    return drafted_tokens(rule, root, gamma, logits_after, noise, with_q)

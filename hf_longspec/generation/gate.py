@@ -14,7 +14,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -95,18 +94,19 @@ class StepStatistics:
         """Tokens per second and row."""
         return self.tokens / max(self.seconds, 1e-9)
 
-    def hoped_tokens(self, most: int) -> float:
-        """Return an upper estimate of `tokens`: mean, standard error, and a fading share of `most`."""
-        hope = OPTIMISM * (most - self.tokens) / (self.row_steps + OPTIMISM)
-        return self.tokens + self.error + hope
-
     def lost(self, steps: int, plain: float) -> float:
         """Return the seconds that `steps` steps take beyond plain steps that emit as much, at least 0."""
         return max(0.0, steps * (self.seconds - self.tokens * plain))
 
     def may_pay(self, most: int, plain: float) -> bool:
-        """Return whether plain steps of `plain` seconds do not refute steps that emit at most `most` tokens per row."""
-        return self.count < FEWEST or self.hoped_tokens(most) * plain >= self.seconds
+        """Return whether plain steps of `plain` seconds do not refute steps that emit at most `most` tokens per row.
+
+        The upper estimate of `tokens` is their mean, the standard error, and a fading share of `most`.
+        """
+        if self.count < FEWEST:
+            return True
+        hope = OPTIMISM * (most - self.tokens) / (self.row_steps + OPTIMISM)
+        return (self.tokens + self.error + hope) * plain >= self.seconds
 
     def pays(self, plain: float) -> bool:
         """Return whether these steps were measured to be faster than plain steps of `plain` seconds."""
@@ -244,11 +244,12 @@ class SpeculationGate:
             self._plain.restart()
 
 
-class GatedDrafter(Drafter):
+class GatedDrafter:
     """Propose the root alone while speculation is not possible or does not pay, else the tree of another drafter.
 
     Plain steps are hidden from the other drafter: it neither captures nor observes them. Before it proposes again, it
     is resumed with the text so far and the verification of one more root. So the first step after a pause is plain.
+    All that is not defined here is that of the other drafter.
 
     Args:
         inner ([`Drafter`]): The other drafter.
@@ -267,10 +268,8 @@ class GatedDrafter(Drafter):
         report: Callable[[GateDecision], None],
         keep: Callable[[], None],
     ):
-        super().__init__(inner.binding)
         self.inner = inner
         self.gate = gate
-        self.num_nodes, self.max_depth = inner.num_nodes, inner.max_depth
         self._may_speculate = may_speculate or (lambda max_depth: True)
         self._report = report
         self._keep = keep
@@ -279,38 +278,18 @@ class GatedDrafter(Drafter):
         self._prompts: Sequence[torch.Tensor] = ()
         self._emitted: list[array[int]] = []
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
     @property
-    def wants_hidden(self) -> bool | tuple[int, ...]:  # type: ignore[override]
+    def wants_hidden(self) -> bool | tuple[int, ...]:
         """As the other drafter, in the steps that it observes."""
         return self._is_open and self.inner.wants_hidden
 
     @property
-    def reuse_graph(self) -> bool:  # type: ignore[override]
+    def reuse_graph(self) -> bool:
         """False in the step that resumes the other drafter."""
         return self._was_open or not self._is_open
-
-    @property
-    def first_ngram_node(self) -> int | None:  # type: ignore[override]
-        """As the other drafter."""
-        return self.inner.first_ngram_node
-
-    @property
-    def seed_tokens(self) -> int:
-        """As the other drafter."""
-        return self.inner.seed_tokens
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the other drafter."""
-        return self.inner.state_bytes
-
-    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
-        """As the other drafter."""
-        return self.inner.watch_prefill(lengths, starts)
-
-    def attention(self) -> AbstractContextManager[None]:
-        """As the other drafter."""
-        return self.inner.attention()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Start the other drafter, if speculation is possible."""
@@ -389,9 +368,7 @@ def gate_of(wanted: bool, drafter: Drafter, ranks: Any, known: SpeculationGate |
     return gate
 
 
-def gated(
-    drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: Callable[[int], bool] | None
-) -> Drafter:
+def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: Callable[[int], bool] | None) -> Any:
     """Return the drafter of `draft`, hidden from the steps that cannot or shall not speculate, if there may be any.
 
     Decisions of the gate are added to `stats`. The first time that a kind of draft is paused, this is logged. A gate

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedConfig
 
 from .cache import why_not_stored
-from .support import ERROR, refuse
+from .support import refuse
 from .target import TargetView
 
 _STOCK = "_longspec_stock"
@@ -38,7 +38,7 @@ def install() -> None:
         if isinstance(assistant, str | os.PathLike | type):
             assistant = mode_kwargs["assistant_model"] = _draft_of(assistant, self)
         if getattr(assistant, "_is_longspec_draft", False):
-            if assistant.setting("on_unsupported") == ERROR:  # before generate() makes such a cache
+            if assistant.setting("on_unsupported") == "error":  # before generate() makes such a cache
                 refuse(why_not_stored(None, config.cache_implementation))
             if assistant.config.vocab_size != self.config.get_text_config().vocab_size:
                 assistant.check(TargetView(self))  # transformers would ask for the tokenizers of both

@@ -199,7 +199,7 @@ class TokenRule:
         self.processors = processors
         self.do_sample = do_sample
         self.sequences = sequences
-        self.noise = noise
+        self.noise: Any = noise
         self.history_free = all(_is_history_free(processor) for processor in processors)
         self.history_window = _longest_window(processors)
         names = [type(processor).__name__ for processor in processors]
@@ -254,11 +254,7 @@ class TokenRule:
         """
         if not self.do_sample:
             return scores.argmax(-1)
-        return drawn(scores, self.noise_of(depth + 1)[:, depth])
-
-    def noise_of(self, count: int) -> torch.Tensor:
-        """Return the noise `(batch, count, vocab)` that decides the next `count` tokens."""
-        return self._noise.rows(count)
+        return drawn(scores, self.noise.rows(depth + 1)[:, depth])
 
     def accept(
         self, tree: DraftTree, logits: torch.Tensor, with_scores: bool = False
@@ -274,19 +270,16 @@ class TokenRule:
             `tuple`: [`Acceptance`], and the processed scores `(batch, M, vocab)` along the path if `with_scores`, else
             `None`.
         """
-        if tree.num_nodes == 1:
-            scores = self.scores_at(logits[:, 0], 0)[:, None]
-        elif self.history_free:
-            scores = warped(self.processors, logits)
-        elif tree.is_chain:
-            scores = self._chain_scores(tree, logits)
-        else:
-            acceptance, walked = self._accept_stepwise(tree, logits)
-            return acceptance, walked if with_scores else None
+        texts = None
+        if not self.history_free:
+            recent = self.recent() if tree.is_chain else None
+            if recent is None:
+                acceptance, scores = self._accept_stepwise(tree, logits)
+                return acceptance, scores if with_scores else None
+            texts = torch.cat([recent, tree.tokens[:, 1:]], 1).unfold(1, recent.shape[1], 1)
+        scores = warped(self.processors, logits, texts)
         acceptance = self.accept_scored(tree, scores, *self.draws_for(tree))
-        if not with_scores:
-            return acceptance, None
-        return acceptance, along_path(scores, acceptance.path)
+        return acceptance, along_path(scores, acceptance.path) if with_scores else None
 
     def draws_for(self, tree: DraftTree) -> tuple[torch.Tensor, ...]:
         """Return the random numbers that the acceptance of a tree depends on.
@@ -299,10 +292,11 @@ class TokenRule:
         if not self.do_sample:
             return ()
         if tree.q is None:
-            return (self.noise_of(tree.max_depth + 1),)
+            return (self.noise.rows(tree.max_depth + 1),)
         (batch_size, num_nodes, vocab_size), device = tree.q.shape, tree.q.device
-        uniforms = torch.empty(batch_size, num_nodes - 1, device=device).uniform_(generator=self.generator)
-        return uniforms, draw_noise(batch_size, vocab_size, generator=self.generator, device=device)
+        generator = self.noise.generator
+        uniforms = torch.empty(batch_size, num_nodes - 1, device=device).uniform_(generator=generator)
+        return uniforms, draw_noise(batch_size, vocab_size, generator=generator, device=device)
 
     def accept_scored(self, tree: DraftTree, scores: torch.Tensor, *draws: torch.Tensor) -> Acceptance:
         """Accept the nodes of a tree by processed scores `(batch, N, vocab)` and `draws_for` it.
@@ -320,33 +314,10 @@ class TokenRule:
         """Whether `accept_scored` of all nodes' logits may be part of a graph."""
         return self.history_free and self.is_made_of_tensors
 
-    @property
-    def generator(self) -> torch.Generator:
-        """Generator for draws that need not be tied to a position."""
-        return self._noise.generator
-
     def advance(self, counts: Sequence[int]) -> None:
         """Advance the noise by the number of tokens that each row emitted."""
         if self.noise is not None:
             self.noise.advance(counts)
-
-    @property
-    def _noise(self) -> NoiseRows:
-        if self.noise is None:
-            raise RuntimeError("sampling needs NoiseRows")
-        return self.noise
-
-    def _chain_scores(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
-        recent = self.recent()
-        if recent is not None:
-            texts = torch.cat([recent, tree.tokens[:, 1:]], 1).unfold(1, recent.shape[1], 1)
-            return warped(self.processors, logits, texts)
-        scores = []
-        for depth in range(tree.num_nodes):
-            if depth:
-                self.try_out(depth - 1, tree.tokens[:, depth])
-            scores.append(self.scores_at(logits[:, depth], depth))
-        return torch.stack(scores, 1)
 
     @property
     def has_recent(self) -> bool:
@@ -364,17 +335,24 @@ class TokenRule:
         return torch.stack([row[end - window : end] for row, end in zip(self.sequences.tokens, lengths, strict=True)])
 
     def _accept_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor]:
-        """Walk the tree and process only the logits of the path, each node with the prefix that leads to it."""
+        """Process the logits of one path only, each node with the prefix that leads to it.
+
+        It is the path that the target chooses, and all of the chain if its tokens were drawn from `q`.
+        """
         rows = torch.arange(logits.shape[0], device=logits.device)
         scores: list[torch.Tensor] = []
 
         def choose(depth: int, node: torch.Tensor) -> torch.Tensor:
             scores.append(self.scores_at(logits[rows, node], depth))
-            token = self.choose(scores[-1], depth)
-            self.try_out(depth, token.clamp_min(0))
+            drawn_token = None if tree.q is None else tree.tokens[:, min(depth + 1, tree.max_depth)]
+            token = self.choose(scores[-1], depth) if drawn_token is None else drawn_token
+            if depth < tree.max_depth:
+                self.try_out(depth, token.clamp_min(0))
             return token
 
-        return walk_lazily(tree, choose), torch.stack(scores, 1)
+        acceptance = walk_lazily(tree, choose)
+        of_path = torch.stack(scores, 1)
+        return acceptance if tree.q is None else self.accept_scored(tree, of_path, *self.draws_for(tree)), of_path
 
 
 def warped(
@@ -481,19 +459,13 @@ class Coupling:
     """Compute the scores that candidates are ranked by.
 
     Args:
-        rule ([`TokenRule`], *optional*): The target's. Without one, logits are taken as they are.
-
-    Attributes:
-        idle (`bool`): Whether the rule is the argmax of the logits, so that the logits are the scores.
+        rule ([`TokenRule`], *optional*): The target's. Without one, logits are taken as they are, as by an argmax.
     """
 
     def __init__(self, rule: TokenRule | None):
-        self._rule = rule
+        self._rule = rule if rule is not None and (rule.do_sample or rule.processors) else None
+        # a graph must not read the texts, which grow
         self._device = None if rule is None else rule.sequences.device
-        self._samples = rule is not None and rule.do_sample
-        self._processors = () if rule is None else tuple(rule.processors)
-        self.idle = not (self._samples or self._processors)
-        self._history_free = rule is None or rule.history_free
 
     @property
     def fits_graphs(self) -> bool:
@@ -514,8 +486,8 @@ class Coupling:
         """
         if self._rule is None:
             return ()
-        noise = (self._rule.noise_of(depths),) if self._samples else ()
-        recent = None if self._history_free else self._rule.recent()
+        noise = (self._rule.noise.rows(depths),) if self._rule.do_sample else ()
+        recent = None if self._rule.history_free else self._rule.recent()
         return noise if recent is None else (*noise, recent)
 
     def scores(self, logits: torch.Tensor, known: Sequence[torch.Tensor], depth: int, paths: Paths) -> torch.Tensor:
@@ -531,25 +503,28 @@ class Coupling:
         Returns:
             `torch.Tensor` of shape `(B, n, V)`.
         """
-        if self.idle:
+        rule = self._rule
+        if rule is None:
             return logits
         logits = logits.to(self._device)  # from the device of the head, if the target is sharded
-        recent = known[-1] if len(known) > self._samples else None
-        scores = self._processed(logits, recent, depth, paths)
-        return SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if self._samples else scores
+        recent = known[-1] if len(known) > rule.do_sample else None
+        scores = _scores_of_level(rule, logits, recent, depth, paths)
+        return SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if rule.do_sample else scores
 
-    def _processed(self, logits: torch.Tensor, recent: torch.Tensor | None, depth: int, paths: Paths) -> torch.Tensor:
-        if self._history_free:
-            return warped(self._processors, logits)
-        tokens = paths() if callable(paths) else paths
-        if recent is not None:
-            earlier = recent[:, None].expand(-1, logits.shape[1], -1)
-            return warped(self._processors, logits, torch.cat([earlier, tokens], 2)[..., -recent.shape[1] :])
-        rule = self._rule
-        assert rule is not None
-        scores = []
-        for node in range(logits.shape[1]):
-            for place in range(depth):
-                rule.try_out(place, tokens[:, node, place])
-            scores.append(rule.scores_at(logits[:, node], depth))
-        return torch.stack(scores, 1)
+
+def _scores_of_level(
+    rule: TokenRule, logits: torch.Tensor, recent: torch.Tensor | None, depth: int, paths: Paths
+) -> torch.Tensor:
+    """Return the processed scores `(B, n, V)`; see [`Coupling.scores`]."""
+    if rule.history_free:
+        return warped(rule.processors, logits)
+    tokens = paths() if callable(paths) else paths
+    if recent is not None:
+        earlier = recent[:, None].expand(-1, logits.shape[1], -1)
+        return warped(rule.processors, logits, torch.cat([earlier, tokens], 2)[..., -recent.shape[1] :])
+    scores = []
+    for node in range(logits.shape[1]):
+        for place in range(depth):
+            rule.try_out(place, tokens[:, node, place])
+        scores.append(rule.scores_at(logits[:, node], depth))
+    return torch.stack(scores, 1)

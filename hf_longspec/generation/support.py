@@ -26,8 +26,7 @@ from .inputs import TOKEN_TYPES, Prompts, names_of, of_every_forward
 from .sampling import refuse_stateful
 from .target import TargetView
 
-# Values of the setting `on_unsupported`.
-PLAIN, ERROR = "plain", "error"
+logger = logging.get_logger(__name__)
 
 # Settings that `generate` passes on to the assistants of transformers.
 ASSISTANT_SETTINGS = (
@@ -43,6 +42,17 @@ ASSISTANT_SETTINGS = (
     "target_lookbehind",
     "use_mtp",
 )
+
+# Number of tokens that are compared. The tree has one node less than twice this number.
+NUM_TOKENS = 4
+
+# Largest difference of two logits, relative to their standard deviation. Measured on the tiny targets of the tests:
+# at most 4e-6 in float32; at least 0.6 without the window, the softcap, the sinks, the positions or the mask.
+TOLERANCE = 0.02
+# In half precision, rounding changes logits (0.07 in bfloat16) and the choice of experts in near-ties (0.8, gpt_oss).
+HALF_TOLERANCE = 0.5
+
+_checked: set[tuple[Any, ...]] = set()
 
 
 def refuse_unsupported(
@@ -159,7 +169,7 @@ def refuse(reason: str | None) -> None:
     """Raise a reason of [`why_not`] as an error, if there is one."""
     if reason is not None:
         raise ValueError(
-            f"{reason} Or set draft.generation_config.on_unsupported={PLAIN!r}, or call generate() without a draft."
+            f"{reason} Or set draft.generation_config.on_unsupported='plain', or call generate() without a draft."
         )
 
 
@@ -229,22 +239,15 @@ def _refuse_inputs(
             f"attention_mask has padding, and the forward of {type(target.model).__name__} takes no position_ids, so "
             "plain generate counts the padding. Pass one prompt, or prompts of equal length."
         )
-    _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
-
-
-def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
-    """Refuse position ids of the user that do not count tokens, as the loop computes positions by counting."""
-    if positions is None:
+    if (positions := model_kwargs.get("position_ids")) is None:
         return
-    keep = torch.ones_like(input_ids) if mask is None else mask
-    if positions.shape[-1] == input_ids.shape[1]:
-        wrong = (positions != keep.long().cumsum(-1) - 1) & keep.bool()
-        if not bool(wrong.any()):
-            return
-    raise ValueError(
-        f"position_ids of shape {tuple(positions.shape)} do not count the tokens of input_ids, shape "
-        f"{tuple(input_ids.shape)}, from 0. Drop position_ids, and pass the whole text also on a second turn."
-    )
+    is_token = torch.ones_like(input_ids) if mask is None else mask
+    counts = positions.shape[-1] == input_ids.shape[1]  # the loop computes positions by counting tokens
+    if not counts or bool(((positions != is_token.long().cumsum(-1) - 1) & is_token.bool()).any()):
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)} do not count the tokens of input_ids, shape "
+            f"{tuple(input_ids.shape)}, from 0. Drop position_ids, and pass the whole text also on a second turn."
+        )
 
 
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
@@ -265,26 +268,6 @@ def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: i
     if limit is None:
         raise ValueError("generation has no length limit. Pass max_new_tokens or max_length.")
     return max(limit, prompt_length + 1)
-
-
-def pad_token_id_of(config: GenerationConfig) -> int:
-    """Return the token that fills finished rows; 0 if the call has no padding token."""
-    pad = getattr(config, "_pad_token_tensor", None)
-    return int(pad) if pad is not None else 0
-
-
-logger = logging.get_logger(__name__)
-
-# Number of tokens that are compared. The tree has one node less than twice this number.
-NUM_TOKENS = 4
-
-# Largest difference of two logits, relative to their standard deviation. Measured on the tiny targets of the tests:
-# at most 4e-6 in float32; at least 0.6 without the window, the softcap, the sinks, the positions or the mask.
-TOLERANCE = 0.02
-# In half precision, rounding changes logits (0.07 in bfloat16) and the choice of experts in near-ties (0.8, gpt_oss).
-HALF_TOLERANCE = 0.5
-
-_checked: set[tuple[Any, ...]] = set()
 
 
 def check_target(

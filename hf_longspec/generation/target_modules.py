@@ -39,26 +39,19 @@ def passed_on(model: nn.Module) -> Iterator[None]:
     if not pairs:
         yield
         return
-    given = _Given()
+    of_layer = threading.local()  # another thread may be using the same model
 
     def note(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        given.keywords = {name: kwargs[name] for name in KEYWORDS if name in kwargs}
+        of_layer.keywords = {name: kwargs[name] for name in KEYWORDS if name in kwargs}
 
     def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, given.keywords | kwargs
+        return args, of_layer.keywords | kwargs
 
     with ExitStack() as hooks:
         for layer, attention in pairs:
             for module, hook in ((layer, note), (attention, add)):
                 hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
-
-
-class _Given(threading.local):
-    """Keywords of the decoder layer that runs in this thread; another thread may be using the same model."""
-
-    def __init__(self) -> None:
-        self.keywords: dict[str, Any] = {}
 
 
 def withheld(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
@@ -364,12 +357,9 @@ class LayerInputs:
                 if _traced.wanted:
                     _traced.caught[place] = states
             elif threading.get_ident() == self._thread:
-                self._keep(place, states)
+                self._caught[place] = states
 
         return catch
-
-    def _keep(self, place: int, states: torch.Tensor) -> None:
-        self._caught[place] = states
 
 
 def layer_at(model: PreTrainedModel, layer: int) -> nn.Module:

@@ -26,9 +26,7 @@ from ...generation.drafter import (
     Binding,
     Drafter,
     Verification,
-    drafted_chain,
     drafted_tokens,
-    independent_draws,
     last_of,
     noise_of_chain,
 )
@@ -137,11 +135,16 @@ class AssistantDrafter(Drafter):
             inputs.append(self.cache.dropped.on(self.device))
         with self.attention():
             if isinstance(shape, int):
-                draws = independent_draws(self.binding, root, shape) if self.is_drawn else None
-                tree = self._captured_chain(inputs, shape, draws)
-                if tree is None:
+                noise = noise_of_chain(self.binding, shape, self.is_drawn)
+                with_q = self.is_drawn and noise is not None
+                fits, key = rule is None or rule.fits_graphs, (with_q, () if rule is None else rule.key)
+                chain = self._captured(_chain, inputs if noise is None else (*inputs, noise), fits, key)
+                if chain is None:
                     after = self._chain(self._forward, start, inputs, shape)
-                    tree = drafted_chain(rule, root, shape, lambda *where: after(*where).to(root.device), draws)
+                    chain = drafted_tokens(
+                        rule, root, shape, lambda *where: after(*where).to(root.device), noise, with_q
+                    )
+                tree = DraftTree.chain(chain[0], q=chain[1])
             else:
                 known = self.coupling.known(len(shape))
                 fields = self._captured(_beam, (*inputs, *known), self.coupling.fits_graphs, self.coupling.key)
@@ -153,15 +156,7 @@ class AssistantDrafter(Drafter):
         self._proposed_chain = isinstance(shape, int)
         return tree
 
-    def _captured_chain(self, inputs: list[torch.Tensor], count: int, draws: torch.Tensor | None) -> DraftTree | None:
-        """Return a chain of drafted tokens by one graph; `None` if it cannot be captured."""
-        rule = self.binding.rule
-        fits, noise = rule is None or rule.fits_graphs, noise_of_chain(rule, count, draws)
-        key = draws is not None, () if rule is None else rule.key
-        chain = self._captured(_chain, (*inputs, *noise), fits, key)
-        return None if chain is None else DraftTree.chain(chain[0], q=chain[1])
-
-    def _captured(self, function: Any, changing: tuple[torch.Tensor, ...], fits: bool, key: tuple) -> Any:
+    def _captured(self, function: Any, changing: Inputs, fits: bool, key: tuple) -> Any:
         """Return the result of a function by one graph; `None` if it cannot be captured."""
         if not fits or any(x.device != self.device for x in changing):
             return None
@@ -169,7 +164,9 @@ class AssistantDrafter(Drafter):
         self._make_room(room)
         shape = self.shape if isinstance(self.shape, int) else tuple(self.shape)
         settings = shape, self._is_ragged, self.mask_token, self.window is None, self._windows, key
-        return self.assistant.forwards_replayed(function, changing, (self, self.shape, key), settings, self.cache, room)
+        return self.assistant.forwards_replayed(
+            function, tuple(changing), (self, self.shape, key), settings, self.cache, room
+        )
 
     def observe(self, verification: Verification) -> None:
         """Keep the keys of accepted nodes that were an input, and remember the tokens that were none."""
@@ -365,11 +362,11 @@ class AssistantDrafter(Drafter):
 
 def _chain(forward, starts, inputs, drafter, count, key):
     """Draft a chain inside a graph; see [`FixedSteps.forwards`]."""
-    is_drawn, rule = key[0], drafter.binding.rule
-    noise = inputs[-1] if is_drawn or (rule is not None and rule.do_sample) else None
+    with_q, rule = key[0], drafter.binding.rule
+    noise = inputs[-1] if rule is not None and rule.do_sample else None
     inputs = inputs if noise is None else inputs[:-1]
     logits_after = drafter._chain(forward, *starts, inputs, count)
-    return drafted_tokens(rule, inputs[0], count, logits_after, noise, is_drawn)
+    return drafted_tokens(rule, inputs[0], count, logits_after, noise, with_q)
 
 
 def _beam(forward, starts, inputs, drafter, widths, key):
