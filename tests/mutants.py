@@ -74,14 +74,14 @@ MUTATIONS = (
     Mutation(
         "The noise of a position is used once",
         "generation/sampling.py",
-        "            del kept[:count]\n",
-        "            del kept[:0]\n",
+        "            del of_row[:count]\n",
+        "            del of_row[:0]\n",
         "tests/generation/test_noise.py",
     ),
     Mutation(
         "Candidates are ranked with the target's noise",
         "generation/sampling.py",
-        "SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if self._samples else scores",
+        "SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if rule.do_sample else scores",
         "scores",
         "tests/generation/test_coupling.py",
     ),
@@ -137,8 +137,8 @@ MUTATIONS = (
     Mutation(
         "Results of a graph lie outside of the memory that graphs share",
         "generation/cuda_graphs.py",
-        "outputs = tree_map_only(torch.Tensor, torch.empty_like, found)",
-        "outputs = found",
+        "outputs = tree_map_only(torch.Tensor, torch.empty_like, results)",
+        "outputs = results",
         "tests/generation/test_cuda_graphs.py",
     ),
     Mutation(

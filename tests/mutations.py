@@ -138,8 +138,8 @@ AROUND_THE_LOOP = (
     Mutation(
         "A call begins with the choice and the measurements of the call before",
         "generation/gate.py",
-        "    if known is not None:\n        known.resume",
-        "    if None is not None:\n        known.resume",
+        "    if last is not None:\n        last.resume",
+        "    if None is not None:\n        last.resume",
         "tests/generation/test_gate_of_later_calls.py::test_the_second_call_begins_with_the_better_choice",
     ),
     Mutation(

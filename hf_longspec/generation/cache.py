@@ -457,7 +457,7 @@ def _stand_in(cache: SpeculativeCache, held: list[int], columns: torch.Tensor) -
 def take_over(
     cache: DynamicCache, buffers: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None
 ) -> None:
-    """Copy the entries of the user's cache to `own`, layer by layer, and point its layers to the copy.
+    """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
 
     This frees the original. A layer with a sliding window holds its last tokens only. The slots before them stay zero,
     as no later token attends to them.
@@ -465,8 +465,6 @@ def take_over(
     With padding, the entries of the tokens are copied side by side, and the original stays as it is.
 
     Args:
-        cache (`DynamicCache`): The user's cache.
-        buffers ([`SpeculativeCache`]): The loop's cache.
         held (`Sequence[int]`): Result of [`held_by`].
         mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
     """
@@ -482,19 +480,17 @@ def take_over(
                 _point(layer, buffer.keys, buffer.values, stored)
             else:  # what a window has dropped is filled with any entry, as no later token attends to it
                 places = (columns - first).clamp(0, layer.keys.shape[2] - 1)
-                buffer.keys[:, :, : max(held)] = _slots_of(layer.keys, places)
-                buffer.values[:, :, : max(held)] = _slots_of(layer.values, places)
+                buffer.keys[:, :, : max(held)] = slots_of(layer.keys, places)
+                buffer.values[:, :, : max(held)] = slots_of(layer.values, places)
     buffers.set_lengths(held)
 
 
 def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
-    """Point the layers of the user's cache to the entries of `own`, as many as the shortest row has.
+    """Point the layers of the user's cache to the entries of `buffers`, as many as the shortest row has.
 
     The next call computes the missing tokens of longer rows, like any other token of its input.
 
     Args:
-        cache (`DynamicCache`): The user's cache.
-        buffers ([`SpeculativeCache`]): The loop's cache.
         columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
             Columns in which the tokens of every row, and the next one, stand. The layers then get copies, with any
             finite entries at padding.
@@ -523,12 +519,12 @@ def _point(
     if columns is None:
         layer.keys, layer.values = keys[:, :, first:length], values[:, :, first:length]
         return
-    wanted = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
-    places = (torch.searchsorted(columns, wanted, right=True) - 1).clamp_min(0)
-    layer.keys, layer.values = _slots_of(keys, places), _slots_of(values, places)
+    numbers = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
+    places = (torch.searchsorted(columns, numbers, right=True) - 1).clamp_min(0)
+    layer.keys, layer.values = slots_of(keys, places), slots_of(values, places)
 
 
-def _slots_of(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def slots_of(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return the entries of keys or values `(B, K, S, D)` in the slots `places` `(B, T)`, `(B, K, T, D)`."""
     index = places.to(states.device)[:, None, :, None]
     return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))

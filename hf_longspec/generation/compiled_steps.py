@@ -99,7 +99,10 @@ class CompiledRunner:
         functions = _compiled.setdefault(module, {})
         key = function, shape
         if key not in functions:
-            functions[key] = _in_one_graph(function, len(functions))
+            # torch.compile stores, limits and searches its graphs per code object, so each function gets a copy.
+            code = function.__code__.replace(co_name=f"{function.__name__}_{len(functions)}")
+            copy = FunctionType(code, function.__globals__)
+            functions[key] = torch.compile(copy, fullgraph=True, backend=BACKEND)
             logger.info("longspec: compiling step %d of %s, up to a minute", len(functions), type(module).__name__)
         if functions[key] is _FAILED:
             return None
@@ -111,12 +114,6 @@ class CompiledRunner:
             return None
 
 
-def _in_one_graph(function: Callable[..., Any], number: int) -> Any:
-    # torch.compile stores, limits and searches its graphs per code object, so each function gets a copy.
-    code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
-    return torch.compile(FunctionType(code, function.__globals__), fullgraph=True, backend=BACKEND)
-
-
 COMPILE_MODES = ("auto", "graph", "compile", "off")
 Runner = CompiledRunner | CapturedRunner
 
@@ -126,13 +123,7 @@ def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device:
 
     "auto" captures graphs on a GPU, as launching the kernels of a step takes longer than running them. On a CPU "auto"
     compiles nothing, as compilation delays the first token by half a minute or more, which pays off in long outputs
-    only.
-
-    Args:
-        mode (`str`): One of `COMPILE_MODES`.
-        model (`PreTrainedModel`): The target.
-        draft (`torch.nn.Module`): The draft.
-        device (`torch.device`): Device of the prompts.
+    only. `device` is that of the prompts.
     """
     if mode not in COMPILE_MODES:
         raise ValueError(f"compile={mode!r}: expected one of {', '.join(COMPILE_MODES)}.")
@@ -177,12 +168,7 @@ class Layout:
 
 
 class FixedSteps:
-    """Run the steps of one target through a runner.
-
-    Args:
-        model (`PreTrainedModel`): A causal language model.
-        runner ([`CompiledRunner`] or [`CapturedRunner`]): Compiles or captures.
-    """
+    """Run the steps of one target through a runner, which compiles or captures them."""
 
     def __init__(self, model: PreTrainedModel, runner: Runner):
         self.model = model
@@ -201,19 +187,9 @@ class FixedSteps:
         context: Any,
         with_hidden: bool | tuple[int, ...] = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Run one step, or return `None`, with nothing done, if it cannot run compiled or captured.
+        """Run one step as [`TargetView.step`] does, or return `None`, with nothing done, if that is not possible.
 
-        Args:
-            tokens (`torch.LongTensor` of shape `(B, N)`): Tokens.
-            positions (`torch.LongTensor` of shape `(B, N)`): Positions of the tokens.
-            cache ([`SpeculativeCache`] or [`CompactCache`]): Cache, to which keys and values of the tokens are written.
-            mask (`torch.BoolTensor` of shape `(B, 1, N, N)`): Mask between the tokens.
-            context ([`StepContext`]): Attention context, whose capture is filled.
-            with_hidden (`bool` or `tuple[int, ...]`, *optional*, defaults to `False`): Whether to return the input of
-                the final norm too, or of which layers. This needs the open context of [`LayerInputs`].
-
-        Returns:
-            `tuple`, *optional*: Logits `(B, N, vocab)`, and the input of the final norm `(B, N, hidden)` or `None`.
+        The capture of the context is filled. `with_hidden` needs the open context of [`LayerInputs`].
         """
         layout, nodes = self._layout(cache), tokens.shape[1]
         if layout is None:
@@ -285,24 +261,18 @@ class FixedSteps:
         prefixes = [] if layout is None else [rows.lengths for rows in layout.groups]
         if layout is None or not all(map(self.runner.takes, prefixes)):
             return None
-        known = tuple(map(self.runner.knows, prefixes))
+        counts = tuple(map(self.runner.knows, prefixes))
         sizes = [self.runner.sizes(prefix, room, layout.capacity) for prefix in prefixes]
         inputs = *(prefix.on(changing[0].device) for prefix in prefixes), *changing
         graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
-        shape = function, *(x.shape for x in inputs), *settings, room, known, graph
-        everything = function, self.model, layout.members, known, sizes, layout.buffers, fixed
-        return self.runner(_forwards, shape, inputs, everything, self.model, cache)
+        shape = function, *(x.shape for x in inputs), *settings, room, counts, graph
+        fixed = function, self.model, layout.members, counts, sizes, layout.buffers, fixed
+        return self.runner(_forwards, shape, inputs, fixed, self.model, cache)
 
     def accept(
         self, tree: DraftTree, logits: torch.Tensor, rule: TokenRule, cache: Any
     ) -> tuple[Acceptance, torch.Tensor] | None:
-        """Accept the nodes of a tree in one graph.
-
-        Args:
-            tree ([`DraftTree`]): The verified tree.
-            logits (`torch.Tensor` of shape `(B, N, vocab)`): The target's logits after its nodes.
-            rule ([`TokenRule`]): The target's rule.
-            cache ([`SpeculativeCache`]): The target's cache, with which the graph is dropped.
+        """Accept the nodes of a tree in one graph, as [`TokenRule.accept`] does. It is dropped with `cache`.
 
         Returns:
             `tuple`, *optional*: [`Acceptance`], and the result of [`packed`]; `None`, with nothing done, if the logits
@@ -326,7 +296,7 @@ class FixedSteps:
         return acceptance, whole
 
 
-def _forwards(changing, function, model, members, known, sizes, buffers, fixed):
+def _forwards(changing, function, model, members, counts, sizes, buffers, fixed):
     """Run [`FixedSteps.forwards`] inside a graph."""
     lengths, inputs = changing[: len(sizes)], changing[len(sizes) :]
 
@@ -334,21 +304,21 @@ def _forwards(changing, function, model, members, known, sizes, buffers, fixed):
         cache = StepCache(buffers, _places(members, starts, tokens))
         return logits_under(context, model, tokens, positions, cache, mask)
 
-    starts = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, known, strict=True)]
+    starts = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, counts, strict=True)]
     return function(forward, starts, inputs, *fixed)
 
 
 def _step(forward, starts, inputs, model, members, kind, settings, with_hidden):
     """Run the model under a context of this kind; return logits, input of the final norm, and data for a capture."""
     tokens, positions, mask, *more = inputs
-    kept = Collected()
-    context = kind.in_graph(GraphStep(more, settings, mask, [starts[group] for group in members], kept))
+    collected = Collected()
+    context = kind.in_graph(GraphStep(more, settings, mask, [starts[group] for group in members], collected))
 
     def step():
         return forward(tokens, positions, mask, context, *starts)
 
     logits, hidden = with_final_norm_input(model, step, with_hidden) if with_hidden else (step(), None)
-    return logits, hidden, kept.layers, kept.scored
+    return logits, hidden, collected.layers, collected.scored
 
 
 def _accept(changing, logits, q, is_copied, rule, max_depth, is_chain):

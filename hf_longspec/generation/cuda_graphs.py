@@ -49,7 +49,7 @@ class CapturedRunner:
 
     Args:
         model (`PreTrainedModel`): The target.
-        draft (`torch.nn.Module`): The draft.
+        draft (`torch.nn.Module`): The draft, which keeps the workspaces.
         inner (`Callable`, *optional*): A [`CompiledRunner`] that compiles the functions before they are captured.
 
     Attributes:
@@ -70,7 +70,7 @@ class CapturedRunner:
         self.seconds = 0.0
         self.state = state_of(model), state_of(draft)
         # Graphs of this call, by what differs within one call. It takes microseconds to look one up.
-        self._known: dict[tuple, CapturedFunction] = {}
+        self._graphs: dict[tuple, CapturedFunction] = {}
 
     def takes(self, lengths: SeqLens) -> bool:
         """Return `True`: any prefix can be captured."""
@@ -104,8 +104,7 @@ class CapturedRunner:
         """Return `function(changing, *fixed)`, which the next call overwrites; `None` if it cannot be captured.
 
         Args:
-            function (`Callable`): A function without a closure. It must be idempotent, as it runs several times before
-                it is captured.
+            function (`Callable`): An idempotent function without a closure, see [`capture`].
             shape (`tuple`): Hashable values. Within one call of `generate`, calls with the same function, shape and
                 holder have the same `fixed`.
             changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
@@ -114,12 +113,12 @@ class CapturedRunner:
             holder (`Any`): Owner of the buffers. The graph is dropped with it or with the module.
         """
         key = function, shape, id(holder)
-        graph = self._known.get(key)
+        graph = self._graphs.get(key)
         if graph is None:
             graph = self._of_earlier_calls(function, shape, changing, fixed, module, holder)
             if graph is None:
                 return None
-            self._known[key] = graph
+            self._graphs[key] = graph
         return graph(changing)
 
     def _of_earlier_calls(self, function, shape, changing, fixed, module, holder) -> "CapturedFunction | None":
@@ -191,11 +190,7 @@ class CapturedRunner:
 class CapturedFunction:
     """Replay one graph on inputs that are copied into its own tensors.
 
-    Args:
-        function (`Callable`): A function of a tuple of tensors. It must be idempotent, as it runs several times before
-            it is captured.
-        inputs (`tuple[torch.Tensor, ...]`): Inputs of the first call, which decide the shapes.
-        target (`torch.nn.Module`): The target, whose graphs share the memory of intermediate results.
+    The inputs of the first call decide the shapes. See [`capture`] for `function` and `target`.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], target: torch.nn.Module):
@@ -219,9 +214,9 @@ def capture(
 ) -> tuple[Any, Callable[[], None]]:
     """Capture a function without arguments; return its outputs and a function that computes them again in place.
 
-    Graphs of one target share the memory of intermediate results, as they never run at the same time. The outputs lie
-    outside of it. After an error, stream and default generator are as before: a capture that ends early would change
-    both.
+    The function must be idempotent, as it runs several times before it is captured. Graphs of one target share the
+    memory of intermediate results, as they never run at the same time. The outputs lie outside of it. After an error,
+    stream and default generator are as before: a capture that ends early would change both.
 
     Raises:
         RuntimeError: If `function` returns nothing, since it could not be compiled, or if CUDA refuses the capture.
@@ -234,20 +229,20 @@ def capture(
             stream.wait_stream(before)
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP):  # kernels are compiled and chosen before the capture, which allows neither
-                    if (found := function()) is None:
+                    if (results := function()) is None:
                         raise RuntimeError("it could not be compiled")
             before.wait_stream(stream)
             # In the shared memory, a graph that was captured earlier would overwrite results before they are read.
-            outputs = tree_map_only(torch.Tensor, torch.empty_like, found)
-            kept = _tensors(tree_leaves(outputs))
+            outputs = tree_map_only(torch.Tensor, torch.empty_like, results)
+            copies = _tensors(tree_leaves(outputs))
             if target not in _pools:
                 _pools[target] = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on to launch kernels, and to wait for them, on this device.
             with torch.cuda.graph(graph, pool=_pools[target], capture_error_mode="thread_local"):
-                found = function()
-                if kept:
-                    torch._foreach_copy_(kept, _tensors(tree_leaves(found)))
+                results = function()
+                if copies:
+                    torch._foreach_copy_(copies, _tensors(tree_leaves(results)))
         except BaseException:
             torch.cuda.set_stream(before)
             generator.graphsafe_set_state(state)

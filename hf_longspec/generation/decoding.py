@@ -148,8 +148,8 @@ class Session:
             nodes = max(nodes, PREFILL_CHAIN)
         keeps_buffers = target.captures and own is None and self.user_cache is None
         self.workspace = target.runner.workspace(batch_size, self.max_length) if keeps_buffers else None
-        kept = None if self.workspace is None else self.workspace.cache
-        self.cache = own or kept or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
+        earlier = None if self.workspace is None else self.workspace.cache
+        self.cache = own or earlier or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
         self.cache.reserve(self.max_length, nodes)
         # the place of every token, where windows count the padding between tokens too
         self.columns = self._columns() if prompts.counts_gaps else None
@@ -160,7 +160,7 @@ class Session:
             binding.part = self.workspace.part
         may_speculate = None if self.rotary is None else self._may_speculate
         self.drafter = gated(draft.drafter(binding), draft, self.stats, may_speculate)
-        self.given_columns, self.cache.rows.columns = self.cache.rows.columns, None
+        self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
         self.cache.set_lengths(self.held)
 
     def prefill(self) -> list[torch.Tensor]:
@@ -221,7 +221,7 @@ class Session:
         if rotary.recomputes:
             lengths = self.cache.lengths.host
             # An interruption or an error from here on leaves an empty cache, not one with keys of both frequencies.
-            self.held, self.given_columns = [0] * len(lengths), None
+            self.held, self.columns_before = [0] * len(lengths), None
             self.cache.set_lengths(self.held)
             # one column more than any row has committed, since its position decides the frequencies
             tokens = self.root.new_zeros(len(lengths), int(rotary.column) + 1)
@@ -309,7 +309,7 @@ class Session:
         """Reset the cache to the tokens that it held before the call, as the call returns no text."""
         self.cache.rollback()
         self.cache.set_lengths(self.held)
-        self.cache.rows.columns = self.given_columns
+        self.cache.rows.columns = self.columns_before
 
     def _settle(self) -> None:
         """Leave the committed part of the text in the cache, and complete the statistics."""

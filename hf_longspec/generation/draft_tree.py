@@ -64,11 +64,7 @@ class DraftTree:
     def chain(cls, tokens: Tensor, valid: Tensor | None = None, q: Tensor | None = None) -> "DraftTree":
         """Return a tree without branches: each node follows the one before it, root first.
 
-        Args:
-            tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Token of each node.
-            valid (`torch.BoolTensor` of shape `(batch_size, num_nodes)`, *optional*): False marks padding, which comes
-                last in a row.
-            q (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`, *optional*): As of the class.
+        The arguments are those of the class. Padding comes last in a row, and there is none by default.
         """
         batch_size, num_nodes = tokens.shape
         structure = _chain_structure(batch_size, num_nodes, tokens.device)
@@ -78,15 +74,10 @@ class DraftTree:
         return tree
 
     @classmethod
-    def of_fields(cls, fields: Sequence[Tensor], max_depth: int) -> "DraftTree":
-        """Return the tree of which `fields` are the [`DraftTree.fields`].
-
-        Args:
-            fields (`Sequence[torch.Tensor]`): Tokens, parents, validity, depths and mask.
-            max_depth (`int`): Bound on the depth of any node.
-        """
+    def of_fields(cls, fields: Sequence[Tensor], max_depth: int, is_chain: bool = False) -> "DraftTree":
+        """Return the tree of which `fields` are the [`DraftTree.fields`]."""
         tokens, parents, valid, depths, mask = fields
-        tree = cls(tokens, parents, valid, max_depth=max_depth)
+        tree = cls(tokens, parents, valid, is_chain=is_chain, max_depth=max_depth)
         tree.__dict__.update(depths=depths, mask=mask)  # fills the cached properties
         return tree
 
@@ -173,15 +164,8 @@ class DraftTree:
 def tree_mask(parents: Tensor, valid: Tensor | None = None, max_depth: int | None = None) -> Tensor:
     """Return which nodes of a draft tree each node attends to: itself and its ancestors.
 
-    The prefix is not part of the mask, as all of it is visible to every node.
-
-    Args:
-        parents (`torch.LongTensor` of shape `(batch_size, num_nodes)`):
-            Index of each node's parent, -1 for the root.
-        valid (`torch.BoolTensor` of shape `(batch_size, num_nodes)`, *optional*):
-            False marks padding, which attends to itself only.
-        max_depth (`int`, *optional*, defaults to `num_nodes - 1`):
-            Bound on the depth of any node. A smaller bound saves matrix products.
+    The prefix is not part of the mask, as all of it is visible to every node. The arguments are those of
+    [`DraftTree`]; a smaller `max_depth` saves matrix products.
 
     Returns:
         `torch.BoolTensor` of shape `(batch_size, num_nodes, num_nodes)`, query node first.
@@ -334,10 +318,8 @@ def _chain_structure(batch_size: int, num_nodes: int, device: torch.device) -> d
 
 
 @lru_cache(maxsize=64)
-def _static_structure(
-    batch_size: int, branching: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the columns `(N,)` of a static tree, and the tensors that do not depend on its tokens, contiguous.
+def _static_structure(batch_size: int, branching: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Return the columns `(N,)` of a static tree, and its [`DraftTree.fields`] without the tokens, contiguous.
 
     The column of a node is the place of its token in the root and all levels, one after another.
     """
@@ -356,16 +338,12 @@ def _static_structure(
         above, below = (row.repeat(batch_size, 1) for row in places[1:])
         valid = torch.ones_like(above, dtype=torch.bool)
         mask = tree_mask(above, valid, len(branching))
-        return places[0], {"parents": above, "valid": valid, "depths": below, "mask": mask}
+        return places[0], above, valid, below, mask
 
 
 def _with_tokens(tokens: Tensor, branching: tuple[int, ...]) -> DraftTree:
-    _, structure = _static_structure(len(tokens), branching, tokens.device)
-    is_chain = max(branching, default=1) == 1
-    tree = DraftTree(tokens, structure["parents"], structure["valid"], is_chain=is_chain, max_depth=len(branching))
-    # fills the cached properties, so that a step launches no kernel for them
-    tree.__dict__.update(depths=structure["depths"], mask=structure["mask"])
-    return tree
+    _, *structure = _static_structure(len(tokens), branching, tokens.device)
+    return DraftTree.of_fields((tokens, *structure), len(branching), is_chain=max(branching, default=1) == 1)
 
 
 def _build_trie(paths: Sequence[Sequence[int]], num_nodes: int) -> list[list[int]]:

@@ -284,10 +284,7 @@ class BeamDrafter(Drafter):
     def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Any) -> tuple[torch.Tensor, ...]:
         """Return logits `(B, n, V)` after the newest level of a beam, and states `(B, n, hidden)` if there are any.
 
-        Args:
-            changing (`tuple[torch.Tensor, ...]`): Result of `level_inputs`.
-            depth (`int`): Depth of the level, 0 for the root.
-            prefix (`Any`): Result of `prefix`.
+        `changing` is the result of `level_inputs`. The root has depth 0.
         """
         raise NotImplementedError
 
@@ -326,13 +323,9 @@ class BeamDrafter(Drafter):
     ) -> tuple[torch.Tensor, ...]:
         """Draft all levels, and return the [`DraftTree.fields`] of the tree.
 
-        It writes to the rings and reads nothing on the host.
-
-        Args:
-            inputs (`tuple[torch.Tensor, ...]`): Result of `inputs`.
-            known (sequence of `torch.Tensor`, *optional*): Result of [`Coupling.known`].
-            prefix (*optional*): Result of `prefix`.
-            runner (*optional*): Runs the draft level by level, compiled or captured. Candidates are ranked in between.
+        It writes to the rings and reads nothing on the host. The arguments are the results of `inputs`,
+        [`Coupling.known`] and `prefix`, and a runner if the draft runs level by level, compiled or captured, with
+        candidates ranked in between.
         """
         beam, shared = Beam(inputs[0]), self.begin(inputs, prefix)
         states: Sequence[torch.Tensor] = ()
@@ -466,9 +459,6 @@ class SelfDrafter(Drafter):
     """Draft chains with the target itself on a part of its cache.
 
     Subclasses set `sparse` and implement `graph_of` and `observe`.
-
-    Args:
-        draft (`SelfDraftModel`): The draft, whose settings are read.
 
     Attributes:
         sparse ([`CompactCache`]): What drafting steps read of the target's cache.

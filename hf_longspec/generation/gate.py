@@ -143,7 +143,7 @@ class SpeculationGate:
         self._plain, self._draft = StepStatistics(), StepStatistics()
         self._is_confirmed = False  # whether drafts paid before they were refuted
         self._verdict: str | None = None
-        self._known: str | None = None  # verdict of the call before, until this call has reported it
+        self._last_verdict: str | None = None  # verdict of the call before, until this call has reported it
         self._steps = 0  # of the present phase
         self._started = 0.0
         self._now = 0.0  # seconds of all steps so far; time between steps is the caller's
@@ -157,7 +157,7 @@ class SpeculationGate:
     def resume(self, speedup_bound: Callable[[], float], clock: Callable[[], float]) -> None:
         """Begin another call of the same kind with the present choice, and with what was measured."""
         self._speedup_bound, self.clock = speedup_bound, clock
-        self._known, self._verdict = self._verdict, None
+        self._last_verdict, self._verdict = self._verdict, None
         self._steps = 0
         self._draft.fade()
 
@@ -184,18 +184,14 @@ class SpeculationGate:
         if self._steps > WARM_UP[self.choice]:
             (self._draft if self.choice == DRAFT else self._plain).add(tokens, rows, seconds)
         verdict = self._after_draft(length) if self.choice == DRAFT else self._after_plain(length)
-        if verdict is None and self._is_known():
-            verdict = self._known
-        self._known = None
+        is_measured = self._plain.count and (self.choice == PLAIN or self._draft.count)
+        if verdict is None and is_measured and self._last_verdict == self.choice:
+            verdict = self._last_verdict  # still true
+        self._last_verdict = None
         if verdict is None or verdict == self._verdict:
             return None
         self._verdict = verdict
         return self._decision(verdict, rows, length)
-
-    def _is_known(self) -> bool:
-        """Return whether the verdict of the call before is that of the present choice, with its measurements."""
-        is_same = self._known is not None and self._known == self.choice
-        return is_same and bool(self._plain.count) and (self.choice == PLAIN or bool(self._draft.count))
 
     def _decision(self, verdict: str, rows: int, length: int) -> GateDecision:
         plain, draft = rows * self._plain.speed, self._draft
@@ -347,22 +343,22 @@ _kept_lock = Lock()
 _reported: set[str] = set()
 
 
-def gate_of(wanted: bool, drafter: Drafter, ranks: Any, known: SpeculationGate | None = None) -> SpeculationGate | None:
+def gate_of(is_on: bool, drafter: Drafter, ranks: Any, last: SpeculationGate | None = None) -> SpeculationGate | None:
     """Return the gate of one call; None if every step may speculate.
 
     Args:
-        wanted (`bool`): The setting `gate`.
+        is_on (`bool`): The setting `gate`.
         drafter ([`Drafter`]): Of the call.
         ranks ([`Ranks`], *optional*): Processes that share the target. Without a gate if there are others besides, as
             where several copies of a sharded target run side by side: that was never tried.
-        known ([`SpeculationGate`], *optional*): The gate of an earlier call of the same kind.
+        last ([`SpeculationGate`], *optional*): The gate of an earlier call of the same kind.
     """
-    if not wanted or drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
+    if not is_on or drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
         return None
     clock = drafter.binding.target.clock
-    if known is not None:
-        known.resume(drafter.speedup_bound, clock)
-        return known
+    if last is not None:
+        last.resume(drafter.speedup_bound, clock)
+        return last
     gate = SpeculationGate(drafter.max_depth + 1, drafter.speedup_bound, clock)
     gate.ranks = ranks
     return gate
@@ -394,8 +390,8 @@ def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: 
                 _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate
 
     with _kept_lock:
-        known = _kept.get(draft, {}).get(model, {}).pop(kind, None) if draft.setting("gate") else None
-    gate = gate_of(draft.setting("gate"), drafter, target.ranks, known)
+        last = _kept.get(draft, {}).get(model, {}).pop(kind, None) if draft.setting("gate") else None
+    gate = gate_of(draft.setting("gate"), drafter, target.ranks, last)
     if gate is None and may_speculate is None:
         return drafter
     return GatedDrafter(drafter, gate, may_speculate, report, keep)

@@ -57,12 +57,12 @@ def names_of(inputs: dict[str, Any]) -> str:
     return ", ".join(kinds + sorted(inputs.keys() - {"mm_encoder_outputs"}))
 
 
-def of_every_forward(target: TargetView, input_ids: torch.Tensor, given: dict[str, Any]) -> set[str]:
+def of_every_forward(target: TargetView, input_ids: torch.Tensor, inputs: dict[str, Any]) -> set[str]:
     """Names of inputs that the second forward of plain `generate` gets, and that text would depend on."""
     rows, length = input_ids.shape
     cache = SpeculativeCache(target.config, rows, length)
     cache.set_lengths([length] * rows)
-    grown = {name: nn.functional.pad(value, (0, 1)) if name in TOKEN_TYPES else value for name, value in given.items()}
+    grown = {name: nn.functional.pad(value, (0, 1)) if name in TOKEN_TYPES else value for name, value in inputs.items()}
     passed = target.model.prepare_inputs_for_generation(
         nn.functional.pad(input_ids, (0, 1)),
         next_sequence_length=1,
@@ -71,11 +71,11 @@ def of_every_forward(target: TargetView, input_ids: torch.Tensor, given: dict[st
         is_first_iteration=False,
         **grown,
     )
-    kept = {name for name in given if passed.get(name) is not None}
     return {
         name
-        for name in kept
-        if not (target.ignores_zeros(name) if name in TOKEN_TYPES else target.ignores(name, given[name]))
+        for name, value in inputs.items()
+        if passed.get(name) is not None
+        and not (target.ignores_zeros(name) if name in TOKEN_TYPES else target.ignores(name, value))
     }
 
 

@@ -126,23 +126,23 @@ class NoiseRows:
         self.device = device
         self.generator = torch.Generator(device).manual_seed(seeds[0])
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds[1:]]
-        self._kept: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+        self._noise: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
 
     def rows(self, count: int) -> torch.Tensor:
         """Return the noise `(batch, count, vocab)` of the next `count` tokens of every row. Do not write to it."""
-        for generator, kept in zip(self._generators, self._kept, strict=True):
+        for generator, of_row in zip(self._generators, self._noise, strict=True):
             # Blocks of one size: on a GPU the random numbers depend on the size of the draw, which must not depend on
             # the step.
-            while len(kept) < count:
-                kept += draw_noise(BLOCK, self.vocab_size, generator=generator, device=self.device).unbind()
-        wanted = [noise for kept in self._kept for noise in kept[:count]]
-        noise = wanted[0] if len(wanted) == 1 else torch.stack(wanted)
+            while len(of_row) < count:
+                of_row += draw_noise(BLOCK, self.vocab_size, generator=generator, device=self.device).unbind()
+        rows = [noise for of_row in self._noise for noise in of_row[:count]]
+        noise = rows[0] if len(rows) == 1 else torch.stack(rows)
         return noise.view(-1, count, self.vocab_size)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Forget the noise of tokens that have been emitted."""
-        for kept, count in zip(self._kept, counts, strict=True):
-            del kept[:count]
+        for of_row, count in zip(self._noise, counts, strict=True):
+            del of_row[:count]
 
 
 # Processors whose result depends on the logits of one position only, so that they may run on all nodes at once.
@@ -360,22 +360,17 @@ def warped(
 ) -> torch.Tensor:
     """Return the scores of logits `(B, N, vocab)` by processors that depend on the last tokens at most.
 
-    All nodes are processed at once, and the function may be part of a graph.
-
-    Args:
-        processors (`Sequence[LogitsProcessor]`): Processors, called in order.
-        logits (`torch.Tensor` of shape `(B, N, vocab)`): Logits after each node.
-        texts (`torch.LongTensor` of shape `(B, N, window)`, *optional*): The last tokens of the text that ends with
-            each node. Not needed by processors that do not depend on tokens.
+    All nodes are processed at once, and the function may be part of a graph. `texts` `(B, N, window)` are the last
+    tokens of the text that ends with each node; processors that do not depend on tokens do without them.
     """
     if not processors:
         return logits.float()
     scores = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
     if texts is None:
         texts = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
-    seen = texts.reshape(len(scores), -1)
+    texts = texts.reshape(len(scores), -1)
     for processor in processors:
-        scores = processor(seen, scores)
+        scores = processor(texts, scores)
     return scores.view(logits.shape)
 
 
@@ -385,10 +380,7 @@ def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vo
     State is detected by calling a copy of the processor twice on the same input. State that takes effect only in later
     calls or in other texts is not detected.
 
-    Args:
-        processors (`LogitsProcessorList`): Processors of the call.
-        input_ids (`torch.LongTensor` of shape `(batch, P)`): The prompts.
-        vocab_size (`int`): Size of the target's vocabulary.
+    `input_ids` `(batch, P)` are the prompts.
     """
     for processor in processors:
         name = type(processor).__name__

@@ -371,8 +371,8 @@ class Sequences:
     def _ask_criteria(self, scores: Callable[..., Any] | None) -> list[bool]:
         """Return for each row whether a criterion of the user stops it at the last column that is shown."""
         ids = self.tokens[:, : self._shown]
-        given = None if scores is None else scores(self, self._shown - self.prompt_length)
-        answers = [self._answer(criterion(ids, given)) for criterion in self._slow]
+        of_columns = None if scores is None else scores(self, self._shown - self.prompt_length)
+        answers = [self._answer(criterion(ids, of_columns)) for criterion in self._slow]
         stops = [any(column) for column in zip(*answers, strict=True)] or self._stopped
         if self._ranks is not None:  # a criterion may depend on the clock, and ranks that disagree would deadlock
             stops = list(map(bool, self._ranks.first(stops)))
@@ -430,7 +430,7 @@ class Sequences:
         return output
 
 
-Kept = list[list[torch.Tensor]]
+PerRow = list[list[torch.Tensor]]
 
 
 class Outputs:
@@ -445,8 +445,8 @@ class Outputs:
         self.as_dict = bool(config.return_dict_in_generate)
         self.wants_scores = bool(self.as_dict and config.output_scores)
         self.wants_logits = bool(self.as_dict and config.output_logits)
-        self._scores: Kept = [[] for _ in range(batch_size)]
-        self._logits: Kept = [[] for _ in range(batch_size)]
+        self._scores: PerRow = [[] for _ in range(batch_size)]
+        self._logits: PerRow = [[] for _ in range(batch_size)]
         self._columns: list[torch.Tensor] = []  # scores of columns, made when they are asked for
 
     def keep(self, scores: torch.Tensor | None, logits: torch.Tensor, path: torch.Tensor, counts: list[int]) -> None:
@@ -486,12 +486,12 @@ class Outputs:
         return tuple(self._columns)
 
 
-def _extend(kept: Kept, values: torch.Tensor, counts: list[int]) -> None:
+def _extend(rows: PerRow, values: torch.Tensor, counts: list[int]) -> None:
     for row, count in enumerate(counts):
-        kept[row].extend(values[row, :count].unbind(0))
+        rows[row].extend(values[row, :count].unbind(0))
 
 
-def _columns(rows: Kept, sequences: Sequences, places: range) -> tuple[torch.Tensor, ...]:
+def _columns(rows: PerRow, sequences: Sequences, places: range) -> tuple[torch.Tensor, ...]:
     """Return one `(batch, vocab)` tensor per generated place, with zeros for rows that have ended before it."""
     filler = torch.zeros_like(next(row[0] for row in rows if row))
     pairs = list(zip(rows, sequences.generated, strict=True))

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from ..attention_backends.contexts import SparseContext, StepContext
 from ..attention_backends.lengths import SeqLens, on_device
-from .cache import Rows, SpeculativeCache, SpeculativeLayer
+from .cache import Rows, SpeculativeCache, SpeculativeLayer, slots_of
 from .draft_tree import DraftTree
 from .target import TargetView
 
@@ -321,18 +321,17 @@ class WindowedCache(SpeculativeCache):
         """Drop tokens of rows that hold too many."""
         if self.window is None or self.lengths.longest <= self.most:
             return
-        kept, host = self.sinks + self.window, self.lengths.host
-        drops = [length - kept if length > self.most else 0 for length in host]
+        size, host = self.sinks + self.window, self.lengths.host
+        drops = [length - size if length > self.most else 0 for length in host]
         lengths = [length - drop for length, drop in zip(host, drops, strict=True)]
         dropped = [before + drop for before, drop in zip(self.dropped.host, drops, strict=True)]
         numbers = on_device([drops, lengths, dropped], self.layers[0].keys.device)  # one copy for all of them
-        places = torch.arange(self.sinks, kept, device=numbers.device) + numbers[0][:, None]  # [B, window]
+        places = torch.arange(self.sinks, size, device=numbers.device) + numbers[0][:, None]  # [B, window]
         for layer in self.layers:
             if layer.is_initialized:
                 states = layer.keys, layer.values
-                index = places.to(layer.keys.device)[:, None, :, None]
-                moved = [x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in states]
-                torch._foreach_copy_([x[:, :, self.sinks : kept] for x in states], moved)
+                moved = [slots_of(x, places) for x in states]
+                torch._foreach_copy_([x[:, :, self.sinks : size] for x in states], moved)
         self.dropped = SeqLens(dropped, numbers[2])
         self.set_lengths(SeqLens(lengths, numbers[1]))
 

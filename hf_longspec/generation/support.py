@@ -184,14 +184,18 @@ def refuse_target(target: TargetView, draft: type, max_length: int | None = None
 
 
 def _refuse_training_mode(model: PreTrainedModel) -> None:
-    """Refuse what a model does in training mode only: gradient checkpointing and dropout."""
-    training = [module for module in model.modules() if module.training]
-    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in training):
-        raise ValueError(
-            "the model is in training mode with gradient checkpointing, which disables the cache. Call model.eval() "
-            "or model.gradient_checkpointing_disable() first."
-        )
-    for module in training:
+    """Refuse what a model does in training mode only: gradient checkpointing and dropout.
+
+    All modules are read, as an adapter that is added to a model in eval mode is in training mode.
+    """
+    for module in model.modules():
+        if not module.training:
+            continue
+        if model.training and getattr(module, "gradient_checkpointing", False):
+            raise ValueError(
+                "the model is in training mode with gradient checkpointing, which disables the cache. Call "
+                "model.eval() or model.gradient_checkpointing_disable() first."
+            )
         for part in (module, *module.children()):  # gpt2 reads the rate of its dropout module by its own mode
             kind = type(part).__name__
             for name, value in vars(part).items():
@@ -284,7 +288,6 @@ def check_target(
     [`TargetView.attention`].
 
     Args:
-        target ([`TargetView`]): The target.
         cache ([`SpeculativeCache`]): The target's cache, with the prefix of every row.
         texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row. The check runs the last few of one row.
         limit (`int`): Upper bound of the positions of the check.

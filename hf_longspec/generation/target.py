@@ -89,8 +89,9 @@ class TargetView:
     @cached_property
     def traits(self) -> LayerTraits:
         """Traits of the attention layers, found by a trial forward."""
-        if (known := known_traits(self.model, self.config)) is not None:  # without waiting for a call in another thread
-            return known
+        traits = known_traits(self.model, self.config)  # without waiting for a call in another thread
+        if traits is not None:
+            return traits
         with self.attention():
             return layer_traits(self.model, self.config)
 
@@ -332,7 +333,9 @@ class TargetView:
         fixed_shape: bool = False,
         with_hidden: bool | tuple[int, ...] = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the model on `(batch, N)` tokens with an attention context.
+        """Run the model on `(batch, N)` tokens with an attention context and a mask `(batch, 1, N, N)` between them.
+
+        Their keys and values are written to the cache.
 
         Returns:
             `tuple`: Logits `(batch, N, vocab)`, and the input of the final norm `(batch, N, hidden)`, or those of the

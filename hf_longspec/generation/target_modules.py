@@ -103,11 +103,7 @@ LOGIT_DIVISORS = dict.fromkeys(_GRANITE, "logits_scaling")
 
 
 class TargetEnds:
-    """Embedding and language-model head of a target, with the factors around them.
-
-    Args:
-        model (`PreTrainedModel`): A causal language model.
-    """
+    """Embedding and language-model head of a target, with the factors around them."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -152,9 +148,7 @@ ROTATION = "apply_rotary_pos_emb"
 class TargetParts(TargetEnds):
     """Modules of a target that a draft with attention uses.
 
-    Args:
-        model (`PreTrainedModel`): A causal language model.
-        kv_layer (`int`): Index of the layer whose keys and values the draft attends to.
+    `kv_layer` is the index of the layer whose keys and values the draft attends to.
     """
 
     def __init__(self, model: PreTrainedModel, kv_layer: int):
@@ -316,7 +310,6 @@ class LayerInputs:
     The input of layer j is the residual stream after j layers, transformers' `hidden_states[j]`.
 
     Args:
-        model (`PreTrainedModel`): A causal language model.
         layers (`Sequence[int]` or `True`): Indices of layers. The number of layers stands for the final norm, and so
             does `True`, which needs no list of layers.
     """
@@ -357,9 +350,12 @@ class LayerInputs:
                 if _traced.wanted:
                     _traced.caught[place] = states
             elif threading.get_ident() == self._thread:
-                self._caught[place] = states
+                self._keep(place, states)
 
         return catch
+
+    def _keep(self, place: int, states: torch.Tensor) -> None:
+        self._caught[place] = states
 
 
 def layer_at(model: PreTrainedModel, layer: int) -> nn.Module:
@@ -401,18 +397,18 @@ _traced = _Traced()
 
 
 def with_final_norm_input(
-    model: PreTrainedModel, forward: Callable[[], torch.Tensor], wanted: bool | tuple[int, ...] = True
+    model: PreTrainedModel, forward: Callable[[], torch.Tensor], layers: bool | tuple[int, ...] = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result of `forward`, and the input `(B, N, hidden)` of the final norm in it, or those of layers.
 
     It may be part of a compiled function if the context of [`LayerInputs`] is open during every call of that function.
     """
     if not torch.compiler.is_compiling():
-        with LayerInputs(model, wanted) as caught:
+        with LayerInputs(model, layers) as caught:
             return forward(), caught.hidden
     _traced.wanted = True
     result = forward()
-    hidden = joined_inputs(_traced.caught, 1 if isinstance(wanted, bool) else len(wanted))
+    hidden = joined_inputs(_traced.caught, 1 if isinstance(layers, bool) else len(layers))
     _traced.wanted = False
     _traced.caught.clear()
     return result, hidden

@@ -6,7 +6,8 @@ Glossary:
     bonus     the one token per iteration that comes from the target alone: it follows the last accepted token, either
               because the draft ended there or in place of a drafted token that was refused
     n         number of nodes on the path = accepted tokens + 1 = tokens emitted, bonus included
-    scores    log-probabilities up to a constant per node, after all logits processors and warpers
+    scores    log-probabilities up to a constant per node, after all logits processors and warpers, of the token after
+              each node: `(batch_size, num_nodes, vocab_size)`
     p, q      distributions over the vocabulary: the target's, the draft's
 
 Every function here preserves the target's distribution of the emitted text. `accept_greedy` and `accept_sampled` do so
@@ -54,13 +55,8 @@ class Acceptance:
 def packed(acceptance: Acceptance, valid: Tensor) -> Tensor:
     """Return all that the host reads of a verification, `(batch_size, 2 + 2 M)`.
 
-    Args:
-        acceptance ([`Acceptance`]): Its result.
-        valid (`torch.BoolTensor` of shape `(batch_size, num_nodes)`): Nodes of the tree that are not padding.
-
-    Returns:
-        `torch.LongTensor`: For each row the number of nodes on the path, the number of nodes of the tree, the emitted
-        tokens, and the path.
+    It holds for each row the number of nodes on the path, the number of nodes of the tree without padding, the emitted
+    tokens, and the path.
     """
     counts = torch.stack([acceptance.num_nodes, valid.sum(1)], dim=1)
     return torch.cat([counts, acceptance.tokens, acceptance.path], dim=1)
@@ -69,9 +65,9 @@ def packed(acceptance: Acceptance, valid: Tensor) -> Tensor:
 def walk_lazily(tree: DraftTree, choose: Callable[[int, Tensor], Tensor]) -> Acceptance:
     """Follow the target's choices down the tree, and compute each choice only when its node is reached.
 
+    If siblings carry the same token, the first of them is taken.
+
     Args:
-        tree (`DraftTree`):
-            The tree to walk. If siblings carry the same token, the first of them is taken.
         choose (`Callable[[int, torch.LongTensor], torch.LongTensor]`):
             Given a depth and the node of every row, the token the target emits after that node. Called for depths
             0 to `tree.max_depth`; the result is ignored in rows that stopped earlier.
@@ -99,11 +95,8 @@ def walk_lazily(tree: DraftTree, choose: Callable[[int, Tensor], Tensor]) -> Acc
 def walk(tree: DraftTree, choice: Tensor) -> Acceptance:
     """Follow the target's choices down the tree: move to the child that carries the choice, else emit it and stop.
 
-    Args:
-        tree (`DraftTree`):
-            The tree to walk. If siblings carry the same token, the first of them is taken.
-        choice (`torch.LongTensor` of shape `(batch_size, num_nodes)`):
-            Token the target emits after each node.
+    `choice` `(batch_size, num_nodes)` is the token that the target emits after each node. If siblings carry the same
+    token, the first of them is taken.
 
     >>> tree = DraftTree(torch.tensor([[5, 8, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), torch.ones(1, 4).bool())
     >>> result = walk(tree, torch.tensor([[2, 9, 7, 9]]))
@@ -121,11 +114,7 @@ def walk(tree: DraftTree, choice: Tensor) -> Acceptance:
 
 
 def accept_greedy(tree: DraftTree, logits: Tensor) -> Acceptance:
-    """Accept the tokens that the target would emit greedily.
-
-    Args:
-        tree (`DraftTree`): The tree to walk.
-        logits (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`): Processed logits after each node.
+    """Accept the tokens that the target would emit greedily, by processed logits.
 
     >>> accept_greedy(DraftTree.chain(torch.tensor([[0, 2]])), torch.eye(4)[None, [2, 3]]).tokens.tolist()
     [[2, 3]]
@@ -203,8 +192,6 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
     Args:
         tree (`DraftTree`):
             The tree to walk. Its `q` is not used, so it may be chosen in any way, even by the same noise.
-        scores (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`):
-            Scores of the token after each node.
         noise (`torch.Tensor` of shape `(batch_size, max_depth + 1, vocab_size)`):
             Row d decides the draw after a node of depth d. With one row per position of the text, kept until that
             position is committed, the text does not depend on the trees.
@@ -218,11 +205,7 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
     if tree.is_chain or tree.max_depth == 0:  # node i has depth i
         reached = tree.max_depth + 1
         return walk(tree, drawn(scores[:, :reached], noise[:, :reached]))
-
-    def draw(depth: int, node: Tensor) -> Tensor:
-        return drawn(_row(scores, node), noise[:, depth])
-
-    return walk_lazily(tree, draw)
+    return walk_lazily(tree, lambda depth, node: drawn(_row(scores, node), noise[:, depth]))
 
 
 def chain_q(distributions: Sequence[Tensor]) -> Tensor:
@@ -242,8 +225,6 @@ def accept_rejection(tree: DraftTree, scores: Tensor, uniforms: Tensor, noise: T
     Args:
         tree (`DraftTree`):
             A chain with `q`, the distributions its tokens were drawn from, independently of `uniforms` and `noise`.
-        scores (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`):
-            Scores of the token after each node.
         uniforms (`torch.Tensor` of shape `(batch_size, num_nodes - 1)`):
             Uniform draws from [0, 1), one per drafted token.
         noise (`torch.Tensor` of shape `(batch_size, vocab_size)`): Noise for the draw of the bonus token.
