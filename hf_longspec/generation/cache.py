@@ -227,14 +227,10 @@ class SpeculativeCache(Cache):
     are stored, so a generous `max_length` costs nothing. Other devices allocate all of it at the first step.
 
     Args:
-        config (`PreTrainedConfig`):
-            Configuration of the target model.
-        batch_size (`int`):
-            Number of rows.
-        max_length (`int`):
-            Committed tokens that a row can hold without reallocation, prompt included.
-        tree_slots (`int`, *optional*, defaults to 80):
-            Nodes that one verification may stage after the committed tokens.
+        config (`PreTrainedConfig`): Configuration of the target model.
+        batch_size (`int`): Number of rows.
+        max_length (`int`): Committed tokens that a row can hold without reallocation, prompt included.
+        tree_slots (`int`, *optional*, defaults to 80): Nodes that one verification may stage after the committed ones.
     """
 
     # A marker, because the installed package and a copy loaded from the Hub have different classes.
@@ -416,10 +412,7 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
 def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
     """Refuse a cache of other rows than those of `input_ids` `(batch, P)`, and one that does not begin their text.
 
-    Args:
-        cache (*optional*): Argument `past_key_values` of the call.
-        input_ids (`torch.LongTensor` of shape `(batch, P)`): The whole text.
-        mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding.
+    The arguments are `past_key_values`, `input_ids` and `attention_mask` of the call.
     """
     if not (is_ours := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
         return

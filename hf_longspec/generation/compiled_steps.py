@@ -10,7 +10,6 @@ that the model's forward expects; the attention context of a step is made again 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +22,6 @@ from transformers.utils import logging
 
 from ..attention_backends.contexts import GraphStep
 from ..attention_backends.lengths import SeqLens
-from .cache import Rows
 from .cuda_graphs import CapturedRunner
 from .draft_tree import DraftTree
 from .sampling import TokenRule, warped
@@ -136,11 +134,14 @@ def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device:
     return CapturedRunner(model, draft, CompiledRunner() if mode == "compile" else None)
 
 
-@dataclass
 class Layout:
     """Where the entries of a cache lie, which is the same in all steps until a buffer is replaced.
 
     Args:
+        cache ([`SpeculativeCache`] or [`CompactCache`]): Cache whose layers are initialized.
+        buffer (`Callable`): Marks a tensor for the runner.
+
+    Attributes:
         number (`tuple[int, ...]`): `layout` of the cache.
         groups (`list[Rows]`): The different rows of its layers: one, or two for a compact cache with dense layers.
         members (`tuple[int, ...]`): For every layer, the index of its rows.
@@ -148,23 +149,12 @@ class Layout:
         buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer.
     """
 
-    number: tuple[int, ...]
-    groups: list[Rows]
-    members: tuple[int, ...]
-    capacity: int
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
-
-    @classmethod
-    def of(cls, cache: Any, buffer: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
-        """Return the layout of a cache whose layers are initialized; `buffer` marks a tensor for the runner."""
-        groups: list[Rows] = []
-        for layer in cache.layers:
-            if not any(layer.rows is rows for rows in groups):
-                groups.append(layer.rows)
-        members = tuple(next(i for i, rows in enumerate(groups) if rows is layer.rows) for layer in cache.layers)
-        capacity = min(layer.keys.shape[2] for layer in cache.layers)
-        buffers = [(buffer(layer.keys), buffer(layer.values)) for layer in cache.layers]
-        return cls(cache.layout, groups, members, capacity, buffers)
+    def __init__(self, cache: Any, buffer: Callable[[torch.Tensor], torch.Tensor]):
+        self.number = cache.layout
+        self.groups = list({id(layer.rows): layer.rows for layer in cache.layers}.values())
+        self.members = tuple(map(self.groups.index, (layer.rows for layer in cache.layers)))
+        self.capacity = min(layer.keys.shape[2] for layer in cache.layers)
+        self.buffers = [(buffer(layer.keys), buffer(layer.values)) for layer in cache.layers]
 
 
 class FixedSteps:
@@ -220,7 +210,7 @@ class FixedSteps:
         if layout is None or layout.number != cache.layout:
             if not all(layer.is_initialized for layer in cache.layers):
                 return None
-            layout = self._layouts[id(cache)] = Layout.of(cache, self.runner.buffer)
+            layout = self._layouts[id(cache)] = Layout(cache, self.runner.buffer)
         return layout
 
     def forwards(

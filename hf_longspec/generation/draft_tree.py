@@ -258,12 +258,8 @@ def static_tree(root: Tensor, levels: Sequence[Tensor]) -> DraftTree:
     """Return the static tree whose paths are all combinations of one token per level.
 
     Its structure depends on the widths of the levels alone and is built once; a step only gathers the tokens. The tree
-    is that of Medusa (https://huggingface.co/papers/2401.10774, section "Tree Attention").
-
-    Args:
-        root (`torch.LongTensor` of shape `(batch_size,)`): Last emitted tokens.
-        levels (sequence of `torch.LongTensor` of shape `(batch_size, k)`): The k children of every node of the level
-            before.
+    is that of Medusa (https://huggingface.co/papers/2401.10774, section "Tree Attention"). Each level has the k
+    children `(batch_size, k)` of every node of the level before, the first those of `root` `(batch_size,)`.
 
     >>> tree = static_tree(torch.tensor([5]), [torch.tensor([[7]]), torch.tensor([[8, 9]])])
     >>> tree.tokens.tolist(), tree.parents.tolist()
@@ -278,11 +274,8 @@ def static_tree(root: Tensor, levels: Sequence[Tensor]) -> DraftTree:
 def sibling_tree(root: Tensor, levels: Sequence[Tensor], branching: Sequence[int]) -> DraftTree:
     """Return the static tree in which every node has children of its own, equally many within a level.
 
-    Args:
-        root (`torch.LongTensor` of shape `(batch_size,)`): Last emitted tokens.
-        levels (sequence of `torch.LongTensor` of shape `(batch_size, n)`): The n nodes of each level, children of one
-            parent side by side.
-        branching (sequence of `int`): Number of children of a node, level by level.
+    Each level has all its nodes `(batch_size, n)`, children of one parent side by side. `branching` has the number of
+    children of a node, level by level.
 
     >>> tree = sibling_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[1, 2]])], [2, 1])
     >>> tree.tokens.tolist(), tree.parents.tolist()

@@ -107,9 +107,6 @@ class Drafter(CandidateGenerator):
 
     The decoding loop depends on this interface only. Subclasses implement `propose`, and also `observe` and `capture`
     if they keep state.
-
-    Args:
-        binding ([`Binding`]): Target, cache and rule of this call.
     """
 
     num_nodes: int = 1

@@ -168,7 +168,7 @@ IN_GRAPHS = {
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "MinPLogitsWarper",
-    "ContextualPenaltyLogitsProcessor",  # of contextual_penalty.py
+    "ContextualPenaltyLogitsProcessor",
 }
 # Processors of transformers that run the model or keep state. A call on a path that is rejected would change the state.
 STATEFUL = {
@@ -261,14 +261,9 @@ class TokenRule:
     ) -> tuple[Acceptance, torch.Tensor | None]:
         """Accept the nodes of a tree up to the first token that the target does not choose.
 
-        Args:
-            tree ([`DraftTree`]): Tree to accept nodes of.
-            logits (`torch.Tensor` of shape `(batch, N, vocab)`): The target's raw logits after every node.
-            with_scores (`bool`, *optional*, defaults to `False`): Whether to return processed scores.
-
         Returns:
-            `tuple`: [`Acceptance`], and the processed scores `(batch, M, vocab)` along the path if `with_scores`, else
-            `None`.
+            `tuple`: [`Acceptance`] by the target's raw logits `(batch, N, vocab)`, and the processed scores
+            `(batch, M, vocab)` along the path if `with_scores`, else `None`.
         """
         texts = None
         if not self.history_free:

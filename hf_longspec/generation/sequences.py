@@ -154,10 +154,10 @@ class SpeculationStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counts, times and ratios for JSON, without single steps and text."""
-        counts = replace(self, partial_sequences=None, emitted_per_step=[], drafted_per_step=[])
-        left_out = ("partial_sequences", "emitted_per_step", "drafted_per_step")
+        sums = asdict(replace(self, partial_sequences=None, emitted_per_step=[], drafted_per_step=[]))
+        for name in ("partial_sequences", "emitted_per_step", "drafted_per_step"):
+            del sums[name]
         ratios = ("mean_acceptance_length", "draft_acceptance_rate", "rest_seconds", "tokens_per_second")
-        sums = {name: value for name, value in asdict(counts).items() if name not in left_out}
         return sums | {name: getattr(self, name) for name in ratios}
 
     def __str__(self) -> str:
@@ -173,13 +173,9 @@ class SpeculationStats:
 
 
 class TextBuffer:
-    """Prompts and generated tokens on the device of the prompts, which gets new tokens when it is read.
+    """Prompts `(batch, P)` and generated tokens on the device of the prompts, in a tensor of `width` columns.
 
-    Args:
-        input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts.
-        generated (`list[array[int]]`): Generated tokens of every row, which grow on the host.
-        width (`int`): Number of columns.
-        pad_token_id (`int`): Token in all other places.
+    It gets new tokens when it is read: `generated` grows on the host. The padding token is in all other places.
     """
 
     def __init__(self, input_ids: torch.Tensor, generated: "list[array[int]]", width: int, pad_token_id: int):

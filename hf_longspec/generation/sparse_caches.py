@@ -98,16 +98,10 @@ class CompactCache(Cache):
         with_hidden: bool = False,
         fixed_shape: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the target on one token per row, which attends to the entries and to itself.
+        """Run the target on one `token` `(batch_size,)` per row, which attends to the entries and to itself.
 
-        Keys and values of the token are written to the slot after the used entries.
-
-        Args:
-            target ([`TargetView`]): The target.
-            token (`torch.LongTensor` of shape `(batch_size,)`): One token per row.
-            max_length (`int`): Bound on positions; the token's true position is clamped below it.
-            with_hidden (`bool`, *optional*, defaults to `False`): Whether to return the input of the final norm.
-            fixed_shape (`bool`, *optional*, defaults to `True`): Whether the step may run compiled or captured.
+        Its keys and values are written to the slot after the used entries. Its true position is clamped below
+        `max_length`. See [`TargetView.step`] for `with_hidden` and `fixed_shape`.
 
         Returns:
             `tuple`: Logits `(batch_size, vocab_size)`, and the input of the final norm `(batch_size, hidden_size)` if
@@ -187,14 +181,9 @@ def capacity_for(entries: int) -> int:
 
 
 class SelectedCache(CompactCache):
-    """Compact copies of selected entries per layer, followed by a dense tail and room for the drafted tokens.
+    """Compact copies of selected entries per layer, followed by a dense tail and `room` for the drafted tokens.
 
     The buffers stay where they are until a phase needs larger or much smaller ones.
-
-    Args:
-        cache ([`SpeculativeCache`]): The target's cache.
-        dense_layers (`frozenset[int]`): Indices of the layers that attend to the full cache.
-        room (`int`): Number of tokens drafted per phase.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], room: int):
@@ -235,10 +224,7 @@ class SelectedCache(CompactCache):
     def fill(self, layer_idx: int, selected: torch.Tensor) -> None:
         """Copy one layer's selected entries and tail.
 
-        Args:
-            layer_idx (`int`): Index of the layer.
-            selected (`torch.LongTensor` of shape `(B, 1 or K, n)`): Slots of the selected entries, of which the first
-                `counts[b]` of a row are valid.
+        The first `counts[b]` of the slots `selected` `(B, 1 or K, n)` of a row are valid.
         """
         device = self.cache.layers[layer_idx].keys.device
         self.allocate(layer_idx)
@@ -247,12 +233,9 @@ class SelectedCache(CompactCache):
         self.gather(layer_idx, selected.to(device), *self._tail[device])
 
     def fill_all(self, scores: Sequence[torch.Tensor], prefix_lengths: torch.Tensor, table: torch.Tensor) -> None:
-        """Select the best entries of all sparse layers by these scores, and copy them. It may be part of a graph.
+        """Select the best entries of all sparse layers by their scores `(B, 1 or K, S)`, and copy them.
 
-        Args:
-            scores (`Sequence[torch.Tensor]`): Scores `(B, 1 or K, S)` of each layer.
-            prefix_lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's scored prefix.
-            table (`torch.LongTensor` of shape `(2, B)`): Result of `table`.
+        `prefix_lengths` `(B,)` are those of the scored prefixes. It may be part of a graph.
         """
         tail = self.tail_slots(table)
         for layer_idx, of_layer in zip(self.sparse_layers, scores, strict=True):
@@ -422,12 +405,9 @@ class WindowRing:
         self.values[:, :, slots] = values
 
     def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Move the accepted nodes into the ring.
+        """Move the first `counts` `(B,)` nodes of `path` `(B, M)` into the ring; M is at most `window`.
 
-        Args:
-            path (`torch.LongTensor` of shape `(B, M)`): Nodes of the accepted path, root first; M is at most `window`.
-            counts (`torch.LongTensor` of shape `(B,)`): Number of nodes that each row keeps.
-            lengths (`torch.LongTensor` of shape `(B,)`): Position of the root.
+        `lengths` `(B,)` are the positions of the roots.
         """
         places = torch.arange(path.shape[1], device=path.device)
         positions = torch.where(places < counts[:, None], lengths[:, None] + places, -1)
@@ -442,13 +422,9 @@ class WindowRing:
 
 
 def visible(stored: torch.Tensor, positions: torch.Tensor, window: int, sinks: int = 0) -> torch.Tensor:
-    """Return which keys queries attend to, `(B, n, T)`.
+    """Return which keys at the positions `stored` `(B, T)` queries at `positions` `(B, n)` attend to, `(B, n, T)`.
 
-    Args:
-        stored (`torch.LongTensor` of shape `(B, T)`): Positions of the keys; a negative one marks padding.
-        positions (`torch.LongTensor` of shape `(B, n)`): Positions of the queries.
-        window (`int`): Positions that a query attends to, its own included.
-        sinks (`int`, *optional*, defaults to 0): First positions that all queries attend to.
+    A negative position of a key marks padding. See [`WindowRing`] for `window` and `sinks`.
     """
     stored, query = stored[:, None], positions[..., None]
     seen = stored > query - window

@@ -88,10 +88,9 @@ def why_not(prompts: Prompts) -> str | None:
 
 def _reasons(prompts: Prompts) -> Iterator[str]:
     """Yield reasons, those first whose finding costs least."""
-    target, config, max_length = prompts.target, prompts.config, prompts.max_length
-    if reason := why_not_stored(prompts.cache, config.cache_implementation):
+    if reason := why_not_stored(prompts.cache, prompts.config.cache_implementation):
         yield reason
-    implementation = str(target.config._attn_implementation)
+    implementation = str(prompts.target.config._attn_implementation)
     if "flash" in implementation and prompts.counts_gaps:
         yield (
             f"attention_mask has zeros between tokens, which sliding windows under attn_implementation="
@@ -100,10 +99,8 @@ def _reasons(prompts: Prompts) -> Iterator[str]:
         )
     if prompts.inputs:
         yield from _reasons_of_inputs(prompts, prompts.inputs)
-    if prompts.rotary is not None:
-        width, chunk_size = prompts.input_ids.shape[1], config.prefill_chunk_size
-        if reason := prompts.rotary.why_not(width, max_length, max(prompts.held), chunk_size, prompts.by_chains):
-            yield reason
+    if prompts.rotary is not None and (reason := prompts.rotary.why_not(prompts)):
+        yield reason
 
 
 def _reasons_of_inputs(prompts: Prompts, inputs: dict[str, Any]) -> Iterator[str]:

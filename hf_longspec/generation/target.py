@@ -363,12 +363,7 @@ class TargetView:
     ) -> Any:
         """Return `function(changing, *fixed, *settings)`, by a captured graph if steps are captured.
 
-        Args:
-            function (`Callable`): A function of tensors without a closure, which may run more than once.
-            changing (`tuple[torch.Tensor, ...]`): Small inputs.
-            fixed (`tuple`): Objects that stay the same for the same `holder` and `settings`.
-            holder (`Any`): Object with which the graph is dropped.
-            settings (`tuple`): Hashable values.
+        See [`CapturedRunner`] for the arguments. `settings` are hashable.
         """
         if self.runner is not None and self.runner.captures:
             shape = *(x.shape for x in changing), settings
@@ -391,13 +386,7 @@ class TargetView:
 
 @dataclass
 class Step:
-    """One forward of the target over a tree.
-
-    Args:
-        logits (`torch.Tensor` of shape `(batch, N, vocab)`): Logits after every node.
-        context ([`TreeContext`]): Attention context of the forward.
-        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): Input of the final norm, or of named layers.
-    """
+    """One forward of the target over a tree: its attention context, and the results of [`TargetView.step`]."""
 
     logits: torch.Tensor
     context: Any = field(repr=False)

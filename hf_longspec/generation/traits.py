@@ -60,14 +60,10 @@ class FrequencyChange:
 
 def changes_of(config: Any) -> list[FrequencyChange]:
     """Return the changes of the layers of a target with this text config; more than one if they are not the same."""
-    return sorted({change for parameters in _parameter_sets(config) if (change := _change_of(parameters, config))})
-
-
-def _parameter_sets(config: Any) -> list[dict[str, Any]]:
-    """Return the rope parameters of a config: one set, or one for each layer type that has any."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
+    of_layer_types = [value for value in parameters.values() if isinstance(value, dict)]
+    changes = (_change_of(one, config) for one in of_layer_types or [parameters])
+    return sorted({change for change in changes if change is not None})
 
 
 def _change_of(parameters: dict[str, Any], config: Any) -> FrequencyChange | None:
@@ -148,23 +144,16 @@ class RotaryLimit:
         """Whether every further column has its own frequencies, so that a forward cannot contain a tree."""
         return self.is_passed and self.change.is_repeated
 
-    def why_not(
-        self, prompt_width: int, max_length: int, stored: int, chunk_size: int | None, by_chains: bool = False
-    ) -> str | None:
-        """Return why the text would differ from that of plain `generate`; `None` if it would not.
-
-        Args:
-            prompt_width (`int`): Number of tokens of a prompt with its padding.
-            max_length (`int`): Maximum number of tokens of a row, padding included.
-            stored (`int`): Number of tokens in the cache.
-            chunk_size (`int`, *optional*): Chunk size of the prefill.
-            by_chains (`bool`, *optional*, defaults to `False`): Whether the prompts run as chains.
-        """
+    def why_not(self, prompts: Any) -> str | None:
+        """Return why the text after [`Prompts`] would differ from that of plain `generate`; `None` if it would not."""
+        max_length = prompts.max_length
         if max_length <= self.column:
             return None
+        prompt_width, stored = prompts.input_ids.shape[1], max(prompts.held)
+        chunk_size = prompts.config.prefill_chunk_size
         column = int(self.column)
         where = f"rotary frequencies change at position {column} (rope_parameters)"
-        if by_chains:
+        if prompts.by_chains:
             return (
                 f"max_length={max_length}: {where}, which zeros between tokens in attention_mask, and past_key_values "
                 f"with rows of different lengths, cannot cross. Keep max_length at {column} or below, or pass one "
@@ -387,8 +376,7 @@ class LayerMask:
 class AttentionProbe:
     """Record the inputs of the attention layers of one forward, in place of a backend.
 
-    Args:
-        offset (`int`): Number of tokens that the cache claims to hold.
+    The cache of the forward claims to hold `offset` tokens.
     """
 
     logits: torch.Tensor
@@ -475,10 +463,6 @@ class DummyLayer(DynamicLayer):
 
 class DummyCache(Cache):
     """Cache that claims to hold `offset` tokens in every layer and holds none.
-
-    Args:
-        num_layers (`int`): Number of layers of the model.
-        offset (`int`): Claimed number of tokens.
 
     Attributes:
         updated (`set[int]`): Indices of the layers that wrote to it.
