@@ -338,12 +338,7 @@ class SpeculativeCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the allocated buffers."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for layer in self.layers
-            if layer.is_initialized
-            for tensor in (layer.keys, layer.values)
-        )
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
 
 
 def has_gaps(mask: torch.Tensor) -> bool:

@@ -235,9 +235,8 @@ class Session:
     def _verify(self, tree: DraftTree, fixed_shape: bool = False) -> Step:
         capture = self.drafter.capture(tree)
         lowest = None if self.rotary is None else self.rotary.lowest(self.cache.lengths.host, self.sequences.done)
-        highest = self._highest()
-        options = self.drafter.wants_hidden, fixed_shape, lowest, self.columns
-        return self.target.verify(tree, self.cache, capture, highest, *options)
+        options = self._highest(), self.drafter.wants_hidden, fixed_shape, lowest, self.columns
+        return self.target.verify(tree, self.cache, capture, *options)
 
     def _emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
@@ -280,9 +279,11 @@ class Session:
     def _count(self, tree: DraftTree, host: list[list[int]], emitted: list[int]) -> None:
         """Add a step to the statistics, by the rows of its [`packed`] result."""
         is_plain = tree.num_nodes == 1 < self.drafter.num_nodes
-        first, paths = self.drafter.first_ngram_node, (row[3 + tree.max_depth :] for row in host)
-        emitted_nodes = [path[1:count] for path, count in zip(paths, emitted, strict=True)]
-        ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in emitted_nodes]
+        ngrams, first = [0] * len(host), self.drafter.first_ngram_node
+        if first is not None:
+            root = 3 + tree.max_depth  # place of the path
+            paths = (row[root + 1 : root + count] for row, count in zip(host, emitted, strict=True))
+            ngrams = [sum(node >= first for node in path) for path in paths]
         self.stats.record(emitted, None if is_plain else [row[1] - 1 for row in host], ngrams)
 
     def close(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:

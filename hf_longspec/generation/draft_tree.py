@@ -409,11 +409,6 @@ class Beam:
         self.parents = [torch.full_like(self.tokens, -1)]
         self._ancestor_masks = [self.ancestor_mask]
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes so far, root included."""
-        return self.ancestor_mask.shape[2]
-
     def paths(self) -> Tensor:
         """Return the drafted tokens `(B, n, depth)` that lead to each node of the newest level, its own token last.
 
@@ -431,7 +426,7 @@ class Beam:
     @property
     def first_node(self) -> int:
         """Index of the first node of the newest level."""
-        return self.num_nodes - self.tokens.shape[1]
+        return self.ancestor_mask.shape[2] - self.tokens.shape[1]
 
     @property
     def parent_places(self) -> Tensor:
@@ -454,7 +449,7 @@ class Beam:
         parent = places // each
         first, size = self.first_node, places.shape[1]
         self.tokens = tokens.flatten(1).gather(1, places)
-        inherited = self.ancestor_mask.gather(1, parent[..., None].expand(-1, -1, self.num_nodes))
+        inherited = self.ancestor_mask.gather(1, parent[..., None].expand(-1, -1, self.ancestor_mask.shape[2]))
         itself = torch.eye(size, dtype=torch.bool, device=places.device).expand(len(places), -1, -1)
         self.ancestor_mask = torch.cat([inherited, itself], dim=-1)
         self.levels.append(self.tokens)

@@ -439,7 +439,7 @@ def weight_bytes(target: TargetView) -> int:
     Only linear layers outside of experts count, since a step reads some of the experts only.
     """
     total = sum(
-        module.weight.numel() * module.weight.element_size()
+        module.weight.nbytes
         for name, module in target.model.named_modules()
         if isinstance(module, nn.Linear) and "expert" not in name
     )

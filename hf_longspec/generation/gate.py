@@ -252,7 +252,7 @@ class GatedDrafter:
         gate ([`SpeculationGate`], *optional*): Decides step by step; without one every step may speculate.
         may_speculate (`Callable[[int], bool]`, *optional*): Whether the target can verify a tree of this depth in the
             next step. By default it always can.
-        report (`Callable[[GateDecision], None]`): Called with every new decision of the gate.
+        stats ([`SpeculationStats`]): Statistics of the call, which get every new decision of the gate.
         keep (`Callable[[], None]`): Called when the text is complete, to keep the gate for another call.
     """
 
@@ -261,14 +261,14 @@ class GatedDrafter:
         inner: Drafter,
         gate: SpeculationGate | None,
         may_speculate: Callable[[int], bool] | None,
-        report: Callable[[GateDecision], None],
+        stats: SpeculationStats,
         keep: Callable[[], None],
     ):
         self.inner = inner
         self.gate = gate
         self._may_speculate = may_speculate or (lambda max_depth: True)
-        self._report = report
-        self._keep = keep
+        self._stats = stats
+        self.keep = keep
         self._is_possible = self._is_open = self._was_open = True
         self._has_started = False
         self._prompts: Sequence[torch.Tensor] = ()
@@ -300,10 +300,6 @@ class GatedDrafter:
         self._is_open = self._is_possible and (self.gate is None or self.gate.speculates())
         return self.inner.propose(root) if self._is_open and self._was_open else DraftTree.root_only(root)
 
-    def keep(self) -> None:
-        """Keep the gate for another call."""
-        self._keep()
-
     def capture(self, tree: DraftTree) -> Any:
         """Return the other drafter's capture while the gate is open."""
         return self.inner.capture(tree) if self._is_open else None
@@ -320,7 +316,10 @@ class GatedDrafter:
         rows = sum(map(bool, verification.tokens))
         decision = self.gate.record(tokens, rows, max(self.binding.cache.lengths.host))
         if decision is not None:
-            self._report(decision)
+            self._stats.gate_decisions.append(decision)
+            if decision.choice == PLAIN and self._stats.method not in _reported:
+                _reported.add(self._stats.method)
+                logger.info(message_of(decision))
 
     def _inform(self, verification: Verification) -> None:
         """Let the other drafter start, go on, or resume after plain steps."""
@@ -377,12 +376,6 @@ def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: 
     settings = tuple(repr(draft.setting(name)) for name in draft.settings)
     kind = place, settings, binding.cache.batch_size, binding.max_length.bit_length(), drafter.num_nodes
 
-    def report(decision: GateDecision) -> None:
-        stats.gate_decisions.append(decision)
-        if decision.choice == PLAIN and stats.method not in _reported:
-            _reported.add(stats.method)
-            logger.info(message_of(decision))
-
     def keep() -> None:
         if isinstance(gate, SpeculationGate) and gate.ranks is None:
             gate.release()
@@ -394,7 +387,7 @@ def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: 
     gate = gate_of(draft.setting("gate"), drafter, target.ranks, last)
     if gate is None and may_speculate is None:
         return drafter
-    return GatedDrafter(drafter, gate, may_speculate, report, keep)
+    return GatedDrafter(drafter, gate, may_speculate, stats, keep)
 
 
 def message_of(decision: GateDecision) -> str:

@@ -83,9 +83,7 @@ class Prompts:
     """Prompts of a call without their padding, and inputs of the first forward beside them.
 
     Args:
-        target ([`TargetView`]): The target.
         input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts with their padding on the left.
-        config (`GenerationConfig`): Settings of the call.
         model_kwargs (`dict[str, Any]`): Keyword arguments for the model. `past_key_values` may hold the beginning of
             every row.
         max_length (`int`): Maximum number of tokens of a row, prompt included.

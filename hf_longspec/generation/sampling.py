@@ -7,13 +7,6 @@ while drafting. A draft that applies both proposes the very token that the targe
 distributions agree. The target's choice does not depend on the draft, so the distribution of the text, and the text
 for a given seed, stay the same. https://huggingface.co/papers/2408.07978 bounds the acceptance of one such draw; here
 all candidates of a tree are ranked this way.
-
-Repetition penalty over a window: only tokens that occur among the last ones are penalised.
-
-TokenSwift's contextual penalty, https://huggingface.co/papers/2502.18890, section 3.4 and Eq. 3. In a text of 100,000
-tokens nearly every token has occurred, so a penalty on all of them has no effect.
-
-Noise for sampling: one row of random numbers per batch row and position, so that a draw does not depend on steps.
 """
 
 import copy
@@ -43,6 +36,9 @@ from .verification import (
 
 class ContextualPenaltyLogitsProcessor(LogitsProcessor):
     """Repetition penalty over the last `window` tokens, prompt included. A repeated id is penalised only once.
+
+    TokenSwift's contextual penalty, https://huggingface.co/papers/2502.18890, section 3.4 and Eq. 3. In a text of
+    100,000 tokens nearly every token has occurred, so a penalty on all of them has no effect.
 
     A positive score is divided by the penalty and a negative one multiplied, as in transformers'
     `RepetitionPenaltyLogitsProcessor` (CTRL, https://huggingface.co/papers/1909.05858). A call touches at most `window`
@@ -109,9 +105,8 @@ class NoiseRows:
     draft tree, the other rows or where a rejection happened.
 
     Args:
-        batch_size (`int`): Number of batch rows.
         vocab_size (`int`): Length of a noise row.
-        device (`torch.device`): Where the noise lives.
+        device (`torch.device`): Device of the noise.
         ranks ([`Ranks`], *optional*): Processes that must draw the same noise; they use the first one's seeds.
 
     Attributes:
@@ -246,6 +241,12 @@ class TokenRule:
             self._tried = self.sequences.buffer.copy()
         self._tried.read()
         self._tried.write([length + depth for length in self.sequences.lengths], tokens)
+
+    def scores_after(self, raw: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return processed scores `(batch, vocab)` of logits after the tokens `path` `(batch, depth)`, tried out."""
+        for depth, tokens in enumerate(path.unbind(1)):
+            self.try_out(depth, tokens)
+        return self.scores_at(raw, path.shape[1])
 
     def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Return the token `(batch,)` that the rule chooses by `scores`, with the noise row of `depth`.
@@ -494,24 +495,14 @@ class Coupling:
         if rule is None:
             return logits
         logits = logits.to(self._device)  # from the device of the head, if the target is sharded
-        recent = known[-1] if len(known) > rule.do_sample else None
-        scores = _scores_of_level(rule, logits, recent, depth, paths)
+        if rule.history_free:
+            scores = warped(rule.processors, logits)
+        else:
+            tokens = paths() if callable(paths) else paths
+            if len(known) > rule.do_sample:
+                texts = torch.cat([known[-1][:, None].expand(-1, logits.shape[1], -1), tokens], 2)
+                scores = warped(rule.processors, logits, texts[..., depth:])
+            else:
+                nodes = range(logits.shape[1])
+                scores = torch.stack([rule.scores_after(logits[:, node], tokens[:, node]) for node in nodes], 1)
         return SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if rule.do_sample else scores
-
-
-def _scores_of_level(
-    rule: TokenRule, logits: torch.Tensor, recent: torch.Tensor | None, depth: int, paths: Paths
-) -> torch.Tensor:
-    """Return the processed scores `(B, n, V)`; see [`Coupling.scores`]."""
-    if rule.history_free:
-        return warped(rule.processors, logits)
-    tokens = paths() if callable(paths) else paths
-    if recent is not None:
-        earlier = recent[:, None].expand(-1, logits.shape[1], -1)
-        return warped(rule.processors, logits, torch.cat([earlier, tokens], 2)[..., -recent.shape[1] :])
-    scores = []
-    for node in range(logits.shape[1]):
-        for place in range(depth):
-            rule.try_out(place, tokens[:, node, place])
-        scores.append(rule.scores_at(logits[:, node], depth))
-    return torch.stack(scores, 1)

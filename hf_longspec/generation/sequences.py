@@ -446,13 +446,10 @@ class Outputs:
         self._columns: list[torch.Tensor] = []  # scores of columns, made when they are asked for
 
     def keep(self, scores: torch.Tensor | None, logits: torch.Tensor, path: torch.Tensor, counts: list[int]) -> None:
-        """Keep scores and logits of the tokens that a step accepted. Those after the end of a row are not returned.
+        """Keep scores and logits of the first `counts[b]` tokens that a step accepted in each row.
 
-        Args:
-            scores (`torch.Tensor` of shape `(B, M, V)`, *optional*): Processed scores along the path.
-            logits (`torch.Tensor` of shape `(B, N, V)`): Raw logits of every node.
-            path (`torch.LongTensor` of shape `(B, M)`): Nodes that were kept.
-            counts (`list[int]`): Number of tokens of each row.
+        Processed scores `(B, M, V)` are those along `path` `(B, M)`, raw logits `(B, N, V)` those of every node. What
+        follows the end of a row is not returned.
         """
         if self.wants_scores and scores is not None:
             _extend(self._scores, scores, counts)

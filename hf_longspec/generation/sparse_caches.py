@@ -70,7 +70,7 @@ class CompactCache(Cache):
     def nbytes(self) -> int:
         """Size of the copies in bytes; dense layers have none."""
         own = [self.layers[index] for index in self.sparse_layers if self.layers[index].is_initialized]
-        return sum(part.numel() * part.element_size() for layer in own for part in (layer.keys, layer.values))
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in own)
 
     def share_dense(self) -> None:
         """Let the dense layers read the target's cache at its present length."""
@@ -264,10 +264,7 @@ class WindowedCache(SpeculativeCache):
     position p lies in slot `p - dropped`, except for the sinks.
 
     Args:
-        config (`PreTrainedConfig`): Configuration of the model.
-        batch_size (`int`): Number of rows.
         max_length (`int`): Maximum number of tokens of a row.
-        tree_slots (`int`): Nodes that one step may stage after the committed tokens.
         window (`int`, *optional*): Number of last tokens to keep. All tokens are kept by default.
         sinks (`int`, *optional*, defaults to 4): Number of first tokens to keep.
 
@@ -376,7 +373,7 @@ class WindowRing:
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and positions."""
-        return sum(states.numel() * states.element_size() for states in (self.keys, self.values, self.positions))
+        return self.keys.nbytes + self.values.nbytes + self.positions.nbytes
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
         """Store T tokens per row at their positions.

@@ -90,10 +90,10 @@ class TargetView:
     def traits(self) -> LayerTraits:
         """Traits of the attention layers, found by a trial forward."""
         traits = known_traits(self.model, self.config)  # without waiting for a call in another thread
-        if traits is not None:
-            return traits
-        with self.attention():
-            return layer_traits(self.model, self.config)
+        if traits is None:
+            with self.attention():
+                traits = layer_traits(self.model, self.config)
+        return traits
 
     def ignores_zeros(self, name: str) -> bool:
         """Return whether an input of this name that holds only zeros changes nothing."""
@@ -248,14 +248,11 @@ class TargetView:
         [`TargetView.attention`].
 
         Args:
-            prompts (`Sequence[torch.LongTensor]`):
-                Tokens `(T,)` of every row that are not in the cache yet.
-            cache ([`SpeculativeCache`]):
-                Cache with the tokens before them.
-            chunk_size (`int`, *optional*):
-                Most tokens per forward. No forward has more than the cache has slots for a tree.
-            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
-                See [`TreeContext`].
+            prompts (`Sequence[torch.LongTensor]`): Tokens `(T,)` of every row that are not in the cache yet.
+            cache ([`SpeculativeCache`]): Cache with the tokens before them.
+            chunk_size (`int`, *optional*): Most tokens per forward. No forward has more than the cache has slots for a
+                tree.
+            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`TreeContext`].
         """
         tokens = pad_sequence(list(prompts), batch_first=True)
         size = min(chunk_size or cache.tree_slots, cache.tree_slots)
@@ -286,23 +283,19 @@ class TargetView:
         """Run all nodes of the tree in one forward, and stage their keys and values in `cache`.
 
         Args:
-            tree ([`DraftTree`]):
-                Tree to verify.
-            cache ([`SpeculativeCache`]):
-                Cache with the committed tokens.
-            capture (*optional*):
-                Collects scores or queries of the attention layers, see `attention_backends/scores.py`.
-            limit (`int`, *optional*):
-                Positions are clamped below it. Nodes there are never emitted, but models with a position table would
-                index beyond its end.
-            with_hidden (`bool` or `tuple[int, ...]`, *optional*, defaults to `False`):
-                Whether to return the input of the final norm, or of which layers to return the inputs.
-            fixed_shape (`bool`, *optional*, defaults to `False`):
-                Whether more steps with this number of nodes will follow, so that compiling one is worth it.
-            lowest (`Sequence[int]`, *optional*):
-                Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
-            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
-                See [`TreeContext`]. Such a step runs as it is.
+            tree ([`DraftTree`]): Tree to verify.
+            cache ([`SpeculativeCache`]): Cache with the committed tokens.
+            capture (*optional*): Collects scores or queries of the attention layers, see
+                `attention_backends/scores.py`.
+            limit (`int`, *optional*): Positions are clamped below it. Nodes there are never emitted, but models with a
+                position table would index beyond its end.
+            with_hidden (`bool` or `tuple[int, ...]`, *optional*, defaults to `False`): Whether to return the input of
+                the final norm, or of which layers to return the inputs.
+            fixed_shape (`bool`, *optional*, defaults to `False`): Whether more steps with this number of nodes will
+                follow, so that compiling one is worth it.
+            lowest (`Sequence[int]`, *optional*): Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
+            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`TreeContext`]. Such a step runs as it
+                is.
         """
         device = tree.tokens.device
         positions = cache.lengths.on(device)[:, None] + tree.depths

@@ -7,8 +7,6 @@ target's own hidden states, queries and logits.
 [`LayerInputs`] catches the residual stream before some layers, or after the last one. Transformers'
 `hidden_states[-1]` is the output of the final norm, and `output_hidden_states` keeps the states of all layers.
 
-The attention layers of a model, and hooks for decoder layers that do not pass keywords on to their attention.
-
 An attention function gets its context as a keyword of the model's forward. The decoder layers of nemotron and stablelm
 accept keywords and do not pass them on to their attention, which would accept them. Such layers are found in the source
 of their forward, and hooks pass the keywords on.
@@ -45,7 +43,7 @@ def passed_on(model: nn.Module) -> Iterator[None]:
         of_layer.keywords = {name: kwargs[name] for name in KEYWORDS if name in kwargs}
 
     def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, of_layer.keywords | kwargs
+        return args, getattr(of_layer, "keywords", {}) | kwargs
 
     with ExitStack() as hooks:
         for layer, attention in pairs:
