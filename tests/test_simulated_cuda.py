@@ -49,7 +49,6 @@ def test_both_devices_in_one_operation(wrong, cuda):
         ("write", lambda x: torch.ones(3).to("cuda")),
         ("write", lambda x: x.copy_(torch.ones(3))),
         ("write", lambda x: x[[0, 2]]),
-        ("write", lambda x: x.__setitem__(1, 7)),  # to a slice it would be an argument
         ("pinned", lambda x: x.copy_(torch.ones(3).pin_memory(), non_blocking=True)),
     ],
 )

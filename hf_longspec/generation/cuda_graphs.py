@@ -2,13 +2,14 @@
 
 A graph holds addresses, so small inputs are copied into tensors of its own. Kernels read the lengths of the rows on the
 device, and buffers are read up to the next power of two, so that one graph serves many lengths. A function that cannot
-be captured is not tried again. `capture` contains all calls of CUDA. It was tested on a simulated device and has never
-run on a GPU.
+be captured is not tried again. `capture` and the functions after it contain all calls of CUDA. They were tested on a
+simulated device and have never run on a GPU.
 
 Graphs stay valid while the buffers and the model do, so a [`Workspace`] keeps both for the next call of `generate`.
 """
 
 import gc
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -187,7 +188,7 @@ class CapturedRunner:
         with _workspaces_lock:
             state, workspaces = _workspaces.get(self.draft, (None, []))
             workspaces = [*(workspaces if state == self.state else []), workspace]
-            most = MOST_MEMORY * torch.cuda.get_device_properties(self.model.device).total_memory
+            most = MOST_MEMORY * _memory_of(self.model.device)
             while workspaces and (len(workspaces) > MOST_WORKSPACES or sum(one.nbytes for one in workspaces) > most):
                 del workspaces[0]
             _workspaces[self.draft] = self.state, workspaces
@@ -285,6 +286,11 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _memory_of(device: torch.device) -> float:
+    """Return the bytes of memory of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
 def bucket(length: int, capacity: int) -> int:
