@@ -18,7 +18,8 @@ computes every operation there and applies the rules of CUDA:
   graph does not have fail. After it, memory is as before, and the tensors that the graph computes hold NaN until the
   first replay, since a capture runs nothing.
 
-It simulates neither the order of several streams, nor limits of memory, nor the arithmetic of a GPU.
+`simulated_graphs.py` has the rules of graphs, their memory and their streams. Neither the order of several streams, nor
+limits of memory, nor the arithmetic of a GPU are simulated.
 """
 
 import ctypes
@@ -26,10 +27,11 @@ import functools
 import subprocess
 import tempfile
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +41,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.simulated_graphs import PRODUCTS, GraphMemory, NotCapturable, SimulatedGraph, WrongDevice
 
 aten = torch.ops.aten
 
@@ -51,14 +55,6 @@ COPIES = {"_to_copy", "copy_"}
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # Operations that take a number of the CPU, besides the pointwise ones.
 TAKE_NUMBERS = {"fill_", "masked_fill", "masked_fill_", "where", "lerp"}
-
-
-class WrongDevice(RuntimeError):
-    """An operation on tensors of both devices, or on another device than the current one."""
-
-
-class NotCapturable(RuntimeError):
-    """An operation that fails during the capture of a graph."""
 
 
 class RacingCopy(RuntimeError):
@@ -168,81 +164,6 @@ class SimulatedGenerator(torch._C.Generator):
         return made
 
 
-class _DefaultGenerator:
-    """A member of `torch.cuda.default_generators`."""
-
-    def clone_state(self) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def graphsafe_set_state(self, state: torch.Tensor) -> None:
-        torch.set_rng_state(state)
-
-
-class SimulatedGraph:
-    """`torch.cuda.CUDAGraph`: launches that are repeated on the same memory."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.launches: list[tuple[Callable[[], Any], list[torch.Tensor]]] = []
-        self.generators: set[int] = set()
-        self.replays = 0
-        self.on_replay: Callable[[], None] = lambda: None
-
-    def record(self, run: Callable[[], Any], results: list[torch.Tensor]) -> None:
-        """Append a launch that computes tensors of its own, or changes its inputs if `results` is empty."""
-        self.launches.append((run, results))
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.on_replay()
-        with _disable_current_modes(), torch.no_grad():
-            for run, results in self.launches:
-                found = [x for x in tree_leaves(run()) if isinstance(x, torch.Tensor)]
-                for result, new in zip(results, found, strict=False):
-                    result.copy_(new)
-
-    def register_generator_state(self, generator: torch.Generator) -> None:
-        self.generators.add(generator._cdata)
-
-    def pool(self) -> tuple[int, int]:
-        return 0, id(self)
-
-    def reset(self) -> None:
-        self.launches.clear()
-
-
-@dataclass
-class _Capture:
-    """A capture that is going on."""
-
-    graph: SimulatedGraph
-    kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def keep(self, tensors: list[torch.Tensor]) -> None:
-        """Keep memory that a launch is about to change, unless the graph allocated it."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self.made and storage.data_ptr() not in self.kept:
-                self.kept[storage.data_ptr()] = storage, storage.clone()
-
-    def allocate(self, tensors: list[torch.Tensor]) -> None:
-        self.made |= {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-
-    def undo(self) -> None:
-        """Restore the memory from before the capture, and fill what the graph allocated with NaN."""
-        for tensor in self.made.values():
-            _poison(tensor)
-        for storage, copy in self.kept.values():
-            storage.copy_(copy)
-
-
-def _poison(tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point():
-        tensor.fill_(torch.nan)
-    elif tensor.dtype != torch.bool:
-        tensor.fill_(torch.iinfo(tensor.dtype).max // 2)
-
-
 class SimulatedCuda(TorchDispatchMode):
     """The device. It exists while the context is open.
 
@@ -257,7 +178,7 @@ class SimulatedCuda(TorchDispatchMode):
     Attributes:
         transfers (`list[Transfer]`): Every transfer since the last `reset`.
         launches (`Counter[str]`): Names of the operations launched outside of graphs.
-        graphs (`list[SimulatedGraph]`): Every captured graph.
+        graphs (`list[weakref.ref]`): Every captured graph.
         replays (`int`): Number of replays.
     """
 
@@ -271,10 +192,9 @@ class SimulatedCuda(TorchDispatchMode):
         self.kernels = kernels or {}
         self.device = torch.device("cuda", index)
         self.capability = capability
-        self.graphs: list[SimulatedGraph] = []
+        self.graphs: list[weakref.ref[SimulatedGraph]] = []
         self.reset()
-        self._capture: _Capture | None = None
-        self._current = 0
+        self._memory = GraphMemory(self._wait, index + 1)
         self._pinned: dict[int, torch.Tensor] = {}
         self._pending: list[tuple[torch.Tensor, torch.Tensor, Transfer]] = []
         self._stack = ExitStack()
@@ -314,19 +234,19 @@ class SimulatedCuda(TorchDispatchMode):
     def __enter__(self) -> "SimulatedCuda":
         if (reason := why_not()) is not None:
             pytest.skip(reason)
-        stream = SimpleNamespace(
-            wait_stream=lambda other: None, wait_event=lambda event: None, synchronize=self._wait, cuda_stream=0
-        )
+        memory = self._memory
         shape = {"multi_processor_count": 132, "total_memory": 80 << 30, "shared_memory_per_block_optin": 227 << 10}
         properties = SimpleNamespace(name="simulated", major=self.capability[0], minor=self.capability[1], **shape)
         event = SimpleNamespace(record=lambda *a: None, synchronize=self._wait, query=lambda: True)
         replaced = {
-            **dict.fromkeys(("_lazy_init", "empty_cache", "set_stream", "reset_peak_memory_stats"), lambda *args: None),
+            **dict.fromkeys(("_lazy_init", "empty_cache", "reset_peak_memory_stats"), lambda *args: None),
             **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
-            **dict.fromkeys(("Stream", "current_stream"), lambda *args, **kwargs: stream),
+            "Stream": memory.stream,
+            "current_stream": memory.current_stream,
+            "set_stream": memory.set_stream,
             "device_count": lambda: self.device.index + 1,
-            "current_device": lambda: self._current,
-            "set_device": lambda device: setattr(self, "_current", torch.device(device).index or 0),
+            "current_device": lambda: memory.current_device,
+            "set_device": lambda device: setattr(memory, "current_device", torch.device(device).index or 0),
             "device": self._switch,
             "get_device_capability": lambda device=None: self.capability,
             "get_device_properties": lambda device=None: properties,
@@ -336,16 +256,18 @@ class SimulatedCuda(TorchDispatchMode):
             "synchronize": lambda device=None: self._wait(),
             "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
             "max_memory_allocated": lambda device=None: 0,
-            "stream": lambda other: nullcontext(),
-            "default_generators": [_DefaultGenerator()] * (self.device.index + 1),
+            "stream": memory.on_stream,
+            "default_generators": memory.generators,
             "Event": lambda *args, **kwargs: event,
             "CUDAGraph": SimulatedGraph,
             "graph": self._capturing,
-            "graph_pool_handle": lambda: (0, 1),
-            "is_current_stream_capturing": lambda: self._capture is not None,
+            "graph_pool_handle": memory.handle,
+            "is_current_stream_capturing": lambda: memory.capture is not None,
         }
         for name, value in replaced.items():
             self._stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        clear = mock.patch.object(torch._C, "_cuda_clearCublasWorkspaces", memory.clear_workspaces, create=True)
+        self._stack.enter_context(clear)
         self._stack.enter_context(mock.patch.object(torch, "Generator", SimulatedGenerator))
         for name in ("tensor", "as_tensor"):  # below all modes, torch copies their data to the device
             self._stack.enter_context(mock.patch.object(torch, name, _through_the_cpu(getattr(torch, name))))
@@ -378,15 +300,16 @@ class SimulatedCuda(TorchDispatchMode):
             name = executor.fn.__name__
             if not all(isinstance(x, DeviceTensor) for x in tensors):
                 raise WrongDevice(f"the kernel {name} was given a tensor of the CPU, from {_calls()[:5]}")
-            if self._current != self.device.index:
-                raise WrongDevice(f"the kernel {name} on {self.device}, and cuda:{self._current} is the current device")
+            if self._memory.current_device != self.device.index:
+                current = self._memory.current_device
+                raise WrongDevice(f"the kernel {name} on {self.device}, and cuda:{current} is the current device")
             inner, kwargs = tree_map_only(DeviceTensor, lambda x: x.host, (args, options))
 
             def run() -> None:
                 interpret(executor, *inner, **kwargs)
 
-            if self._capture is not None:
-                self._capture.keep([x.host for x in tensors])
+            if self._memory.capture is not None:
+                self._memory.capture.keep([x.host for x in tensors])
             self._note_launch(name, run, [], 1)
             with _disable_current_modes():
                 run()
@@ -401,7 +324,7 @@ class SimulatedCuda(TorchDispatchMode):
 
     def _transfer(self, kind: str, name: str) -> Transfer:
         transfer = Transfer(kind, name, _calls())
-        if self._capture is not None:
+        if self._memory.capture is not None:
             raise NotCapturable(f"while a graph is captured: {transfer}")
         self.transfers.append(transfer)
         if kind != "pinned":  # the host waited, so every copy has run
@@ -422,31 +345,25 @@ class SimulatedCuda(TorchDispatchMode):
     @contextmanager
     def _switch(self, device: Any) -> Iterator[None]:
         index = device if isinstance(device, int) else torch.device(device).index
-        before, self._current = self._current, self._current if index is None or index < 0 else index
+        memory, before = self._memory, self._memory.current_device
+        memory.current_device = before if index is None or index < 0 else index
         try:
             yield
         finally:
-            self._current = before
+            memory.current_device = before
 
     @contextmanager
-    def _capturing(self, graph: SimulatedGraph, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if self._capture is not None:
-            raise NotCapturable("a graph is being captured already")
-        if self._current != self.device.index:
-            raise WrongDevice(f"a capture on cuda:{self._current} of a model on {self.device}")
-        self._capture = capture = _Capture(graph)
-        try:
+    def _capturing(self, graph: SimulatedGraph, pool: Any = None, stream: Any = None, **kwargs: Any) -> Iterator[None]:
+        if self._memory.current_device != self.device.index:
+            raise WrongDevice(f"a capture on cuda:{self._memory.current_device} of a model on {self.device}")
+        with self._memory.capturing(graph, pool, stream):
             yield
-        finally:
-            self._capture = None
-            with _disable_current_modes(), torch.no_grad():
-                capture.undo()
 
         def count() -> None:
             self.replays += 1
 
         graph.on_replay = count
-        self.graphs.append(graph)
+        self.graphs.append(weakref.ref(graph))
 
     # -- operations
 
@@ -484,8 +401,8 @@ class SimulatedCuda(TorchDispatchMode):
         function = stand_in or REPLACED.get(name, func)
         inner, options = tree_map_only(DeviceTensor, lambda x: x.host, (args, kwargs))
         mutable = func._schema.is_mutable
-        if self._capture is not None and mutable:
-            self._capture.keep([x.host for x in ours])
+        if self._memory.capture is not None and mutable:
+            self._memory.capture.keep([x.host for x in ours])
         found = function(*inner, **options)
         results = [x for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
         if name == "_local_scalar_dense" or not to_device:
@@ -493,6 +410,8 @@ class SimulatedCuda(TorchDispatchMode):
         memory = {x.host.untyped_storage().data_ptr() for x in ours}
         is_view = func.is_view or (not mutable and any(x.untyped_storage().data_ptr() in memory for x in results))
         if not is_view:
+            if name in PRODUCTS:
+                self._memory.note_product()
             run = functools.partial(function, *inner, **options)
             self._note_launch(name, run, [] if mutable else results, launches)
         same = {id(x.host): x for x in ours}
@@ -507,10 +426,10 @@ class SimulatedCuda(TorchDispatchMode):
         return known
 
     def _note_launch(self, name: str, run: Callable[[], Any], results: list[torch.Tensor], launches: int) -> None:
-        if self._capture is not None:
-            self._capture.allocate(results)
+        if self._memory.capture is not None:
+            self._memory.capture.allocate(results)
             if name not in ALLOCATIONS:
-                self._capture.graph.record(run, results)
+                self._memory.capture.graph.record(run, results)
         elif name not in FREE:
             self.launches[name] += launches
 
@@ -531,7 +450,7 @@ class SimulatedCuda(TorchDispatchMode):
             return
         if (generator._cdata in SimulatedGenerator.on_device) != to_device:
             raise WrongDevice(f"a generator of the other device, from {_calls()[:5]}")
-        if self._capture is not None and generator._cdata not in self._capture.graph.generators:
+        if self._memory.capture is not None and generator._cdata not in self._memory.capture.graph.generators:
             raise NotCapturable(f"a generator that is not registered with the graph, from {_calls()[:5]}")
 
     def _note_transfers(self, name: str, args: Any, kwargs: dict, ours: list, to_device: bool) -> None:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.simulated_cuda import DeviceTensor, NotCapturable, RacingCopy, SimulatedCuda, WrongDevice
+from tests.simulated_cuda import DeviceTensor, RacingCopy, SimulatedCuda
+from tests.simulated_graphs import FreedMemory, NotCapturable, WrongDevice
 
 
 @pytest.fixture
@@ -48,7 +49,6 @@ def test_both_devices_in_one_operation(wrong, cuda):
         ("write", lambda x: torch.ones(3).to("cuda")),
         ("write", lambda x: x.copy_(torch.ones(3))),
         ("write", lambda x: x[[0, 2]]),
-        ("write", lambda x: x.__setitem__(1, 7)),  # to a slice it would be an argument
         ("pinned", lambda x: x.copy_(torch.ones(3).pin_memory(), non_blocking=True)),
     ],
 )
@@ -90,8 +90,10 @@ def test_a_graph_repeats_launches_on_the_same_memory(cuda):
 
 def test_generators_belong_to_a_graph(cuda):
     generator, graph = torch.Generator("cuda").manual_seed(0), torch.cuda.CUDAGraph()
+    state = torch.cuda.default_generators[0].clone_state()
     with pytest.raises(NotCapturable, match="generator"), torch.cuda.graph(graph):
         torch.rand(2, device="cuda", generator=generator)
+    torch.cuda.default_generators[0].graphsafe_set_state(state)
     graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         drawn = torch.rand(2, device="cuda", generator=generator)
@@ -99,13 +101,73 @@ def test_generators_belong_to_a_graph(cuda):
     assert not drawn.host.isnan().any()
 
 
-def test_the_current_device(cuda):
-    cuda.device = torch.device("cuda", 1)
-    with pytest.raises(WrongDevice, match="cuda:0"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        pass
-    with torch.cuda.device(1), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        pass
-    assert torch.cuda.current_device() == 0
+def captured(x, pool, product=True):
+    """A graph of `x @ x` or `x + x`, and its result."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        found = x @ x if product else x + x
+    return graph, found
+
+
+class TestMemoryOfGraphs:
+    @pytest.fixture
+    def x(self, cuda):
+        return cuda.place(torch.eye(2))
+
+    def test_a_replay_overwrites_what_another_graph_of_the_pool_computed(self, x):
+        pool = torch.cuda.graph_pool_handle()
+        (first, found), (second, other) = captured(x, pool), captured(x, pool)
+        first.replay()
+        assert found.host.tolist() == [[1, 0], [0, 1]]
+        second.replay()
+        assert found.host.isnan().all() and other.host.tolist() == [[1, 0], [0, 1]]
+
+    def test_a_handle_ends_with_the_graphs_unless_nothing_is_left_in_the_pool(self, x):
+        pool = torch.cuda.graph_pool_handle()
+        for _ in range(2):
+            captured(x, pool, product=False)
+        captured(x, pool)
+        with pytest.raises(NotCapturable, match="use_count"):
+            captured(x, pool)
+        torch._C._cuda_clearCublasWorkspaces()
+        captured(x, pool)
+
+    def test_a_workspace_ends_with_the_graphs_of_its_pool(self, x):
+        first, _ = captured(x, torch.cuda.graph_pool_handle())
+        second, _ = captured(x, torch.cuda.graph_pool_handle())
+        second.replay()
+        del first
+        with pytest.raises(FreedMemory):
+            second.replay()
+
+    def test_a_failed_capture_leaves_pool_stream_and_generator_behind(self, x):
+        pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[0]
+        state = generator.clone_state()
+        with pytest.raises(NotCapturable, match="read"), torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool):
+            x.sum().item()
+        assert torch.cuda.current_stream() is not before
+        with pytest.raises(NotCapturable, match="generator"):
+            captured(x, pool)
+        generator.graphsafe_set_state(state)
+        with pytest.raises(NotCapturable, match="already recording"):
+            captured(x, pool)
+        captured(x, torch.cuda.graph_pool_handle())
+
+
+def test_a_capture_needs_the_device_and_a_stream_of_the_model():
+    with SimulatedCuda(index=1) as cuda:
+        with pytest.raises(WrongDevice, match="cuda:0"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pass
+        with torch.cuda.device(1), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pass
+        assert torch.cuda.current_device() == 0
+        cuda.device = torch.device("cuda", 0)
+        # without `stream` it is that of the first capture
+        with pytest.raises(WrongDevice, match="stream of cuda:1"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pass
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
+            pass
 
 
 def test_kernels_are_launches(cuda):

@@ -2,15 +2,18 @@
 
 A graph holds addresses, so small inputs are copied into tensors of its own. Kernels read the lengths of the rows on the
 device, and buffers are read up to the next power of two, so that one graph serves many lengths. A function that cannot
-be captured is not tried again. `capture` contains all calls of CUDA. It was tested on a simulated device and has never
-run on a GPU.
+be captured is not tried again. `capture` and the functions after it contain all calls of CUDA. They were tested on a
+simulated device and have never run on a GPU.
 
 Graphs stay valid while the buffers and the model do, so a [`Workspace`] keeps both for the next call of `generate`.
 """
 
+import gc
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,7 +43,11 @@ _captured: WeakKeyDictionary[Any, WeakKeyDictionary[torch.nn.Module, dict[tuple,
 _captured = WeakKeyDictionary()
 # Functions and shapes of a target or a draft that could not be captured, and are not tried again.
 _not_captured: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
-_pools: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+# By device: the handle of the memory that the graphs of a target share, and the first of them. A handle is valid while
+# a graph is alive, and a call may drop all others with its buffers.
+_pools: WeakKeyDictionary[torch.nn.Module, dict[torch.device, tuple[Any, Any]]] = WeakKeyDictionary()
+# A stream for the captures on a device. That of `torch.cuda.graph` lies on the device that captured first.
+_streams: dict[torch.device, Any] = {}
 _capturing = Lock()
 
 
@@ -180,9 +187,8 @@ class CapturedRunner:
         with _workspaces_lock:
             state, workspaces = _workspaces.get(self.draft, (None, []))
             workspaces = [*(workspaces if state == self.state else []), workspace]
-            while workspaces and (
-                len(workspaces) > MOST_WORKSPACES or sum(one.nbytes for one in workspaces) > MOST_BYTES
-            ):
+            most = MOST_MEMORY * _memory_of(self.model.device)
+            while workspaces and (len(workspaces) > MOST_WORKSPACES or sum(one.nbytes for one in workspaces) > most):
                 del workspaces[0]
             _workspaces[self.draft] = self.state, workspaces
 
@@ -216,13 +222,16 @@ def capture(
 
     The function must be idempotent, as it runs several times before it is captured. Graphs of one target share the
     memory of intermediate results, as they never run at the same time. The outputs lie outside of it. After an error,
-    stream and default generator are as before: a capture that ends early would change both.
+    stream and default generator are as before: a capture that ends early would change both. It would also leave torch
+    2.11 recording into its memory, so later graphs get another one.
 
     Raises:
         RuntimeError: If `function` returns nothing, since it could not be compiled, or if CUDA refuses the capture.
     """
-    with _capturing, torch.cuda.device(device):
-        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+    with _capturing, torch.cuda.device(device), _without_garbage_collection():
+        stream, before = _streams.setdefault(device, torch.cuda.Stream()), torch.cuda.current_stream()
+        pools = _pools.setdefault(target, {})
+        pool, first = pools.pop(device, None) or (torch.cuda.graph_pool_handle(), None)
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.clone_state()
         try:
@@ -235,11 +244,12 @@ def capture(
             # In the shared memory, a graph that was captured earlier would overwrite results before they are read.
             outputs = tree_map_only(torch.Tensor, torch.empty_like, results)
             copies = _tensors(tree_leaves(outputs))
-            if target not in _pools:
-                _pools[target] = torch.cuda.graph_pool_handle()
+            if copies:
+                torch._foreach_copy_(copies, _tensors(tree_leaves(results)))
             graph = torch.cuda.CUDAGraph()
+            _clear_workspaces()
             # Other threads may go on to launch kernels, and to wait for them, on this device.
-            with torch.cuda.graph(graph, pool=_pools[target], capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 results = function()
                 if copies:
                     torch._foreach_copy_(copies, _tensors(tree_leaves(results)))
@@ -247,7 +257,36 @@ def capture(
             torch.cuda.set_stream(before)
             generator.graphsafe_set_state(state)
             raise
+        finally:
+            _clear_workspaces()
+        pools[device] = pool, first or graph
     return outputs, graph.replay
+
+
+def _clear_workspaces() -> None:
+    """Let cuBLAS allocate its workspaces anew.
+
+    A graph then has one in its own memory. A workspace in the memory of another graph would end with that graph.
+    """
+    if (clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None)) is not None:
+        clear()
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A context in which no tensor or graph is freed by a collection, as a capture does not allow that."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _memory_of(device: torch.device) -> float:
+    """Return the bytes of memory of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
 def bucket(length: int, capacity: int) -> int:
@@ -332,9 +371,10 @@ class Workspace:
         return sum(part.nbytes for part in parts)
 
 
-# Most workspaces of a draft, one for each of the batch sizes that it decoded last, and most bytes of their buffers.
+# Most workspaces of a draft, one for each of the batch sizes that it decoded last, and the share of the device's memory
+# that their buffers may take. Buffers that are not kept cost a capture of every step in the next call.
 MOST_WORKSPACES = 4
-MOST_BYTES = 2**31
+MOST_MEMORY = 1 / 8
 # Workspaces that no call is using, last used last, and the state of target and draft that they are valid for.
 _workspaces: WeakKeyDictionary[torch.nn.Module, tuple[Any, list[Workspace]]] = WeakKeyDictionary()
 _workspaces_lock = Lock()
