@@ -179,6 +179,31 @@ def tune(
 
 
 @command
+def serve(
+    target: options.Target,
+    draft: options.Draft = "ngram",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1",
+    port: Annotated[int, number(1, "Port to listen on.", most=65535)] = 8000,
+    setting: options.Setting = None,
+    dtype: options.Dtype = options.DtypeName.auto,
+    device: options.Device = None,
+    debug: options.Debug = False,
+) -> None:
+    """Serve a model with a draft over the API of OpenAI: chat, completions, streaming, tools.
+
+    This is `transformers serve` with the draft in every request. Requests are decoded one after the other. /metrics has
+    counts and times in the format of Prometheus. Requests name the model as --target does. There is no password.
+
+    Examples:
+
+    - hf-longspec serve --target Qwen/Qwen3-0.6B
+    - hf-longspec serve --target Qwen/Qwen3-8B --draft org/draft --port 8001
+
+    Exit status: 0; 2 for what cannot be run; 130 after Ctrl-C.
+    """
+
+
+@command
 def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """Describe this installation for a bug report.
 
