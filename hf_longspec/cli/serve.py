@@ -32,7 +32,7 @@ def run(args: SimpleNamespace) -> int:
         socket.create_server((args.host, args.port)).close()
     except OSError as error:
         remedy = "Pass another --host or --port."
-        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)  # of names it is negative
+        reason = str(error) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise CommandError(f"cannot listen on {args.host}:{args.port}: {reason}. {remedy}") from error
     with quiet(progress_bars=True):
         find_draft(args.draft)

@@ -1,6 +1,5 @@
 """`serve`: a server with a draft, asked by the client of OpenAI, against plain `generate`."""
 
-import asyncio
 import json
 import shutil
 import socket
@@ -12,13 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from types import SimpleNamespace
 
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-openai = pytest.importorskip("openai", reason="the server is asked by the client of openai")
-for name in ("uvicorn", "fastapi", "prometheus_client"):
-    pytest.importorskip(name)
 from hf_longspec import NgramDraftModel
 from hf_longspec.cli.serve import DraftServe
 
