@@ -29,7 +29,7 @@ MIN_TESTS := $(addprefix tests/generation/test_,attention_layers.py cache.py che
 	trial.py step.py::test_every_architecture_without_experts_is_one_graph) \
 	$(addprefix tests/modeling/test_,base.py checkpoint.py contract.py settings.py) tests/training/test_trainer.py \
 	$(addprefix tests/robustness/test_,every_architecture.py fuzz.py malformed.py persistence.py) \
-	tests/hub/test_published.py tests/test_public_api.py
+	tests/hub/test_published.py tests/cli/test_serve.py tests/test_public_api.py
 
 # What depends on the version of torch and of the triton that comes with it: graphs, operators, the interpreter.
 TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/,test_simulated_cuda.py \

@@ -58,7 +58,7 @@ def read_source(source: str, column: str | None = None) -> list[Document]:
     if path.is_file() and path.suffix not in (".jsonl", ".json"):
         return _texts([path])
     documents = []
-    for number, row in islice(enumerate(_json_lines(path) if path.is_file() else _dataset(source), 1), MAX_DOCUMENTS):
+    for number, row in islice(enumerate(read_rows(source), 1), MAX_DOCUMENTS):
         value = row.get(column or "text") if isinstance(row, dict) else None
         text = value[0] if isinstance(value, list) and value else value
         if not isinstance(text, str):
@@ -88,6 +88,11 @@ def read_sources(sources: Sequence[str], column: str | None = None) -> list[Docu
             for source, documents in zip(sources, parts, strict=True)
         ]
     return [document for turn in zip_longest(*parts) for document in turn if document is not None]
+
+
+def read_rows(source: str) -> Any:
+    """The rows of JSON lines, or of a data set."""
+    return _json_lines(Path(source)) if Path(source).is_file() else _dataset(source)
 
 
 def _texts(paths: Sequence[Path]) -> list[Document]:

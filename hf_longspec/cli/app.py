@@ -70,6 +70,13 @@ def generate(
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
     seed: options.Seed = None,
+    data: Annotated[
+        str | None, typer.Option(help="Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="Key or column of the prompts in --data. Default: prompt.")] = None,
+    output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
+    batch: Annotated[int, number(1, "Rows of --data per batch.", most=options.MOST_ROWS)] = 8,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the --output of an interrupted run.")] = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the drafted tokens.")] = False,
     html: Annotated[Path | None, output("Write an HTML page with the drafted tokens marked.")] = None,
     as_json: options.Json = False,
@@ -81,14 +88,18 @@ def generate(
 
     With --show-drafts, accepted drafted tokens are blue and underlined. --html FILE writes the same as a web page.
 
+    With --data, every row is continued in batches of similar lengths, and --output has one line per row, in order.
+    Under `torchrun` or `accelerate launch`, each process takes a share of the rows.
+
     Examples:
 
     - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --max-new-tokens 512
     - hf-longspec generate --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --draft ngram --show-drafts
     - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --html notes.html
     - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --json
+    - hf-longspec generate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output texts.jsonl --batch 16
 
-    Exit status: 0; 2 for what cannot be run; 130 after Ctrl-C.
+    Exit status: 0; 1 if a row of --data failed; 2 for what cannot be run; 130 after Ctrl-C.
     """
 
 
@@ -175,6 +186,31 @@ def tune(
     - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --draft ./draft
 
     Exit status: 0, also if the present settings are kept; 2 for what cannot be run; 130 after Ctrl-C.
+    """
+
+
+@command
+def serve(
+    target: options.Target,
+    draft: options.Draft = "ngram",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1",
+    port: Annotated[int, number(1, "Port to listen on.", most=65535)] = 8000,
+    setting: options.Setting = None,
+    dtype: options.Dtype = options.DtypeName.auto,
+    device: options.Device = None,
+    debug: options.Debug = False,
+) -> None:
+    """Serve a model with a draft over the API of OpenAI: chat, completions, streaming, tools.
+
+    This is `transformers serve` with the draft in every request. Requests are decoded one after the other. /metrics has
+    counts and times in the format of Prometheus. Requests name the model as --target does. There is no password.
+
+    Examples:
+
+    - hf-longspec serve --target Qwen/Qwen3-0.6B
+    - hf-longspec serve --target Qwen/Qwen3-8B --draft org/draft --port 8001
+
+    Exit status: 0; 2 for what cannot be run; 130 after Ctrl-C.
     """
 
 

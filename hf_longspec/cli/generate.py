@@ -21,6 +21,7 @@ from ..generation.gate import PLAIN, message_of
 from ..generation.sequences import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
 from .models import LoadedModels, PromptProgress, load_models, say
+from .rows import continue_rows
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.
@@ -41,6 +42,12 @@ def run(args: SimpleNamespace) -> int:
         raise CommandError(
             f"--samples {args.samples} cannot be combined with --show-drafts or --html. Drop one of them."
         )
+    if args.data is not None:
+        if args.file or args.prompt or args.samples > 1 or args.as_json or args.show_drafts or args.html:
+            raise CommandError("--data cannot be combined with a text, --samples, --json, --show-drafts or --html.")
+        return continue_rows(args, how)
+    if args.output is not None or args.resume or args.column is not None:
+        raise CommandError("--output, --resume and --column are for --data. Pass --data, or drop them.")
     name, text = options.read_text(args.file, args.prompt)
     with load_models(args) as loaded:
         if args.chat and not getattr(loaded.tokenizer, "chat_template", None):

@@ -109,6 +109,18 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def find_device(name: str | None) -> torch.device:
+    """The device of a name; `None`: the first GPU, or the CPU."""
+    if name is None:
+        return default_device()
+    try:
+        one = torch.ones(1, device=name)
+        one.item()  # a meta device has no values
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CommandError(f"--device {name} is not available. Pass cpu, or leave it out.") from error
+    return one.device
+
+
 def dtype_of(name: str, device: torch.device) -> torch.dtype:
     """The type of a name; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     return TORCH_DTYPES.get(name, torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -264,14 +276,7 @@ class LoadedModels:
 @contextmanager
 def load_models(args: SimpleNamespace) -> Iterator[LoadedModels]:
     """Load what the options --target, --draft, --set, --dtype and --device name, with a spinner and no warnings."""
-    settings, device = options.read_settings(args.setting), default_device()
-    if args.device is not None:
-        try:
-            one = torch.ones(1, device=args.device)
-            one.item()  # a meta device has no values
-            device = one.device
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise CommandError(f"--device {args.device} is not available. Pass cpu, or leave it out.") from error
+    settings, device = options.read_settings(args.setting), find_device(args.device)
     console = Console(stderr=True)  # a spinner, on a terminal alone
     with quiet(progress_bars=not Path(args.target).is_dir()):
         find_draft(args.draft)
