@@ -6,6 +6,7 @@ attribute `_is_longspec_draft`, because an installed copy of this package and on
 classes. All other assistants run the functions of transformers.
 """
 
+import copy
 import functools
 import os
 from typing import Any
@@ -42,6 +43,8 @@ def install() -> None:
                 refuse(why_not_stored(None, config.cache_implementation))
             if assistant.config.vocab_size != self.config.get_text_config().vocab_size:
                 assistant.check(TargetView(self))  # transformers would ask for the tokenizers of both
+            config = copy.copy(config)
+            config.num_return_sequences = 1  # generate() repeats the rows, which transformers' assistants do not take
         validate(self, mode, config, mode_kwargs)
 
     setattr(assisted_decoding, _STOCK, decode)

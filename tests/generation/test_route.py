@@ -13,7 +13,7 @@ import hf_longspec
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.generation import route
 from tests.robustness.drafts import make_draft
-from tests.tiny_targets import TINY_TARGETS, tiny_target
+from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,24 @@ def test_importing_installs_it_once():
     # one layer, not four
     assert not hasattr(stock, route._STOCK)
     assert getattr(GenerationMixin._assisted_decoding, route._STOCK) is stock
+
+
+def test_several_samples_of_each_prompt():
+    """They are the rows of a batch that repeats the prompts. Other assistants are refused as by transformers."""
+    model = tiny_target("llama")
+    draft = SpecAttnDraftModel.from_target(model, acceptance="coupled", sparse_min_tokens=4)
+    input_ids, mask = tiny_prompts(128, (9, 5))
+    options = {"do_sample": True, "max_new_tokens": 12, "pad_token_id": 0}
+    texts = []
+    for repeats in (1, 3):
+        rows = [part.repeat_interleave(repeats, 0) for part in (input_ids, mask)]
+        options |= {"attention_mask": rows[1], "num_return_sequences": 3 // repeats}
+        torch.manual_seed(3)
+        texts.append(model.generate(rows[0], assistant_model=draft, **options))
+    assert texts[0].shape[0] == 6 and torch.equal(*texts)
+    assert len({tuple(row) for row in texts[0].tolist()}) == 6
+    with pytest.raises(ValueError, match="num_return_sequences has to be 1"):
+        model.generate(input_ids, assistant_model=tiny_target("llama"), do_sample=True, num_return_sequences=3)
 
 
 def test_uninstalling_restores_the_very_function():

@@ -68,8 +68,7 @@ class Call:
         dtype (`str`): Of the target.
         attention (`str`, *optional*): `attn_implementation` of the target that speculates.
         plan (`str`): `once`, `again` (twice with the same draft), `lent`, `bare` or `returned` (a second turn on a
-            cache with or without a config, or on the returned one), `threads` (two calls at once), or `several`
-            (`num_return_sequences`).
+            cache with or without a config, or on the returned one), or `threads` (two calls at once).
         beside (`bool`): Whether the second thread or the second turn has no draft.
         gate (`bool`): Of the draft.
         compiles (`bool`): Whether the draft compiles its steps.
@@ -133,8 +132,6 @@ class Call:
     def refusal(self) -> str | None:
         """Pattern of the message, if the call is to be refused."""
         settings = self.settings
-        if self.plan == "several":
-            return "num_return_sequences"
         if self.target[0] == "deepseek_v3" and (
             self.kind in ("longspec", "quest") or settings.get("granularity") == "kv_head"
         ):
@@ -193,7 +190,7 @@ def calls(draw: Any, compiles: bool = False) -> Call:
         weights=draw(st.integers(0, 2)),
         dtype=dtype,
         attention=draw(st.sampled_from([None, None, "hf_longspec", "eager"])),
-        plan="once" if limit else "several" if draw(st.integers(0, 60)) == 60 else draw(st.sampled_from(PLANS)),
+        plan="once" if limit else draw(st.sampled_from(PLANS)),
         beside=draw(st.booleans()),
         gate=gate,
         compiles=compiles,
@@ -380,7 +377,7 @@ def _plan(call: Call) -> str:
     first, second = "make_draft(model)", None if call.beside else "draft"
     caches = {"lent": "DynamicCache(config=model.config)", "bare": "DynamicCache()", "returned": "None"}
     if call.refusal is not None:
-        more = {"several": "num_return_sequences=2"} | {plan: f"past_key_values={caches[plan]}" for plan in CACHED}
+        more = {plan: f"past_key_values={caches[plan]}" for plan in CACHED}
         return (
             f"check_refusal(lambda: generate(model, {first}, {more.get(call.plan, '')}), {call.refusal!r})\n"
             "check(expected, generate(model), start)"
