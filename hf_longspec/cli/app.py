@@ -238,9 +238,6 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the result file.")] = False,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw plots as PNG files.")] = True,
     as_json: options.Json = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also list the papers' methods that are run and not run.")
-    ] = False,
     debug: options.Debug = False,
 ) -> None:
     """Benchmark drafts against plain generate, the loop without a draft, and prompt lookup.

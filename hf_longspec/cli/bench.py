@@ -24,7 +24,7 @@ from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, witho
 from ..bench.matrix import Cell, Matrix, Method, draft_points, grid, parse_sweeps, split_axes, written
 from ..bench.plots import plot_all
 from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
-from ..bench.report import FAILED, NOT_RUN, RUN_BY, matrix_report, rows_of
+from ..bench.report import FAILED, matrix_report, rows_of
 from ..bench.results import ResultFile, check_resume, of_kind
 from ..cli import CommandError, models, options
 from ..generation.target import TargetView
@@ -73,7 +73,7 @@ def run(args: SimpleNamespace) -> int:
         file, interrupted = bench.measure(
             prompts, args.output, math.inf if args.minutes is None else args.minutes * 60, args.resume
         )
-    show(file, args.plots, args.as_json, args.verbose)
+    show(file, args.plots, args.as_json)
     if interrupted:
         print("Interrupted. Finished calls are kept; --resume continues.", file=sys.stderr)
         return options.INTERRUPTED
@@ -268,7 +268,7 @@ def _write_floor(file: ResultFile, model: PreTrainedModel, cell: Cell) -> None:
             file.write("floor", **place, seconds=seconds)
 
 
-def show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
+def show(file: ResultFile, plots: bool, as_json: bool) -> None:
     """Print the table or the JSON object, and draw the plots."""
     records = file.records
     paths = [file.path, file.path.with_suffix(".md")]
@@ -279,14 +279,12 @@ def show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
             "environment": of_kind(records, "environment")[0],
             "rows": rows_of(records),
             "skipped": of_kind(records, "skipped"),
-            "run_by": RUN_BY,
-            "not_run": NOT_RUN,
             "finished": bool(of_kind(records, "end")),
             "files": [str(path) for path in paths],
         }
         print(json.dumps(result))
     else:
-        report, console = matrix_report(records, brief=True, not_run=verbose), Console()
+        report, console = matrix_report(records, brief=True), Console()
         if console.is_terminal:
             # with spaces, so that a range breaks into lines where a column is too narrow for it
             console.print(Markdown(re.sub(r"\(([\d.]+)-([\d.]+)\)", r"(\1 - \2)", report)))
