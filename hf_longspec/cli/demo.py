@@ -21,7 +21,7 @@ from ..cli import CommandError, models, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..streaming import FileStreamer
 from .bench import load_drafts
-from .models import PromptProgress
+from .models import Progress
 
 GENERATE, NO_DRAFT = "generate", "no draft"
 # Without bfloat16 instructions reading a prompt takes 10 times as long as in float32, and every method reads it.
@@ -132,7 +132,7 @@ def measure(
         return run_call(model, method, prompt, decoding=Decoding(), tokens=tokens, seed=0, **how)
 
     call(ids[:, -WARM_UP_PROMPT:], WARM_UP_TOKENS)  # the first call is slow, and not measured
-    with PromptProgress(model, ids.shape[1], f"{name}: reading the prompt", console) as bar:
+    with Progress(0, f"{name}: reading the prompt", console) as bar:
 
         def arrived(count: int) -> None:
             if count == 1:  # the prompt has been read

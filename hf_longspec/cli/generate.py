@@ -20,7 +20,7 @@ from ..cli import CommandError, options
 from ..generation.gate import PLAIN, message_of
 from ..generation.sequences import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from .models import LoadedModels, PromptProgress, load_models, say
+from .models import LoadedModels, Progress, load_models, say
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.
@@ -209,7 +209,7 @@ def decode(
     text: BaseStreamer | None = None if quiet else FileStreamer(tokenizer, sys.stdout)
     if steps is not None:
         text = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, report)
-    with PromptProgress(loaded.model, ids.shape[1], "Reading the prompt") as progress:
+    with Progress(0, "Reading the prompt") as progress:
 
         def arrived(tokens: int) -> None:
             if tokens == 1 and quiet:  # the prefill is over
