@@ -247,8 +247,13 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 Column = str | Callable[[Record], object]
 
 
-def table(rows: Sequence[Record], columns: Mapping[str, Column]) -> str:
-    """A Markdown table with one line per record. Numbers have three significant digits; missing values are empty."""
+def table(rows: Sequence[Record], columns: Mapping[str, Column] | None = None) -> str:
+    """A Markdown table with one line per record. Numbers have three significant digits; missing values are empty.
+
+    Args:
+        columns (`Mapping`, *optional*): Columns by their headings; by default the keys of the first record.
+    """
+    columns = {name: name for name in rows[0]} if columns is None else columns
     lines = [[_cell(row.get(of) if isinstance(of, str) else of(row)) for of in columns.values()] for row in rows]
     return markdown_table(list(columns), lines)
 
