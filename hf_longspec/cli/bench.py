@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -45,27 +44,7 @@ def run(args: SimpleNamespace) -> int:
     """Measure and show; returns the exit status."""
     check_resume(args.output, args.resume)
     require_packages(args.plots)
-    drafts, sweeps = args.draft or [], args.sweep or []
-    if args.preset is not None:
-        drafts += [name for name in ALL_DRAFTS if name not in drafts]
-        sweeps += [] if args.temperature or any(one.startswith("temperature=") for one in sweeps) else [ALL_WAYS]
-    bench = Bench(
-        target=args.target,
-        preset=args.preset,
-        drafts=drafts or ["specattn"],
-        assistant=args.assistant,
-        data=args.data or [BUILTIN],
-        column=args.column,
-        chat=args.chat,
-        contexts=lengths("--context", args.context or (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS)),
-        batches=lengths("--batch", args.batch, options.MOST_ROWS),
-        dtypes=dtypes(args.dtype),
-        sweeps=sweeps,
-        tokens=args.max_new_tokens,
-        repeats=args.repeats,
-        temperature=args.temperature,
-        lookup_tokens=args.lookup_tokens,
-    )
+    bench = Bench(args)
     parse_sweeps(bench.sweeps)
     documents = read_sources(bench.data, args.column)
     with models.quiet(progress_bars=not Path(args.target).is_dir()):
@@ -80,25 +59,23 @@ def run(args: SimpleNamespace) -> int:
     return int(any(row["text"] in FAILED for row in rows_of(file.records)))
 
 
-@dataclass(frozen=True)
 class Bench:
     """One run of the command: the values that decide the numbers, under their names in the result file."""
 
-    target: str
-    preset: str | None
-    drafts: list[str]
-    assistant: str | None
-    data: list[str]
-    column: str | None
-    chat: bool
-    contexts: list[int]
-    batches: list[int]
-    dtypes: list[str]
-    sweeps: list[str]
-    tokens: int
-    repeats: int
-    temperature: float
-    lookup_tokens: int
+    def __init__(self, args: SimpleNamespace):
+        drafts, self.sweeps = args.draft or [], args.sweep or []
+        if args.preset is not None:
+            drafts += [name for name in ALL_DRAFTS if name not in drafts]
+            is_sampled = args.temperature or any(one.startswith("temperature=") for one in self.sweeps)
+            self.sweeps += [] if is_sampled else [ALL_WAYS]
+        self.target, self.preset, self.assistant = args.target, args.preset, args.assistant
+        self.drafts, self.data = drafts or ["specattn"], args.data or [BUILTIN]
+        self.column, self.chat = args.column, args.chat
+        contexts = args.context or (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS)
+        self.contexts = lengths("--context", contexts)
+        self.batches, self.dtypes = lengths("--batch", args.batch, options.MOST_ROWS), dtypes(args.dtype)
+        self.tokens, self.repeats = args.max_new_tokens, args.repeats
+        self.temperature, self.lookup_tokens = args.temperature, args.lookup_tokens
 
     def measure(self, prompts: DocumentPrompts, output: Path, seconds: float, resume: bool) -> tuple[ResultFile, bool]:
         """Measure all dtypes, with one model in memory at a time; returns also whether Ctrl-C ended the run."""
