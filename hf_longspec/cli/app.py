@@ -230,7 +230,6 @@ def bench(
     max_new_tokens: Annotated[int, number(2, "Tokens per row and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
     temperature: Annotated[float, number(0, "0 is greedy.", float)] = 0.0,
-    lookup_tokens: Annotated[int, number(1, "Tokens of transformers' prompt lookup.")] = 4,
     minutes: Annotated[float | None, number(0, "Time limit: start no call that would end later.", float)] = None,
     output: Annotated[Path, output("Result file; the table and plots are written next to it.", suffix=".jsonl")] = Path(
         "bench.jsonl"

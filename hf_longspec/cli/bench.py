@@ -32,6 +32,7 @@ from ..modeling.register_draft import DRAFTS
 from .models import Progress
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
+LOOKUP_TOKENS = 4  # that prompt lookup drafts
 OWN = "own"
 # The drafts, contexts and ways to choose tokens of `--preset all`. The loop without a draft is measured in any case.
 ALL_DRAFTS = [one.names[0] for one in DRAFTS.values() if one.model.weightless and one.model is not PlainDraftModel]
@@ -75,7 +76,7 @@ class Bench:
         self.contexts = lengths("--context", contexts)
         self.batches, self.dtypes = lengths("--batch", args.batch, options.MOST_ROWS), dtypes(args.dtype)
         self.tokens, self.repeats = args.max_new_tokens, args.repeats
-        self.temperature, self.lookup_tokens = args.temperature, args.lookup_tokens
+        self.temperature = args.temperature
 
     def measure(self, prompts: DocumentPrompts, output: Path, seconds: float, resume: bool) -> tuple[ResultFile, bool]:
         """Measure all dtypes, with one model in memory at a time; returns also whether Ctrl-C ended the run."""
@@ -108,7 +109,7 @@ class Bench:
         axes = parse_sweeps(self.sweeps)
         decoding, of_drafts, contexts = split_axes(axes, {name: draft.settings for name, draft in drafts.items()})
         methods = [Method(HF, HfMethod()), Method(PLAIN, PlainDraftModel.from_target(model))]
-        methods.append(Method(LOOKUP, HfMethod({"prompt_lookup_num_tokens": self.lookup_tokens}, max_batch=1)))
+        methods.append(Method(LOOKUP, HfMethod({"prompt_lookup_num_tokens": LOOKUP_TOKENS}, max_batch=1)))
         if self.assistant is not None:
             assistant = load_assistant(self.assistant, model)
             methods.append(Method(ASSISTED, HfMethod({"assistant_model": assistant}, max_batch=1)))
