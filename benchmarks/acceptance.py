@@ -1,7 +1,6 @@
 """tau on held-out text with 95 % intervals over prompts: of the settings of SpecAttn, of n-grams, or of trained drafts.
 
-tau is the mean number of tokens emitted per verification, including the target's own token. Nothing is timed, so other
-programs may run at the same time. Every result is written immediately, the most important settings first.
+Nothing is timed, so other programs may run at the same time. The most important settings come first.
 
     python -m benchmarks.acceptance --target hub_cards/tiny-target --data novels --data stdlib --threads 1
     python -m benchmarks.acceptance --draft hub_cards/tiny-longspec --output benchmarks/results/drafts.jsonl
@@ -11,7 +10,6 @@ programs may run at the same time. Every result is written immediately, the most
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks import harness
-from hf_longspec.bench.calls import MODES, Decoder, Decoding, HfMethod, PrefilledPrompts, changed
+from hf_longspec.bench.calls import MODES, Decoder, Decoding, PrefilledPrompts, changed
 from hf_longspec.bench.report import mean_interval, significant
 from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
 
@@ -35,12 +33,7 @@ class Setting:
 
     @classmethod
     def of(cls, mode: str = "sample", changes: Mapping[str, Any] | None = None, **options: Any) -> "Setting":
-        """From options as keywords.
-
-        Args:
-            mode (`str`): `sample` at temperature 1, or `greedy`.
-            changes (`Mapping`, *optional*): Other values of the mode's [`Decoding`].
-        """
+        """From the draft's options as keywords, and other values (`changes`) of the mode's [`Decoding`]."""
         return cls(replace(MODES[mode], **(changes or {})), tuple(options.items()))
 
     @property
@@ -62,7 +55,7 @@ class AcceptanceBenchmark:
 
     model: PreTrainedModel  # the target, in float32
     # by their names in the results, or `None` for a single draft without a name. Their settings are changed from run to
-    # run. An [`HfMethod`] has none.
+    # run.
     drafts: Mapping[str | None, Any]
     prompts: PrefilledPrompts  # one row per prompt
     tokens: int  # tokens per prompt
@@ -71,7 +64,6 @@ class AcceptanceBenchmark:
     def __post_init__(self) -> None:
         self.decoder = Decoder(self.model, self.prompts, self.tokens)
         self._first: dict[tuple[str, str, int], list[float]] = {}
-        self._greedy_text: dict[int, torch.Tensor] = {}
 
     def run(self, plan: Sequence[Planned], results: harness.Run) -> None:
         """Run all planned settings, in the given order, until the time is over."""
@@ -88,31 +80,19 @@ class AcceptanceBenchmark:
 
     def measure(self, name: str | None, setting: Setting, length: int) -> dict[str, Any]:
         """tau of one setting at one length: mean over prompts with interval, and difference to what came first."""
-        taus, texts, method = [], [], self.drafts[name]
-        histogram: list[int] = []
+        taus, method = [], self.drafts[name]
         batch = min(self.batch, getattr(method, "max_batch", None) or self.batch)
         with changed(method, dict(setting.options)) if setting.options else nullcontext():
             for start in range(0, len(self.prompts.tokens), batch):
                 rows = slice(start, min(start + batch, len(self.prompts.tokens)))
                 run = self.decoder.run(method, rows, length, setting.decoding, seed=rows.start)
                 taus += [run.tokens // len(run.text) / count for count in run.row_steps]
-                texts.append(run.text)
-                counts = [] if isinstance(method, HfMethod) else method.last_speculation.acceptance_histogram
-                histogram = [a + b for a, b in zip_longest(histogram, counts, fillvalue=0)]
-        record: dict[str, Any] = {
-            "tau": mean_interval(taus),
-            "per_prompt": [significant(tau) for tau in taus],
-            "histogram": histogram,
-        }
+        record: dict[str, Any] = {"tau": mean_interval(taus), "per_prompt": [significant(tau) for tau in taus]}
         # drafts of one kind are compared setting by setting, and the settings of SpecAttn with its first
         group = "" if name is None or not setting.options else f"{method.config.model_type} {setting.options}"
         first = self._first.setdefault((setting.mode, group, length), taus)
         if first is not taus:
-            difference = [tau - other for tau, other in zip(taus, first, strict=True)]
-            record["difference"] = mean_interval(difference)
-        if setting.decoding == MODES["greedy"]:
-            text = torch.cat(texts)
-            record["same_text"] = bool(torch.equal(text, self._greedy_text.setdefault(length, text)))
+            record["difference"] = mean_interval([tau - other for tau, other in zip(taus, first, strict=True)])
         return record
 
 

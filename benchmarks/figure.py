@@ -3,17 +3,10 @@
     make figure
     python -m benchmarks.figure --preset full --resume
 
-`full` also runs in bfloat16 where the processor has it, with fewer prompts and lengths.
-
-Each prompt is prefilled once for all systems. All systems continue the same prompts, in turns, so that every ratio
-compares calls at about the same time. Chains have four drafted tokens; trees are named. tau is the number of tokens per
-verification, including the target's own. The cost is the time of an iteration divided by that of a step of the plain
-loop. The speed-up is tau divided by the cost.
-
-An interrupted run continues with `--resume`. The report and the figure are written at the end.
+`full` also runs in bfloat16 where the processor has it, with fewer prompts and lengths. The report and the figure are
+written at the end. benchmarks/README.md describes the method.
 """
 
-import argparse
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -121,10 +114,7 @@ def compare(
     already are not repeated.
 
     Args:
-        model (`PreTrainedModel`): The target.
-        methods (`Mapping[str, Any]`): From [`systems`].
-        prompts ([`PrefilledPrompts`]): One row per prompt, in the type of the target.
-        tokens (`int`): New tokens per prompt.
+        prompts ([`PrefilledPrompts`]): In the type of the target.
     """
     decoder, warm = Decoder(model, prompts, tokens), set()
     dtype = str(model.dtype).removeprefix("torch.")
@@ -161,12 +151,6 @@ def compare(
         results.say(f"prompts {rows.start + 1} to {rows.stop} in a batch of {batch}, {dtype}: done")
 
 
-def selection(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the systems of `--system` and the two baselines, or all."""
-    methods = systems(model, args.cards)
-    return {name: how for name, how in methods.items() if not args.systems or name in (HF, PLAIN, *args.systems)}
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = harness.parser(__doc__, "figure", minutes=0, prompts=True)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="short", help="sizes (default: %(default)s)")
@@ -183,6 +167,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--resume", action="store_true", help="continue with the result file")
     parser.set_defaults(minutes=None)
     args = parser.parse_args(arguments)
+
+    def selected(model: PreTrainedModel) -> dict[str, Any]:
+        methods = systems(model, args.cards)
+        return {name: how for name, how in methods.items() if not args.systems or name in (HF, PLAIN, *args.systems)}
+
     for name, value in PRESETS[args.preset].items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     rows, origin = harness.load_prompts(args.target, args.data, max(args.contexts), args.prompts)
@@ -190,12 +179,12 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = {"tokens": args.tokens, "contexts": args.contexts, "batches": args.batches}
     with harness.start(args, "figure", {**sizes, **origin}, resume=args.resume or None) as run:
         prompts = harness.prefilled(model, rows, run)
-        compare(run, model, selection(model, args), prompts, modes=args.modes, **sizes)
+        compare(run, model, selected(model), prompts, modes=args.modes, **sizes)
         if args.bfloat16 and run.records[0]["native_bfloat16"]:
             model = harness.load_target(args.target, torch.bfloat16)
             prompts = prompts.first(args.bfloat16).to(torch.bfloat16)
             sizes |= {"contexts": [size for size in FEWER_CONTEXTS if size <= max(args.contexts)], "batches": [1]}
-            compare(run, model, selection(model, args), prompts, modes=args.modes, **sizes)
+            compare(run, model, selected(model), prompts, modes=args.modes, **sizes)
     draw(run.records, args.output.with_suffix(".svg"))
 
 

@@ -281,7 +281,7 @@ def goals(records: Sequence[Record], entries: Sequence[Record]) -> str:
             if context >= LONG:
                 gain = ratio_interval(list((longspec[context] - without[context]).dropna()))
                 add(f"LongSpec: tau with cross-attention over tau without at {context:,}", mode, 1.0, gain)
-    return table(lines, {name: name for name in lines[0]}) if lines else ""
+    return table(lines) if lines else ""
 
 
 def fill(records: Sequence[Record], text: str) -> str:
@@ -301,23 +301,14 @@ def fill(records: Sequence[Record], text: str) -> str:
                 if match[1] == "Plain":
                     best = next((row for row in at if row["system"] == PLAIN), None)
                 else:
-                    best = fastest(at, METHODS[CLASSES[match[1]]])
+                    best = fastest(at, METHODS[CLASSES.get(match[1], match[1])])
                 cells[index] = f" {_shown(best, 'to_generate') if best else ''} "
             lines[place] = "|".join(cells)
     return "\n".join(lines)
 
 
-# Methods by the class of their drafts.
-CLASSES = {
-    "LongSpec": "LongSpec",
-    "Eagle3": "EAGLE-3",
-    "TokenSwift": "TokenSwift",
-    "SpecAttn": "SpecAttn",
-    "Quest": "Quest",
-    "Ngram": "n-grams",
-    "Assistant": "small model",
-    "TokenRecycling": "Token Recycling",
-}
+# Methods by the class of their drafts, where they have other names.
+CLASSES = {"Eagle3": "EAGLE-3", "Ngram": "n-grams", "Assistant": "small model", "TokenRecycling": "Token Recycling"}
 
 
 def part(records: Sequence[Record], name: str) -> str:
@@ -329,8 +320,12 @@ def part(records: Sequence[Record], name: str) -> str:
 def summary(records: Sequence[Record]) -> str:
     """Return what documents quote: tau by context, the goals and the claims."""
     entries = rows(records)
+    return "\n\n".join([headline(entries), *_judged(records, entries, "####")])
+
+
+def _judged(records: Sequence[Record], entries: Sequence[Record], heading: str) -> list[str]:
     sections = {"Goals": goals(records, entries), "Claims of the papers": claims(records)}
-    return "\n\n".join([headline(entries), *(f"#### {title}\n\n{text}" for title, text in sections.items() if text)])
+    return [f"{heading} {title}\n\n{text}" for title, text in sections.items() if text]
 
 
 def tables(records: Sequence[Record]) -> list[str]:
@@ -338,8 +333,7 @@ def tables(records: Sequence[Record]) -> list[str]:
     entries = rows(records)
     single = [row for row in entries if row["batch"] == 1 and row["dtype"] == "float32"]
     parts = [headline(single)] if single else []
-    sections = {"Goals": goals(records, entries), "Claims of the papers": claims(records)}
-    parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]
+    parts += _judged(records, entries, "##")
     for key, title in zip(SPEEDS, TITLES, strict=True):
         parts += _by_context(single, title, lambda row, key=key: _shown(row, key))
     timed = [row for row in single if all(phase in row for phase in PHASES)]

@@ -1,16 +1,10 @@
 """The gate on held-out text: the plain loop, and drafts with the gate and without it.
 
-The useless draft has random weights; the others are a trained chain, a trained wide tree, and n-grams. Every prompt is
-prefilled once, and all ways to decode continue copies of its cache by the same tokens, in turns of a few tokens each.
 With the gate a draft should be about as fast as the faster one of two: the plain loop, and the same draft without the
-gate.
+gate. The useless draft has random weights; the others are a trained chain, a trained wide tree, and n-grams.
+benchmarks/README.md says why all of them advance through the same text in turns, and how the two estimates are made.
 
     python -m benchmarks.gate
-
-The differences are a few per cent, but runs of some seconds vary by ten per cent on a shared machine. Therefore all
-methods advance by a few tokens in turns, and every step is timed. The report has two results: the total times, and an
-estimate from the counts of steps and their median cost. The gate counts the time of its own steps, so the turns do not
-affect it.
 """
 
 import statistics
@@ -182,7 +176,10 @@ class GateBenchmark:
         self._repeat(0, context, WARM_UP_TOKENS)
         repeats = [self._repeat(repeat, context, self.tokens) for repeat in range(self.repeats)]
         plain = [runs[PLAIN].steps for runs in repeats]
-        wall = {name: [_seconds(runs[name].steps) for runs in repeats] for name in self.ways}
+        wall, cpu = (
+            {name: [sum(getattr(step, clock) for step in runs[name].steps) for runs in repeats] for name in self.ways}
+            for clock in ("seconds", "cpu_seconds")
+        )
         for name in self.ways:
             steps = [runs[name].steps for runs in repeats]
             last = repeats[-1][name].session.stats
@@ -197,7 +194,7 @@ class GateBenchmark:
                 method=name,
                 tokens_per_second=significant(self.tokens * len(repeats) / sum(wall[name])),
                 time_over_plain=_over(wall[name], wall[PLAIN]),
-                cpu_over_plain=_over([_cpu(run) for run in steps], [_cpu(run) for run in plain]),
+                cpu_over_plain=_over(cpu[name], cpu[PLAIN]),
                 accounted_over_plain=significant(ratio),
                 kinds=kinds,
                 faster=base,
@@ -219,14 +216,6 @@ class GateBenchmark:
             )
         interleave(runs, tokens)
         return runs
-
-
-def _seconds(steps: Sequence[Any]) -> float:
-    return sum(step.seconds for step in steps)
-
-
-def _cpu(steps: Sequence[Any]) -> float:
-    return sum(step.cpu_seconds for step in steps)
 
 
 def _over(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:

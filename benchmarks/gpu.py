@@ -1,13 +1,10 @@
 """All measurements on a GPU, in one command that ends within nine minutes and needs torch, triton and transformers.
 
-The run creates a random target of the sizes of Llama-3.1-8B on the device, with random keys and values. It downloads
-and prefills nothing, and the package need not be installed. The most important rows come first: iterations of stock
-`generate` and of this package without a draft, with SpecAttn and with LongSpec, after 8K, 32K and 128K tokens; then
-kernels, other implementations of the same attention, and the other drafts. Each line is written immediately. A wrong
-result is not timed; a measurement that is not possible is a line with the reason.
+The run downloads and prefills nothing, and the package need not be installed. A wrong result is not timed; a
+measurement that is not possible is a line with the reason. benchmarks/README.md describes the sections.
 
     python benchmarks/gpu.py
-    python -m benchmarks.gpu --sections kernels,baselines --seconds 300
+    python -m benchmarks.gpu --sections kernels,baselines --minutes 5
     python -m benchmarks.gpu --smoke --output runs/gpu.jsonl   # every path on a CPU; the times are meaningless
 """
 
@@ -34,11 +31,12 @@ if not __package__:  # run as a file: the root of the checkout takes the place o
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import hf_longspec
-from benchmarks.gpu_attention import baselines, correctness, kernels
+from benchmarks import harness
+from benchmarks.gpu_attention import baselines, kernels
 from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun, Plan, Stop, Timing, gpu_facts
-from benchmarks.harness import RESULTS, Skip, integers, names
-from benchmarks.hf_side import dynamic_cache
-from benchmarks.roofline import Iteration, Machine, Roofline
+from benchmarks.harness import Skip, integers, names
+from benchmarks.random_inputs import dynamic_cache
+from benchmarks.roofline import Machine
 from hf_longspec.bench.calls import HF, PLAIN, Call, Decoding, HfMethod, changed, run_call
 from hf_longspec.bench.report import significant
 from hf_longspec.generation.cache import SpeculativeCache
@@ -76,18 +74,16 @@ def other_drafts(target: Any, plan: Plan) -> dict[str, Any]:
     """No draft, further trees of LongSpec, TokenSwift and n-grams."""
     drafts = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), **_longspec(target, plan.trees[1:])}
     for self_draft in ("verify_hidden", "partial_kv"):
-        heads = hf_longspec.TokenSwiftDraftModel.from_target(target)
+        drafts[f"TokenSwift, {self_draft}"] = heads = hf_longspec.TokenSwiftDraftModel.from_target(target)
         heads.generation_config.self_draft = self_draft
-        drafts[f"TokenSwift, {self_draft}"] = heads
     return drafts | {"n-grams": hf_longspec.NgramDraftModel.from_target(target)}
 
 
 def _longspec(target: Any, trees: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     drafts = {}
     for widths in trees:
-        draft = hf_longspec.LongSpecDraftModel.from_target(target)
+        drafts[f"LongSpec, {'+'.join(map(str, widths))}"] = draft = hf_longspec.LongSpecDraftModel.from_target(target)
         draft.generation_config.tree_widths = list(widths)
-        drafts[f"LongSpec, {'+'.join(map(str, widths))}"] = draft
     return drafts
 
 
@@ -132,9 +128,9 @@ def _time_draft(
     with changed(draft, mode) if mode else nullcontext():
         first, milliseconds, _ = generate(run, draft, cache, what["context"], stored, WARM_UP_TOKENS)
         per_token = statistics.median(milliseconds) * len(milliseconds) / first.tokens / 1e3
-        affordable = int(min(ROW_SECONDS, run.left_here) / CALLS / per_token)
+        affordable = int(min(ROW_SECONDS, run.left) / CALLS / per_token)
         if affordable < min(FEWEST_TOKENS, run.plan.tokens):
-            raise Skip(f"a token takes {per_token:.1f} s and {run.left_here:.0f} s are left")
+            raise Skip(f"a token takes {per_token:.1f} s and {run.left:.0f} s are left")
         if run.is_cuda:
             torch.cuda.reset_peak_memory_stats()
         tokens = min(affordable, run.plan.tokens)
@@ -144,8 +140,7 @@ def _time_draft(
     if what["draft"] == PLAIN:
         plain[compiled] = median, text
     base, base_text = plain.get(compiled, (None, None))
-    at = run.roofline(1, what["context"])
-    floor, nodes = None if stock else iteration_floor(draft, at), nodes_of(draft, run.model)
+    nodes = nodes_of(draft, run.model)
     values: dict[str, Any] = {
         "nodes": nodes,
         "backend": run.model.config._attn_implementation if stock else run.backend().name,
@@ -154,11 +149,10 @@ def _time_draft(
         "tau": sum(call.tokens for call, _, _ in calls) / sum(call.steps for call, _, _ in calls),
         "same_tokens": None if base_text is None else len(list(takewhile(bool, map(eq, text, base_text)))),
         "c": None if base is None else base / median,
-        "c_floor": None if floor is None else floor.c,
     }
     if run.is_cuda:
         values["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    floor_ms = floor.iteration_ms if floor else at.verify_ms(nodes)
+    floor_ms = run.roofline(1, what["context"]).verify_ms(nodes)
     run.write_timing("iteration", Timing(milliseconds, "wall"), floor_ms, **what, **values)
 
 
@@ -214,41 +208,22 @@ def iteration_ms(arrivals: Sequence[float], emitted: Sequence[int]) -> list[floa
     return [1e3 * (end - begin) for begin, end in pairwise([arrivals[0], *(arrivals[at] for at in first_tokens)])]
 
 
-def iteration_floor(draft: Any, at: Roofline) -> Iteration | None:
-    """The floor of a draft with its present settings, for kinds that have one."""
-    kind, setting = draft.config.model_type, draft.setting
-    if kind == "longspec":
-        return at.longspec(list(setting("tree_widths")), draft.config.window)
-    if kind == "specattn":
-        share = min(1.0, max(setting("sparse_ratio"), setting("sparse_min_tokens") / max(at.context, 1)))
-        return at.specattn(setting("num_assistant_tokens"), share)
-    if kind == "tokenswift":
-        budget = setting("partial_kv_budget") if setting("self_draft") == "partial_kv" else None
-        return at.tokenswift(list(setting("tree_branching")), budget=budget)
-    return None
-
-
-# In their order, with the seconds of each. A section may also use the time that those before it left.
-SECTIONS: dict[str, tuple[float, Callable[[GpuRun], None]]] = {
-    "ceilings": (15.0, ceilings),  # with the imports
-    "iterations": (200.0, partial(iterations, make_drafts=first_drafts)),
-    "correctness": (45.0, correctness),
-    "kernels": (110.0, kernels),
-    "baselines": (80.0, baselines),
-    "drafts": (90.0, partial(iterations, make_drafts=other_drafts)),
+# The most important ones first.
+SECTIONS: dict[str, Callable[[GpuRun], None]] = {
+    "ceilings": ceilings,
+    "iterations": partial(iterations, make_drafts=first_drafts),
+    "kernels": kernels,
+    "baselines": baselines,
+    "drafts": partial(iterations, make_drafts=other_drafts),
 }
 
 
 def execute(run: GpuRun, sections: Sequence[str]) -> None:
     """Measure; say what was left out if the time ends or the device is lost."""
     queue = [name for name in SECTIONS if name in sections]
-    share = run.seconds / sum(SECTIONS[name][0] for name in queue)
-    until = 0.0
     try:
         while queue:
-            seconds, function = SECTIONS[queue[0]]
-            until += seconds * share
-            run.section(queue[0], function, until)
+            run.section(queue[0], SECTIONS[queue[0]])
             queue.pop(0)
     except Stop as reason:
         run.skip(f"{reason}: the rest of it, and what follows", part=" ".join(queue))
@@ -260,22 +235,20 @@ def main(arguments: list[str] | None = None) -> None:
     started = STARTED if arguments is None else time.perf_counter()
     parser = argument_parser()
     args = parser.parse_args(arguments)
-    if args.device == "cuda" and not args.smoke and not torch.cuda.is_available():
+    if not args.smoke and not torch.cuda.is_available():
         parser.error("there is no CUDA device. --smoke runs every path on a CPU.")
     if unknown := sorted(set(args.sections) - set(SECTIONS)):
         parser.error(f"--sections {','.join(unknown)}: expected some of {', '.join(SECTIONS)}.")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    plan, device = (SMOKE, torch.device("cpu")) if args.smoke else (LLAMA_8B, torch.device(args.device))
+    plan, device = (SMOKE, torch.device("cpu")) if args.smoke else (LLAMA_8B, torch.device("cuda"))
     if args.contexts:
         plan = replace(plan, contexts=tuple(args.contexts))
     sections = args.sections if "ceilings" in args.sections else ["ceilings", *args.sections]  # floors need them
     settings = {"shape": vars(plan.shape), "contexts": plan.contexts, "dtype": args.dtype, "sections": sections}
-    settings |= {"backends": args.backends, "device": device.type, "seconds": args.seconds}
+    settings |= {"backends": args.backends, "device": device.type, "minutes": args.minutes}
     torch.manual_seed(0)
     how = {"plan": plan, "device": device, "dtype": getattr(torch, args.dtype), "backends": args.backends}
-    options = {"quiet": args.quiet, "facts": gpu_facts(device), "started": started}
-    with GpuRun(args.output, "gpu", args.seconds, settings, **how, **options) as run:
+    options = {"make": GpuRun, "facts": gpu_facts(device), "started": started}
+    with harness.start(args, "gpu", settings, **how, **options) as run:
         signal.signal(signal.SIGALRM, _time_is_over)
         signal.setitimer(signal.ITIMER_REAL, max(0.1, run.left - RESERVE))
         execute(run, sections)
@@ -286,18 +259,13 @@ def _time_is_over(*_: object) -> None:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, "gpu", minutes=9)  # imports included
     add = parser.add_argument
-    add("--seconds", type=float, default=540.0, help="time limit, imports included (default: %(default)s)")
     add("--sections", type=names, default=list(SECTIONS), help=f"default: {','.join(SECTIONS)}")
     add("--contexts", type=integers, help="of iterations (default: 8192,32768,131072)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: bfloat16")
     add("--backends", type=names, default=BACKENDS, help=f"default: {','.join(BACKENDS)}")
     add("--smoke", action="store_true", help="every path on a tiny target on the CPU; the times are meaningless")
-    add("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
-    add("--output", type=Path, default=RESULTS / "gpu.jsonl", help="a .jsonl file (default: %(default)s)")
-    add("--threads", type=int, help="of the CPU (default: one per core)")
-    add("--quiet", action="store_true", help="no progress")
     return parser
 
 

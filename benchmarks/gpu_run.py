@@ -2,7 +2,6 @@
 
 import gc
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,6 @@ class Plan:
     shape: Shape  # sizes of the random target
     contexts: tuple[int, ...]  # contexts of iterations
     points: tuple[tuple[int, int], ...]  # batch and context of the attention cases, most important first
-    lengths: tuple[int, ...]  # prefix lengths that are checked for correctness
     nodes: tuple[int, ...]  # nodes of a verification
     rotating: int  # layers that a timed pass goes through, so that no cache level holds what is read
     matrix: int  # rows and columns of the matrix product whose rate is the ceiling
@@ -49,7 +47,6 @@ LLAMA_8B = Plan(
     shape=Shape(layers=32, vocab=128256),
     contexts=(8192, 32768, 131072),
     points=((1, 32768), (1, 8192), (1, 131072), (4, 32768)),
-    lengths=(1, 17, 4095, 5000, 33000),
     nodes=(1, 8, 16, 64),
     rotating=8,
     matrix=8192,
@@ -61,7 +58,6 @@ SMOKE = Plan(
     shape=Shape(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab=64),
     contexts=(48, 96),
     points=((1, 64), (2, 48)),
-    lengths=(1, 17, 65),
     nodes=(1, 5, 9),
     rotating=2,
     matrix=64,
@@ -101,51 +97,6 @@ class Timing:
 FEWEST_CALLS = 12
 
 
-def time_call(
-    function: Callable[[], object], device: torch.device, *, graph: bool = True, ms: float = 100.0, limit: float = 6.0
-) -> Timing:
-    """Time a function: on a GPU by `triton.testing`, on a processor by `torch.utils.benchmark`.
-
-    Args:
-        function (`Callable`): Reads nothing back from the device if it is to be captured.
-        graph (`bool`, *optional*, defaults to `True`): Replay it from a CUDA graph where that can be done.
-        ms (`float`, *optional*, defaults to 100): Milliseconds that the repeats take together.
-        limit (`float`, *optional*, defaults to 6): Seconds that the whole measurement may take.
-
-    Raises:
-        Skip: If one call takes so long that the measurement would not end in time.
-    """
-    once = min(_seconds_until_done(function, device) for _ in range(2))  # the first may compile
-    if once * FEWEST_CALLS > limit:
-        raise Skip(f"one call takes {once * 1e3:.0f} ms, and {FEWEST_CALLS} do not fit into {limit:.1f} s")
-    if device.type != "cuda":
-        from torch.utils.benchmark import Timer
-
-        timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-        return Timing([seconds * 1e3 for seconds in timer.blocked_autorange(min_run_time=ms / 1e3).times], "wall")
-    from triton.testing import do_bench, do_bench_cudagraph
-
-    note = None
-    if graph:
-        torch.cuda.empty_cache()  # a graph has memory of its own
-        try:
-            return Timing(do_bench_cudagraph(function, rep=ms / 5, return_mode="all"), "graph")
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # such as a function that reads from the device
-            torch.cuda.synchronize()
-            note = f"not captured: {str(error).splitlines()[0]}"
-    return Timing(do_bench(function, rep=ms, return_mode="all"), "events", note)
-
-
-def _seconds_until_done(function: Callable[[], object], device: torch.device) -> float:
-    started = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 class Stop(BaseException):
     """The reason for which nothing more can be measured: the time is over, or the device is lost."""
 
@@ -154,10 +105,6 @@ class GpuRun(Run):
     """A run on one device.
 
     Args:
-        plan ([`Plan`]): The measurements.
-        device (`torch.device`): `cuda`, or `cpu` to try every path.
-        dtype (`torch.dtype`): Weights, keys and values.
-        backends (`Sequence[str]`): Attention backends by name.
         memory_bytes (`int`, *optional*): Memory that may be used; by default the free memory of a GPU, and no limit on
             a CPU.
 
@@ -180,23 +127,19 @@ class GpuRun(Run):
         self.machine: Machine | None = None
         self.refused: dict[str, str] = {}
         self.part = ""
-        self._until = float("inf")
         self._memory_bytes = memory_bytes
-        self._model: Any = None
 
     @property
     def is_cuda(self) -> bool:
         """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
-    @property
+    @cached_property
     def model(self) -> Any:
-        """The random target, drawn when it is first needed."""
-        if self._model is None:
-            self.require(self.shape.stored_weights * self.dtype.itemsize, "the random target")
-            self.say("drawing the random target")
-            self._model = random_target(self.plan.shape, max(self.plan.contexts) + 512, self.device, self.dtype)
-        return self._model
+        """The random target."""
+        self.require(self.shape.stored_weights * self.dtype.itemsize, "the random target")
+        self.say("drawing the random target")
+        return random_target(self.plan.shape, max(self.plan.contexts) + 512, self.device, self.dtype)
 
     @cached_property
     def shape(self) -> TargetShape:
@@ -220,11 +163,10 @@ class GpuRun(Run):
         if free is not None and needed > free:
             raise Skip(f"{what} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free")
 
-    def section(self, name: str, function: Callable[["GpuRun"], None], until: float) -> None:
-        """Run a section up to a moment of the run, in seconds; an error in it ends the section, not the run."""
-        self.part, self._until = name, until
-        started = self.elapsed
-        self.say(f"{name}: at most {self.left_here:.0f} s")
+    def section(self, name: str, function: Callable[["GpuRun"], None]) -> None:
+        """Run a section; an error in it ends the section, not the run."""
+        self.part, started = name, self.elapsed
+        self.say(f"{name}: {self.left:.0f} s are left")
         try:
             with self.attempt(part=name):
                 self.require_time()
@@ -232,14 +174,9 @@ class GpuRun(Run):
         finally:
             self.write("section", section=name, seconds=round(self.elapsed - started, 2))
 
-    @property
-    def left_here(self) -> float:
-        """Seconds that the section may still take."""
-        return max(0.0, min(self.left, self._until - self.elapsed))
-
     def require_time(self) -> None:
-        """Raise [`Skip`] if the section has no time left."""
-        if not self.left_here:
+        """Raise [`Skip`] if no time is left."""
+        if not self.left:
             raise Skip("no time left")
 
     @contextmanager
@@ -266,10 +203,40 @@ class GpuRun(Run):
             except RuntimeError as error:  # after an illegal access every further call fails
                 raise Stop(f"the device is lost: {str(error).splitlines()[0]}") from error
 
-    def time(self, function: Callable[[], object], graph: bool = True) -> Timing:
-        """See [`time_call`]."""
+    def time(self, function: Callable[[], object]) -> Timing:
+        """Time a function: on a GPU by `triton.testing`, from a CUDA graph if it reads nothing back from the device.
+
+        Raises:
+            Skip: If one call takes so long that the measurement would not end in time.
+        """
         self.require_time()
-        return time_call(function, self.device, graph=graph, ms=self.plan.ms, limit=self.left_here)
+        once = min(self._seconds_until_done(function) for _ in range(2))  # the first may compile
+        if once * FEWEST_CALLS > self.left:
+            raise Skip(f"one call takes {once * 1e3:.0f} ms, {FEWEST_CALLS} do not fit into {self.left:.1f} s")
+        ms = self.plan.ms
+        if not self.is_cuda:
+            from torch.utils.benchmark import Timer
+
+            timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+            return Timing([seconds * 1e3 for seconds in timer.blocked_autorange(min_run_time=ms / 1e3).times], "wall")
+        from triton.testing import do_bench, do_bench_cudagraph
+
+        torch.cuda.empty_cache()  # a graph has memory of its own
+        try:
+            return Timing(do_bench_cudagraph(function, rep=ms / 5, return_mode="all"), "graph")
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # such as a function that reads from the device
+            torch.cuda.synchronize()
+            note = f"not captured: {str(error).splitlines()[0]}"
+        return Timing(do_bench(function, rep=ms, return_mode="all"), "events", note)
+
+    def _seconds_until_done(self, function: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        function()
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
 
     @property
     def usable(self) -> list[str]:
@@ -309,16 +276,11 @@ class GpuRun(Run):
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
-    """The GPU, its driver and memory, and the versions that its kernels depend on; on a CPU the versions only."""
+    """The GPU and its memory, and the versions that its kernels depend on; on a CPU the versions only."""
     facts: dict[str, Any] = {"device": device.type, "cuda": torch.version.cuda}
     facts |= versions("triton", "flash_attn", "flashinfer-python", "xformers")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["gpu"], facts["memory_gb"] = properties.name, round(properties.total_memory / 1e9, 1)
         facts["capability"] = f"{properties.major}.{properties.minor}"
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        try:
-            facts["driver"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-        except (OSError, subprocess.CalledProcessError, IndexError):
-            facts["driver"] = "unknown"
     return facts

@@ -119,12 +119,9 @@ class Skip(Exception):
 def parser(
     description: str | None, name: str, minutes: float, repeats: int | None = None, prompts: bool = False
 ) -> argparse.ArgumentParser:
-    """Make a parser with the arguments of every benchmark.
+    """Make a parser with the arguments of every benchmark; `name` is that of its default result file.
 
     Args:
-        description (`str`): The docstring of the benchmark.
-        name (`str`): Its default result file in `benchmarks/results`.
-        minutes (`float`): Its default time limit.
         repeats (`int`, *optional*): Default of `--repeats`, for benchmarks that time something.
         prompts (`bool`, *optional*): Add `--target` and `--data`, for benchmarks that run a real model.
     """
@@ -139,28 +136,29 @@ def parser(
             "--repeats", type=_repeats, default=repeats, help="turns, at least 5 (default: %(default)s)"
         )
     if prompts:
-        add_prompts(arguments)
+        arguments.add_argument(
+            "--target", default=str(HUB_CARDS / "tiny-target"), help="folder or Hub id (default: %(default)s)"
+        )
+        arguments.add_argument(
+            "--data",
+            action="append",
+            help="folder of text files that the target was not trained on, or 'stdlib' for the standard library "
+            "modules that the tiny target was not trained on (default); repeatable, the prompts then alternate",
+        )
     return arguments
 
 
-def add_prompts(arguments: argparse.ArgumentParser) -> None:
-    """Add `--target` and `--data`."""
-    arguments.add_argument(
-        "--target", default=str(HUB_CARDS / "tiny-target"), help="folder or Hub id (default: %(default)s)"
-    )
-    arguments.add_argument(
-        "--data",
-        action="append",
-        help="folder of text files that the target was not trained on, or 'stdlib' for the standard library modules "
-        "that the tiny target was not trained on (default); repeatable, the prompts then alternate",
-    )
-
-
-def start(args: argparse.Namespace, benchmark: str, settings: Mapping[str, Any], **options: Any) -> Run:
-    """Apply `--threads` and begin the run; `options` are those of [`Run`]."""
+def start(
+    args: argparse.Namespace,
+    benchmark: str,
+    settings: Mapping[str, Any],
+    make: Callable[..., Any] = Run,
+    **options: Any,
+) -> Any:
+    """Apply `--threads` and begin the run; `options` are those of [`Run`], or of another class in `make`."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    return Run(args.output, benchmark, args.minutes * 60, settings, quiet=args.quiet, **options)
+    return make(args.output, benchmark, args.minutes * 60, settings, quiet=args.quiet, **options)
 
 
 def _repeats(text: str) -> int:
@@ -177,15 +175,6 @@ def integers(text: str) -> list[int]:
 def names(text: str) -> list[str]:
     """A list such as `float32,bfloat16`."""
     return text.split(",")
-
-
-def trees(text: str) -> list[list[int]]:
-    """Widths of several trees.
-
-    >>> trees("4+4+4,1+1")
-    [[4, 4, 4], [1, 1]]
-    """
-    return [[int(width) for width in tree.split("+")] for tree in text.split(",")]
 
 
 def load_target(path: str, dtype: torch.dtype) -> PreTrainedModel:

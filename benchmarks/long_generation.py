@@ -1,8 +1,6 @@
 """A text of 100,000 tokens: our loop without a draft, TokenSwift, plain `generate` at the marks.
 
-All texts begin after the same prompt with the same seed. Sampled rows use temperature 1, min_p and the contextual
-penalty of the paper. Speed at a mark is from the first token to that one; plain `generate` and our loop without a draft
-also run for a few hundred tokens after every mark, on the keys and values of a row's text.
+All texts begin after the same prompt with the same seed. benchmarks/README.md describes the method.
 
     python -m benchmarks.long_generation --draft hub_cards/tiny-tokenswift --tokens 20000
 """
@@ -18,7 +16,7 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks.harness import HUB_CARDS, Run, integers, load_prompts, load_target, parser, start
-from benchmarks.hf_side import dynamic_cache
+from benchmarks.random_inputs import dynamic_cache
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, Decoding, HfMethod, run_call
 from hf_longspec.bench.report import significant
 from hf_longspec.generation.cache import SpeculativeCache
@@ -89,8 +87,11 @@ class LongBenchmark:
                 self._call(method, row, self.prompt, WARM_UP, self._cache(method, row))
         text, cache = self.run(row, results)
         for mark in reversed([mark for mark in self.marks if mark <= row.tokens]):  # each writes after its mark
+            length = self.prompt.shape[1] + mark
             for name, method in baselines.items():
-                speed = self.speed_at(mark, method, row, text, cache, tokens)
+                cache.set_lengths([length - 1])
+                past = dynamic_cache(cache, length - 1) if isinstance(method, HfMethod) else cache
+                speed = significant(self._call(method, row, text[:, :length], tokens, past).tokens_per_second)
                 results.write("baseline", method=name, **row.how(), mark=mark, tokens=tokens, tokens_per_second=speed)
 
     def run(self, row: LongRow, results: Run) -> tuple[torch.Tensor, SpeculativeCache]:
@@ -116,15 +117,6 @@ class LongBenchmark:
                 beta=significant(stats.num_accepted_ngram_tokens / logits),
             )
         return torch.cat([self.prompt, call.text], dim=1), cache
-
-    def speed_at(
-        self, mark: int, method: Any, row: LongRow, text: torch.Tensor, cache: SpeculativeCache, tokens: int
-    ) -> float:
-        """Tokens per second of a method that goes on after a mark of a row's text, whose keys the cache holds."""
-        length = self.prompt.shape[1] + mark
-        cache.set_lengths([length - 1])
-        past = dynamic_cache(cache, length - 1) if isinstance(method, HfMethod) else cache
-        return significant(self._call(method, row, text[:, :length], tokens, past).tokens_per_second)
 
     def _call(self, method: Any, row: LongRow, prompt: torch.Tensor, tokens: int, cache: Any, **how: Any) -> Call:
         if not isinstance(method, HfMethod):

@@ -1,17 +1,9 @@
 """Extra memory of `generate`: the peak beyond the target's weights, keys and values, for every kind of draft.
 
-Decoding is measured after a full cache, the prefill in its last chunk, on a small random model on the CPU. The growth
-with the context matters, not the size. Nothing is timed, so other programs may run at the same time.
+Decoding is measured after a full cache of random entries, the prefill in its last chunk, on a small random model on the
+CPU. Nothing is timed, so other programs may run at the same time. benchmarks/README.md describes the method.
 
     python -m benchmarks.memory
-
-Caches are filled with random keys and values, so that no context is ever run as a whole. On a CPU the memory of every
-tensor comes from torch's allocator, which reports the size of each block that it hands out or takes back to the
-profiler (`profile_memory`). That includes the scratch buffers inside an operation, which no hook on operations sees,
-and excludes what `malloc` keeps for later, which the resident size of the process would include. Only blocks that were
-handed out under the profiler are followed to their end, so objects that a call may replace are made under it:
-`prepare`. numpy's buffers and Python's own objects are counted by `tracemalloc`. The two peaks need not coincide, so
-their sum is an upper bound. Pages of zeros count in full, touched or not.
 """
 
 import gc
@@ -28,8 +20,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import hf_longspec
 from benchmarks.harness import Run, parser, start
-from benchmarks.hf_side import dynamic_cache
-from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
+from benchmarks.random_inputs import Shape, cache_bytes, dynamic_cache, full_cache, random_target
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.generation.target import TargetView
 
@@ -51,6 +42,11 @@ class Peak:
 
 def peak_memory(function: Callable[..., Any], prepare: Callable[[], tuple[Any, ...]] = tuple) -> tuple[Peak, Any]:
     """Peak of one call on the CPU, and what the call returned.
+
+    Torch's allocator reports every block to the profiler (`profile_memory`), also the scratch buffers inside an
+    operation, which no hook on operations sees, and not what `malloc` keeps for later. Only blocks that were handed out
+    under the profiler are followed to their end, so objects that a call may replace are made under it: `prepare`. The
+    peaks of torch and of `tracemalloc` need not coincide. Pages of zeros count in full, touched or not.
 
     Args:
         function (`Callable`): The function to measure.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from benchmarks import figure_report
 from hf_longspec.bench.calls import HF, PLAIN
@@ -40,15 +41,6 @@ def spread(key: str, digits: int = 2) -> Callable[[Record], str]:
 def titled(heading: str, rows: Sequence[Record], columns: Columns) -> list[str]:
     """A table with its heading; nothing without rows."""
     return [heading, table(rows, columns)] if rows else []
-
-
-def by_value(rows: Sequence[Record], key: str, titles: Mapping[str, str], columns: Columns) -> list[str]:
-    """A table with its heading for each value of `key`."""
-    return [
-        part
-        for value, title in titles.items()
-        for part in titled(title, [row for row in rows if row[key] == value], columns)
-    ]
 
 
 VERIFICATION_NOTE = (
@@ -154,7 +146,8 @@ def memory_tables(records: Sequence[Record]) -> list[str]:
         "keys and values, MiB": _mib("kv_bytes"),
     }
     titles = {"decode": "## Decoding after a full cache", "prefill": "## The last chunk of a prompt"}
-    return [memory_headline(records), *by_value(of_kind(records, "memory"), "part", titles, columns)]
+    parts = [titled(title, of_kind(records, "memory", part=part), columns) for part, title in titles.items()]
+    return [memory_headline(records), *chain(*parts)]
 
 
 GATED, UNGATED = ", gated", ", ungated"  # suffixes of the names of ways to decode
@@ -197,56 +190,38 @@ GATE_QUOTED = ("context", "method", "time over plain loop", "over the faster one
 
 GPU_NOTE = (
     "Milliseconds, median of the repeats with the lowest and highest. The target has random weights, keys and "
-    "values. Floors are computed from the ceilings measured in the same run. Error: relative to float64. c: time of a "
+    "values. Floors are computed from the ceilings measured in the same run; that of an iteration is the floor of its "
+    "verification, to which drafting adds (`python -m benchmarks.roofline`). Error: relative to float64. c: time of a "
     "step without a draft divided by that of an iteration; its product with tau is the speed-up. Speculated: "
     "iterations that verified drafted tokens. The first iteration of a call, which captures CUDA graphs, is excluded. "
-    "Same tokens: number of first tokens that equal those of the loop without a draft. Timed by: graph (replay of a "
+    "Same tokens: number of first tokens that equal those of the loop without a draft. How: graph (replay of a "
     "CUDA graph), events (calls between CUDA events, including launches), wall (host clock)."
 )
 # For each kind of line: title, and the columns in addition to time and floor.
 GPU_TABLES = {
-    "iteration": (
-        "One iteration of a drafter",
-        "draft compiled batch context nodes speculated iterations tau same_tokens c c_floor",
-    ),
+    "iteration": ("One iteration of a drafter", "draft compiled context nodes speculated iterations tau same_tokens c"),
     "kernel": ("Attention of one layer", "backend batch context nodes tb_per_second error"),
     "baseline": ("Other ways to compute it", "baseline batch context nodes error"),
     "score_rows": ("With SpecAttn's score rows", "backend batch context nodes overhead"),
-    "correctness": ("Against float64", "backend lengths nodes error lse_error"),
-}
-GPU_TIMES: Columns = {
-    "ms": spread("ms", 3),
-    "floor, ms": lambda row: f"{row['floor_ms']:g}",
-    "times floor": "times_floor",
-    "timed by": "how",
 }
 
 
-def _gpu_table(records: Sequence[Record], kind: str, heading: str = "##") -> list[str]:
-    title, columns = GPU_TABLES[kind]
-    times = {} if kind == "correctness" else GPU_TIMES
-    return titled(f"{heading} {title}", of_kind(records, kind), {**{name: name for name in columns.split()}, **times})
-
-
-def gpu_headline(records: Sequence[Record]) -> str:
-    """Iterations."""
-    return "\n\n".join(_gpu_table(records, "iteration", "####"))
-
-
-def gpu_tables(records: Sequence[Record]) -> list[str]:
+def gpu_report(records: Sequence[Record]) -> str:
     """Everything that was measured and what failed."""
     parts = [
         f"{record.get('gpu', record['device'])}: {record['tb_per_second']} TB/s copied, {record['tflops']} TFLOP/s in "
         f"bfloat16 matrix products, measured in this run; CUDA {record['cuda']}, triton {record['triton']}."
         for record in of_kind(records, "gpu_ceilings")
     ]
-    parts += [part for kind in GPU_TABLES for part in _gpu_table(records, kind)]
+    times: Columns = {"ms": spread("ms", 3), **{name: name for name in ("floor_ms", "times_floor", "how")}}
+    for kind, (title, columns) in GPU_TABLES.items():
+        parts += titled(f"## {title}", of_kind(records, kind), {name: name for name in columns.split()} | times)
     failed = [
         f"- {', '.join(f'{name}={value}' for name, value in row.items() if name not in ('kind', 'reason'))}: "
         f"{row['reason']}"
         for row in of_kind(records, "failed")
     ]
-    return parts + (["Failed:\n\n" + "\n".join(failed)] if failed else [])
+    return "\n\n".join(parts + (["Failed:", "\n".join(failed)] if failed else []))
 
 
 # Measurements that were left out for one reason and are named.
@@ -278,10 +253,6 @@ class Page:
     report_title: str | None = None  # heading of the report
     about: Callable[[Sequence[Record], str], str] | None = None  # what documents quote about one thing
 
-    def part(self, records: Sequence[Record], name: str) -> str:
-        """What is known of `name`, which benchmarks of one thing ignore."""
-        return self.about(records, name) if self.about else self.headline(records)
-
     def report(self, records: Sequence[Record]) -> str:
         """The report, with its target, its environment and what was left out."""
         head = [f"# {self.report_title or self.title}", environment_line(records), with_defaults(self.note, records)]
@@ -312,7 +283,7 @@ PAGES = {
     ),
     "offsets": Page("The target under offsets", OFFSETS_NOTE, _one_table("offsets", OFFSETS)),
     "long": Page("Long generation", LONG_NOTE, long_headline),
-    "gpu": Page("On a GPU", GPU_NOTE, gpu_headline, gpu_tables, "GPU"),
+    "gpu": Page("On a GPU", GPU_NOTE, gpu_report, report_title="GPU"),
     "memory": Page("Extra memory", MEMORY_NOTE, memory_headline, memory_tables),
     "acceptance": Page(
         "Tokens per verification (tau)", ACCEPTANCE_NOTE, acceptance_table, report_title="Tokens per verification"

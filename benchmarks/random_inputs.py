@@ -1,17 +1,19 @@
-"""Random targets, caches, trees and attention cases for the verification, memory and GPU benchmarks.
+"""Random targets, caches, trees and attention cases, and the same step as transformers computes it.
 
 Nothing is prefilled and nothing is downloaded. The cost of a step does not depend on the values, as long as they are
 random: zeros draw less power and run faster.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.lengths import SeqLens
@@ -138,14 +140,6 @@ class DeviceAttention:
         """Keys and values of prefix and nodes, of rows of one length."""
         return layer[0][:, :, : self.end], layer[1][:, :, : self.end]
 
-    def prefix(self, layer: Layer) -> Layer:
-        """Keys and values of the prefix alone."""
-        return layer[0][:, :, : self.lengths[0]], layer[1][:, :, : self.lengths[0]]
-
-    def staged(self, layer: Layer) -> Layer:
-        """Keys and values of the nodes alone."""
-        return layer[0][:, :, self.lengths[0] : self.end], layer[1][:, :, self.lengths[0] : self.end]
-
     def context(self, capture: Any = None) -> TreeContext:
         """The context of one forward for a backend."""
         lengths = SeqLens(self.lengths)
@@ -209,14 +203,72 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Tensors that are made without values hold NaN in this context, so that a place nobody wrote to is seen."""
-    settings: Any = torch.utils.deterministic
+    """Tensors that are made without values hold NaN in this context, so that a place nobody wrote to is seen.
+
+    By `torch.utils.deterministic.fill_uninitialized_memory`, which is on by default.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = filled
+
+
+def block_mask(tree: DraftTree, prefix: int) -> torch.Tensor | None:
+    """The 4-D mask `(B, 1, N, prefix + N)` of a tree; none for a lone root, which sees everything."""
+    if tree.num_nodes == 1:
+        return None
+    visible = torch.ones(*tree.tokens.shape, prefix, dtype=torch.bool, device=tree.tokens.device)
+    return torch.cat([visible, tree.mask], dim=2)[:, None]
+
+
+def hf_attention(case: DeviceAttention) -> Callable[[Layer], torch.Tensor]:
+    """Transformers' `sdpa` on rows of one length, `(B, H, N, D)`: keys repeated for every query head, under a mask."""
+    group = case.heads // case.layers[0][0].shape[1]
+    module: Any = SimpleNamespace(num_key_value_groups=group, is_causal=False, training=False)
+    mask = block_mask(case.tree, case.lengths[0])
+
+    def attend(layer: Layer) -> torch.Tensor:
+        keys, values = (part[:, :, : case.end] for part in layer)
+        return sdpa_attention_forward(module, case.query, keys, values, mask, scaling=case.scaling)[0].transpose(1, 2)
+
+    return attend
+
+
+def dynamic_cache(cache: SpeculativeCache, length: int) -> DynamicCache:
+    """A copy of the first `length` tokens of a cache of ours, as transformers' own."""
+    copy = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        copy.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
+    return copy
+
+
+class HfForward:
+    """The forward of a model under `sdpa` on a `DynamicCache` with the prefix of `cache`, one length for all rows.
+
+    It forgets the tree again.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: SpeculativeCache):
+        self.model = model
+        self.prefix = cache.lengths.host[0]
+        self.past = dynamic_cache(cache, self.prefix)
+        self._stored = [(layer.keys, layer.values) for layer in self.past.layers]
+
+    @torch.no_grad()
+    def __call__(self, tree: DraftTree, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the nodes, `(B, N, vocab)`.
+
+        Args:
+            mask (`torch.BoolTensor`, *optional*): That of [`block_mask`], if it is not to be made here.
+        """
+        logits: torch.Tensor = self.model(
+            input_ids=tree.tokens,
+            position_ids=self.prefix + tree.depths,
+            past_key_values=self.past,
+            attention_mask=block_mask(tree, self.prefix) if mask is None else mask,
+        ).logits
+        for layer, (keys, values) in zip(self.past.layers, self._stored, strict=True):
+            layer.keys, layer.values = keys, values  # the step appended to a copy of them
+        return logits

@@ -1,12 +1,7 @@
 """Floors of decoding for a model on a GPU: the least time of a step, a verification and an iteration. Nothing is run.
 
-Weights are read while their matrix products run, keys and values while attention runs; the longer of the two counts in
-each pair, and the pairs follow each other. Activations, norms and launches are left out, so a real step is slower than
-the floor. Rates come from data sheets unless measured ones are given. Whether a draft can pay follows from
-
-    c = time of a step without a draft / time of an iteration        speed-up <= c * tau
-
-where tau is the number of tokens an iteration emits. Below tau = 1 / c a draft slows down whatever it proposes.
+Whether a draft can pay follows from c, the time of a step without a draft over that of an iteration: the speed-up is at
+most c * tau, and below tau = 1 / c a draft slows down whatever it proposes.
 
     python -m benchmarks.roofline --target Llama-3.1-8B --gpu H200
     python -m benchmarks.roofline --target path/or/hub-id --tbs 3.1 --tflops 700 --batches 1,8 --contexts 8192,131072
@@ -21,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.harness import integers, trees
+from benchmarks.harness import integers
 from hf_longspec.bench.report import significant, table
 
 # Share of the rates in a data sheet that a long read and a large matrix product reach, as a rule of thumb. Measured
@@ -198,11 +193,6 @@ class Iteration:
         """Tokens per iteration below which decoding without a draft is faster."""
         return 1 / self.c
 
-    @property
-    def max_speedup(self) -> float:
-        """With every drafted token accepted."""
-        return self.c * self.max_tau
-
 
 @dataclass(frozen=True)
 class Roofline:
@@ -256,17 +246,6 @@ class Roofline:
         """One verification of `nodes` nodes per row."""
         return self.weights_ms(nodes * self.batch) + self.attention_ms(nodes)
 
-    def masked_verify_ms(self, nodes: int) -> float:
-        """The same as transformers' `sdpa` computes a masked block: keys repeated for every query head of a group.
-
-        They are read, written for each head of the group, and read again; a lone node needs no mask.
-        """
-        if nodes == 1:
-            return self.ar_ms
-        group = self.shape.heads // self.shape.kv_heads
-        repeats = 2 * group * self.batch * self.shape.kv_numbers(self.context) * self.kv_bytes
-        return self.verify_ms(nodes) + self._longer(repeats, 0)
-
     def longspec(self, widths: list[int], window: int = 512) -> Iteration:
         """LongSpec: per level its one block, one layer of the target's cache, and the target's head."""
         shape, entries = self.shape, self.context + window
@@ -291,12 +270,11 @@ class Roofline:
         step = self.weights_ms(self.batch) + ratio * self.attention_ms(1)
         return self._iteration(f"SpecAttn gamma {gamma}, {ratio:.0%}", gamma * step, gamma + 1, gamma + 1)
 
-    def tokenswift(self, branching: list[int], nodes: int | None = None, budget: int | None = 4096) -> Iteration:
+    def tokenswift(self, branching: list[int], budget: int | None = 4096) -> Iteration:
         """TokenSwift: heads of one square matrix each, with one pass over the language-model head for all of them.
 
         Args:
             branching (`list[int]`): Children of every node, level by level; entry 0 is the target's own prediction.
-            nodes (`int`, *optional*): Nodes that are verified, n-grams included; by default those of the tree.
             budget (`int`, *optional*): Entries that the step which gives the hidden state reads. None: the state is
                 that of the last verification, whose prediction is the root already (`verify_hidden`).
         """
@@ -307,7 +285,7 @@ class Roofline:
         draft = self._longer(heads * self.weight_bytes, FLOPS_PER_WEIGHT * heads * self.batch)
         if budget is not None:  # its head is read once for the prediction and for the heads
             draft += self.weights_ms(self.batch) + self.attention_ms(1, min(budget, self.context))
-        nodes = nodes or sum(accumulate(widths, mul, initial=1))
+        nodes = sum(accumulate(widths, mul, initial=1))
         where = "verify_hidden" if budget is None else f"partial cache {budget}"
         return self._iteration(f"TokenSwift {where}, {nodes} nodes", draft, nodes, len(widths) + 1)
 
@@ -321,6 +299,11 @@ class Roofline:
         return seconds / 1e9
 
 
+# What the tables show: trees of LongSpec, the share that SpecAttn drafts over, TokenSwift's children and partial cache.
+TREES, RATIO = ([4, 16, 16, 16, 11], [4, 4, 4, 3]), 0.07
+BRANCHING, BUDGET = [1, 3, 3, 3], 4096
+
+
 def tables(rooflines: list[Roofline], args: argparse.Namespace) -> str:
     """A step and a verification at every place, then the drafters."""
     at = rooflines[0]
@@ -328,17 +311,16 @@ def tables(rooflines: list[Roofline], args: argparse.Namespace) -> str:
         f"Floors, computed and not measured: {at.shape.name} on {at.machine.name} ({at.machine.tb_per_second:g} TB/s, "
         f"{at.machine.tflops:g} TFLOP/s). A forward of one token reads "
         f"{at.shape.weights_read(1) * at.weight_bytes / 1e9:.2f} GB of weights; keys and values take "
-        f"{at.kv_bytes_per_token / 1024:g} KiB per token. A verification in brackets repeats the keys and values "
-        "of every group, as transformers does under a mask."
+        f"{at.kv_bytes_per_token / 1024:g} KiB per token."
     )
     steps, drafters = [], []
     for at in rooflines:
         place = {"batch": at.batch, "context": f"{at.context}" + ("" if at.fits else " (does not fit)")}
-        verified = {f"verify {n}, ms": f"{at.verify_ms(n):.2f} ({at.masked_verify_ms(n):.2f})" for n in args.nodes}
+        verified = {f"verify {n}, ms": f"{at.verify_ms(n):.2f}" for n in args.nodes}
         steps.append({**place, "step, ms": f"{at.ar_ms:.2f}", **verified})
-        iterations = [at.longspec(widths) for widths in args.trees]
-        iterations += [at.specattn(gamma, args.ratio) for gamma in args.gammas]
-        iterations += [at.tokenswift(args.branching, budget=budget) for budget in (args.budget, None)]
+        iterations = [at.longspec(widths) for widths in TREES]
+        iterations += [at.specattn(gamma, RATIO) for gamma in args.gammas]
+        iterations += [at.tokenswift(BRANCHING, budget=budget) for budget in (BUDGET, None)]
         for iteration in iterations:
             times = {
                 "draft, ms": iteration.draft_ms,
@@ -348,8 +330,8 @@ def tables(rooflines: list[Roofline], args: argparse.Namespace) -> str:
             line: dict[str, Any] = {**place, "drafter": iteration.drafter}
             line |= {name: f"{value:.2f}" for name, value in times.items()}
             line |= {"c": f"{iteration.c:.3f}", "break-even tau": f"{iteration.break_even_tau:.2f}"}
-            drafters.append(line | {"at most": f"{iteration.max_speedup:.2f}x (tau {iteration.max_tau})"})
-    return "\n\n".join([facts, *(table(lines, {name: name for name in lines[0]}) for lines in (steps, drafters))])
+            drafters.append(line | {"at most": f"{iteration.c * iteration.max_tau:.2f}x (tau {iteration.max_tau})"})
+    return "\n\n".join([facts, table(steps), table(drafters)])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -363,13 +345,9 @@ def main(arguments: list[str] | None = None) -> None:
     add("--batches", type=integers, default="1,4,8", help="default: %(default)s")
     add("--contexts", type=integers, default="8192,32768,131072", help="default: %(default)s")
     add("--nodes", type=integers, default="16,64", help="nodes of a verification (default: %(default)s)")
+    add("--gammas", type=integers, default="6,9", help="drafted tokens of SpecAttn (default: %(default)s)")
     add("--weight-bytes", type=float, default=2.0, help="2 for bfloat16, 1 for FP8, 0.5 for 4 bits (default: 2)")
     add("--kv-bytes", type=float, default=2.0, help="likewise for the cache (default: 2)")
-    add("--trees", type=trees, default="4+16+16+16+11,4+4+4+3", help="of LongSpec (default: %(default)s)")
-    add("--gammas", type=integers, default="6,9", help="drafted tokens of SpecAttn (default: %(default)s)")
-    add("--ratio", type=float, default=0.07, help="share that SpecAttn drafts over (default: %(default)s)")
-    add("--branching", type=integers, default="1,3,3,3", help="TokenSwift's children (default: %(default)s)")
-    add("--budget", type=int, default=4096, help="of TokenSwift's partial cache (default: %(default)s)")
     args = parser.parse_args(arguments)
     try:
         shape, machine, places = shape_of(args.target), machine_of(args), product(args.batches, args.contexts)

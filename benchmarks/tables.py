@@ -72,7 +72,9 @@ def refreshed(path: Path, results: Path = RESULTS) -> str:
             elif part == "fill":
                 parts.append(fill(records, match["old"]))
             else:
-                parts += [page_of(records).part(records, part.replace("_", " ")), f"All numbers: [{file}.md]({link})."]
+                page = page_of(records)
+                shown = page.about(records, part.replace("_", " ")) if page.about else page.headline(records)
+                parts += [shown, f"All numbers: [{file}.md]({link})."]
         return "\n\n".join([match[1], *parts, match[4]])
 
     text = path.read_text(encoding="utf-8")

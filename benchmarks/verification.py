@@ -15,8 +15,15 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import random_inputs
 from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
-from benchmarks.hf_side import HfForward, block_mask, hf_attention
-from benchmarks.random_inputs import LOGIT_BUDGET, DeviceAttention, Shape, relative_error
+from benchmarks.random_inputs import (
+    LOGIT_BUDGET,
+    DeviceAttention,
+    HfForward,
+    Shape,
+    block_mask,
+    hf_attention,
+    relative_error,
+)
 from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.bench.machine import read_gb_per_second
 from hf_longspec.bench.report import significant, summarize
@@ -43,7 +50,6 @@ def measure(
     """Measure both parts in one dtype after another, so that only one copy of the weights exists.
 
     Args:
-        nodes (`Sequence[int]`): Tree sizes.
         bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the floor.
     """
     results.say("drawing random weights, keys and values")

@@ -35,29 +35,6 @@ NOTE = (
     "the plain loop of the same seed. A wrong text has no speed."
 )
 
-# Methods of the papers that this benchmark runs, and the options that run them.
-RUN_BY = {
-    "SpecAttn (Vegas)": "`--draft specattn`",
-    "MagicDec with Quest": "`--draft quest`",
-    "MagicDec with StreamingLLM": "`--draft specattn --sweep selection=window`; in a cache of its own, "
-    "`--draft FOLDER` of an assistant with a window",
-    "the criterion of SpecExtend, in every layer": "`--draft specattn --sweep selection=last_accepted`",
-    "LongSpec, TokenSwift, EAGLE-3": "`--draft FOLDER`, a trained or converted draft",
-    "draft models, PARD": "`--draft FOLDER`, a small model; transformers' own way: `--assistant MODEL`",
-    "prompt lookup (PLD)": "always; n-grams of this package: `--draft ngram`",
-    "Token Recycling": "`--draft recycling`",
-}
-# Methods that the papers compare with and this benchmark does not run, and why not.
-NOT_RUN = {
-    "EAGLE, EAGLE-2": "their drafts are trained for single targets in formats that are not read here",
-    "Medusa": "its heads, with an activation and a vocabulary head each, are not read",
-    "TriForce": "a small model drafts there for the target on a sparse cache, which drafts for the target; here a "
-    "drafter has no drafter of its own, and only n-grams join its tree",
-    "the engines of MagicDec and SpecExtend": "their selections run here, but not their code",
-    "vLLM, SGLang": "other engines, whose own model code leaves nothing to compare in one process",
-}
-
-
 ACCEPTANCE_NOTE = (
     "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "
     "interval. In brackets: difference to the first row of the same mode, prompt by prompt, with its 95 % "
@@ -270,8 +247,13 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 Column = str | Callable[[Record], object]
 
 
-def table(rows: Sequence[Record], columns: Mapping[str, Column]) -> str:
-    """A Markdown table with one line per record. Numbers have three significant digits; missing values are empty."""
+def table(rows: Sequence[Record], columns: Mapping[str, Column] | None = None) -> str:
+    """A Markdown table with one line per record. Numbers have three significant digits; missing values are empty.
+
+    Args:
+        columns (`Mapping`, *optional*): Columns by their headings; by default the keys of the first record.
+    """
+    columns = {name: name for name in rows[0]} if columns is None else columns
     lines = [[_cell(row.get(of) if isinstance(of, str) else of(row)) for of in columns.values()] for row in rows]
     return markdown_table(list(columns), lines)
 
@@ -359,12 +341,11 @@ def estimate(interval: dict[str, Any], form: str = ".2f", minus: float = 0.0) ->
     return f"{shown} [{format(low - minus, form)}, {format(high - minus, form)}]"
 
 
-def matrix_report(records: Sequence[Record], brief: bool = False, not_run: bool = True) -> str:
+def matrix_report(records: Sequence[Record], brief: bool = False) -> str:
     """Everything that was measured so far, as Markdown.
 
     Args:
         brief (`bool`, *optional*): Leave out columns, so that the tables fit a terminal.
-        not_run (`bool`, *optional*): List the methods of the papers, those that are run and those that are not.
     """
     rows, environment = rows_of(records), of_kind(records, "environment")[0]
     settings = {
@@ -388,9 +369,6 @@ def matrix_report(records: Sequence[Record], brief: bool = False, not_run: bool 
     if failed := [row for row in rows if row["text"] in FAILED]:
         lines = [f"- {row['method']}, {title_of(row)}: {row['audit'] or row['text']}" for row in failed]
         parts += ["## Wrong texts", "\n".join(lines)]
-    if not_run:
-        parts += ["## Run by", "\n".join(f"- {name}: {how}." for name, how in RUN_BY.items())]
-        parts += ["## Not run", "\n".join(f"- {name}: {why}." for name, why in NOT_RUN.items())]
     return "\n\n".join([*parts, *_left_out(records)]) + "\n"
 
 

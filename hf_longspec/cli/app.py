@@ -266,7 +266,6 @@ def bench(
     max_new_tokens: Annotated[int, number(2, "Tokens per row and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
     temperature: Annotated[float, number(0, "0 is greedy.", float)] = 0.0,
-    lookup_tokens: Annotated[int, number(1, "Tokens of transformers' prompt lookup.")] = 4,
     minutes: Annotated[float | None, number(0, "Time limit: start no call that would end later.", float)] = None,
     output: Annotated[Path, output("Result file; the table and plots are written next to it.", suffix=".jsonl")] = Path(
         "bench.jsonl"
@@ -274,9 +273,6 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the result file.")] = False,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw plots as PNG files.")] = True,
     as_json: options.Json = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also list the papers' methods that are run and not run.")
-    ] = False,
     debug: options.Debug = False,
 ) -> None:
     """Benchmark drafts against plain generate, the loop without a draft, and prompt lookup.

@@ -51,8 +51,8 @@ def run(args: SimpleNamespace) -> bool:
             ]
             sampling = None
             if args.samples:
-                first, how = prompts[0][1], {"max_new_tokens": args.sample_tokens, "temperature": args.temperature}
-                drawn = draw_samples(loaded, first, args.samples, args.batch, args.seed or 0, progress, **how)
+                first = prompts[0][1]
+                drawn = draw_samples(loaded, first, args, progress)
                 sampling = audit_sampling(loaded.model, first, drawn, args.temperature)
     verdict = max((compared.verdict for _, compared, _ in audits), key=list(STYLES).index)
     if sampling is not None and sampling.verdict != FOLLOWS:
@@ -79,18 +79,17 @@ def audit_prompt(
     return compared, loaded.draft.last_speculation.mean_acceptance_length
 
 
-def draw_samples(
-    loaded: LoadedModels, ids: torch.Tensor, samples: int, batch: int, seed: int, progress: Progress, **how: Any
-) -> torch.Tensor:
+def draw_samples(loaded: LoadedModels, ids: torch.Tensor, args: SimpleNamespace, progress: Progress) -> torch.Tensor:
     """Draw continuations `(samples, K)` of one prompt `(1, length)`, batch by batch, each with a seed of its own."""
     loaded.model.generation_config.eos_token_id = None  # a text that ends has no further tokens to count
+    how = {"max_new_tokens": args.sample_tokens, "temperature": args.temperature, "top_k": 0, "top_p": 1.0}
     drawn = []
-    for start in range(0, samples, batch):
-        progress.say(f"samples {start} of {samples}")
-        set_seed(seed + start)
-        rows = ids.expand(min(batch, samples - start), -1)
+    for start in range(0, args.samples, args.batch):
+        progress.say(f"samples {start} of {args.samples}")
+        set_seed((args.seed or 0) + start)
+        rows = ids.expand(min(args.batch, args.samples - start), -1)
         how |= {"attention_mask": torch.ones_like(rows), "assistant_model": loaded.draft}
-        drawn.append(loaded.model.generate(rows, do_sample=True, top_k=0, top_p=1.0, **how)[:, ids.shape[1] :])
+        drawn.append(loaded.model.generate(rows, do_sample=True, **how)[:, ids.shape[1] :])
         progress.step()
     return torch.cat(drawn)
 

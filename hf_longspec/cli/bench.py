@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, witho
 from ..bench.matrix import Cell, Matrix, Method, draft_points, grid, parse_sweeps, split_axes, written
 from ..bench.plots import plot_all
 from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
-from ..bench.report import FAILED, NOT_RUN, RUN_BY, matrix_report, rows_of
+from ..bench.report import FAILED, matrix_report, rows_of
 from ..bench.results import ResultFile, check_resume, of_kind
 from ..cli import CommandError, models, options
 from ..generation.target import TargetView
@@ -33,6 +32,7 @@ from ..modeling.register_draft import DRAFTS
 from .models import Progress
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
+LOOKUP_TOKENS = 4  # that prompt lookup drafts
 OWN = "own"
 # The drafts, contexts and ways to choose tokens of `--preset all`. The loop without a draft is measured in any case.
 ALL_DRAFTS = [one.names[0] for one in DRAFTS.values() if one.model.weightless and one.model is not PlainDraftModel]
@@ -45,27 +45,7 @@ def run(args: SimpleNamespace) -> int:
     """Measure and show; returns the exit status."""
     check_resume(args.output, args.resume)
     require_packages(args.plots)
-    drafts, sweeps = args.draft or [], args.sweep or []
-    if args.preset is not None:
-        drafts += [name for name in ALL_DRAFTS if name not in drafts]
-        sweeps += [] if args.temperature or any(one.startswith("temperature=") for one in sweeps) else [ALL_WAYS]
-    bench = Bench(
-        target=args.target,
-        preset=args.preset,
-        drafts=drafts or ["specattn"],
-        assistant=args.assistant,
-        data=args.data or [BUILTIN],
-        column=args.column,
-        chat=args.chat,
-        contexts=lengths("--context", args.context or (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS)),
-        batches=lengths("--batch", args.batch, options.MOST_ROWS),
-        dtypes=dtypes(args.dtype),
-        sweeps=sweeps,
-        tokens=args.max_new_tokens,
-        repeats=args.repeats,
-        temperature=args.temperature,
-        lookup_tokens=args.lookup_tokens,
-    )
+    bench = Bench(args)
     parse_sweeps(bench.sweeps)
     documents = read_sources(bench.data, args.column)
     with models.quiet(progress_bars=not Path(args.target).is_dir()):
@@ -73,32 +53,30 @@ def run(args: SimpleNamespace) -> int:
         file, interrupted = bench.measure(
             prompts, args.output, math.inf if args.minutes is None else args.minutes * 60, args.resume
         )
-    show(file, args.plots, args.as_json, args.verbose)
+    show(file, args.plots, args.as_json)
     if interrupted:
         print("Interrupted. Finished calls are kept; --resume continues.", file=sys.stderr)
         return options.INTERRUPTED
     return int(any(row["text"] in FAILED for row in rows_of(file.records)))
 
 
-@dataclass(frozen=True)
 class Bench:
     """One run of the command: the values that decide the numbers, under their names in the result file."""
 
-    target: str
-    preset: str | None
-    drafts: list[str]
-    assistant: str | None
-    data: list[str]
-    column: str | None
-    chat: bool
-    contexts: list[int]
-    batches: list[int]
-    dtypes: list[str]
-    sweeps: list[str]
-    tokens: int
-    repeats: int
-    temperature: float
-    lookup_tokens: int
+    def __init__(self, args: SimpleNamespace):
+        drafts, self.sweeps = args.draft or [], args.sweep or []
+        if args.preset is not None:
+            drafts += [name for name in ALL_DRAFTS if name not in drafts]
+            is_sampled = args.temperature or any(one.startswith("temperature=") for one in self.sweeps)
+            self.sweeps += [] if is_sampled else [ALL_WAYS]
+        self.target, self.preset, self.assistant = args.target, args.preset, args.assistant
+        self.drafts, self.data = drafts or ["specattn"], args.data or [BUILTIN]
+        self.column, self.chat = args.column, args.chat
+        contexts = args.context or (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS)
+        self.contexts = lengths("--context", contexts)
+        self.batches, self.dtypes = lengths("--batch", args.batch, options.MOST_ROWS), dtypes(args.dtype)
+        self.tokens, self.repeats = args.max_new_tokens, args.repeats
+        self.temperature = args.temperature
 
     def measure(self, prompts: DocumentPrompts, output: Path, seconds: float, resume: bool) -> tuple[ResultFile, bool]:
         """Measure all dtypes, with one model in memory at a time; returns also whether Ctrl-C ended the run."""
@@ -131,7 +109,7 @@ class Bench:
         axes = parse_sweeps(self.sweeps)
         decoding, of_drafts, contexts = split_axes(axes, {name: draft.settings for name, draft in drafts.items()})
         methods = [Method(HF, HfMethod()), Method(PLAIN, PlainDraftModel.from_target(model))]
-        methods.append(Method(LOOKUP, HfMethod({"prompt_lookup_num_tokens": self.lookup_tokens}, max_batch=1)))
+        methods.append(Method(LOOKUP, HfMethod({"prompt_lookup_num_tokens": LOOKUP_TOKENS}, max_batch=1)))
         if self.assistant is not None:
             assistant = load_assistant(self.assistant, model)
             methods.append(Method(ASSISTED, HfMethod({"assistant_model": assistant}, max_batch=1)))
@@ -268,7 +246,7 @@ def _write_floor(file: ResultFile, model: PreTrainedModel, cell: Cell) -> None:
             file.write("floor", **place, seconds=seconds)
 
 
-def show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
+def show(file: ResultFile, plots: bool, as_json: bool) -> None:
     """Print the table or the JSON object, and draw the plots."""
     records = file.records
     paths = [file.path, file.path.with_suffix(".md")]
@@ -279,14 +257,12 @@ def show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
             "environment": of_kind(records, "environment")[0],
             "rows": rows_of(records),
             "skipped": of_kind(records, "skipped"),
-            "run_by": RUN_BY,
-            "not_run": NOT_RUN,
             "finished": bool(of_kind(records, "end")),
             "files": [str(path) for path in paths],
         }
         print(json.dumps(result))
     else:
-        report, console = matrix_report(records, brief=True, not_run=verbose), Console()
+        report, console = matrix_report(records, brief=True), Console()
         if console.is_terminal:
             # with spaces, so that a range breaks into lines where a column is too narrow for it
             console.print(Markdown(re.sub(r"\(([\d.]+)-([\d.]+)\)", r"(\1 - \2)", report)))

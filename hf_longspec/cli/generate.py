@@ -59,10 +59,7 @@ def run(args: SimpleNamespace) -> int:
         seed = torch.seed() % 2**32 if args.seed is None else args.seed
         set_seed(seed)
         steps: list[StepText] | None = [] if args.show_drafts or args.html is not None else None
-        quiet = args.as_json or args.samples > 1
-        rows, stats = decode(
-            loaded, ids, steps, quiet, args.show_drafts, args.samples, max_new_tokens=args.max_new_tokens, **how
-        )
+        rows, stats = decode(loaded, ids, steps, args, max_new_tokens=args.max_new_tokens, **how)
         texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
         if args.as_json:
             result = {
@@ -177,23 +174,15 @@ def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[st
 
 
 def decode(
-    loaded: LoadedModels,
-    ids: torch.Tensor,
-    steps: list[StepText] | None,
-    quiet: bool,
-    coloured: bool,
-    samples: int = 1,
-    **arguments: Any,
+    loaded: LoadedModels, ids: torch.Tensor, steps: list[StepText] | None, args: SimpleNamespace, **how: Any
 ) -> tuple[list[list[int]], SpeculationStats]:
     """Generate, with a bar while the prompt is read, and until the end if nothing else is shown.
 
     Args:
         ids (`torch.LongTensor` of shape `(1, length)`): The prompt.
         steps (`list[StepText]`, *optional*): Receives the steps.
-        quiet (`bool`): Write nothing to standard output meanwhile; required for several samples.
-        coloured (`bool`): Mark drafted tokens on standard output, if that is a terminal.
-        samples (`int`, *optional*, defaults to 1): Number of texts, which are the rows of one batch.
-        arguments: Of `generate`.
+        args (`SimpleNamespace`): Options of the command.
+        how: Arguments of `generate`.
 
     Returns:
         `tuple[list[list[int]], SpeculationStats]`: The new tokens of each text, after Ctrl-C those so far, and the
@@ -202,13 +191,14 @@ def decode(
     Raises:
         KeyboardInterrupt: If there is no token yet.
     """
+    quiet = args.as_json or args.samples > 1  # nothing goes to standard output meanwhile
     draft, tokenizer = loaded.draft, loaded.tokenizer
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
 
     def report(step: StepText) -> None:
         assert steps is not None
         steps.append(step)
-        if not quiet and coloured and console.is_terminal:
+        if not quiet and args.show_drafts and console.is_terminal:
             console.print(Text.assemble((step.drafted, DRAFTED_STYLE), step.own), end="")
         elif not quiet:  # as it is: rich would expand tabs
             print(step.drafted + step.own, end="", flush=True)
@@ -220,18 +210,16 @@ def decode(
 
         def arrived(tokens: int) -> None:
             if tokens == 1 and quiet:  # the prefill is over
-                progress.next("Generating", arguments["max_new_tokens"])
+                progress.next("Generating", args.max_new_tokens)
             elif tokens == 1:
                 progress.stop()
             if quiet:
                 progress.step()
 
-        rows = ids.repeat_interleave(samples, 0)
-        mask, clock = torch.ones_like(rows), TokenClock(samples, on_arrival=arrived, text=text)
+        rows = ids.repeat_interleave(args.samples, 0)
+        mask, clock = torch.ones_like(rows), TokenClock(args.samples, on_arrival=arrived, text=text)
         try:
-            sequences = loaded.model.generate(
-                rows, attention_mask=mask, assistant_model=draft, streamer=clock, **arguments
-            )
+            sequences = loaded.model.generate(rows, attention_mask=mask, assistant_model=draft, streamer=clock, **how)
         except KeyboardInterrupt:
             sequences = getattr(draft.last_speculation, "partial_sequences", None)
             if sequences is None:

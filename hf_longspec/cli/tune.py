@@ -84,8 +84,7 @@ def run(args: SimpleNamespace) -> int:
         try:
             with file, Progress(len(windows), "Reading the prompts") as progress:
                 decoder = Decoder(model, prefill(model, windows, lambda index: progress.step()), args.max_new_tokens)
-                mode = "sample" if args.sample else "greedy"
-                tuner = Tuner(loaded, decoder, args.context, args.batch, args.repeats, mode, progress, file)
+                tuner = Tuner(args, loaded, decoder, progress, file)
                 best = plan(loaded.draft, TargetView(model), args.context, tuner.measure)
                 chosen, present, plain = tuner.confirm(best)
         except KeyboardInterrupt:
@@ -293,12 +292,9 @@ def check_destination(draft: str, output: Path | None) -> None:
 class Tuner:
     """Measure candidates; the trials so far."""
 
+    args: SimpleNamespace  # options of the command
     loaded: LoadedModels  # target and draft
     decoder: Decoder  # decodes after prompts that were read before
-    context: int  # tokens of a prompt
-    batch: int  # prompts that are decoded together
-    repeats: int  # runs of a candidate
-    mode: str  # `greedy` or `sample`
     progress: Progress  # advances by one for every run
     file: ResultFile  # every run, for the next part of an interrupted measurement
     trials: list[Trial] = field(default_factory=list)
@@ -306,14 +302,14 @@ class Tuner:
     def measure(self, step: str, candidates: Sequence[Settings], repeats: int | None = None) -> list[Trial]:
         """Decode with every candidate in turns; one trial per candidate."""
         draft = self.loaded.draft
-        return self._in_turns(step, [(step, draft, settings) for settings in candidates], repeats or self.repeats)
+        return self._in_turns(step, [(step, draft, settings) for settings in candidates], repeats or self.args.repeats)
 
     def confirm(self, chosen: Settings) -> list[Trial]:
         """The choice, the present settings and decoding without a draft, once more against each other."""
         draft, plain = self.loaded.draft, PlainDraftModel.from_target(self.loaded.model)
         present = {name: draft.setting(name) for name in chosen}
         methods = [("chosen", draft, chosen), ("present", draft, present), ("no draft", plain, {})]
-        return self._in_turns("comparison with the present settings", methods, self.repeats)
+        return self._in_turns("comparison with the present settings", methods, self.args.repeats)
 
     def _in_turns(self, task: str, methods: list[tuple[str, Any, Settings]], repeats: int) -> list[Trial]:
         """Decode with `(step, draft, settings)` each in turns, after a warm-up."""
@@ -343,14 +339,15 @@ class Tuner:
 
     def _decode(self, draft: Any, settings: Settings) -> tuple[float, float]:
         """Tokens per second and tau over all prompts; random numbers are the same for every candidate."""
-        prompts = len(self.decoder.prompts.tokens)
+        prompts, batch = len(self.decoder.prompts.tokens), self.args.batch
+        mode = "sample" if self.args.sample else "greedy"
         seconds = tokens = steps = 0.0
         # decoding that is measured switches the gate off, which must not be written with the choice
         ungated = {"gate": False} if "gate" in draft.settings else {}
         with changed(draft, ungated | settings):
-            for start in range(0, prompts, self.batch):
-                rows = slice(start, min(start + self.batch, prompts))
-                run = self.decoder.run(draft, rows, self.context, self.mode, seed=start)
+            for start in range(0, prompts, batch):
+                rows = slice(start, min(start + batch, prompts))
+                run = self.decoder.run(draft, rows, self.args.context, mode, seed=start)
                 seconds, tokens, steps = seconds + run.decode_seconds, tokens + run.tokens, steps + run.steps
         return tokens / seconds, tokens / steps
 

@@ -50,41 +50,25 @@ FILES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Piece:
-    """One statement of a module.
+    """One statement of a module."""
 
-    Args:
-        text (`str`): Source, with the comments and blank lines above it.
-        defines (`set[str]`): Names that it binds at the top level of its module.
-        uses (`set[str]`): Names that occur in it.
-        has_effect (`bool`): Whether it does more than to bind its names.
-        is_needed (`bool`): Whether it is copied.
-    """
-
-    text: str
-    defines: set[str]
-    uses: set[str]
-    has_effect: bool
-    is_needed: bool = False
+    text: str  # source, with the comments and blank lines above it
+    defines: set[str]  # names that it binds at the top level of its module
+    uses: set[str]  # names that occur in it
+    has_effect: bool  # whether it does more than to bind its names
+    is_needed: bool = False  # whether it is copied
 
 
 @dataclass
 class Module:
-    """One module of the package, without the parts that are left out.
+    """One module of the package, without the parts that are left out."""
 
-    Args:
-        name (`str`): Path below the package, without its ending.
-        about (`str`): Its docstring.
-        pieces (`list[Piece]`): Its statements, without imports.
-        inside (`dict[str, tuple[str, str]]`): Of every name that it imports from the package, the module and the name
-            there.
-        outside (`dict[str, tuple[str, str]]`): Of every other name that it imports, the beginning of the statement and
-            the name there.
-    """
-
-    name: str
-    about: str
-    pieces: list[Piece] = field(default_factory=list)
+    name: str  # path below the package, without its ending
+    about: str  # docstring
+    pieces: list[Piece] = field(default_factory=list)  # its statements, without imports
+    # of every name that it imports from the package, the module and the name there
     inside: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # of every other name that it imports, the beginning of the statement and the name there
     outside: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property

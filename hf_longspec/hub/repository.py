@@ -52,21 +52,6 @@ ENGINE_CODE = """\
 This draft needs transformers 5.17 or newer. The code is in [{engine}](https://huggingface.co/{engine});
 `trust_remote_code=True` runs it. `revision` selects the weights and settings of this repository, and
 `code_revision="<commit of {engine}>"` the code."""
-# Of https://huggingface.co/docs/hub/repositories-licenses
-LICENSES = {
-    "afl-3.0", "agpl-3.0", "apache-2.0", "apple-amlr", "apple-ascl", "artistic-2.0", "bigcode-openrail-m",
-    "bigscience-bloom-rail-1.0", "bigscience-openrail-m", "bsd", "bsd-2-clause", "bsd-3-clause",
-    "bsd-3-clause-clear", "bsl-1.0", "c-uda", "cc", "cc-by-2.0", "cc-by-2.5", "cc-by-3.0", "cc-by-4.0",
-    "cc-by-nc-2.0", "cc-by-nc-3.0", "cc-by-nc-4.0", "cc-by-nc-nd-3.0", "cc-by-nc-nd-4.0", "cc-by-nc-sa-2.0",
-    "cc-by-nc-sa-3.0", "cc-by-nc-sa-4.0", "cc-by-nd-4.0", "cc-by-sa-3.0", "cc-by-sa-4.0", "cc0-1.0",
-    "cdla-permissive-1.0", "cdla-permissive-2.0", "cdla-sharing-1.0", "creativeml-openrail-m",
-    "deepfloyd-if-license", "ecl-2.0", "epl-1.0", "epl-2.0", "etalab-2.0", "eupl-1.1", "eupl-1.2",
-    "fair-noncommercial-research-license", "gemma", "gfdl", "gpl", "gpl-2.0", "gpl-3.0", "grok2-community",
-    "h-research", "intel-research", "isc", "lgpl", "lgpl-2.1", "lgpl-3.0", "lgpl-lr", "llama2", "llama3",
-    "llama3.1", "llama3.2", "llama3.3", "llama4", "lppl-1.3c", "mit", "mpl-2.0", "ms-pl", "ncsa", "odbl",
-    "odc-by", "ofl-1.1", "openmdw-1.0", "openrail", "openrail++", "osl-3.0", "other", "pddl", "postgresql",
-    "unknown", "unlicense", "wtfpl", "zlib",
-}  # fmt: skip
 LISTS = ("datasets", "language")  # fields that may hold several values on the Hub
 
 
@@ -80,8 +65,8 @@ class Card:
         base_model (`str`, *optional*): Hub id of the target. Defaults to the `target_name_or_path` of the draft.
         target (`str`, *optional*): Id or folder from which the usage example loads the target. Defaults to
             `base_model`.
-        license (`str`, *optional*): License of the weights, as the Hub spells it. Defaults to that of the code for
-            drafts without weights.
+        license (`str`, *optional*): License of the weights, as the Hub spells it: it refuses the upload of another.
+            Defaults to that of the code for drafts without weights.
         language (`str` or `list[str]`, *optional*): Language of the training text.
         datasets (`list[str]`): Hub ids of the training data.
         settings (`str`): Reasons for the values in the draft's `generation_config`.
@@ -110,7 +95,7 @@ class Card:
         """Build a card from facts by name.
 
         Raises:
-            ValueError: If a name or the license is unknown, or a value has a wrong type.
+            ValueError: If a name is unknown, or a value has a wrong type.
         """
         defaults = {fact.name: fact.default for fact in fields(cls)}
         if unknown := sorted(set(facts) - set(defaults)):
@@ -121,11 +106,6 @@ class Card:
             if name == "datasets" or not (isinstance(value, str) or (value is None and defaults[name] is None)):
                 expected = "a list of strings" if name == "datasets" else "a string"
                 raise ValueError(f"{name}={value!r} on a model card: expected {expected}. Correct it, or omit it.")
-        if (license_id := facts.get("license")) is not None and license_id not in LICENSES:
-            raise ValueError(
-                f"license={license_id!r} is not a license id of the Hub. Pass one of "
-                "https://huggingface.co/docs/hub/repositories-licenses, such as apache-2.0, or other."
-            )
         return cls(**facts)
 
     def complete(self, draft: Any, repo: str) -> "Card":

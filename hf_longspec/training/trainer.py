@@ -114,10 +114,6 @@ class LevelsMethod(TrainingMethod):
     Subclasses implement `run`.
 
     Args:
-        draft ([`DraftModel`]): The draft.
-        target (`PreTrainedModel`): The target.
-        args ([`DraftTrainingArguments`]): Settings of the run.
-        count_shape (`tuple[int, int]`): Number of levels, and of counts per level.
         layers (`bool` or `tuple[int, ...]`): Layers whose inputs are read, see [`HiddenPass`].
     """
 
@@ -137,7 +133,6 @@ class LevelsMethod(TrainingMethod):
         """Run the levels over a batch.
 
         Args:
-            model (`Callable`): The draft, which may be wrapped for training in several processes.
             inputs (`dict[str, Any]`): The batch. In evaluation it has `input_ids` and `labels` alone.
             hidden (`torch.Tensor` of shape `(B, L, hidden)`): The target's states.
 

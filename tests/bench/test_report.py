@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.plots import plot_all
-from hf_longspec.bench.report import BRIEF, RUN_BY, by_depth, matrix_report, rows_of
+from hf_longspec.bench.report import BRIEF, by_depth, matrix_report, rows_of
 from hf_longspec.bench.results import of_kind
 from hf_longspec.modeling.register_draft import weightless_drafts
 
@@ -79,7 +79,7 @@ def test_two_turns_have_no_interval(records, tmp_path, monkeypatch):
     two = [record for record in records if record.get("turn") != 2]
     rows = rows_of(two)
     assert all(row["tau_interval"] is None and set(row["acceptance_intervals"]) <= {None} for row in rows)
-    assert "[" not in matrix_report(two, brief=True, not_run=False).partition("## 40 tokens")[2]
+    assert "[" not in matrix_report(two, brief=True).partition("## 40 tokens")[2]
     assert "[1." in matrix_report(records, brief=True).partition("## 40 tokens")[2]
     bars = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: bars.append(lengths_of_bars(self)))
@@ -95,27 +95,23 @@ def lengths_of_bars(figure):
     return [segment[1][1] - segment[0][1] for segment in segments]
 
 
-def test_the_terminal_gets_eight_columns_and_no_list_of_what_is_not_run(records):
-    brief, full = matrix_report(records, brief=True, not_run=False), matrix_report(records)
+def test_the_terminal_gets_eight_columns(records):
+    brief, full = matrix_report(records, brief=True), matrix_report(records)
     widest = max(line.count("|") - 1 for line in brief.splitlines() if line.startswith("|"))
     assert widest == len(BRIEF) == 8
     assert "accepted at depth" in full and "accepted at depth 1" not in brief
-    assert "## Not run" not in brief
-    for name in ("Medusa", "EAGLE", "TriForce"):
-        assert f"- {name}" in full.partition("## Not run")[2]
-    assert "## Run by" not in brief and "MagicDec with Quest: `--draft quest`." in full
 
 
 def test_the_options_that_run_the_methods_of_the_papers_exist():
     page, drafts = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), weightless_drafts()
-    for how in RUN_BY.values():
-        for command in re.findall("`([^`]+)`", how):
-            assert f"`{command}`" in page
-            words = command.split()
-            options = dict(zip(words[::2], words[1::2], strict=True))
-            name, setting = options.get("--draft", "FOLDER"), options.get("--sweep")
-            assert name == "FOLDER" or name in drafts
-            assert setting is None or setting.partition("=")[0] in drafts[name].settings
+    commands = re.findall("`(--(?:draft|assistant) [^`]+)`", page.partition("## Systems of the papers")[2])
+    assert len(commands) > 8
+    for command in commands:
+        words = command.split()
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        name, setting = options.get("--draft", "FOLDER"), options.get("--sweep")
+        assert name == "FOLDER" or name in drafts
+        assert setting is None or setting.partition("=")[0] in drafts[name].settings
 
 
 def test_acceptance_by_depth_is_conditional():

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from benchmarks.harness import Run
-from benchmarks.hf_side import block_mask, hf_attention
-from benchmarks.random_inputs import Shape, cast, full_cache, random_target, random_tree
+from benchmarks.random_inputs import Shape, block_mask, cast, full_cache, hf_attention, random_target, random_tree
 from benchmarks.verification import AttentionCase, ForwardCase, measure
 from hf_longspec.bench.results import read_records
 from hf_longspec.generation.draft_tree import DraftTree

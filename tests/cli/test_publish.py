@@ -120,10 +120,6 @@ class TestDryRun:
         ("arguments", "complaint"),
         [
             (["--dry-run"], "not a Hub id"),
-            (
-                ["--dry-run", "--base-model", "org/t", "--license", "nonsense"],
-                "license='nonsense'",
-            ),
             ([], "--repo, or --dry-run"),
             (["--repo", "nobody"], "expected owner/name"),
             (["--repo", "org/x", "--output", "out"], "--output out needs --dry-run"),

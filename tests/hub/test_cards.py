@@ -76,7 +76,6 @@ def test_the_target_is_the_recorded_one(make_draft, tmp_path, monkeypatch):
         ({"datasets": "org/books"}, "datasets='org/books'"),
         ({"datasets": [1]}, "datasets="),
         ({"license": ["mit"]}, "license="),
-        ({"license": "MIT-like"}, "license='MIT-like'"),
     ],
     ids=str,
 )

@@ -35,8 +35,8 @@ GPUS = {
     100: tiles.Gpu(227 * 1024, warpgroups=True),
 }
 GROUPS = 4
-# Features by rows in `short`, without what benchmarks/aot.py compiles for tests: "plain" with 16, 64 and more rows.
-SHORT = {16: ("all",), 32: ("plain",), 64: ("none",), 128: ("all",)}
+# Features by rows in `short`.
+SHORT = {16: ("plain", "all"), 32: ("plain",), 64: ("plain", "none"), 128: ("plain", "all")}
 # dtype, sizes of keys and values, softcap: every choice that `sparse_config` can make, at the sizes of common models;
 # one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first two.
 SPARSE = (
