@@ -54,7 +54,7 @@ def generate(
     target: options.Target,
     file: Annotated[Path | None, typer.Argument(help="Text to continue; - for standard input.")] = None,
     prompt: options.Prompt = None,
-    draft: options.Draft = "specattn",
+    draft: options.Draft = "ngram",
     max_new_tokens: Annotated[int, number(1, "Tokens to generate.")] = 256,
     temperature: Annotated[float, number(0, "0 is greedy decoding.", float)] = 0.0,
     top_p: Annotated[
@@ -108,7 +108,7 @@ def audit(
     target: options.Target,
     files: Annotated[list[Path] | None, typer.Argument(help="Texts to continue; - for standard input.")] = None,
     prompt: options.Prompt = None,
-    draft: options.Draft = "specattn",
+    draft: options.Draft = "ngram",
     max_new_tokens: Annotated[int, number(1, "Tokens per prompt.")] = 64,
     context: Annotated[int, number(1, "Use at most this many tokens from the end of each text.")] = 2048,
     eps: Annotated[
@@ -235,7 +235,7 @@ def bench(
     target: options.Target,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help=f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: specattn."),
+        typer.Option(help=f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
     ] = None,
     data: Annotated[
         list[str] | None,

@@ -70,7 +70,7 @@ class Bench:
             is_sampled = args.temperature or any(one.startswith("temperature=") for one in self.sweeps)
             self.sweeps += [] if is_sampled else [ALL_WAYS]
         self.target, self.preset, self.assistant = args.target, args.preset, args.assistant
-        self.drafts, self.data = drafts or ["specattn"], args.data or [BUILTIN]
+        self.drafts, self.data = drafts or ["ngram"], args.data or [BUILTIN]
         self.column, self.chat = args.column, args.chat
         contexts = args.context or (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS)
         self.contexts = lengths("--context", contexts)

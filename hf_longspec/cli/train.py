@@ -42,7 +42,7 @@ class Recipe:
     dtype: str = "auto"  # type of the target's weights
     attn_implementation: str | None = None  # attention of the target while training
     # Hub id or folder of a draft to go on with, or settings of a new one, as in `from_target` of the draft's class,
-    # which `kind` names: `longspec` (the default), `tokenswift` or `longspec_eagle3`
+    # which `kind` names: `longspec` (the default), `tokenswift` or `eagle3`
     draft: str | dict[str, Any] | None = field(default_factory=dict)
     # concatenate documents and cut them into rows of so many tokens. Without it every document is a row.
     pack: int | None = None
@@ -259,8 +259,9 @@ def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
         with loading(recipe.draft, "draft"):
             return AutoModel.from_pretrained(recipe.draft, dtype=torch.float32)
     settings = {"kind": "longspec"} | (recipe.draft or {})
-    kinds = trained_drafts()
-    if (kind := settings.pop("kind")) not in kinds:
+    kinds = {draft.config_class.short_name(): draft for draft in trained_drafts().values()}
+    # recipes of earlier versions have the whole `model_type`
+    if (kind := str(settings.pop("kind")).removeprefix("longspec_")) not in kinds:
         raise CommandError(f"draft.kind={kind!r}: expected one of {', '.join(kinds)}.")
     return kinds[kind].from_target(target, **settings).float()
 

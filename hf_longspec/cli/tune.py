@@ -248,10 +248,11 @@ def _fastest_tree(name: str, trees: Sequence[list[int]], draft: Any, target: Tar
 
 def plan_for(draft: Any) -> Plan:
     """Return the function that tunes this kind of draft."""
-    kind, tuned = draft.config.model_type, [kind for kind, row in DRAFTS.items() if row.tune is not None]
-    if kind not in tuned:
-        raise CommandError(f"drafts of type {kind} have nothing to tune. Pass one of type {' or '.join(tuned)}.")
-    return DRAFTS[kind].load("tune")
+    tuned = {kind: row for kind, row in DRAFTS.items() if row.tune is not None}
+    if (kind := draft.config.model_type) not in tuned:
+        names = " or ".join(row.names[0] for row in tuned.values())
+        raise CommandError(f"{draft.config.short_name()} drafts have nothing to tune. Pass one of {names}.")
+    return tuned[kind].load("tune")
 
 
 def update_settings(folder: Path, settings: dict[str, Any]) -> Path:

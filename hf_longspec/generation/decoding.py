@@ -105,7 +105,7 @@ def _say_why_not(draft: Any, reason: str) -> SpeculationStats:
     if draft.setting("on_unsupported") == "error":
         refuse(reason)
     logger.warning_once(f"{type(draft).__name__} is not used in this call: {reason}")
-    draft.last_speculation = SpeculationStats(method=draft.config.model_type, reason=reason)
+    draft.last_speculation = SpeculationStats(method=draft.config.short_name(), reason=reason)
     return draft.last_speculation
 
 
@@ -127,7 +127,7 @@ class Session:
         self.started = time.perf_counter()
         self.target, self.draft, self.prompts, self.config = prompts.target, draft, prompts, prompts.config
         self.max_length, self.held, self.rotary = prompts.max_length, prompts.held, prompts.rotary
-        self.stats = SpeculationStats(method=draft.config.model_type)
+        self.stats = SpeculationStats(method=draft.config.short_name())
         target, input_ids = self.target, prompts.input_ids
         batch_size, do_sample = len(input_ids), bool(self.config.do_sample)
         pad = getattr(self.config, "_pad_token_tensor", None)

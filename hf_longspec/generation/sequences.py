@@ -49,7 +49,7 @@ class SpeculationStats:
     root alone verified; such a step emits one token and is counted in `num_plain_steps` only.
 
     Args:
-        method (`str`): `model_type` of the draft.
+        method (`str`): Name of the draft on the command line, such as `ngram`.
         reason (`str`, *optional*): Why the call was decoded without the draft, see `on_unsupported`. All counts are 0.
         num_spec_steps (`int`): Number of row-steps, without plain ones.
         num_plain_steps (`int`): Number of plain row-steps.

@@ -55,6 +55,11 @@ class DraftConfig(PreTrainedConfig):
     target_name_or_path: str | None = None
 
     @classmethod
+    def short_name(cls) -> str:
+        """Return the name of the draft on the command line and in messages."""
+        return cls.model_type.removeprefix("longspec_")
+
+    @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Let `save_pretrained` write the code too, except for a class of the installed package."""
         if not is_packaged(cls):

@@ -33,8 +33,8 @@ class RegisteredDraft:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the draft on the command line: its `model_type` without the prefix `longspec_`, and its aliases."""
-        return self.config.model_type.removeprefix("longspec_"), *self.aliases
+        """Names of the draft on the command line: the short name of its config, and its aliases."""
+        return self.config.short_name(), *self.aliases
 
     def load(self, role: str) -> Any:
         """Import the object that the registration names as `"training"`, `"convert"`, `"tune"` or `"reads"`."""

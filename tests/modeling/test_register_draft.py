@@ -64,7 +64,7 @@ def test_the_lazy_parts_are_found_when_they_are_used(register, target):
     register(ToyConfig, ToyDraftModel, training="no_such_package.training:Method")  # nothing is imported here
     with pytest.raises(ImportError, match="no_such_package"):
         method_of(draft)
-    with pytest.raises(CommandError, match=r"type toy .* longspec_eagle3 or longspec or"):
+    with pytest.raises(CommandError, match=r"toy drafts .* eagle3 or longspec or"):
         plan_for(draft)
 
 
