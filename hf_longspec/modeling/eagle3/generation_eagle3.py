@@ -97,11 +97,7 @@ class Angles:
 
 
 class Eagle3Drafter(BeamDrafter):
-    """Draft a tree of fixed size with one small decoder.
-
-    Args:
-        draft (`Eagle3DraftModel`): The draft.
-    """
+    """Draft a tree of fixed size with one small decoder."""
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding, draft)

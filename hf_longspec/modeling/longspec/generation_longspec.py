@@ -61,11 +61,7 @@ logger = logging.get_logger(__name__)
 
 
 class LongSpecDrafter(BeamDrafter):
-    """Draft a tree of fixed size with one block.
-
-    Args:
-        draft (`LongSpecDraftModel`): The draft.
-    """
+    """Draft a tree of fixed size with one block."""
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding, draft)

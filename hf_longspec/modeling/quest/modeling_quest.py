@@ -132,11 +132,7 @@ def _context(ends, positions, windows, table, pages, sizes, bounds):
 
 
 class QuestDrafter(SelfDrafter):
-    """Draft chains with the target itself on the pages that fit the query of each step.
-
-    Args:
-        draft (`QuestDraftModel`): The draft, whose settings are read.
-    """
+    """Draft chains with the target itself on the pages that fit the query of each step."""
 
     steps_compile = False  # a step would be compiled anew for other numbers of pages
 

@@ -31,11 +31,7 @@ SELECTIONS = (*CAPTURED_ROWS, "window")
 
 
 class SpecAttnDrafter(SelfDrafter):
-    """Draft chains with the target itself on selected cache entries.
-
-    Args:
-        draft (`SpecAttnDraftModel`): The draft, whose settings are read.
-    """
+    """Draft chains with the target itself on selected cache entries."""
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding, draft)
