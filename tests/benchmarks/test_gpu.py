@@ -5,19 +5,16 @@ The last test runs the command as it is started on a machine with nothing but to
 
 import dataclasses
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import gpu, gpu_attention
-from benchmarks.gpu import iteration_ms
 from benchmarks.gpu_attention import BASELINES
-from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun, Stop
+from benchmarks.gpu_run import SMOKE, GpuRun
 from benchmarks.roofline import Machine
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
@@ -41,10 +38,9 @@ def of(records, kind, **where):
 def make_run(tmp_path):
     """A function that makes runs; every line of one is in `run.records`."""
 
-    def make(backends=(TORCH,), seconds=300, memory_bytes=None, **plan):
+    def make(backends, **plan):
         options = {"device": CPU, "dtype": torch.bfloat16, "backends": backends, "quiet": True}
-        options |= {"plan": dataclasses.replace(SMOKE, **plan), "memory_bytes": memory_bytes}
-        run = GpuRun(tmp_path / "run.jsonl", "gpu", seconds, **options)
+        run = GpuRun(tmp_path / "run.jsonl", "gpu", 300, plan=dataclasses.replace(SMOKE, **plan), **options)
         run.machine = Machine("m", 1.0, 1.0)
         return run
 
@@ -80,40 +76,6 @@ def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_pat
             assert row["speculated"] == expected.get(row["draft"], row["iterations"])
             assert row["ms"]["count"] == row["iterations"] and row["c"] > 0 and row["tau"] >= 1
         assert rows[0]["c"] == 1 and rows[0]["tau"] == 1 and rows[0]["same_tokens"] == SMOKE.tokens
-
-
-def test_iterations_begin_and_end_with_tokens():
-    arrivals, emitted = [0.0, 1.0, 1.0, 3.0, 7.0, 7.5], [2, 1, 1, 1]
-    assert iteration_ms(arrivals, emitted) == [1000, 2000, 4000, 500]
-
-
-def test_a_lost_device_and_the_end_of_the_time_stop_the_run_wherever_it_is(make_run, monkeypatch):
-    def lost(run):
-        run.write("kernel")
-        raise Stop("the device is lost: illegal access")
-
-    sections = {"ceilings": (1.0, lambda run: None), "kernels": (1.0, lost), "drafts": (1.0, lambda run: None)}
-    monkeypatch.setattr(gpu, "SECTIONS", sections)
-    run = make_run()
-    gpu.execute(run, list(sections))
-    last = of(run.records, "skipped")[-1]
-    assert last["reason"].startswith("the device is lost") and last["part"] == "kernels drafts"
-    assert of(run.records, "kernel")
-
-    sections["kernels"] = 1.0, lambda run: time.sleep(60)
-    run, started = make_run(), time.perf_counter()
-    before = signal.signal(signal.SIGALRM, gpu._time_is_over)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    gpu.execute(run, list(sections))
-    signal.signal(signal.SIGALRM, before)
-    assert time.perf_counter() - started < 30
-    assert of(run.records, "skipped")[-1]["reason"].startswith("no time left")
-
-
-def test_a_whole_run_fits_into_nine_minutes():
-    assert sum(seconds for seconds, _ in gpu.SECTIONS.values()) <= 540
-    assert gpu.argument_parser().parse_args([]).seconds == 540
-    assert LLAMA_8B.contexts == (8192, 32768, 131072)
 
 
 @pytest.mark.parametrize(
@@ -180,13 +142,6 @@ def test_a_wrong_backend_is_not_timed_anywhere(make_run, register, prefix_attent
     gpu_attention.kernels(run)
     assert "wrong" in run.refused and len(of(run.records, "skipped", backend="wrong")) == 1
     assert not of(run.records, "kernel", backend="wrong") and of(run.records, "kernel", backend=TORCH)
-
-
-def test_what_does_not_fit_into_memory_is_said(make_run):
-    run = make_run(memory_bytes=1_000)
-    gpu.execute(run, ["iterations", "kernels"])
-    reasons = " ".join(record["reason"] for record in of(run.records, "skipped"))
-    assert "the random target needs" in reasons and "the case with its float64 reference needs" in reasons
 
 
 # Runs programs to which these packages seem not to be installed, each in a fork of a process that has imported torch.
