@@ -33,7 +33,7 @@ MIN_TESTS := $(addprefix tests/generation/test_,attention_layers.py cache.py che
 
 # What depends on the version of torch and of the triton that comes with it: graphs, operators, the interpreter.
 TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/,test_simulated_cuda.py \
-	modeling/tokenswift/test_compiled_tokenswift.py) $(addprefix tests/generation/test_,compiled.py step.py \
+	modeling/test_compiled_drafts.py) $(addprefix tests/generation/test_,compiled.py step.py \
 	on_simulated_cuda.py)
 # Float32 results of the package beside those of transformers, or of loops: sums in another order, which depends on the
 # instructions of the processor.

@@ -16,7 +16,6 @@ from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton import config, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.flash_standins import PACKAGES, Machine
-from tests.attention_backends.reference import REFERENCE_BACKEND
 from tests.attention_backends.triton.machine import BROKEN_INTERPRETER, DEVICE
 
 # A program that tests start.
@@ -120,8 +119,6 @@ def prepared(request, monkeypatch):
                 request.getfixturevalue(fixture)
             return TRITON_BACKEND, request.getfixturevalue("kernel_device")
         device = torch.device("cpu")
-        if name == "reference":
-            return REFERENCE_BACKEND, device
         if name.startswith("flash"):
             request.getfixturevalue("machine")(*PACKAGES[int(name[-1])])
             return FLASH_BACKEND, device

@@ -163,7 +163,7 @@ HYBRID_OPTIONS = ((None, None, False), (4, None, True), (92, None, False), (40, 
     ("name", "lengths", "options", "nodes", "groups", "sizes", "dtype"),
     [
         *pairwise(
-            ["reference", "torch", "torch_apart", "torch_parts", "triton"],
+            ["torch", "torch_apart", "torch_parts", "triton"],
             HYBRID_LENGTHS,
             HYBRID_OPTIONS,
             (1, 5, 33),
@@ -201,7 +201,7 @@ def test_every_node_sees_the_prefix_and_its_path(prepared, name, lengths, option
     ("name", "lengths", "window", "nodes", "dense_keys"),
     [
         *pairwise(["torch", "torch_parts", "torch_unfused"], HYBRID_LENGTHS, (1, 40, 92, 150), (1, 5, 33), (0, 4096)),
-        *pairwise(["reference", "flash2", "triton"], HYBRID_LENGTHS[1:4], (4, 150), (1, 5), (4096,)),
+        *pairwise(["flash2", "triton"], HYBRID_LENGTHS[1:4], (4, 150), (1, 5), (4096,)),
     ],
 )
 def test_windows_that_count_gaps_between_tokens(prepared, monkeypatch, name, lengths, window, nodes, dense_keys):
@@ -248,7 +248,7 @@ def test_a_buffer_that_is_too_short(prepared, name, method):
         attend(prepared, name, method, inputs, {"scaling": 1.0})
 
 
-@pytest.mark.parametrize("name", ["reference", "flash2", "triton"])
+@pytest.mark.parametrize("name", ["flash2", "triton"])
 def test_a_window_needs_positions(prepared, name):
     inputs = *tensors(1, 2, 4, 1, 50, 16, FLOAT16), SeqLens([50])
     with pytest.raises(ValueError, match="sliding_window is 5, but positions is None"):

@@ -25,8 +25,7 @@ def check(method, inputs, options, visible, bias=None, **more):
     assert (state[1][hidden] == -torch.inf).all() and not state[0][hidden].any()
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 2.0), (1, None), (3, 2.0), (100, None)])
 def test_prefix(window, softcap):
     lengths = torch.tensor([0, 7, 4])
     positions = lengths[:, None] + torch.tensor([[0, 1, 2], [0, 1, 1], [-1, 0, 3]])
@@ -37,21 +36,15 @@ def test_prefix(window, softcap):
     check("prefix", inputs, {"scaling": 0.7, "softcap": softcap}, visible[:, None], **where)
 
 
-@pytest.mark.parametrize("shape", ["BNM", "B1NM", "BHNM"])
-def test_tree_with_a_boolean_mask(shape):
-    visible = torch.rand(2, 6 if shape == "BHNM" else 1, 4, 4, generator=torch.Generator().manual_seed(1)) < 0.4
-    visible[1, :, 2] = False  # sees nothing
-    mask = visible[:, 0] if shape == "BNM" else visible
-    check("tree", (*tensors(2, 2, 3, 4, 4, 3, FLOAT64), mask), {"scaling": 1.3}, visible)
-
-
-@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(FLOAT64).min])
-def test_tree_with_an_additive_mask(lowest):
-    bias = torch.randn(2, 1, 3, 5, dtype=FLOAT64, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("shape", ["BNM", "B1NM", "BHNM", -torch.inf, torch.finfo(FLOAT64).min])
+def test_tree(shape):
+    """Under a boolean mask, and under one that is added and hides by a number."""
+    bias = torch.randn(2, 6 if shape == "BHNM" else 1, 4, 4, generator=torch.Generator().manual_seed(1), dtype=FLOAT64)
     visible = bias < 0.5
-    visible[0, :, 1] = False
-    inputs = *tensors(2, 2, 1, 3, 5, 3, FLOAT64), bias.masked_fill(~visible, lowest)
-    check("tree", inputs, {"scaling": 0.5}, visible, bias)
+    visible[1, :, 2] = False  # sees nothing
+    mask = visible[:, 0] if shape == "BNM" else visible if isinstance(shape, str) else bias.masked_fill(~visible, shape)
+    added = None if isinstance(shape, str) else bias
+    check("tree", (*tensors(2, 2, 3, 4, 4, 3, FLOAT64), mask), {"scaling": 1.3}, visible, added)
 
 
 @pytest.mark.parametrize("per_head", [True, False])
@@ -66,8 +59,7 @@ def test_sparse(per_head):
     check("sparse", (*tensors(2, 2, 2, 2, 9, 3, FLOAT64), indices, counts), {"scaling": 0.6}, visible)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("length", [5, 8])
+@pytest.mark.parametrize(("length", "window"), [(5, None), (8, 1), (8, 3)])
 def test_causal(length, window):
     distance = torch.arange(length - 5, length)[:, None] - torch.arange(length)
     visible = ((distance >= 0) & (distance < (window or 1000))).expand(2, 1, -1, -1)

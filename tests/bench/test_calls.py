@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
-from hf_longspec.bench.calls import Decoding, HfMethod, TokenClock, endless, run_call
+from hf_longspec.bench.calls import Decoding, HfMethod, endless, run_call
 from hf_longspec.bench.machine import PeakMemory
 from hf_longspec.bench.prompts import left_padded
 from tests.bench.conftest import specattn
@@ -102,17 +102,6 @@ def test_the_last_verification_is_cut_in_what_is_emitted_not_in_what_is_accepted
     assert "drafter" not in vars(draft)
 
 
-def test_rows_of_different_lengths_give_the_texts_that_they_give_alone(target):
-    rows, _ = tiny_prompts(target.config.vocab_size, [40, 40])
-    prompts = [torch.as_tensor(rows)[0], torch.as_tensor(rows)[1, :25]]
-    draft = specattn(target)
-    together = run_call(target, draft, left_padded(prompts, 0), decoding=Decoding(), tokens=9, seed=0)
-    alone = [run_call(target, draft, left_padded([p], 0), decoding=Decoding(), tokens=9, seed=0) for p in prompts]
-    assert torch.equal(together.text, torch.cat([call.text for call in alone]))
-    assert together.steps == sum(call.steps for call in alone)
-    assert together.tokens == 16
-
-
 def test_a_penalty_reaches_the_target(target, prompt):
     texts = [
         run_call(target, how, prompt, decoding=Decoding(penalty=penalty), tokens=16, seed=0).text
@@ -121,17 +110,6 @@ def test_a_penalty_reaches_the_target(target, prompt):
     ]
     assert torch.equal(texts[0], texts[2]) and torch.equal(texts[1], texts[3])
     assert not torch.equal(texts[0], texts[1])
-
-
-def test_the_clock_leaves_out_the_prompt_and_what_arrives_first():
-    arrived, seen = iter([0.0, 100.0, 101.0, 103.0]), []
-    clock = TokenClock(1, lambda: next(arrived), on_arrival=seen.append)
-    for value in ([[5, 6, 7]], [8], [9], [10]):
-        clock.put(torch.tensor(value))
-        if seen == [1]:
-            assert (clock.num_tokens, clock.decode_seconds) == (0, 0.0)
-    assert (clock.first_token_seconds, clock.num_tokens, clock.decode_seconds) == (100.0, 2, 3.0)
-    assert seen == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["hf", "specattn"])

@@ -40,13 +40,6 @@ def test_a_run_leaves_the_prompts_as_they_were(target, prompts):
     assert all(torch.equal(a, b) for a, b in zip(before, (p for layer in prompts.layers for p in layer), strict=True))
 
 
-def test_same_seed_same_sampled_text_in_the_plain_loop(target, prompts):
-    decoder, plain = Decoder(target, prompts, tokens=6), make_drafts(target)[PLAIN]
-    first, second, other = (decoder.run(plain, slice(0, 1), 40, "sample", seed).text for seed in (1, 1, 2))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, other)
-
-
 def test_windows_are_refused():
     for kind in ("mistral", "deepseek_v3"):
         with pytest.raises(ValueError, match="sliding-window or latent layers"):

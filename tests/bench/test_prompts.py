@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
-from benchmarks.harness import load_prompts
 from hf_longspec.bench.prompts import HELD_OUT, Document, DocumentPrompts, read_source, read_sources, window_starts
 
 
@@ -122,18 +120,6 @@ def test_windows_lie_inside_and_are_disjoint_while_there_is_room(lengths, count)
 def test_too_short_texts_are_refused_with_their_length():
     with pytest.raises(ValueError, match=r"no document has 100 tokens, the longest has 99\. .*--data"):
         window_starts([99, 5], 100, 1)
-
-
-def test_sources_take_turns(tmp_path, monkeypatch):
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda target: tokenizer)
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda target: LlamaConfig())
-
-    for name, letter in (("first", "a"), ("second", "b")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "text.txt").write_text(letter * 40)
-    tokens, origin = load_prompts("target", [str(tmp_path / "first"), str(tmp_path / "second")], 10, 3)
-    assert [chr(row[0]) for row in tokens] == ["a", "b", "a"]
-    assert [source["disjoint_windows"] for source in origin["sources"]] == [4, 4]
 
 
 def test_several_sources_take_turns_and_name_documents_without_a_category(tmp_path):

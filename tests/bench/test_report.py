@@ -56,45 +56,6 @@ def test_settings_are_rows_with_differences_turn_by_turn(records):
     assert "## Settings: 40 tokens, batch 1, float32, greedy" in matrix_report(records)
 
 
-def spread(records, steps):
-    """Give the calls of one draft these numbers of steps, and acceptance histograms to match."""
-    for run, count in zip(of_kind(records, "run", method=WINDOW, context=40), steps, strict=False):
-        run["steps"], run["accepted"] = count, [count - 1, 1] if count < run["tokens"] else [0, count]
-
-
-def test_intervals_stay_inside_their_bounds(records):
-    """Student's interval of these taus begins below 1, that of the shares ends above 1."""
-    spread(records, [7, 7, 3])
-    row = next(row for row in rows_of(records) if row["method"] == WINDOW and row["context"] == 40)
-    taus = [1.0, 1.0, 7 / 3]
-    assert statistics.fmean(taus) - 4.303 * statistics.stdev(taus) / 3**0.5 < 1
-    assert 1 < row["tau_interval"]["low"] < statistics.fmean(taus) < row["tau_interval"]["high"]
-    (shares,) = row["acceptance_intervals"]
-    assert shares["mean"] == pytest.approx((1 + 1 + 1 / 3) / 3, rel=1e-3)
-    assert 0 < shares["low"] < shares["high"] < 1
-
-
-def test_two_turns_have_no_interval(records, tmp_path, monkeypatch):
-    spread(records, [7, 7, 3])
-    two = [record for record in records if record.get("turn") != 2]
-    rows = rows_of(two)
-    assert all(row["tau_interval"] is None and set(row["acceptance_intervals"]) <= {None} for row in rows)
-    assert "[" not in matrix_report(two, brief=True).partition("## 40 tokens")[2]
-    assert "[1." in matrix_report(records, brief=True).partition("## 40 tokens")[2]
-    bars = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: bars.append(lengths_of_bars(self)))
-    plot_all(two, tmp_path / "b")
-    plot_all(records, tmp_path / "b")
-    _, tau, depth, _, tau_of_three, depth_of_three = bars
-    assert max(tau) == max(depth) == 0 < min(max(tau_of_three), max(depth_of_three))
-
-
-def lengths_of_bars(figure):
-    panels = [panel for panel in figure.axes if panel.containers]
-    segments = [part for panel in panels for line in panel.containers for part in line[2][0].get_segments()]
-    return [segment[1][1] - segment[0][1] for segment in segments]
-
-
 def test_the_terminal_gets_eight_columns(records):
     brief, full = matrix_report(records, brief=True), matrix_report(records)
     widest = max(line.count("|") - 1 for line in brief.splitlines() if line.startswith("|"))

@@ -4,24 +4,12 @@ import pytest
 
 import hf_longspec
 from benchmarks.harness import Run
-from benchmarks.long_generation import LongBenchmark, LongRow, Marks
+from benchmarks.long_generation import LongBenchmark, LongRow
 from benchmarks.pages import long_headline
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Decoding, HfMethod
 from hf_longspec.bench.results import read_records
-from hf_longspec.generation.sequences import SpeculationStats
 
 GREEDY = MODES["greedy"]
-
-
-def test_a_clock_notes_time_and_counts_at_its_marks():
-    stats, times = SpeculationStats(), iter([10.0, 12.0, 20.0])
-    clock = Marks([1, 3, 5], lambda: stats, now=lambda: next(times))
-    for number in range(6):
-        stats.num_spec_steps = number
-        clock(number + 1)
-    assert clock.times == {1: 10.0, 3: 12.0, 5: 20.0}
-    assert [clock.stats[mark].num_spec_steps for mark in (1, 3, 5)] == [0, 2, 4]  # copies of that moment
-    assert clock.speed(1, 3) == 1.0 and clock.speed(3, 5) == 0.25
 
 
 @pytest.fixture

@@ -20,8 +20,6 @@ LLAMA = {
     (4, 131072): (19.47, 29.25, 52.66, 0.58, 0.85, 0.413, 0.319),
     (8, 32768): (11.48, 22.49, 34.20, 0.45, 0.82, 0.321, 0.240),
 }
-# drafting and the whole iteration of LongSpec 4+16+16+16+16
-LONGSPEC_MS = {(1, 8192): (1.85, 5.71), (4, 131072): (4.31, 33.6)}
 
 
 shape_named = cache(shape_of)
@@ -88,17 +86,6 @@ def test_shape_of_any_configuration(name):
     layers = model.config.num_hidden_layers
     sliding = {"gemma2": 1, "gpt_oss": 1, "mistral": 2}.get(name, 0)
     assert shape.visible(100) == (layers - sliding) * 100 + sliding * 16
-
-
-def test_refusals(tmp_path):
-    with pytest.raises(ValueError, match="deepseek caches latents"):
-        shape_from_config(tiny_target("deepseek_v3").config, "deepseek")
-    with pytest.raises(ValueError, match="no configuration"):
-        shape_of(str(tmp_path))
-    with pytest.raises(ValueError, match="--tbs"):
-        Machine("none", 0, 1)
-    with pytest.raises(ValueError, match="batch=0"):
-        at((0, 10))
 
 
 def test_command_line(tmp_path, capsys):

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import Run
 from benchmarks.tables import BLOCK, main, refreshed, report, section
-from hf_longspec.bench.report import environment_line
 from hf_longspec.bench.results import read_records
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -51,26 +49,6 @@ def test_blocks_that_do_not_begin_and_end_are_refused(text, page):
     page.write_text(text)
     with pytest.raises(ValueError, match="a block begins with <!-- bench:start NAME -->"):
         refreshed(page)
-
-
-def test_an_interrupted_run_leaves_its_records_and_no_end(tmp_path):
-    path = tmp_path / "e.jsonl"
-
-    def run():
-        with Run(path, "verification", 60, {"tokens": 4}) as results:
-            results.write("ceilings", read_gb_per_second=12.0)
-            assert len(read_records(path)) == 2  # flushed line by line
-            results.skip("no time", context=2048)
-            results.skip("no time", context=8192)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert [record["kind"] for record in read_records(path)] == ["environment", "ceilings", "skipped", "skipped"]
-    report = path.with_suffix(".md").read_text()
-    assert "The run was not finished" in report
-    assert "- no time: 2048; 8192" in report
-    assert "12.0 GB/s" in environment_line(read_records(path))
 
 
 @pytest.mark.parametrize(

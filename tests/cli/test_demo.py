@@ -1,8 +1,5 @@
 """The demo from its arguments to its table, verdict and exit status, on a random model and a tokenizer of bytes."""
 
-from pathlib import Path
-
-import huggingface_hub.constants as hub_constants
 import pytest
 import torch
 from transformers.utils import logging
@@ -125,21 +122,6 @@ def test_the_verdict_and_what_loses_follow_from_the_speeds(capsys, speeds, texts
     assert rows(out)["ngram"] == [f"{speeds[2] / speeds[0]:.2f}x", f"{speeds[2]:.1f}", "50%", texts]
 
 
-def test_a_target_from_the_hub_cache(run, target, tmp_path, monkeypatch):
-    """Without a network, a repository is found by its name in the cache."""
-    repo = tmp_path / "models--someone--tiny"
-    snapshot = repo / "snapshots" / ("0" * 40)
-    snapshot.parent.mkdir(parents=True)
-    snapshot.symlink_to(target, target_is_directory=True)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("0" * 40)
-    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
-    status, out, err = run(*SMALL, target="someone/tiny")
-    assert status == 0, err
-    assert "Loading someone/tiny" in out and rows(out)["specattn"][-1] == "identical"
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -165,12 +147,6 @@ def folders(tmp_path_factory):
     SpecAttnDraftModel.from_target(tiny_target("llama")).save_pretrained(other)
     short.write_text("short")
     return {"other": other, "short": short}
-
-
-def test_without_the_tiny_target_there_must_be_another(monkeypatch):
-    monkeypatch.setattr(models, "TINY_TARGET", Path("/no/such/folder"))
-    result = run_command("demo")
-    assert result.exit_code == 2 and "pass --target" in result.stderr
 
 
 def test_control_c_between_tokens_ends_the_demo(run, monkeypatch):

@@ -385,8 +385,3 @@ def test_a_process_that_the_script_starts_has_every_draft(script):
 
 def test_the_help_names_every_draft_without_training():
     assert options.BY_NAME == ", ".join(weightless_drafts())
-
-
-def test_an_error_that_is_one_word_has_its_type(fails, copy_of):
-    """Transformers looks the activation up in a dictionary."""
-    assert "': KeyError: 'int8'. Check its files." in fails("generate", target=copy_of("target", hidden_act="int8"))

@@ -114,16 +114,6 @@ def recipe(data, tmp_path):
     return file
 
 
-def test_a_run_can_be_resumed(run, recipe, tmp_path):
-    assert run("train", "--config", recipe, "--max-steps", 2)[0] == 0
-    status, output = run("train", "--config", recipe, "--resume")
-    assert status == 0, output
-    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
-    assert state["global_step"] == 4
-    # saved by the resumed run alone: the first one ended at step 2
-    assert "after 4 steps" in output
-
-
 @pytest.mark.parametrize("kind", ["text", "lines", "folder"])
 def test_texts_of_the_command_line_replace_the_dataset_and_are_tokenized_once(run, recipe, data, tmp_path, kind):
     """As rows of equal length, the end-of-text token after every document; the second run finds them in the cache."""
@@ -179,8 +169,8 @@ def test_ctrl_c_saves_the_step_and_resuming_gives_the_draft_of_a_run_that_was_no
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
     status, output = run(*arguments, "--output-dir", tmp_path / "run", "--resume")
     assert status == 0 and "after 4 steps" in output
-    once, twice = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run"))
-    assert once == twice
+    for file in ("model.safetensors", "config.json"):  # the config has the largest position
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
 
 
 def test_a_second_ctrl_c_stops_at_once(run, recipe, tmp_path, monkeypatch):

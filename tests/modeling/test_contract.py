@@ -117,6 +117,8 @@ VARIANTS = [
     ("specattn", "deepseek_v3", NGRAMS),
     ("longspec_quest", "llama", {"sparse_ratio": 1.0, "sparse_min_tokens": 1000}),
     ("longspec_assistant", "gemma3", {"tree_widths": [4, 3]}),
+    ("longspec_assistant", "qwen3", NGRAMS | {"num_assistant_tokens": 2}),
+    ("longspec_assistant", "llama", NGRAMS | {"tree_widths": [4, 3], "window": 5}),
 ]
 
 
@@ -130,6 +132,48 @@ def test_settings_change_no_text(target, kind, name, settings):
         torch.manual_seed(5)
         texts.append(generate(model, one, do_sample=True, **WARPED))
     assert torch.equal(*texts)
+
+
+CHAIN = {"num_assistant_tokens": 4}
+READS_EVERYTHING = {
+    "specattn": CHAIN | {"sparse_ratio": 1.0},
+    "longspec_quest": CHAIN | {"sparse_ratio": 1.0, "page_size": 5},
+    "longspec_assistant": CHAIN | {"window": None},  # the target drafts for itself
+    "tokenswift": PARTIAL | {"partial_kv_policy": "full", "partial_kv_budget": 4096},
+}
+WHOLE = [(kind, name, {}) for kind, name in product(READS_EVERYTHING, ATTENTION) if (kind, name) not in REFUSED]
+# Paths of n-grams that are accepted take nothing from what the draft knows.
+WHOLE += [(kind, "llama", NGRAMS | {"num_assistant_tokens": 1}) for kind in [*READS_EVERYTHING][:3]]
+
+
+@pytest.mark.parametrize(("kind", "name", "settings"), WHOLE, ids=str)
+def test_a_draft_that_reads_everything_is_the_target(target, kind, name, settings):
+    """All of its chain is accepted. It is not if an entry, a position or a window of its cache is off by one."""
+    model = target(name, **(FEW_TOKENS if settings else {}))
+    draft = draft_of(kind, model, **(READS_EVERYTHING[kind] | settings))
+    new = 40 if settings else 1 + 3 * 5  # the first token, and three verifications
+    generate(model, draft, (57, 3, 39), max_new_tokens=new)
+    found = draft.last_speculation.acceptance_histogram
+    if settings:  # the last step of a row is cut
+        assert found[0] <= 3 < sum(found) and draft.last_speculation.num_accepted_ngram_tokens > 0
+    elif kind == "tokenswift":  # the target's own prediction; what its heads add is random
+        assert found[0] <= 3 < sum(found)
+    else:
+        assert found == [0, 0, 0, 0, 3 * 3]
+
+
+# The others keep a share of the target's cache, or the text.
+BOUNDED = [(kind, {}) for kind in DRAFTS if kind not in ("specattn", "longspec_quest", "longspec_ngram")]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [*BOUNDED, ("tokenswift", PARTIAL)], ids=str)
+def test_memory_does_not_grow_with_the_context(target, kind, settings):
+    model, sizes = target("llama", **FEW_TOKENS), set()
+    draft = draft_of(kind, model, **settings)
+    for length, new in ((90, 5), (90, 40), (400, 5)):
+        generate(model, draft, (length, 30), max_new_tokens=new)
+        sizes.add(draft.last_speculation.draft_state_bytes)
+    assert len(sizes) == 1
 
 
 # Rotated keys in float32 beside values in half precision; attention by matrix products; sinks and windows.
@@ -199,9 +243,9 @@ def test_saving_and_loading(target, kind, tmp_path):
     assert {name: loaded.setting(name) for name in draft.settings} == {
         name: draft.setting(name) for name in draft.settings
     }
-    weights = dict(loaded.named_parameters())
-    assert set(weights) == {name for name, _ in draft.named_parameters()}
-    assert all(torch.equal(weights[name], weight) for name, weight in draft.named_parameters())
+    weights = loaded.state_dict()
+    assert weights.keys() == draft.state_dict().keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in draft.state_dict().items())
     loaded.save_pretrained(tmp_path / "again")
     for file in ("config.json", "generation_config.json"):
         assert (tmp_path / "again" / file).read_text() == (tmp_path / "saved" / file).read_text()
@@ -215,6 +259,7 @@ def test_saving_and_loading(target, kind, tmp_path):
         *((kind, "llama", {}) for kind in DRAFTS),
         ("longspec", "gemma3", NGRAMS),
         ("longspec_quest", "gpt_oss", NGRAMS),
+        ("tokenswift", "llama", PARTIAL),
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_longspec import PlainDraftModel, SpeculativeCache
+from hf_longspec import SpeculativeCache
 from hf_longspec.generation.compiled_steps import FixedSteps
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import IMAGE_TOKEN, vision_language_model
@@ -45,17 +45,6 @@ def test_greedy_text_is_that_of_stock_generate(target, kind, name, rows):
         assert not torch.equal(model.generate(alone, **GREEDY)[0, alone.shape[1] :], expected[0, input_ids.shape[1] :])
 
 
-@pytest.mark.parametrize(("kind", "name"), [("longspec", "mistral"), ("longspec_assistant", "gemma3")])
-def test_sampled_text_is_that_of_the_plain_loop(target, kind, name):
-    model, texts = target(name, **FEW_TOKENS), []
-    input_ids, mask = gapped(3)
-    for draft in (PlainDraftModel.from_target(model), draft_of(kind, model)):
-        torch.manual_seed(5)
-        options = GREEDY | {"do_sample": True, "temperature": 0.8, "attention_mask": mask}
-        texts.append(model.generate(input_ids, assistant_model=draft, **options))
-    assert torch.equal(*texts)
-
-
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss", "llama"])
 def test_pad_ids_inside_of_a_prompt(target, name):
     """transformers makes the mask."""
@@ -63,15 +52,6 @@ def test_pad_ids_inside_of_a_prompt(target, name):
     input_ids, _ = gapped(3)
     expected = model.generate(input_ids, **GREEDY)
     assert torch.equal(model.generate(input_ids, assistant_model=draft_of("longspec_ngram", model), **GREEDY), expected)
-
-
-@pytest.mark.parametrize(("chunk", "seed"), [(1, 1), (7, 2)])
-def test_prompts_in_chunks(target, chunk, seed):
-    model = target("gemma3", **FEW_TOKENS)
-    input_ids, mask = gapped(3, seed)
-    options, draft = GREEDY | {"attention_mask": mask}, draft_of("specattn", model)
-    out = model.generate(input_ids, assistant_model=draft, prefill_chunk_size=chunk, **options)
-    assert torch.equal(out, model.generate(input_ids, **options))
 
 
 def test_steps_with_gaps_run_as_they_are(target, monkeypatch):
@@ -95,84 +75,44 @@ def make_cache(model, kind, rows):
     return DynamicCache(config=model.config) if kind == "with config" else DynamicCache()
 
 
-def chat(model, lengths, turns, cache, seed=0, **more):
-    """Turns of a batched chat, whose texts are compared with those of plain generation without a cache.
+# Turns, target, cache. Without a draft (`None`): what a draft leaves in a cache is right where the mask is not 0.
+CHATS = [
+    (["longspec"] * 3, "mistral", "with config"),
+    (["specattn"] * 3, "gemma3", "with config"),
+    (["longspec_assistant"] * 3, "gpt_oss", "own"),
+    (["longspec_eagle3"] * 3, "cohere2", "without config"),
+    (["longspec_quest"] * 3, "mistral", "own"),
+    (["tokenswift"] * 3, "gemma3", "without config"),
+    (["longspec_ngram"] * 3, "llama", "with config"),
+    (["longspec_token_recycling"] * 3, "llama", "own"),
+    (["longspec_plain"] * 3, "gemma3", "own"),
+    (["longspec_ngram"] * 3, "mistral", None),
+    (["longspec_ngram", None, "specattn", None], "mistral", "with config"),
+    (["longspec_ngram", None, "specattn", None], "gemma3", "without config"),
+]
 
-    A row ends at its end token. The padding after it and before the next prompt is masked. Returns the text and the
-    mask of the next turn.
-    """
-    text, mask = tiny_prompts(FEW_TOKENS["vocab_size"], lengths, seed=seed)
+
+@pytest.mark.parametrize(("turns", "name", "cache"), CHATS, ids=str)
+def test_a_batched_chat(target, turns, name, cache):
+    """A row ends at its end token. The padding after it and before the next prompt is masked."""
+    model = target(name, **FEW_TOKENS)
+    cache = None if cache is None else make_cache(model, cache, 3)
+    chunks = {"prefill_chunk_size": 5} if None in turns else {}
+    text, mask = tiny_prompts(FEW_TOKENS["vocab_size"], (33, 3, 13))
     for turn, kind in enumerate(turns):
         options = GREEDY | {"eos_token_id": END, "attention_mask": mask}
         expected, width = model.generate(text, **options), text.shape[1]
         draft = None if kind is None else draft_of(kind, model)
-        out = model.generate(text, past_key_values=cache, assistant_model=draft, **options, **more)
+        out = model.generate(text, past_key_values=cache, assistant_model=draft, **options, **chunks)
         assert torch.equal(out, expected)
-        if draft is not None:
-            assert draft.last_speculation.num_forwards > 0
+        assert draft is None or draft.last_speculation.num_forwards > 0
         is_end = (out[:, width:] == END).long()
         before_end = (is_end.cumsum(1) - is_end == 0).long()
-        sizes = [4 + (row + turn) % 3 for row in range(len(lengths))]
-        said, of_said = tiny_prompts(FEW_TOKENS["vocab_size"], sizes, seed=turn + 9)
+        said, of_said = tiny_prompts(
+            FEW_TOKENS["vocab_size"], [4 + (row + turn) % 3 for row in range(3)], seed=turn + 9
+        )
         text, mask = torch.cat([out, said], 1), torch.cat([mask, before_end, of_said], 1)
-    return text, mask
-
-
-CHATS = [
-    ("longspec", "mistral", "with config"),
-    ("specattn", "gemma3", "with config"),
-    ("longspec_assistant", "gpt_oss", "own"),
-    ("longspec_eagle3", "cohere2", "without config"),
-    ("longspec_quest", "mistral", "own"),
-    ("tokenswift", "gemma3", "without config"),
-    ("longspec_ngram", "llama", "with config"),
-    ("longspec_token_recycling", "llama", "own"),
-    ("longspec_plain", "gemma3", "own"),
-    ("longspec_ngram", "mistral", None),
-]
-
-
-@pytest.mark.parametrize(("kind", "name", "cache"), CHATS)
-def test_a_batched_chat(target, kind, name, cache):
-    model = target(name, **FEW_TOKENS)
-    cache = None if cache is None else make_cache(model, cache, 3)
-    text, mask = chat(model, (33, 3, 13), [kind] * 3, cache)
     assert text.shape[1] > 3 * WINDOW and (mask[:, 33:] == 0).any(1).all()  # every row has gaps
-
-
-@pytest.mark.parametrize(("name", "config"), [("mistral", "with"), ("gemma3", "without"), ("llama", "with")])
-def test_turns_with_and_without_a_draft_on_one_cache(target, name, config):
-    """What a draft leaves in a cache of transformers is right where the mask is not 0."""
-    model = target(name, **FEW_TOKENS)
-    cache = make_cache(model, f"{config} config", 3)
-    chat(model, (21, 9, 13), ("longspec_ngram", None, "specattn", None), cache, seed=1, prefill_chunk_size=5)
-
-
-@pytest.mark.parametrize("kind", ["own", "with config"])
-def test_a_turn_that_fails(target, kind):
-    """It leaves the cache to the next call."""
-    model = target("gemma3", **FEW_TOKENS)
-    cache, draft = make_cache(model, kind, 3), draft_of("longspec_ngram", model)
-    text, mask = chat(model, (21, 9, 13), ["specattn"] * 2, cache)
-    before, entries = cache.get_seq_length(), [(layer.keys, layer.values) for layer in cache.layers]
-    copies = [(keys.clone(), values.clone()) for keys, values in entries]
-    options = GREEDY | {"attention_mask": mask, "assistant_model": draft}
-
-    def broken(input_ids, scores, **_):
-        if input_ids.shape[1] > text.shape[1] + 3:
-            raise RuntimeError("broken")
-        return False
-
-    with pytest.raises(RuntimeError, match="broken"):
-        model.generate(text, past_key_values=cache, stopping_criteria=[broken], **options)
-    assert cache.get_seq_length() == before
-    if kind != "own":
-        for layer, held in zip(cache.layers, copies, strict=True):
-            assert torch.equal(layer.keys, held[0]) and torch.equal(layer.values, held[1])
-    else:
-        cache.crop(-2)  # rows of different lengths
-    expected = model.generate(text, **(options | {"assistant_model": None}))
-    assert torch.equal(model.generate(text, past_key_values=cache, **options), expected)
 
 
 def refused(model, match, **options):

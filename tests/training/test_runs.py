@@ -4,10 +4,8 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
-from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+from hf_longspec.training import TokenWindows
 from hf_longspec.training.frozen_target import HiddenPass, TargetPass
-from tests.tiny_targets import tiny_target
 
 KINDS = pytest.mark.parametrize("kind", ["longspec", "heads"])
 # float32 sums in another order, in two steps of SGD with gradients of size 1
@@ -33,7 +31,11 @@ def history(trainer):
 
 @pytest.mark.parametrize(
     ("kind", "overrides", "settings"),
-    [("longspec", {}, {"loss": "ce", "target_chunk_size": 20}), ("heads", {"sequential": True}, {"loss": "kl"})],
+    [
+        ("longspec", {}, {"loss": "ce", "target_chunk_size": 20}),
+        ("heads", {"sequential": True}, {"loss": "kl"}),
+        ("eagle3", {"own_embedding": True, "own_head": True, "norm_before_fc": True, "draft_vocab_size": 20}, {}),
+    ],
     ids=str,
 )
 def test_every_weight_of_the_draft_changes_and_none_of_the_target(
@@ -42,7 +44,8 @@ def test_every_weight_of_the_draft_changes_and_none_of_the_target(
     draft = make[kind](**overrides)
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     after = trained(make_trainer, draft, **settings)[1]
-    assert not [name for name, tensor in after.items() if torch.equal(tensor, before[name])]
+    same = [name for name, tensor in after.items() if torch.equal(tensor, before[name])]
+    assert same == (["d2t", "embed_tokens.weight"] if kind == "eagle3" else [])
     pristine = pristine_target.state_dict()
     assert all(torch.equal(tensor, pristine[name]) for name, tensor in target.state_dict().items())
     assert all(parameter.grad is None for parameter in target.parameters())
@@ -129,31 +132,3 @@ def test_the_loss_falls_and_accuracy_rises(make_trainer, make, tokens, tmp_path,
     loaded = AutoModel.from_pretrained(tmp_path / "draft")
     assert type(loaded) is type(draft)
     assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in loaded.state_dict().items())
-
-
-# interleaved rotation; a softcap, windows and a final norm of its own
-
-
-# interleaved rotation; a softcap, windows and a final norm of its own
-@pytest.mark.parametrize(("kind", "name"), [("longspec", "glm4"), ("heads", "gemma2")])
-def test_other_architectures_learn(kind, name, tmp_path):
-    """New heads under a large scale in the target's final norm have flat logits for longer than this run."""
-    target = tiny_target(name)
-    torch.manual_seed(0)
-    settings = {"per_device_train_batch_size": 4, "target_chunk_size": 10, "max_steps": 12, "learning_rate": 1e-2}
-    settings |= {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
-    if kind == "heads":
-        draft = TokenSwiftDraftModel.from_target(target)
-        settings |= {"max_steps": 25, "learning_rate": 3e-2}
-    else:
-        draft = LongSpecDraftModel.from_target(target, window=16)
-    rows = TokenWindows(torch.randint(3, 128, (4 * 25,), generator=torch.Generator().manual_seed(0)), 25)
-    trainer = DraftTrainer(
-        draft, target, DraftTrainingArguments(str(tmp_path), **settings), train_dataset=rows, eval_dataset=rows
-    )
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    assert after["eval_loss"] < (1.0 if kind == "heads" else 0.9) * before["eval_loss"]
-    for head in (1, 2, 3) if kind == "heads" else ():
-        assert after[f"eval_head_{head}_top1"] > before[f"eval_head_{head}_top1"] + 0.15

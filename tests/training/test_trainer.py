@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from hf_longspec import LongSpecDraftModel, SpecAttnDraftModel
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+from hf_longspec.training.trainer import last_complete_checkpoint
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 
@@ -93,6 +94,16 @@ def test_checkpoint_and_optimizer_hold_only_the_draft(make_trainer, draft, tmp_p
     size = sum(parameter.numel() * 4 for parameter in draft.parameters())
     # AdamW: two states per weight
     assert os.path.getsize(folder / "optimizer.pt") < 2.2 * size
+
+
+def test_the_last_complete_checkpoint_is_used(tmp_path):
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        last_complete_checkpoint(tmp_path)
+    for step in (2, 10, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for step in (2, 10):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
 class TestAdapters:

@@ -13,8 +13,7 @@ from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionCall
 from hf_longspec.attention_backends.scores import ScoreCapture
-from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.attention_backends.triton import backend, config, launch
+from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
 from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
 from hf_longspec.generation import compiled_steps, decoding
@@ -105,12 +104,6 @@ def test_refusals_of_the_machine(monkeypatch):
     assert why_not(gpu) == why_not(call) == "triton is not installed: pip install hf_longspec[triton]"
 
 
-def test_who_is_chosen():
-    """On a CPU the torch backend, also where kernels could be interpreted; the preference is for compiled kernels."""
-    assert registry.select(AttentionCall(CPU, torch.float32, 64, 64)) is TORCH_BACKEND
-    assert registry._priorities["hf_longspec_triton"] == (None if config.INTERPRETED else 20)
-
-
 def test_a_second_copy_has_operators_of_its_own(kernel_device, kernel_copy):
     """A copy from the Hub beside the installed package: both keep working."""
     copy = kernel_copy("hub_copy", "launch").hybrid_op
@@ -192,17 +185,6 @@ def test_scores_come_with_the_attention(kernel_device, small_tiles, name, settin
     assert set(here.written) == scored and len(here.written) == len(scored) * here.passes
     assert there.computed == here.written and not here.computed and not there.written
     assert here.selected == there.selected and here.selected
-
-
-@pytest.mark.parametrize(
-    "selection",
-    ["last_accepted", *(pytest.param(name, marks=pytest.mark.soak) for name in ("window", "all_rows"))],
-)
-def test_other_selections_take_a_second_pass(kernel_device, small_tiles, selection):
-    target = tiny_target("llama", num_hidden_layers=1)
-    expected, found = text_of(target, (29, 3)), Watched(target, selection=selection)
-    assert torch.equal(found.text, expected)
-    assert not found.written and len(found.computed) == (0 if selection == "window" else found.passes)
 
 
 @pytest.mark.parametrize("lengths", [(29, 3), pytest.param((29,), marks=pytest.mark.soak)], ids=["ragged", "one"])

@@ -99,17 +99,8 @@ def test_columns_are_refused():
 
 def test_custom_op():
     lengths, path, counts = PATHS["overlapping"]
-    inputs = on_device(path, lengths, counts)
-    torch.library.opcheck(commit.move_nodes, (make_buffers(2, torch.float32)[:2], *inputs))
-    buffers, expected = ([buffer.nan_to_num() for buffer in make_buffers(2, torch.float32)] for _ in range(2))
-
-    def move_and_sum(buffers, *inputs):
-        commit.move_nodes(buffers, *inputs)
-        return sum(buffer.sum() for buffer in buffers)
-
-    compiled = torch.compile(move_and_sum, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(buffers, *inputs), move_and_sum(expected, *inputs))
-    assert all(map(same_bits, buffers, expected))
+    buffers = make_buffers(2, torch.float32)[:2]
+    torch.library.opcheck(commit.move_nodes, (buffers, *on_device(path, lengths, counts)))
 
 
 def test_generate(monkeypatch):

@@ -3,20 +3,16 @@
 import pytest
 import torch
 
-from hf_longspec import AssistantDraftModel, PlainDraftModel, SpeculativeCache
+from hf_longspec import AssistantDraftModel, SpeculativeCache
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
-from tests.generation.test_on_simulated_cuda import generate as generate_until
-from tests.generation.test_on_simulated_cuda import make_draft
-from tests.generation.tiny_models import ATTENTION
 from tests.modeling.calls import LENGTHS, generate
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 FEW = {"vocab_size": 12}
-WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
 OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False}
 # Neither of them has the shapes of the other.
 PAIR = {"num_hidden_layers": 2, "num_key_value_heads": 4, "hidden_size": 48}
@@ -32,43 +28,6 @@ def small():
     return tiny_target("llama", 5, **FEW, **PAIR)
 
 
-# The contract of all drafts has chains with a window.
-DRAFTS = {
-    "tree": {"tree_widths": [6, 5, 3]},
-    "window, tree": {"tree_widths": [7, 4], "window": 7},
-    "n-grams": {"num_assistant_tokens": 2, "ngram_candidates": 2, "ngram_num_tokens": 4},
-    "n-grams, window": {"tree_widths": [4, 3], "ngram_candidates": 1, "ngram_num_tokens": 6, "window": 5},
-}
-
-
-@pytest.mark.parametrize("kind", DRAFTS)
-def test_ragged_text_is_that_of_stock_generate(model, small, kind):
-    draft = AssistantDraftModel.from_model(small, model, **DRAFTS[kind])
-    assert torch.equal(generate(model, draft), generate(model, None))
-    stats = draft.last_speculation
-    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
-
-
-@pytest.mark.parametrize(("kind", "options"), [*zip(DRAFTS, ({}, WARPED, WARPED, {}), strict=True)], ids=str)
-def test_a_seed_gives_the_text_of_the_plain_loop(model, small, kind, options):
-    texts = []
-    for draft in (PlainDraftModel.from_target(model), AssistantDraftModel.from_model(small, model, **DRAFTS[kind])):
-        torch.manual_seed(3)
-        texts.append(generate(model, draft, do_sample=True, **options))
-    assert torch.equal(*texts)
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_a_target_that_drafts_for_itself_is_always_right(name):
-    """Every draft is accepted whole. It is not if a key, a position or a window of the draft is off by one."""
-    model = tiny_target(name)
-    draft = AssistantDraftModel.from_target(model, window=None, num_assistant_tokens=4)
-    new = 1 + 3 * 5  # the first token, and three verifications
-    generate(model, draft, (41, 3, 29), max_new_tokens=new)
-    assert draft.last_speculation.acceptance_histogram == [0, 0, 0, 0, 3 * 3]
-
-
 def propose(model, draft, lengths):
     """Return the tree that a new drafter proposes after random prompts, the prompts and the roots."""
     view = TargetView(model)
@@ -80,7 +39,7 @@ def propose(model, draft, lengths):
     return drafter.propose(root), texts, root, drafter
 
 
-def plain_beam(model, tokens, positions, widths):
+def plain_beam(model, tokens, positions, widths, reach):
     """The beam of one row by a plain forward for every node, over the path that leads to it."""
     beam = Beam(tokens[-1:])
     for depth, width in enumerate(widths):
@@ -88,18 +47,25 @@ def plain_beam(model, tokens, positions, widths):
         for path in beam.paths()[0]:
             ids = torch.cat([tokens, path])[None]
             where = torch.cat([positions, positions[-1] + 1 + torch.arange(depth)])[None]
-            mask = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()[None, None]
+            mask = torch.ones(ids.shape[1], ids.shape[1]).tril().triu(1 - reach).bool()[None, None]
             logits.append(model(ids, position_ids=where, attention_mask=mask, use_cache=False).logits[0, -1])
         beam.grow(torch.stack(logits)[None], width)
     return beam.fields()
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(
+    ("name", "window", "widths", "reach"),
+    [
+        ("llama", None, [3, 4, 2], 99),
+        ("llama", 9, [3, 4, 2], 99),
+        ("mistral", None, [2, 2, 2, 2, 2], 3),  # its layers see 3 tokens, fewer than a path of the tree has
+    ],
+)
 @torch.no_grad()
-def test_trees_are_those_of_plain_forwards(window):
+def test_trees_are_those_of_plain_forwards(name, window, widths, reach):
     """Without a window over the whole text, with one over the sinks and the last tokens at their true positions."""
-    model, small = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR)
-    widths = [3, 4, 2]
+    own_window = {"sliding_window": reach} if name == "mistral" else {}
+    model, small = tiny_target("qwen3"), tiny_target(name, 5, **PAIR, **own_window)
     draft = AssistantDraftModel.from_model(small, model, tree_widths=widths, window=window, sinks=2)
     tree, texts, roots, _ = propose(model, draft, (31, 1, 17))
     for row, (text, root) in enumerate(zip(texts, roots, strict=True)):
@@ -108,36 +74,9 @@ def test_trees_are_those_of_plain_forwards(window):
         if window is not None and len(text) > 2 + window:
             kept = torch.tensor([0, 1, *range(len(text) - 1 - window, len(text) + 1)])
             positions, tokens = positions[kept], tokens[kept]
-        expected = plain_beam(small, tokens, positions, widths)
+        expected = plain_beam(small, tokens, positions, widths, reach)
         for found, field in zip(tree.fields, expected, strict=True):
             assert torch.equal(found[row], field[0])
-
-
-@torch.no_grad()
-def test_a_sliding_window_of_the_draft_reaches_into_its_tree():
-    """Its layers see 3 tokens, fewer than a path of the tree has."""
-    model, small = tiny_target("qwen3"), tiny_target("mistral", 5, sliding_window=3)
-    widths = [2, 2, 2, 2, 2]
-    draft = AssistantDraftModel.from_model(small, model, tree_widths=widths)
-    tree, texts, roots, _ = propose(model, draft, (12, 5))
-    for row, (text, root) in enumerate(zip(texts, roots, strict=True)):
-        tokens = torch.cat([text, root[None]])
-        beam = Beam(root[None])
-        for width in widths:
-            paths = [torch.cat([tokens, path])[None] for path in beam.paths()[0]]
-            logits = torch.stack([small(ids, use_cache=False).logits[0, -1] for ids in paths])
-            beam.grow(logits[None], width)
-        assert torch.equal(tree.tokens[row], beam.fields()[0][0])
-
-
-def test_memory_does_not_grow_with_the_context():
-    model, small, sizes, window = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR), [], 16
-    draft = AssistantDraftModel.from_model(small, model, window=window)
-    for length in (100, 400):
-        generate(model, draft, (length,), max_new_tokens=40)
-        sizes.append(draft.last_speculation.draft_state_bytes)
-    entry = 2 * 4 * 2 * small.config.num_key_value_heads * small.config.head_dim  # float32 keys and values, two layers
-    assert sizes[0] == sizes[1] == entry * (4 + window + window // 4 + 64)
 
 
 def test_only_sinks_and_window_are_prefilled():
@@ -163,7 +102,7 @@ def test_rows_drop_tokens_by_their_own_length(model, small):
     assert together == alone[: len(together)].tolist()
 
 
-@pytest.mark.parametrize("settings", [{"num_assistant_tokens": 3}, DRAFTS["window, tree"]], ids=str)
+@pytest.mark.parametrize("settings", [{"num_assistant_tokens": 3}, {"tree_widths": [7, 4], "window": 7}], ids=str)
 def test_a_draft_catches_up_after_plain_steps(model, small, settings):
     """Texts grow without the draft for a while; it then proposes what a new drafter would propose, if it keeps all."""
     draft = AssistantDraftModel.from_model(small, model, **settings)
@@ -221,19 +160,3 @@ def test_tau_is_that_of_transformers_assisted_generation(length):
     assert torch.equal(ours, stock)
     assert stats.num_forwards == rounds
     assert 60 / (length + 1) < rounds < 60
-
-
-# Captured steps are tested on a simulated device, with those of all drafters.
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["draft model, tree", "draft model, PARD"])
-def test_compiled_steps_give_the_same_text(name, graphs):
-    model = tiny_target("llama", vocab_size=24, num_hidden_layers=1)
-    draft, prompts = make_draft(name, model), tiny_prompts(24, (23, 9, 40))
-    expected = generate_until(model, draft, *prompts, False)
-    draft.generation_config.compile = "compile"
-    assert torch.equal(generate_until(model, draft, *prompts, False), expected)
-    built = graphs.frame_count
-    assert built >= 2  # of both models
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        generate_until(model, draft, *prompts, False)
-    assert graphs.frame_count <= built + 2  # rows of equal lengths, in places of their own

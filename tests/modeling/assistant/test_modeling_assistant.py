@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, MambaConfig, MambaForCausalLM
 
 from hf_longspec import AssistantDraftModel, SpeculativeCache
 from hf_longspec.generation.drafter import Binding
@@ -144,12 +144,7 @@ def test_other_tokenizers_are_refused_by_name(named, tmp_path, model):
     assert len(byte_tokenizer()) > len(SPECIAL)
 
 
-def test_a_pard_token_is_a_token_of_the_model(model, small):
-    with pytest.raises(ValueError, match=r"pard_token=12: .* tokens 0 to 11"):
-        AssistantDraftModel.from_model(small, model, pard_token=12)
-
-
-def test_what_rejection_and_pard_cannot_do(model, small):
+def test_what_rejection_cannot_do(model, small):
     for settings, message in (
         ({"tree_widths": [2, 2]}, r"acceptance='rejection' with tree_widths=\[2, 2\]"),
         ({"ngram_candidates": 2}, "acceptance='rejection' with ngram_candidates=2"),
@@ -158,28 +153,21 @@ def test_what_rejection_and_pard_cannot_do(model, small):
         generate(model, draft)
         with pytest.raises(ValueError, match=message):
             generate(model, draft, do_sample=True)
-    with pytest.raises(ValueError, match=r"tree_widths=\[2, 2\] with pard_token=3: .* proposes chains"):
-        AssistantDraftModel.from_model(small, model, pard_token=3, tree_widths=[2, 2])
 
 
-def test_a_draft_that_cannot_be_rolled_back_is_refused(model):
-    from transformers import MambaConfig, MambaForCausalLM
-
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=12, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(ValueError, match=r"MambaForCausalLM cannot draft: "):
-        AssistantDraftModel.from_model(mamba, model)
-
-
-def test_a_model_without_a_target_is_refused(named):
-    with pytest.raises(ValueError, match=r"model_type='llama' and is not a saved draft: pass target="):
-        AssistantDraftModel.from_pretrained(named[1])
-
-
-def test_a_draft_whose_model_is_missing_is_refused(model, small):
-    draft = AssistantDraftModel.from_model(small, model)
-    bare = AssistantDraftModel(draft.config)
-    with pytest.raises(ValueError, match="was not loaded: load the draft with from_pretrained"):
-        generate(model, bare)
+def test_what_cannot_draft_is_refused(model, small, named):
+    sizes = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1}
+    mamba, make = MambaForCausalLM(MambaConfig(**sizes, state_size=4)), AssistantDraftModel.from_model
+    bare = AssistantDraftModel(make(small, model).config)
+    for attempt, message in (
+        (lambda: make(small, model, pard_token=12), "pard_token=12: .* tokens 0 to 11"),
+        (lambda: make(small, model, pard_token=3, tree_widths=[2, 2]), r"tree_widths=\[2, 2\] with pard_token=3"),
+        (lambda: make(mamba, model), "MambaForCausalLM cannot draft: "),  # it cannot be rolled back
+        (lambda: AssistantDraftModel.from_pretrained(named[1]), "model_type='llama' and is not a saved draft: pass ta"),
+        (lambda: generate(model, bare), "was not loaded: load the draft with from_pretrained"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attempt()
 
 
 @pytest.mark.parametrize("settings", [{"window": 8}, {"ngram_candidates": 1, "ngram_num_tokens": 3}], ids=str)
@@ -210,9 +198,10 @@ def test_pard_drafts_in_one_forward(model, small, settings):
 @torch.no_grad()
 def test_pard_proposes_what_follows_root_and_masks():
     """Over several steps: the argmax of a plain forward over text, root and masks, at the root and each mask."""
-    model, small = tiny_target("qwen3", 3, vocab_size=12), tiny_target("llama", 5, vocab_size=12)
     length, mask_token = 4, 11
-    draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=length, pard_token=mask_token)
+    model = tiny_target("qwen3", 3, vocab_size=12)
+    small = tiny_target("llama", 5, vocab_size=12, pard_token=mask_token)
+    draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=length)  # the mask token is found
     proposed, make = [], draft.make_drafter
 
     def watched(binding):
@@ -241,11 +230,6 @@ def test_pard_proposes_what_follows_root_and_masks():
             masks = torch.full((length - 1,), mask_token)
             logits = small(torch.cat([texts[row, start:end], masks])[None]).logits[0]
             assert tokens[row].tolist() == [int(texts[row, end - 1]), *logits[-length:].argmax(-1).tolist()]
-
-
-def test_the_mask_token_of_a_model_is_found(model):
-    small = tiny_target("llama", 5, vocab_size=12, pard_token=7)
-    assert AssistantDraftModel.from_model(small, model).config.pard_token == 7
 
 
 def test_a_model_in_training_and_in_another_dtype_drafts_in_eval_mode(model):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
 
 from hf_longspec import Eagle3DraftModel
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
@@ -171,16 +170,6 @@ def test_embedding_and_head_may_be_absent(copy_of, model):
         model.generate(ids, assistant_model=draft, max_new_tokens=40, do_sample=False, eos_token_id=999)
         texts.append(draft.last_speculation.acceptance_histogram)
     assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("name", ["llama_two_layers", "qwen3_eagle31_window", "original_theta_5000"])
-def test_our_own_format(name, tmp_path):
-    draft = Eagle3DraftModel.from_pretrained(FIXTURES / name)
-    draft.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert type(loaded) is Eagle3DraftModel and reader_of(loaded.config.to_dict()) is None
-    assert_same_logits(draft, loaded)
-    assert torch.equal(draft.token_ids, loaded.token_ids)
 
 
 def test_convert_writes_a_draft_for_its_target(copy_of, model, tmp_path):

@@ -7,14 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longspec import Eagle3DraftModel, SpeculativeCache
-from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter, PromptAuxHiddenStates
 from tests.modeling.calls import LENGTHS, generate
 from tests.modeling.eagle3.residual_stream import residual_stream
-from tests.modeling.host_reads import HostReads
 from tests.rounding import rounding
 from tests.tiny_targets import random_eagle3_draft, tiny_prompts, tiny_target
 
@@ -169,18 +167,6 @@ def test_auxiliary_states_are_hidden_states(target, chunk):
     assert held == 3 * len(positions) * 64 * 4  # nothing of the other positions is in memory
 
 
-def test_memory_does_not_grow_with_the_context(target):
-    model = target("llama", max_position_embeddings=1 << 17)
-    draft, view = draft_for(model, window=64), TargetView(model)
-    sizes = []
-    for length in (2048, 65536):
-        cache = SpeculativeCache(model.config, 1, 1, tree_slots=16)
-        drafter = draft.drafter(Binding(view, cache, None, length))
-        sizes.append(drafter.state_bytes)
-    # keys and values of 2 heads of size 16 and a position per slot: window, sinks, new tokens, tree, spare slot
-    assert sizes[0] == sizes[1] == (64 + 4 + 4 + 12 + 1) * (2 * 2 * 16 * 4 + 8)
-
-
 def test_tokens_outside_of_the_drafts_vocabulary_are_counted(target):
     model = target("llama", vocab_size=12)
     draft = draft_for(model, draft_vocab_size=5)
@@ -193,52 +179,6 @@ def test_tokens_outside_of_the_drafts_vocabulary_are_counted(target):
     whole = draft_for(model)
     generate(model, whole, (33,))
     assert whole.last_speculation.num_out_of_draft_vocabulary == 0
-
-
-def test_nothing_is_read_on_the_host_while_drafting(target):
-    model = target("llama", vocab_size=12)
-    draft = draft_for(model, draft_vocab_size=9)
-    view, cache = TargetView(model), SpeculativeCache(model.config, 2, 64, tree_slots=16)
-    drafter = draft.drafter(Binding(view, cache, None, 64))
-    with torch.no_grad(), HostReads() as reads:
-        drafter.grow((torch.tensor([3, 4]), torch.randn(2, 4, 192), torch.ones(2, 4).long(), *places()))
-    assert reads.count == 0
-
-
-def places():
-    return torch.tensor([[0, 1, 2, 3], [0, 1, -1, -1]]), torch.tensor([[3], [1]])
-
-
-def test_compiled_steps(target, graphs, run_as_they_are):
-    """The same text, with every drafting step in a graph that later calls use again; level by level for processors."""
-    model = target("llama", vocab_size=12, num_hidden_layers=1)
-    draft = draft_for(model, tree_widths=[7, 5], draft_vocab_size=11)
-    texts, counts = [], []
-    for mode in ("off", "compile", "compile"):
-        draft.generation_config.compile = mode
-        torch.manual_seed(0)
-        texts.append(generate(model, draft, do_sample=True, temperature=0.9))
-        counts.append(graphs.frame_count)
-    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[1], texts[2])
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-    assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_grow"}
-    assert counts[0] == 0 < counts[1] == counts[2]
-    penalised = generate(model, draft, repetition_penalty=1.3)
-    draft.generation_config.compile = "off"
-    assert torch.equal(penalised, generate(model, draft, repetition_penalty=1.3)) and not run_as_they_are
-    ran = {function.__name__ for function, _ in compiled._compiled[draft]}
-    assert ran == {"_grow", "_level"}
-
-
-def test_the_window_is_saved(target, tmp_path):
-    """`None` means all of the text, and does not become the default again."""
-    model = target("llama")
-    for window, slots in ((None, 40), (7, 7), ("trained", 40)):
-        draft_for(model, window=window, sinks=0).save_pretrained(tmp_path)
-        draft = Eagle3DraftModel.from_pretrained(tmp_path)
-        assert draft.generation_config.window == window
-        drafter = draft.drafter(Binding(TargetView(model), SpeculativeCache(model.config, 1, 40), None, 40))
-        assert drafter.rings[0].size == slots + drafter.most_new
 
 
 def test_layers_with_several_streams_are_refused(target):

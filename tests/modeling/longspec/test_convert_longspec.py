@@ -3,11 +3,9 @@
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModel
 
 from hf_longspec.modeling.register_draft import convert
-from tests.modeling.longspec.restated_longspec import Restated
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -60,32 +58,6 @@ def test_names_with_and_without_the_trainers_prefix(layout, target_config, tmp_p
     assert (draft.config.window, draft.config.kv_layer, draft.setting("tree_widths")) == (513, 1, [4, 16, 16, 16, 11])
 
 
-def test_the_tree_matches_the_restated_block(target_config, tmp_path, llama):
-    """The draft is saved, loaded by AutoModel and run by `generate`; the restated block has the authors' tensors."""
-    tensors = published_tensors(torch.float32)
-    convert(str(as_safetensors(tensors, tmp_path)), target_config).save_pretrained(tmp_path / "converted")
-    draft = AutoModel.from_pretrained(tmp_path / "converted")
-    draft.generation_config.tree_widths = [3]
-    ids = tiny_prompts(128, (23,))[0]
-    trees = []
-    make = draft.make_drafter
-
-    def make_recorded(binding):
-        drafter = make(binding)
-        propose = drafter.propose
-        drafter.propose = lambda root: trees.append(propose(root)) or trees[-1]
-        return drafter
-
-    draft.make_drafter = make_recorded
-    out = llama.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=4)
-    assert torch.equal(out, llama.generate(ids, do_sample=False, max_new_tokens=4))
-    restated = Restated(draft, llama)
-    restated.weights = {name: value.double() for name, value in tensors.items()}
-    text = ids[0].tolist()
-    expected = restated.logits(text, [int(trees[0].tokens[0, 0])], restated.target_keys(text))
-    assert trees[0].tokens[0, 1:].tolist() == expected.topk(3).indices.tolist()
-
-
 def test_missing_biases_are_zero(target_config, tmp_path):
     tensors = {name: value for name, value in published_tensors().items() if not name.endswith(".bias")}
     draft = convert(str(as_safetensors(tensors, tmp_path)), target_config)
@@ -93,31 +65,24 @@ def test_missing_biases_are_zero(target_config, tmp_path):
     assert len(biases) == 4 and not any(bias.any() for bias in biases)
 
 
-def test_missing_and_unknown_tensors_are_listed(target_config, tmp_path):
-    tensors = published_tensors()
+def without_a_matrix(tensors):
     del tensors["mlp.up_proj.weight"]
-    tensors["lm_head.weight"] = torch.ones(2)
-    with pytest.raises(
-        ValueError, match=r"missing tensors \['mlp.up_proj.weight'\], unknown tensors \['lm_head.weight'"
-    ):
-        convert(str(as_safetensors(tensors, tmp_path)), target_config)
+    return tensors | {"lm_head.weight": torch.ones(2)}
 
 
-def test_shapes_of_another_target_are_refused(tmp_path):
-    tiny_target("llama", intermediate_size=80).config.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"mlp\.\w+\.weight has shape .* expected .*Pass the target"):
-        convert(str(as_safetensors(published_tensors(), tmp_path)), str(tmp_path / "other"))
-
-
-def test_tensors_of_no_known_method_are_refused(target_config, tmp_path):
-    torch.save({"model.embed_tokens.weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ValueError,
-        match=r"known method: .* contains 'hidden_norm\.' or 'cross_attn\.' or 'model\.medusa_layers\.'",
-    ):
-        convert(str(tmp_path), target_config)
-
-
-def test_an_unknown_source_needs_a_target(tmp_path):
-    with pytest.raises(ValueError, match=r"the target of .* is unknown.*sail/longspec-vicuna-7b-v1\.5-16k"):
-        convert(str(tmp_path))
+@pytest.mark.parametrize(
+    ("change", "inner", "message"),
+    [
+        (without_a_matrix, INNER, r"missing tensors \['mlp.up_proj.weight'\], unknown tensors \['lm_head.weight'"),
+        (dict, 80, r"mlp\.\w+\.weight has shape .* expected .*Pass the target"),
+        (lambda _: {"model.embed_tokens.weight": torch.ones(2)}, INNER, r"'cross_attn\.' or 'model\.medusa_layers\.'"),
+        (dict, None, r"the target of .* is unknown.*sail/longspec-vicuna-7b-v1\.5-16k"),
+    ],
+    ids=["tensors", "another target", "no known method", "no target"],
+)
+def test_refusals(tmp_path, change, inner, message):
+    source = str(as_safetensors(change(published_tensors()), tmp_path))
+    if inner is not None:
+        tiny_target("llama", intermediate_size=inner).config.save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match=message):
+        convert(source, *([] if inner is None else [str(tmp_path / "target")]))

@@ -8,7 +8,6 @@ import torch
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.modeling.longspec import generation_longspec as longspec
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
-from tests.modeling.host_reads import HostReads
 from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
 from tests.tiny_targets import random_longspec_draft, tiny_prompts, tiny_target
@@ -105,25 +104,6 @@ def test_every_node_of_every_iteration_is_the_restated_block(window, plain_run, 
                     expected = restated.logits(text, path, keys)
                     torch.testing.assert_close(logits[row, place].double(), expected, **rounding(expected, layers=3))
                 first += logits.shape[1]
-
-
-def test_no_level_waits_for_the_host(plain_run, monkeypatch):
-    """No number is read back while a tree is drafted: not between the levels, and not for any of its tensors."""
-    trees, propose = [], LongSpecDrafter.propose
-
-    def counting(self, root):
-        with HostReads() as reads:
-            trees.append(propose(self, root))
-        assert reads.count == 0
-        return trees[-1]
-
-    monkeypatch.setattr(LongSpecDrafter, "propose", counting)
-    run = plain_run("gemma3", LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
-    assert run.again(noisy_draft(run.model)).tolist() == run.sequences.tolist()
-    assert len(trees) > 1
-    with HostReads() as reads:
-        trees[0].tokens[0, 0].item()
-    assert reads.count == 1  # the count does notice one
 
 
 @pytest.mark.parametrize("options", [{"kv_layer": 0}, {"cross_attention": False}], ids=str)

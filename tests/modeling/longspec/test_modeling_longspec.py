@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModel, DynamicCache
 
 from hf_longspec import LongSpecDraftModel
@@ -29,16 +28,11 @@ def test_shapes_are_the_targets_and_nothing_of_it_is_registered(llama):
 
 
 def test_what_was_loaded_can_be_asked(llama, tmp_path):
-    """As for any model of transformers; a tensor that the file does not have is named in the error."""
+    """As for any model of transformers."""
     LongSpecDraftModel.from_target(llama).save_pretrained(tmp_path)
     draft, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
     assert isinstance(draft, LongSpecDraftModel) and not info["missing_keys"]
     assert draft.generation_config.tree_widths == [4, 4, 4, 3]
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["block.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 of this draft's weights \(block\.mlp\.up_proj\.weight"):
-        LongSpecDraftModel.from_pretrained(tmp_path, output_loading_info=True)
 
 
 def test_the_training_forward_is_the_restated_block(llama):
@@ -60,18 +54,3 @@ def test_the_training_forward_is_the_restated_block(llama):
             committed = text[: place - gap + 1]
             expected = restated.logits(committed, text[place - gap + 1 : place + 1], restated.target_keys(committed))
             torch.testing.assert_close(logits[row, place].double(), expected, **rounding(expected, layers=3))
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"hidden_size": 96}, "hidden_size=64, and this target has hidden_size=96"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers=2, and this target has num_hidden_layers=3"),
-        ({"head_dim": 8}, "head_dim=16, and this target has head_dim=8"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta.*10000.*rope_theta.*500000"),
-    ],
-)
-def test_another_target_is_refused_with_both_values(llama, other, message):
-    draft = LongSpecDraftModel.from_target(llama)
-    with pytest.raises(ValueError, match=message):
-        tiny_target("llama", **other).generate(torch.tensor([[5]]), assistant_model=draft, max_new_tokens=2)

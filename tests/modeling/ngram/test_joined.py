@@ -6,7 +6,6 @@ import torch
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.sparse_caches import SINK_TOKENS
@@ -186,39 +185,6 @@ def test_specattn_scores_its_own_chain(target, plain_run, joined, monkeypatch, s
     (seed, first), *others = captured
     assert first.last_node.tolist() == (seed.valid.sum(1) - 1).tolist() and seed.num_nodes == 3
     assert all(wanted.last_node.tolist() == [2, 2, 2] and tree.num_nodes == 18 for tree, wanted in others)
-
-
-def test_specattn_drafts_as_it_does_alone(target, monkeypatch):
-    """Its chains, given the same committed text, are those of the draft without n-grams."""
-    model, found = target("llama", **SMALL), []
-    for settings in ({"ngram_candidates": 0}, {}):
-        chains = {}
-        iterate = Session.iterate
-
-        def watching(self, iterate=iterate, chains=chains):
-            drafter = self.drafter
-            while hasattr(drafter, "inner"):
-                drafter = drafter.inner
-            propose, generated = drafter.propose, [tuple(row) for row in self.sequences.generated]
-
-            def keeping(root):
-                tree = propose(root)
-                for row, text in enumerate(generated):
-                    chains[row, text] = tree.tokens[row].tolist()
-                return tree
-
-            drafter.propose = keeping
-            iterate(self)
-            drafter.propose = propose
-
-        monkeypatch.setattr(Session, "iterate", watching)
-        draft = joined_draft("specattn", model, sparse_ratio=1.0, **settings)
-        generate(model, draft)
-        monkeypatch.setattr(Session, "iterate", iterate)
-        found.append(chains)
-    shared = found[0].keys() & found[1].keys()
-    assert len(shared) > 5
-    assert all(found[0][key] == found[1][key] for key in shared)
 
 
 def test_a_partial_cache_makes_room_for_paths_of_ngrams(target, plain_run, monkeypatch):

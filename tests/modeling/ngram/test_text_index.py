@@ -122,11 +122,6 @@ def test_the_other_paths_follow_shorter_suffixes(text, length):
     assert index_of(text, longest=1).lookup(length) == expected
 
 
-def test_the_longest_match_comes_before_the_first_and_the_last():
-    text = [1, 2, 50, 7, 8, 9, 1, 2, 60, 4, 9, 1, 2, 70, 6, 8, 9, 1, 2]
-    assert index_of(text).lookup(1) == [(60,), (70,)]
-
-
 def test_the_time_of_a_query_is_bounded():
     """The number of compared occurrences and the length of a match are bounded."""
     looks = []

@@ -1,6 +1,5 @@
 """Quest against what follows from its definition: loops over the cache choose what a step reads, at every step anew."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -12,8 +11,8 @@ from hf_longspec import QuestDraftModel, SpeculativeCache
 from hf_longspec.attention_backends.scores import KeyPages, PageContext
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.quest.modeling_quest import QuestDrafter
+from tests.attention_backends.test_pages import chosen_by_loops
 from tests.modeling import calls
-from tests.rounding import rounding
 from tests.tiny_targets import tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -26,67 +25,11 @@ SPARSE = {"sparse_ratio": 0.3, "sparse_min_tokens": 7, "page_size": 3, "num_dens
 generate = partial(calls.generate, lengths=LENGTHS, max_new_tokens=NEW_TOKENS)
 
 
-@contextmanager
-def drafting(patch):
-    """Yield a list that gets the tokens and the logits of every drafting step."""
-    steps, step = [], QuestDrafter._draft_step
-
-    def noted(self, token):
-        logits = step(self, token)
-        steps.append((token.clone(), logits.clone()))
-        return logits
-
-    with patch.context() as patched:
-        patched.setattr(QuestDrafter, "_draft_step", noted)
-        yield steps
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-@torch.no_grad()
-def test_logits_of_a_step_that_reads_everything(name, monkeypatch):
-    """They are those of a plain forward over text and drafted tokens."""
-    model = tiny_target(name, num_hidden_layers=3)
-    draft = QuestDraftModel.from_target(model, sparse_ratio=1.0, page_size=5, num_dense_layers=0)
-    with drafting(monkeypatch) as steps:
-        text = generate(model, draft, lengths=(33,))
-    place, seen = 33, 0  # root of the first phase
-    for token, logits in steps:
-        assert token.tolist() == [text[0, place]]  # everything is accepted, so the text is what was drafted
-        expected = model(text[:, : place + 1]).logits[:, -1]
-        torch.testing.assert_close(logits, expected, **rounding(expected, layers=3))
-        seen += 1
-        place += 2 if seen % GAMMA == 0 else 1
-        if place >= text.shape[1]:
-            break
-    assert seen > 3 * GAMMA
-
-
-def by_loops(query, key, length, prefix, settings):
-    """Return the slots that each KV head of one row attends to at a step, from the cache alone.
-
-    Args:
-        query: Queries `(H, 1, D)` of the step.
-        key: The row's keys `(K, S, D)`.
-        length: Slots in use, with the query's own.
-        prefix: Committed tokens.
-        settings: Settings of the draft.
-    """
-    size, full = settings["page_size"], prefix // settings["page_size"]
-    allowed = min(prefix, max(settings["sparse_min_tokens"], ceil(settings["sparse_ratio"] * prefix)))
-    first = [page for page in range(full) if page * size < SINKS]
-    count = min(full, max(ceil(SINKS / size), allowed // size))
-    groups, found = len(query) // len(key), []
-    for head, of_head in enumerate(key):
-        bounds = {}
-        for page in range(full):
-            entries = of_head[page * size : (page + 1) * size]
-            corners = torch.stack([entries.amin(0), entries.amax(0)])
-            of_queries = [(q[0] * corners).amax(0).sum().item() for q in query[head * groups : (head + 1) * groups]]
-            bounds[page] = max(of_queries)
-        best = sorted((page for page in bounds if page not in first), key=bounds.__getitem__, reverse=True)
-        pages = (first + best)[:count]
-        found.append({page * size + k for page in pages for k in range(size)} | set(range(full * size, length)))
-    return found
+def pages_of(prefix, settings):
+    """How many pages a step attends to after a prefix."""
+    size, least = settings["page_size"], settings["sparse_min_tokens"]
+    allowed = min(prefix, max(least, ceil(settings["sparse_ratio"] * prefix)))
+    return min(prefix // size, max(ceil(SINKS / size), allowed // size))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -111,9 +54,12 @@ def test_every_step_reads_the_pages_that_fit_its_own_query(name, monkeypatch):
         out = attend(self, replace(backend, sparse_attention=sparse), layer_idx, query, key, value, **options)
         assert len(read) == (layer_idx not in sliding)
         for slots, counts in read:
-            for row, (length, prefix) in enumerate(zip(self.lengths.host, committed[0], strict=True)):
+            chosen = [pages_of(prefix, SPARSE) for prefix in committed[0]]
+            sizes = SPARSE["page_size"], SINKS
+            expected = chosen_by_loops(query, key, self.lengths.host, committed[0], chosen, *sizes)
+            for row, prefix in enumerate(committed[0]):
                 used = [set(of_head[: counts[row]].tolist()) for of_head in slots[row]]
-                assert used == by_loops(query[row], key[row], length, prefix, SPARSE)
+                assert used == expected[row]
                 full = prefix // SPARSE["page_size"] * SPARSE["page_size"]
                 phases.setdefault((layer_idx, row, prefix), []).append([{s for s in u if s < full} for u in used])
         return out
@@ -143,7 +89,8 @@ def assert_bounds(paged, page_size):
 
 @pytest.mark.parametrize("page_size", [1, 3])
 def test_bounds_are_up_to_date_after_every_commit(page_size, monkeypatch):
-    """A commit computes those of the pages that it filled, not all of them again."""
+    """A commit computes those of the pages that it filled, not all of them again; two at a time."""
+    monkeypatch.setattr("hf_longspec.attention_backends.scores.PAGES_AT_ONCE", 2)
     model, computed, counts, observe, update = tiny_target("llama"), [], [], QuestDrafter.observe, KeyPages.update
 
     def checked(self, verification):

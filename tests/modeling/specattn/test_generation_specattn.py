@@ -12,8 +12,6 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.sparse_caches import SINK_TOKENS
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
-from tests.generation.tiny_models import ATTENTION
-from tests.modeling.calls import generate
 from tests.rounding import rounding
 from tests.tiny_targets import tiny_prompts, tiny_target
 
@@ -22,22 +20,6 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 NEW_TOKENS = 22
 GAMMA = 4
 LENGTHS = [57, 3, 39]
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_selecting_everything_drafts_like_the_target(name):
-    """With every entry selected the draft is the target: all drafts are accepted, up to the last, cut iteration.
-
-    This fails if a selected entry, the tail, a position or a window of the compact cache is off by one.
-    """
-    model = tiny_target(name)
-    draft = SpecAttnDraftModel.from_target(model, sparse_ratio=1.0, num_assistant_tokens=GAMMA)
-    generate(model, draft, LENGTHS, max_new_tokens=NEW_TOKENS)
-    whole, cut = divmod(NEW_TOKENS - 1, GAMMA + 1)
-    expected = [0] * (GAMMA + 1)
-    expected[GAMMA] = whole * len(LENGTHS)
-    expected[cut - 1] += len(LENGTHS)
-    assert draft.last_speculation.acceptance_histogram == expected
 
 
 def seeded_drafter(model, lengths=LENGTHS, **settings):
@@ -110,27 +92,6 @@ def test_selection_takes_the_entries_with_the_highest_scores(selection):
         assert set(match.int().argmax(1).tolist()) == {*range(SINK_TOKENS), *order[: 12 - SINK_TOKENS]}
 
 
-@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
-@torch.no_grad()
-def test_drafting_leaves_the_committed_cache_alone(name):
-    """Sliding layers read the buffers of the target themselves; only full-attention layers get compact copies."""
-    drafter, root = seeded_drafter(tiny_target(name), sparse_min_tokens=8)
-    cache = drafter.binding.cache
-    lengths = cache.lengths.host
-
-    def committed():
-        return [t[row, :, :length].clone() for layer in cache.layers for t in (layer.keys, layer.values)
-                for row, length in enumerate(lengths)]  # fmt: skip
-
-    before = committed()
-    with drafter.binding.target.attention():
-        drafter.propose(root)
-    assert cache.lengths.host == lengths and all(map(torch.equal, committed(), before))
-    for index, (own, target) in enumerate(zip(drafter.sparse.layers, cache.layers, strict=True)):
-        assert (own.keys.data_ptr() == target.keys.data_ptr()) == (index not in drafter.sparse.sparse_layers)
-    assert name != "gemma3" or drafter.sparse.sparse_layers == [1]
-
-
 @pytest.mark.parametrize(
     ("name", "rows"),
     [("llama", "two_rows"), ("gemma2", "all_rows"), ("gpt_oss", "two_rows"), ("granite", "all_rows")],
@@ -160,23 +121,3 @@ def test_weights_are_the_attention_that_transformers_reports(name, rows):
         counted = weights[:, [0, -1]] if rows == "two_rows" else weights
         expected = counted.sum(1).view(kv_heads, -1, 39 - nodes).sum(1)
         torch.testing.assert_close(capture.scores[layer][0], expected, **rounding(expected, layer + 1))
-
-
-def test_the_default_score_is_that_of_the_paper_and_a_stored_one_is_kept(tmp_path):
-    """Drafts by default, by Eq. 3, and by weights; the last are those of a folder that stores them."""
-    model = tiny_target("llama")
-
-    def drafted(draft):
-        draft.generation_config.gate = False
-        generate(model, draft, LENGTHS, max_new_tokens=NEW_TOKENS)
-        return [list(row) for row in draft.last_speculation.emitted_per_step]
-
-    few = {"sparse_min_tokens": 6, "sparse_ratio": 0.1}
-    default, logits, weights = (
-        SpecAttnDraftModel.from_target(model, **few, **score)
-        for score in ({}, {"score": "logits"}, {"score": "weights"})
-    )
-    assert drafted(default) == drafted(logits) != drafted(weights)
-    weights.save_pretrained(tmp_path)
-    stored = SpecAttnDraftModel.from_pretrained(tmp_path)
-    assert stored.setting("score") == "weights" and drafted(stored) == drafted(weights)

@@ -7,16 +7,12 @@ from itertools import product
 import pytest
 import torch
 
-from hf_longspec import SpeculativeCache
-from hf_longspec.generation.drafter import Binding
-from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import TargetEnds
 from hf_longspec.modeling.tokenswift.generation_tokenswift import TokenSwiftDrafter
-from tests.modeling.host_reads import HostReads
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.rounding import rounding
-from tests.tiny_targets import random_tokenswift_draft, tiny_prompts, tiny_target
+from tests.tiny_targets import random_tokenswift_draft
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -136,60 +132,3 @@ def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_r
                     checked += 1
     handle.remove()
     assert checked >= 3 * 3 * (1 + 3 + 3)
-
-
-@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic", "full"])
-def test_proposing_reads_nothing_back_and_leaves_the_cache_alone(plain_run, monkeypatch, mode):
-    def committed(cache):
-        return [
-            part[row, :, :length].clone()
-            for layer in cache.layers
-            for part in (layer.keys, layer.values)
-            for row, length in enumerate(cache.lengths.host)
-        ]
-
-    proposals, propose = [], TokenSwiftDrafter.propose
-
-    def counting(self, root):
-        cache = self.binding.cache
-        before, lengths = committed(cache), cache.lengths.host
-        with HostReads() as reads:
-            tree = propose(self, root)
-        proposals.append(reads.count)
-        assert cache.lengths.host == lengths
-        assert all(map(torch.equal, before, committed(cache)))
-        return tree
-
-    monkeypatch.setattr(TokenSwiftDrafter, "propose", counting)
-    run = plain_run("llama", LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
-    assert run.again(draft_for(run.model, mode)).tolist() == run.sequences.tolist()
-    assert len(proposals) > 3 and not any(proposals)
-    with HostReads() as reads:
-        torch.ones(1).item()
-    assert reads.count == 1  # the count does notice one
-
-
-@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
-def test_inside_transformers_own_assisted_decoding(mode):
-    """`get_candidates` follows a text that grows by any number of tokens, whatever was accepted of the last chain.
-
-    The chain is the one that a drafter proposes that saw the text for the first time.
-    """
-    model = tiny_target("llama")
-    view = TargetView(model)
-    ids = tiny_prompts(128, (43,))[0]
-
-    def bound():
-        draft = draft_for(model, mode, partial_kv_budget=60)
-        cache = SpeculativeCache(model.config, 1, 60, tree_slots=draft.max_nodes(view))
-        return draft.make_drafter(Binding(view, cache, None, 60))
-
-    following = bound()
-    for length in (14, 17, 18, 39, 43):
-        with torch.no_grad():
-            candidates, _ = following.get_candidates(ids[:, :length])
-            expected, _ = bound().get_candidates(ids[:, :length])
-        assert candidates.shape[1] == length + following.max_depth
-        assert torch.equal(candidates, expected)
-    if mode == "dynamic":
-        assert following.partial.built == [12] and following.partial.held == [42]  # built once, then followed

@@ -1,7 +1,5 @@
 """The partial cache against one list of positions per row, layer and head; what it copies; when it is built."""
 
-from itertools import cycle
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,11 +7,9 @@ from hypothesis import strategies as st
 
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy, TokenSwiftDrafter
 from tests.attention_backends import reference  # noqa: F401 - registers its name
-from tests.generation.tiny_models import ATTENTION
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_partial_kv import Attended, Slots
-from tests.rounding import rounding
-from tests.tiny_targets import random_tokenswift_draft, tiny_target
+from tests.tiny_targets import random_tokenswift_draft
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -156,60 +152,3 @@ def test_static_buffers_stay_as_the_prompt_left_them(plain_run, watch):
         # the last prompt token came after the queries that scored the others
         assert set(positions) <= set(range(LENGTHS[row] - 1))
         assert len(positions) == min(BUDGET, LENGTHS[row] - 1)
-
-
-@pytest.mark.parametrize(
-    ("policy", "name"),
-    [
-        *zip(cycle(("dynamic", "full")), ATTENTION),
-        *(("static", name) for name in ("gemma3", "mistral")),
-    ],
-)
-def test_with_room_for_everything_drafting_computes_the_logits_of_the_target(plain_run, monkeypatch, policy, name):
-    """Against one forward without a cache. `static` never sees what was generated."""
-    computed, step = [], PartialCache.step
-
-    def recording(self, *args, **options):
-        logits, hidden = step(self, *args, **options)
-        computed.append((self.cache.lengths.host, logits))
-        return logits, hidden
-
-    monkeypatch.setattr(PartialCache, "step", recording)
-    settings = {"partial_kv_policy": policy, "partial_kv_budget": 4096, "tree_branching": [1, 2]}
-    model, texts, _ = generate(plain_run, name, (33, 3, 13), 10, **settings)
-    assert len(computed) > 2
-    differ = 0
-    for lengths, logits in computed[1::2]:
-        for row, length in enumerate(lengths):
-            if length + 1 < len(texts[row]):
-                with torch.no_grad():
-                    expected = model(torch.tensor([texts[row][: length + 1]]), use_cache=False).logits[0, -1]
-                allowed = rounding(expected, model.config.num_hidden_layers)
-                if policy == "static":
-                    differ += not torch.allclose(logits[row], expected, **allowed)
-                else:
-                    torch.testing.assert_close(logits[row], expected, **allowed)
-    all_slide = name == "mistral"  # and sliding layers read the whole cache under every policy
-    assert (differ > 0) == (policy == "static" and not all_slide)
-
-
-def test_bytes_do_not_depend_on_the_context(plain_run):
-    sizes = set()
-    for length, new in ((90, 5), (90, 20), (400, 5)):
-        model, _, draft = generate(plain_run, "llama", (length, 30), new)
-        sizes.add(draft.last_speculation.draft_state_bytes)
-    config = model.config
-    # keys and values in float32, 2 rows, one slot for the token that is drafted on
-    entry = 2 * 4 * config.num_key_value_heads * config.head_dim
-    assert sizes == {2 * config.num_hidden_layers * (BUDGET + 1) * entry}
-
-
-def test_a_backend_that_takes_lengths_from_the_device(plain_run):
-    """The reference backend looks at no length on the host."""
-    model = tiny_target("llama", attn_implementation="hf_longspec_reference")
-    for policy in ("dynamic", "full"):
-        run = plain_run(model, (17, 3), max_new_tokens=8, eos_token_id=NEVER)
-        draft = random_tokenswift_draft(model, **(SMALL | {"partial_kv_budget": 64, "partial_kv_policy": policy}))
-        assert run.again(draft).tolist() == run.sequences.tolist()
-        # the base prediction over all entries is the target's own, so no step but the last emits less than 2 tokens
-        assert draft.last_speculation.acceptance_histogram[0] <= 2
