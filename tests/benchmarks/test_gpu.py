@@ -86,14 +86,14 @@ def test_a_lost_device_and_the_end_of_the_time_stop_the_run_wherever_it_is(make_
 
     sections = {"ceilings": lambda run: None, "kernels": lost, "drafts": lambda run: None}
     monkeypatch.setattr(gpu, "SECTIONS", sections)
-    run = make_run()
+    run = make_run([TORCH])
     gpu.execute(run, list(sections))
     last = of(run.records, "skipped")[-1]
     assert last["reason"].startswith("the device is lost") and last["part"] == "kernels drafts"
     assert of(run.records, "kernel")
 
     sections["kernels"] = lambda run: time.sleep(60)
-    run, started = make_run(), time.perf_counter()
+    run, started = make_run([TORCH]), time.perf_counter()
     before = signal.signal(signal.SIGALRM, gpu._time_is_over)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     gpu.execute(run, list(sections))
