@@ -11,30 +11,16 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import NgramDraftModel
 from hf_longspec.generation.sequences import Sequences
 from tests.tiny_targets import PAD_TOKEN_ID, random_longspec_draft, tiny_prompts
+from tests.user_objects import Answer, Recorder
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 ONE, RAGGED = (21,), (33, 3, 13)
 CALLS = pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("chain", ONE)])
-
-
-class Recorder(BaseStreamer):
-    """Keeps what it is given: the prompt first, then one tensor per position."""
-
-    def __init__(self):
-        self.puts, self.ends = [], 0
-
-    def put(self, value):
-        assert not self.ends
-        self.puts.append(value.tolist())
-
-    def end(self):
-        self.ends += 1
 
 
 class Recall(StoppingCriteria):
@@ -46,16 +32,6 @@ class Recall(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         self.batches.append(input_ids.tolist())
         return torch.tensor([self.rule(row) for row in input_ids.tolist()])
-
-
-class Answer(StoppingCriteria):
-    """Answers by a function of the text and the scores."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return self.function(input_ids, scores)
 
 
 def sequences(criteria=(), batch_size=2, max_length=9, streamer=None):
