@@ -102,7 +102,8 @@ class DeviceTensor(torch.Tensor):
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict) -> "DeviceTensor":
-        return self.clone()
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return torch.nn.Parameter(self.detach().clone(), requires_grad=False) if is_parameter else self.clone()
 
 
 def _without_lists(index: Any) -> Any:

@@ -195,6 +195,20 @@ def tiny_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> tupl
     return input_ids, attention_mask
 
 
+def generate(model: Any, draft: Any = None, lengths: Sequence[int] = (33, 3, 13), **options: Any) -> Any:
+    """Continue random prompts: greedily, to the full length, with seed 0, unless told otherwise.
+
+    Args:
+        lengths (`Sequence[int]`): Prompt length of each row.
+        **options: As in `model.generate`.
+    """
+    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+    inputs |= {"eos_token_id": None, "pad_token_id": PAD_TOKEN_ID, "assistant_model": draft}
+    torch.manual_seed(0)
+    return model.generate(**(inputs | options))
+
+
 @torch.no_grad()
 def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Draw every weight again, then scale the output so that the logits have a standard deviation of `LOGIT_STD`."""

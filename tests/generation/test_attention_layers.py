@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 
-from hf_longspec import NgramDraftModel
 from hf_longspec.generation.target_modules import attention_layers, passed_on, withheld
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_prompts
@@ -53,9 +52,3 @@ class TestLayersThatKeepKeywords:
             thread.join()
             assert set(self.seen(model, tree="mine")) == {"mine"}
         assert set(other) == {"other"}
-
-
-def test_layers_that_run_several_times_are_refused():
-    model = build("hrm_text")
-    with pytest.raises(ValueError, match="never called the attention backend"):
-        model.generate(torch.tensor([[5, 6, 7]]), assistant_model=NgramDraftModel.from_target(model))

@@ -55,18 +55,28 @@ def llama(target):
 
 class TestTargets:
     @pytest.mark.parametrize(
-        ("name", "reason"),
+        ("name", "settings", "reason"),
         [
             # here transformers itself refuses: its stateful models know no assisted generation
-            ("qwen3_5_text", "not supported with stateful models"),
-            ("minimax", "linear_attention layers, whose state cannot"),
-            ("llama4_text", "it has chunked attention"),
-            ("deepseek_v32", r"it has (indexed|deepseek_sparse)_attention layers, whose choice of keys"),
-            ("gptj", "does not go through transformers' Att"),
+            ("qwen3_5_text", {}, "not supported with stateful models"),
+            ("minimax", {}, "linear_attention layers, whose state cannot"),
+            ("llama4_text", {}, "it has chunked attention"),
+            ("deepseek_v32", {}, r"it has (indexed|deepseek_sparse)_attention layers, whose choice of keys"),
+            ("gptj", {}, "does not go through transformers' Att"),
+            ("hrm_text", {}, "never called the attention backend"),
+            ("bart", {}, "takes positions from the length of its cache"),
+            ("bigbird_pegasus", {}, "takes positions from the length of its cache"),
+            ("doge", {}, "its layers 0, 1, 2, 3 add values of their own to the scores"),
+            ("bert", {"is_decoder": False}, "its layers 0, 1, 2, 3 attend to later tokens"),
+            (
+                "gemma3_text",
+                {"use_bidirectional_attention": True},
+                "neither causal nor a sliding window.*attend to later tokens",
+            ),
         ],
     )
-    def test_architectures(self, name, reason):
-        model = build(name)
+    def test_architectures(self, name, settings, reason):
+        model = build(name, **settings)
         message = refused(model, PlainDraftModel.from_target(model), reason)
         if "stateful models" not in message:
             assert type(model).__name__ in message and "Call generate() without assistant_model" in message

@@ -13,6 +13,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.traits import LayerTraits
 from tests.rounding import rounding
 from tests.tiny_targets import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
+from tests.tiny_targets import generate as generate_text
 
 ONE, RAGGED = (21,), (3, 33, 13)
 
@@ -71,17 +72,7 @@ def as_class(kind, name="llama", **overrides):
 
 
 def generate(model, lengths=ONE, draft=None, **options):
-    input_ids, attention_mask = tiny_prompts(128, lengths)
-    inputs = {"attention_mask": attention_mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": 1}
-    return model.generate(
-        input_ids=input_ids, **(inputs | options), assistant_model=draft or NgramDraftModel.from_target(model)
-    )
-
-
-def generate_plain(model, lengths):
-    input_ids, attention_mask = tiny_prompts(128, lengths)
-    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 1}
-    return model.generate(input_ids, attention_mask=attention_mask, **options)
+    return generate_text(model, draft or NgramDraftModel.from_target(model), lengths, **options)
 
 
 def gap_of(model, lengths, monkeypatch):
@@ -162,7 +153,7 @@ class Broken(MasksTokens):
 def test_logits_that_are_no_numbers_are_compared(kind):
     """The text is that of stock `generate`, also where that is not sensible."""
     model = as_class(kind)
-    assert generate(model, RAGGED).tolist() == generate_plain(model, RAGGED).tolist()
+    assert torch.equal(generate(model, RAGGED), generate_text(model, None, RAGGED))
     support._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
     with pytest.raises(ValueError, match="cannot be verified"):
         support._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]))
@@ -204,13 +195,10 @@ class TestHowOften:
 def test_there_is_room_for_it(lengths, new):
     """Short prompts and short texts: the tree shrinks to what fits."""
     model = tiny_target("gemma3")
-    input_ids, attention_mask = tiny_prompts(128, lengths)
-    text = model.generate(
-        input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=new, do_sample=False, eos_token_id=1
-    )
+    text = generate_text(model, None, lengths, max_new_tokens=new)
     for draft in (PlainDraftModel, NgramDraftModel):
         support._checked.clear()
-        assert generate(model, lengths, draft.from_target(model), max_new_tokens=new).tolist() == text.tolist()
+        assert torch.equal(generate(model, lengths, draft.from_target(model), max_new_tokens=new), text)
         assert len(support._checked) == 1
 
 
