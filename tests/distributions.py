@@ -1,15 +1,9 @@
-"""The comparison of sampled frequencies with a distribution.
+"""The comparison of sampled frequencies with a distribution, in standard deviations.
 
-To check a sampler, run it on many rows at once and compare the frequency of every outcome with its probability, in
-standard deviations. A correct sampler stays within a few of them whatever the number of rows. The deviation of a wrong
-one grows with the square root of that number.
-
-    target = MarkovTarget(vocab_size=7, generator=generator)
-    tokens = ...                                   # (rows, 2): the first two tokens after `prefix`, sampled
-    assert max_z_score(tokens, target.pair_distribution(prefix)) < MAX_SIGMA
+A correct sampler stays within a few of them whatever the number of rows. The deviation of a wrong one grows with the
+square root of that number.
 """
 
-import os
 import random
 from collections.abc import Callable, Sequence
 
@@ -19,17 +13,12 @@ from torch import Tensor
 from hf_longspec.auditing import MIN_EXPECTED
 from hf_longspec.generation.draft_tree import DraftTree, trie_of, trie_table
 
-# Seconds on one CPU core, and enough to see the wrong rules of tests/generation/test_verification.py by 10 sigma.
+# Seconds on one CPU core, and enough to see the wrong rules of test_verification_distribution.py by 10 sigma.
 SHORT_ROWS = 20_000
 # The evidence: resolves frequencies to about 0.001.
 LONG_ROWS = 200_000
 # Counts that Pearson's test needs of every outcome, by the usual rule of thumb.
 FEWEST_OF_PEARSON = 5
-
-
-def distribution_rows() -> int:
-    """Rows to sample in a test: `LONG_ROWS` if the environment variable HF_LONGSPEC_SOAK is 1, else `SHORT_ROWS`."""
-    return LONG_ROWS if os.environ.get("HF_LONGSPEC_SOAK") == "1" else SHORT_ROWS
 
 
 def z_scores(samples: Tensor, distribution: Tensor) -> Tensor:
@@ -115,19 +104,7 @@ def _pool_rare(counts: Tensor, p: Tensor, fewest: int = MIN_EXPECTED) -> tuple[T
 
 
 class MarkovTarget:
-    """
-    A target model whose logits depend on the last token only: a table instead of a network.
-
-    Processors see the whole prefix, so the processed scores may depend on all of it.
-
-    Args:
-        vocab_size (`int`):
-            Number of tokens; also the number of states.
-        generator (`torch.Generator`):
-            Draws the table.
-        processors (`Sequence[Callable]`, *optional*):
-            Logits processors of transformers, applied in order.
-    """
+    """A target whose logits depend on the last token only; its processors see the whole prefix."""
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib.util
 import json
 
 import pytest
@@ -24,7 +25,7 @@ def installed():
     route.install()
 
 
-def test_importing_installs_it_once():
+def test_importing_installs_it_once_and_uninstalling_restores_the_very_function():
     stock = route.stock_assisted_decoding()
     assert stock.__module__ == "transformers.generation.utils" and stock.__qualname__.endswith("_assisted_decoding")
     for _ in range(3):
@@ -33,21 +34,13 @@ def test_importing_installs_it_once():
     # one layer, not four
     assert not hasattr(stock, route._STOCK)
     assert getattr(GenerationMixin._assisted_decoding, route._STOCK) is stock
-
-
-def test_uninstalling_restores_the_very_function():
-    stock = route.stock_assisted_decoding()
     for _ in range(2):
         route.uninstall()
         assert GenerationMixin._assisted_decoding is stock and not route.is_installed()
-    route.install()
-    assert route.is_installed() and route.stock_assisted_decoding() is stock
 
 
 def test_a_second_copy_of_this_module_replaces_the_patch_instead_of_stacking():
     """A draft from the Hub brings its own copy of every module."""
-    import importlib.util
-
     spec = importlib.util.spec_from_file_location("hf_longspec.generation.copy_of_route", route.__file__)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
@@ -77,21 +70,13 @@ def spied_stock(calls):
         route.install()
 
 
-def test_other_assistants_take_the_stock_function(plain_run):
+def test_other_assistants_take_the_stock_function_and_drafts_do_not(plain_run):
     run, calls = plain_run("llama", (21,), max_new_tokens=8), []
-    assistant = tiny_target("llama", seed=1)
+    assistant, draft = tiny_target("llama", seed=1), run.draft("specattn")
     with spied_stock(calls):
-        for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+        for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
             assert run.model.generate(**run.inputs, **options).tolist() == run.sequences.tolist()
-    assert calls == [assistant, None]
-
-
-def test_drafts_do_not(plain_run):
-    run, calls = plain_run("llama", (21,), max_new_tokens=8), []
-    draft = run.draft("specattn")
-    with spied_stock(calls):
-        assert run.again(draft).tolist() == run.sequences.tolist()
-    assert calls == [] and draft.last_speculation.num_forwards > 0
+    assert calls == [assistant, None] and draft.last_speculation.num_forwards > 0
 
 
 def test_without_assistant_nothing_of_it_runs(plain_run, monkeypatch):
@@ -173,17 +158,9 @@ class TestNames:
         run.model.save_pretrained(tmp_path / "model")
         before = copy.deepcopy(run.model.generation_config.to_dict()), sorted(vars(run.model))
         for name, error, message in (
-            (
-                str(tmp_path / "model"),
-                ValueError,
-                "model'? has model_type='llama'",
-            ),
+            (str(tmp_path / "model"), ValueError, "model'? has model_type='llama'"),
             (tmp_path / "missing", OSError, r"missing'? cannot be loaded \("),
-            (
-                SpecAttnDraftModel,
-                ValueError,
-                r"is the class SpecAttnDraftModel",
-            ),
+            (SpecAttnDraftModel, ValueError, r"is the class SpecAttnDraftModel"),
             (type(run.model), ValueError, "is the class LlamaForCausalLM"),
         ):
             with pytest.raises(error, match=message):
