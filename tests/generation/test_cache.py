@@ -253,22 +253,16 @@ class TestSecondTurn:
     """A cache that holds the beginning of the text."""
 
     @pytest.mark.parametrize("of_transformers", [False, True])
-    def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, monkeypatch, of_transformers):
+    def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, widths, of_transformers):
         model = target("llama")
         run = plain_run(model, (40,), max_new_tokens=5, eos_token_id=1)
         cache = DynamicCache() if of_transformers else SpeculativeCache(model.config, 1, 80)
         out = run.again(run.draft("tree"), past_key_values=cache)
-        widths, forward = [], type(model).forward
-
-        def spy(self, input_ids=None, **kwargs):
-            widths.append(input_ids.shape[1])
-            return forward(self, input_ids=input_ids, **kwargs)
-
-        monkeypatch.setattr(model, "forward", spy.__get__(model))
+        found = widths(model)
         text = torch.cat([out, torch.tensor([[9, 8, 7]])], dim=1)
         options = {"do_sample": False, "max_new_tokens": 4, "past_key_values": cache}
         model.generate(text, assistant_model=run.draft("tree"), **options)
-        assert max(widths) <= 7  # a tree; the prompt had 40
+        assert max(found) <= 7  # a tree; the prompt had 40
 
     @pytest.mark.parametrize("lengths", [(9, 9), (9, 5), (4, 9)])
     def test_another_mask_is_refused(self, plain_run, target, lengths):

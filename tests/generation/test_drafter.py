@@ -24,20 +24,16 @@ def test_candidates_stop_at_the_length_limit():
     assert candidates.shape == (1, 21)  # position 22 is the bonus token's
 
 
-def test_following_a_longer_sequence_runs_only_what_is_missing():
+def test_following_a_longer_sequence_runs_only_what_is_missing(widths):
     """The second call sees 5 more tokens; the cache then holds all but the last, and the model ran on no more."""
     model = tiny_target("qwen3")
     input_ids, _ = tiny_prompts(128, [30])
     drafter = SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).candidate_generator(model, max_length=40)
     drafter.get_candidates(input_ids[:, :25])
-    seen = []
-    handle = model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    found = widths(model)
     drafter.get_candidates(input_ids)
-    handle.remove()
     assert drafter.binding.cache.lengths.host == (29,)
-    assert sum(seen) == 5 + 2  # the missing tokens, then two drafting steps
+    assert sum(found) == 5 + 2  # the missing tokens, then two drafting steps
 
 
 def test_refusals():

@@ -120,18 +120,23 @@ def test_a_lost_window_is_refused(name, lengths, blind):
     generate(tiny_target(name, sliding_window=4 * WINDOW), lengths)  # the prompts do not fill it
 
 
-@pytest.mark.parametrize(("part", "name"), [("softcap", "gemma2"), ("sinks", "gpt_oss")])
-def test_lost_parts_of_the_attention_are_refused(part, name, monkeypatch):
+def lost(part):
     attend = TreeContext.attend
-    monkeypatch.setattr(TreeContext, "attend", lambda *args, **kw: attend(*args, **(kw | {part: None})))
+    return "attend", lambda *args, **kw: attend(*args, **(kw | {part: None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "wrong"),
+    [
+        ("gemma2", *lost("softcap")),
+        ("gpt_oss", *lost("sinks")),
+        ("mistral", "windowed_mask", lambda self, window: torch.ones_like(self.mask)),
+    ],
+)
+def test_lost_parts_of_the_attention_are_refused(name, method, wrong, monkeypatch):
+    monkeypatch.setattr(TreeContext, method, wrong)
     with pytest.raises(ValueError, match="cannot be verified"):
         generate(tiny_target(name), RAGGED)
-
-
-def test_a_lost_tree_mask_is_refused(monkeypatch):
-    monkeypatch.setattr(TreeContext, "windowed_mask", lambda self, window: torch.ones_like(self.mask))
-    with pytest.raises(ValueError, match="cannot be verified"):
-        generate(tiny_target("mistral"))
 
 
 class MasksTokens(LlamaForCausalLM):

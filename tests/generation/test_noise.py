@@ -79,10 +79,3 @@ def test_tokens_emitted_without_noise_use_no_noise_row():
     noise.rows(2)
     noise.advance([BLOCK + 3, 1])
     assert torch.equal(noise.rows(2)[0], expected[0, BLOCK:]) and torch.equal(noise.rows(2)[1], expected[1, 1:3])
-
-
-def test_other_draws_do_not_change_the_noise_rows():
-    disturbed = seeded(2)
-    torch.rand(7, generator=disturbed.generator)
-    torch.rand(7)
-    assert torch.equal(disturbed.rows(3), seeded(2).rows(3))
