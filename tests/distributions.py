@@ -19,8 +19,8 @@ FEWEST_OF_PEARSON = 5
 def p_value(samples: Tensor, distribution: Tensor) -> float:
     """Probability that samples of the distribution deviate as much: Pearson's test over all outcomes at once.
 
-    `samples` are outcomes of independent rows, `(rows,)` tokens or `(rows, k)` for k tokens in order; `distribution` has
-    a dimension for each of the k. It is 0 if an impossible outcome occurred. The rarest outcomes are pooled.
+    `samples` of independent rows are `(rows,)` tokens, or `(rows, k)` for k tokens in order, and `distribution`
+    has k dimensions. It is 0 if an impossible outcome occurred. The rarest outcomes are pooled.
 
     >>> p_value(torch.tensor([0, 1]).repeat_interleave(100), torch.tensor([0.5, 0.5, 0.0]))
     1.0

@@ -265,28 +265,23 @@ class TestProcessorsWithState:
         assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
 
 
-class TestDrafts:
-    def test_another_vocabulary(self, llama):
-        """Before transformers, which would ask for the tokenizers of both; also if the config is doctored."""
-        other = tiny_target("llama", vocab_size=100)
-        draft = PlainDraftModel.from_target(other)
-        for size in (100, 128):
-            draft.config.vocab_size = size
-            refused(llama, draft, "made for a target with vocab_size=100, and this target has vocab_size=128. Load the")
-
-    @pytest.mark.parametrize(
-        ("name", "changes", "field"),
-        [
-            ("llama", {"hidden_size": 32, "head_dim": 16}, "hidden_size=32.*hidden_size=64"),
-            ("llama", {"num_key_value_heads": 4}, "num_key_value_heads=4.*num_key_value_heads=2"),
-            ("qwen2", {}, "model_type=qwen2, and this target has model_type=llama"),
-        ],
-        ids=str,
-    )
-    def test_other_targets(self, llama, name, changes, field):
-        draft = SpecAttnDraftModel.from_target(tiny_target(name, **changes))
-        message = refused(llama, draft, f"made for a target with {field}")
-        assert "make one with from_target(target)" in message
+@pytest.mark.parametrize(
+    ("name", "changes", "field"),
+    [
+        ("llama", {"vocab_size": 100}, "vocab_size=100, and this target has vocab_size=128"),
+        ("llama", {"hidden_size": 32, "head_dim": 16}, "hidden_size=32.*hidden_size=64"),
+        ("llama", {"num_key_value_heads": 4}, "num_key_value_heads=4.*num_key_value_heads=2"),
+        ("qwen2", {}, "model_type=qwen2, and this target has model_type=llama"),
+    ],
+    ids=str,
+)
+def test_drafts_for_other_targets(llama, name, changes, field):
+    """Before transformers, which would ask for the tokenizers where vocabularies differ."""
+    draft = SpecAttnDraftModel.from_target(tiny_target(name, **changes))
+    refused(llama, draft, f"made for a target with {field}.*make one with from_target\\(target\\)")
+    if "vocab_size" in changes:  # also if the config is doctored
+        draft.config.vocab_size = 128
+        refused(llama, draft, f"made for a target with {field}")
 
 
 class TestWhatWouldHaveNoEffect:

@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec import SpeculativeCache
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.traits import FORGETS, RECOMPUTES, RotaryLimit, cache_at
 from tests.generation.test_unsupported import check_unsupported
-from tests.tiny_targets import RandomTreeDraftModel, random_longspec_draft, tiny_prompts, tiny_target
+from tests.robustness.drafts import make_draft
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.tiny_targets import generate as generate_text
 
 LIMIT, NEW = 40, 22
@@ -71,18 +72,13 @@ def plain(name, kind, lengths):
 
 def make(kind, model, text=(), prompt_width=0):
     """A draft that always speculates, so that nothing depends on the clock."""
-    if kind == "longspec":
-        draft = random_longspec_draft(model)
-    elif kind == "specattn":
-        draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=0.5, sparse_min_tokens=6)
-    elif kind == "plain":
-        draft = PlainDraftModel.from_target(model)
-    else:
+    if kind == "tree":
         draft = RandomTreeDraftModel.from_target(model)
         draft.hints = [row[prompt_width:] for row in text]
         draft.num_nodes, draft.luck = 9, 0.6
-    draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
-    return draft
+        draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
+        return draft
+    return make_draft(kind, model)
 
 
 def loses_its_cache(name, lengths):

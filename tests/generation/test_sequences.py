@@ -5,11 +5,7 @@ import threading
 import pytest
 import torch
 from transformers import TextIteratorStreamer
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteria, StoppingCriteriaList
 
 from hf_longspec import NgramDraftModel
 from hf_longspec.generation.sequences import Sequences

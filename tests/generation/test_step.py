@@ -6,12 +6,7 @@ import torch
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, runner_of
-from tests.tiny_targets import (
-    TINY_TARGETS,
-    RandomTreeDraftModel,
-    random_longspec_draft,
-    tiny_target,
-)
+from tests.tiny_targets import TINY_TARGETS, RandomTreeDraftModel, random_longspec_draft, tiny_target
 from tests.tiny_targets import generate as generate_text
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
