@@ -7,11 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from hf_longspec import SpeculativeCache
 from tests.rounding import rounding
 from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
+from tests.user_objects import Answer, Bomb
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -191,25 +191,21 @@ def test_commit_works_in_place_with_temporaries_of_the_path_only():
     assert 0 < allocated.largest <= 2 * 4 * HEADS * VALUE_SIZE * 4  # rows x nodes x heads x width x bytes
 
 
-class Watch(StoppingCriteria):
-    def __init__(self, cache):
-        self.cache, self.seen = cache, []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if self.cache.layers[0].is_initialized:
-            pointers = tuple(t.data_ptr() for layer in self.cache.layers for t in (layer.keys, layer.values))
-            self.seen.append((pointers, self.cache.nbytes))
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
 @pytest.mark.parametrize(("kind", "lengths"), [("chain", (21,)), ("specattn", (33, 3, 13))])
 def test_buffers_are_allocated_once_per_call(plain_run, kind, lengths):
     run = plain_run("gemma3", lengths, max_new_tokens=12, eos_token_id=1)
     cache = SpeculativeCache(run.model.config, len(lengths), 64)
-    watch = Watch(cache)
-    out = run.again(run.draft(kind), past_key_values=cache, stopping_criteria=StoppingCriteriaList([watch]))
+    seen = []
+
+    def watch(input_ids, scores):
+        if cache.layers[0].is_initialized:
+            pointers = tuple(t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values))
+            seen.append((pointers, cache.nbytes))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    out = run.again(run.draft(kind), past_key_values=cache, stopping_criteria=[Answer(watch)])
     assert out.tolist() == run.sequences.tolist()
-    assert len(watch.seen) >= 11 and len(set(watch.seen)) == 1
+    assert len(seen) >= 11 and len(set(seen)) == 1
 
 
 @pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
@@ -419,14 +415,9 @@ class TestCachesOfTransformers:
         run.model(run.inputs["input_ids"][:, :11], past_key_values=cache)
         before = [(keys.clone(), values.clone()) for keys, values in self.entries(cache)]
 
-        class Broken(StoppingCriteria):
-            def __call__(self, input_ids, scores, **kwargs):
-                if input_ids.shape[1] > 25:
-                    raise RuntimeError("broken")
-                return False
-
+        broken = Bomb(5, RuntimeError("broken")).criterion()
         with pytest.raises(RuntimeError, match="broken"):
-            run.again(run.draft("tree"), past_key_values=cache, stopping_criteria=StoppingCriteriaList([Broken()]))
+            run.again(run.draft("tree"), past_key_values=cache, stopping_criteria=[broken])
         after = self.entries(cache)
         assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
         assert cache.get_seq_length() == 11

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.traits import FORGETS, RECOMPUTES, RotaryLimit, cache_at
+from hf_longspec.generation.traits import FORGETS, RECOMPUTES, cache_at
 from tests.generation.test_unsupported import check_unsupported
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
@@ -267,29 +267,3 @@ def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty():
     with pytest.raises(RuntimeError, match="on purpose"):
         generate(model, (36,), draft, past_key_values=kept)
     assert kept.lengths.host == (0,)
-
-
-def test_what_stock_generate_does_is_found_by_asking():
-    """Against the forwards that plain generate really runs."""
-    for name in ("llama", "phi3"):
-        model, sizes = build(name, "longrope"), []
-        handle = model.model.embed_tokens.register_forward_pre_hook(
-            lambda _, args, seen=sizes: seen.append(args[0].shape[1])
-        )
-        generate(model, (LIMIT - 2,), max_new_tokens=6)
-        handle.remove()
-        does = cache_at(model, LIMIT)
-        assert (does == RECOMPUTES) == (sizes[3] == LIMIT + 1)
-        assert name == "phi3" or does == "keeps"
-
-
-def test_rows_wait_and_pass_together():
-    limit = RotaryLimit.of(None, build("llama", "longrope").config, [33, 9])
-    running = [False, False]
-    assert limit.lags == [0, 24] and not limit.is_passed
-    assert limit.may_speculate([33, 9], running, 6) and not limit.may_speculate([34, 9], running, 6)
-    assert limit.waiting([40, 15]) == [True, False] and not limit.is_due([40, 15], running)
-    assert limit.is_due([40, 16], running) and limit.is_due([35, 16], [True, False])
-    assert limit.lowest([35, 16], [True, False]) == [40, 16] and limit.highest(99) == 40
-    limit.is_passed = True
-    assert limit.waiting([41, 16]) == running and limit.may_speculate([40, 16], running, 60) and limit.highest(99) == 99

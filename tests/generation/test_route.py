@@ -8,13 +8,13 @@ import json
 import pytest
 import torch
 from transformers import GenerationMixin
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import hf_longspec
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.generation import route
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import TINY_TARGETS, tiny_target
+from tests.user_objects import Answer
 
 
 @pytest.fixture(autouse=True)
@@ -97,12 +97,8 @@ class TestCustomGenerate:
         assert out.speculation is draft.last_speculation and out.speculation.num_forwards > 0
 
     def test_criteria_and_cache_reach_the_loop(self, plain_run):
-        class Stop(StoppingCriteria):
-            def __call__(self, input_ids, scores, **kwargs):
-                return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 26)
-
-        criteria = StoppingCriteriaList([Stop()])
-        run = plain_run("llama", (21,), max_new_tokens=20, stopping_criteria=criteria, eos_token_id=1)
+        stop = Answer(lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 26))
+        run = plain_run("llama", (21,), max_new_tokens=20, stopping_criteria=[stop], eos_token_id=1)
         cache = hf_longspec.SpeculativeCache(run.model.config, 1, 64)
         draft = run.draft("tree")
         out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, past_key_values=cache)

@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
+from hf_longspec import PlainDraftModel
 from hf_longspec.generation import decoding
 from tests.generation.tiny_models import ATTENTION
 from tests.tiny_targets import RandomTreeDraftModel, generate, tiny_prompts
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 RAGGED = (33, 3, 13)
 WARPED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
 FREE = {"temperature": 1.3, "top_k": 0}
-PENALISED = {"logits_processor": [ContextualPenaltyLogitsProcessor(1.5, 2)]}
 
 
 def sample(model, draft, lengths=RAGGED, seed=0, new=12, **options):

@@ -18,17 +18,6 @@ ONE, RAGGED = (21,), (33, 3, 13)
 CALLS = pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("chain", ONE)])
 
 
-class Recall(StoppingCriteria):
-    """Stops a row whose last tokens satisfy a rule on the whole row; remembers every batch it was shown."""
-
-    def __init__(self, rule):
-        self.rule, self.batches = rule, []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.batches.append(input_ids.tolist())
-        return torch.tensor([self.rule(row) for row in input_ids.tolist()])
-
-
 def sequences(criteria=(), batch_size=2, max_length=9, streamer=None):
     input_ids, _ = tiny_prompts(50, [4] * batch_size)
     return Sequences(input_ids, StoppingCriteriaList(criteria), PAD_TOKEN_ID, max_length, streamer)
@@ -37,7 +26,8 @@ def sequences(criteria=(), batch_size=2, max_length=9, streamer=None):
 class TestAlone:
     def test_criteria_see_every_column_once_as_without_a_draft(self):
         """When all growing rows have reached it. Rows that are ahead are cut, rows that have ended are padded."""
-        criterion = Recall(lambda row: row[-1] == 30)
+        shown = []
+        criterion = Answer(lambda ids, scores: shown.append(ids.tolist()) or ids[:, -1] == 30)
         rows = sequences([criterion, EosTokenCriteria(torch.tensor([7]))], batch_size=3, max_length=12)
         first, second, third = rows.tokens[:, :4].tolist()
         assert rows.append([[11, 12, 30, 13, 14], [21, 22], [31, 7]]) == [5, 2, 2]
@@ -46,7 +36,7 @@ class TestAlone:
         assert rows.append([[], [24, 30, 25], []]) == [0, 2, 0] and rows.finished
         pad = PAD_TOKEN_ID
         whole = [[*first, 11, 12, 30, pad, pad], [*second, 21, 22, 23, 24, 30], [*third, 31, 7, pad, pad, pad]]
-        assert criterion.batches == [[row[:length] for row in whole] for length in range(5, 10)]
+        assert shown == [[row[:length] for row in whole] for length in range(5, 10)]
         assert rows.output().tolist() == whole
 
     def test_without_end_tokens_rows_end_together(self):
