@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from hf_longspec import SpeculativeCache
+from tests.operations import Operations
 from tests.rounding import rounding
 from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
 from tests.user_objects import Answer, Bomb
@@ -161,22 +161,6 @@ def test_too_much_is_refused_before_anything_is_written():
         ledger.cache.set_lengths([1, 2, 3])
 
 
-class LargestAllocation(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation made without it being a view of, or written into, another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.known, self.largest = set(), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
-                self.largest = max(self.largest, tensor.numel() * tensor.element_size())
-        return out
-
-
 def test_commit_works_in_place_with_temporaries_of_the_path_only():
     cache = make_cache(batch_size=2, max_length=4000, tree_slots=17)
     ledger = Ledger(cache)
@@ -185,10 +169,17 @@ def test_commit_works_in_place_with_temporaries_of_the_path_only():
     cache.stage(17)
     ledger.write(17)
     before = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
-    with LargestAllocation() as allocated:
+    sizes = []
+
+    def note(function, args, results):
+        """Bytes of tensors that are neither views of, nor written into, another one."""
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        sizes.extend(x.nbytes for x in results if x.untyped_storage().data_ptr() not in given)
+
+    with Operations(note):
         cache.commit(torch.tensor([[0, 3, 9, 16]] * 2), [4, 3])
     assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers] == before
-    assert 0 < allocated.largest <= 2 * 4 * HEADS * VALUE_SIZE * 4  # rows x nodes x heads x width x bytes
+    assert 0 < max(sizes) <= 2 * 4 * HEADS * VALUE_SIZE * 4  # rows x nodes x heads x width x bytes
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("chain", (21,)), ("specattn", (33, 3, 13))])

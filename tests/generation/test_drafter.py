@@ -53,9 +53,7 @@ def test_rotary_frequencies_that_change_within_the_text_are_refused(monkeypatch)
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = tiny_target("llama", rope_parameters=dynamic, max_position_embeddings=70)
     draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_min_tokens=48)
-    with pytest.raises(
-        ValueError, match=r"max_length=66 with drafts of up to 4 tokens: .* change at position 69 .* 65 "
-    ):
+    with pytest.raises(ValueError, match=r"max_length=66 .* change at position 69 .* 65 "):
         draft.candidate_generator(model, max_length=66)
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     input_ids, _ = tiny_prompts(128, [65 - NEW_TOKENS])

@@ -12,7 +12,6 @@ from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenalty
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_longspec import PlainDraftModel
-from hf_longspec.generation import decoding
 from tests.generation.tiny_models import ATTENTION
 from tests.tiny_targets import RandomTreeDraftModel, generate, tiny_prompts
 
@@ -95,15 +94,6 @@ def test_temperature_near_zero_is_greedy(plain_run):
     run = plain_run("llama", RAGGED, max_new_tokens=8)
     for kind in ("tree", "specattn"):
         assert run.again(run.draft(kind), do_sample=True, temperature=1e-4).tolist() == run.sequences.tolist()
-
-
-def test_noise_is_not_drawn_when_nothing_is_sampled(plain_run, monkeypatch):
-    """Greedy decoding does not change the user's random state."""
-    monkeypatch.setattr(decoding, "NoiseRows", None)
-    run = plain_run("llama", RAGGED, max_new_tokens=4)
-    before = torch.get_rng_state()
-    assert run.again(run.draft("specattn")).tolist() == run.sequences.tolist()
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Spoiled(LogitsProcessor):
