@@ -1,6 +1,7 @@
 """What users pass to `generate`: a streamer that records, rules as functions, and bombs for the code of users."""
 
 import torch
+from transformers import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -45,9 +46,18 @@ class Bomb:
         return self.calls <= 0
 
     def processor(self):
-        """A logits processor that changes nothing."""
-        return lambda input_ids, scores: self() or scores
+        """A logits processor that changes nothing. It is tried out on a copy, with a copy of the bomb."""
+        return BombProcessor(self)
 
     def criterion(self):
         """A stopping criterion that stops nothing."""
         return Answer(lambda input_ids, scores: self() or input_ids.new_zeros(len(input_ids), dtype=torch.bool))
+
+
+class BombProcessor(LogitsProcessor):
+    def __init__(self, bomb):
+        self.bomb = bomb
+
+    def __call__(self, input_ids, scores):
+        self.bomb()
+        return scores

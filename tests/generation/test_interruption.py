@@ -199,6 +199,7 @@ def test_a_second_interruption(plain, monkeypatch):
     around(SpeculativeCache, "commit", Bomb(armed=lambda: streamer.after.went_off), monkeypatch)
     out = interrupted(run, draft, streamer=streamer)
     monkeypatch.undo()
+    assert len(streamer.puts) == 4
     assert cut(out, run)[0] == run.generated[0][: len(cut(out, run)[0])]
     assert state_of(run.model) == state
     assert run.again(draft).tolist() == run.sequences.tolist()
