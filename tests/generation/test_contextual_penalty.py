@@ -47,7 +47,9 @@ def test_an_id_that_cannot_be_emitted_penalises_nothing():
     ("arguments", "message"),
     [
         ((0.0, 8), r"penalty=0\.0: expected a number above 0"),
+        ((float("nan"), 8), r"penalty=nan"),
         ((float("inf"), 8), r"penalty=inf"),
+        (("1.2", 8), r"penalty='1\.2'"),
         ((True, 8), r"penalty=True"),
         ((1.2, 0), r"window=0: expected a number of tokens of at least 1\. To penalise the whole text, use generate"),
         ((1.2, 8.0), r"window=8\.0"),

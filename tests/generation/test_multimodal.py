@@ -15,6 +15,7 @@ from transformers import (
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.inputs import Prompts
+from hf_longspec.generation.target import TargetView
 from tests.generation import test_unsupported
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model
 from tests.tiny_targets import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
@@ -70,6 +71,11 @@ def test_text_alone(name, models):
     check(models(name), (23, 9, 40))
     if name in OF_TEXT:
         check(models(name), (23, 9), **{OF_TEXT[name]: torch.zeros(2, 23, dtype=torch.long)})
+
+
+def test_zeros_that_are_no_text(models):
+    """In PaliGemma, tokens of type 0 see each other in both directions."""
+    assert not TargetView(models("paligemma")).ignores_zeros("token_type_ids")
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())

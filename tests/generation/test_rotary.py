@@ -207,6 +207,12 @@ class TestRefused:
         text, model = plain("llama", "longrope", BELOW), make_model()
         assert generate(model, BELOW, make("tree", model, text, 30), prefill_chunk_size=16) == text
 
+    def test_a_target_that_loses_its_cache(self):
+        if loses_its_cache("phi3", BELOW):
+            input_ids, mask = tiny_prompts(128, (36,))
+            call = {"input_ids": input_ids, "attention_mask": mask}
+            check_unsupported(partial(build, "phi3", "longrope"), "Keep max_length at 41 or below, or upgrade", call)
+
     def test_layers_that_change_at_different_positions(self):
         config = build("gemma3", "longrope").config
         config.rope_parameters["sliding_attention"] = parameters("longrope") | {"original_max_position_embeddings": 20}
