@@ -1,25 +1,14 @@
-"""The comparison of sampled frequencies with a distribution.
+"""The comparison of sampled frequencies with a distribution, a target that is a table, and random trees."""
 
-To check a sampler, run it on many rows at once and compare the frequency of every outcome with its probability, in
-standard deviations. A correct sampler stays within a few of them whatever the number of rows. The deviation of a wrong
-one grows with the square root of that number.
-
-    target = MarkovTarget(vocab_size=7, generator=generator)
-    tokens = ...                                   # (rows, 2): the first two tokens after `prefix`, sampled
-    assert max_z_score(tokens, target.pair_distribution(prefix)) < MAX_SIGMA
-"""
-
-import os
 import random
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_longspec.auditing import MIN_EXPECTED
 from hf_longspec.generation.draft_tree import DraftTree, trie_of, trie_table
 
-# Seconds on one CPU core, and enough to see the wrong rules of tests/generation/test_verification.py by 10 sigma.
+# Seconds on one CPU core, and enough to see the wrong rules of test_verification_distribution.py clearly.
 SHORT_ROWS = 20_000
 # The evidence: resolves frequencies to about 0.001.
 LONG_ROWS = 200_000
@@ -27,43 +16,11 @@ LONG_ROWS = 200_000
 FEWEST_OF_PEARSON = 5
 
 
-def distribution_rows() -> int:
-    """Rows to sample in a test: `LONG_ROWS` if the environment variable HF_LONGSPEC_SOAK is 1, else `SHORT_ROWS`."""
-    return LONG_ROWS if os.environ.get("HF_LONGSPEC_SOAK") == "1" else SHORT_ROWS
-
-
-def z_scores(samples: Tensor, distribution: Tensor) -> Tensor:
-    """Distance of each outcome's frequency from its probability, in standard deviations.
-
-    Args:
-        samples (`torch.LongTensor` of shape `(rows,)` or `(rows, k)`):
-            Outcomes of independent rows: one token, or k tokens in order.
-        distribution (`torch.Tensor` of shape `(vocab_size,)` or `(vocab_size,) * k`):
-            Probability of every outcome.
-
-    Returns:
-        `torch.Tensor` with one entry per outcome of positive probability, the rarest pooled into one, and one last
-        entry for the impossible outcomes: 0, or infinite if any occurred.
-
-    Raises:
-        ValueError: If `distribution` does not sum to 1, or does not have one dimension per token of a sample.
-
-    >>> z_scores(torch.tensor([0, 1]).repeat_interleave(100), torch.tensor([0.5, 0.5, 0.0])).tolist()
-    [0.0, 0.0, 0.0]
-    """
-    counts, p = _counts(samples, distribution)
-    impossible = counts[p == 0].sum() / 0 if counts[p == 0].any() else torch.zeros(())
-    counts, p = _pool_rare(counts[p > 0], p[p > 0])
-    spread = (len(samples) * p * (1 - p)).clamp_min(0).sqrt()
-    z = torch.where(spread > 0, (counts - len(samples) * p) / spread, 0.0)
-    return torch.cat([z, impossible[None].double()])
-
-
 def p_value(samples: Tensor, distribution: Tensor) -> float:
     """Probability that samples of the distribution deviate as much: Pearson's test over all outcomes at once.
 
-    Small deviations of many outcomes add up here, so that it sees wrong samplers in fewer rows than [`max_z_score`].
-    It is 0 if an impossible outcome occurred. The rarest outcomes are pooled.
+    `samples` of independent rows are `(rows,)` tokens, or `(rows, k)` for k tokens in order, and `distribution`
+    has k dimensions. It is 0 if an impossible outcome occurred. The rarest outcomes are pooled.
 
     >>> p_value(torch.tensor([0, 1]).repeat_interleave(100), torch.tensor([0.5, 0.5, 0.0]))
     1.0
@@ -73,20 +30,11 @@ def p_value(samples: Tensor, distribution: Tensor) -> float:
     counts, p = _counts(samples, distribution)
     if counts[p == 0].any():
         return 0.0
-    counts, p = _pool_rare(counts[p > 0], p[p > 0], FEWEST_OF_PEARSON)
+    counts, p = _pool_rare(counts[p > 0], p[p > 0])
     counts, expected = counts[p > 0], len(samples) * p[p > 0]
     deviation = ((counts - expected).square() / expected).sum()
     freedom = torch.tensor(len(counts) - 1, dtype=torch.double)
     return float(torch.special.gammaincc(freedom / 2, deviation / 2))
-
-
-def max_z_score(samples: Tensor, distribution: Tensor) -> float:
-    """The largest of [`z_scores`] in absolute value, to be compared with `MAX_SIGMA`.
-
-    >>> max_z_score(torch.tensor([0, 0, 2]), torch.tensor([0.5, 0.5, 0.0]))
-    inf
-    """
-    return z_scores(samples, distribution).abs().max().item()
 
 
 def _counts(samples: Tensor, distribution: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,28 +54,16 @@ def _counts(samples: Tensor, distribution: Tensor) -> tuple[Tensor, Tensor]:
     return counts, p
 
 
-def _pool_rare(counts: Tensor, p: Tensor, fewest: int = MIN_EXPECTED) -> tuple[Tensor, Tensor]:
-    """Sum the smallest outcomes, sorted by probability, until `fewest` counts are expected of the sum."""
+def _pool_rare(counts: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the smallest outcomes, sorted by probability, until enough counts are expected of the sum."""
     expected = p * counts.sum()
-    rare = (expected < fewest) | (expected.cumsum(0) - expected < fewest)
+    rare = (expected < FEWEST_OF_PEARSON) | (expected.cumsum(0) - expected < FEWEST_OF_PEARSON)
     counts, p = ((torch.cat([x[~rare], x[rare].sum()[None]])) for x in (counts, p))
     return counts, p
 
 
 class MarkovTarget:
-    """
-    A target model whose logits depend on the last token only: a table instead of a network.
-
-    Processors see the whole prefix, so the processed scores may depend on all of it.
-
-    Args:
-        vocab_size (`int`):
-            Number of tokens; also the number of states.
-        generator (`torch.Generator`):
-            Draws the table.
-        processors (`Sequence[Callable]`, *optional*):
-            Logits processors of transformers, applied in order.
-    """
+    """A target whose logits depend on the last token only; its processors see the whole prefix."""
 
     def __init__(
         self,

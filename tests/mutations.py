@@ -5,21 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """One broken rule.
+    """One broken rule."""
 
-    Args:
-        rule (`str`): The rule that is broken.
-        file (`str`): Source file, relative to the package.
-        old (`str`): The source that is replaced.
-        new (`str`): Its replacement.
-        test (`str`): The test that must fail, as pytest names it.
-    """
-
-    rule: str
-    file: str
-    old: str
-    new: str
-    test: str
+    rule: str  # that is broken
+    file: str  # source file, relative to the package
+    old: str  # source that is replaced
+    new: str  # its replacement
+    test: str  # that must fail, as pytest names it
 
 
 AROUND_THE_LOOP = (

@@ -70,18 +70,8 @@ def use(wheel: Path, folder: Path) -> Path:
     environment = folder / "environment"
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
-    install = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-index",
-        wheel,
-    ]
-    subprocess.run(install, check=True)
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    subprocess.run([python, "-m", "pip", "install", *options, wheel], check=True)
     site = next((environment / "lib").glob("python*/site-packages"))
     # a path in a .pth file follows the environment's own, and .pth files there, such as editable installs, are not read
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")

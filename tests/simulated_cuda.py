@@ -98,7 +98,8 @@ class DeviceTensor(torch.Tensor):
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict) -> "DeviceTensor":
-        return self.clone()
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return torch.nn.Parameter(self.detach().clone(), requires_grad=False) if is_parameter else self.clone()
 
 
 def _without_lists(index: Any) -> Any:
@@ -137,17 +138,11 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A number or tensor that crossed between host and device.
+    """A number or tensor that crossed between host and device."""
 
-    Args:
-        kind (`str`): "read", "write" or "pinned".
-        name (`str`): Name of the operation.
-        calls (`tuple[str, ...]`): Callers outside of torch and of this file, the innermost first.
-    """
-
-    kind: str
-    name: str
-    calls: tuple[str, ...]
+    kind: str  # "read", "write" or "pinned"
+    name: str  # of the operation
+    calls: tuple[str, ...]  # callers outside of torch and of this file, the innermost first
 
     def __str__(self) -> str:
         return f"{self.kind} by {self.name} in " + ", from ".join(self.calls[:5])
@@ -167,19 +162,9 @@ class SimulatedGenerator(torch._C.Generator):
 class SimulatedCuda(TorchDispatchMode):
     """The device. It exists while the context is open.
 
-    Args:
-        index (`int`, *optional*, defaults to 0): Index of the device. The current device is 0 outside of
-            `torch.cuda.device(...)`, as for a user with several GPUs.
-        capability (`tuple[int, int]`, *optional*, defaults to `(9, 0)`): Its compute capability.
-        kernels (`dict[str, tuple[Callable, int]]`, *optional*):
-            By the name of an operator that launches kernels: a function of tensors of the CPU that takes its place, and
-            the number of launches. Other operators run as they are, their kernels in the interpreter.
-
-    Attributes:
-        transfers (`list[Transfer]`): Every transfer since the last `reset`.
-        launches (`Counter[str]`): Names of the operations launched outside of graphs.
-        graphs (`list[weakref.ref]`): Every captured graph.
-        replays (`int`): Number of replays.
+    The current device is `cuda:0` outside of `torch.cuda.device(...)`, as for a user with several GPUs. `kernels` has,
+    by the name of an operator that launches kernels, a function of tensors of the CPU that takes its place, and the
+    number of launches. Other operators run as they are, their kernels in the interpreter.
     """
 
     def __init__(
@@ -192,7 +177,7 @@ class SimulatedCuda(TorchDispatchMode):
         self.kernels = kernels or {}
         self.device = torch.device("cuda", index)
         self.capability = capability
-        self.graphs: list[weakref.ref[SimulatedGraph]] = []
+        self.graphs: list[weakref.ref[SimulatedGraph]] = []  # every captured graph
         self.reset()
         self._memory = GraphMemory(self._wait, index + 1)
         self._pinned: dict[int, torch.Tensor] = {}
@@ -202,7 +187,7 @@ class SimulatedCuda(TorchDispatchMode):
     def reset(self) -> None:
         """Begin to count anew. Graphs are kept."""
         self.transfers: list[Transfer] = []
-        self.launches: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()  # names of the operations launched outside of graphs
         self.replays = 0
 
     def count(self, kind: str) -> int:

@@ -176,21 +176,11 @@ def _guarded(block: ast.Try) -> list[ast.AST]:
     return [node for statement in block.body for node in ast.walk(statement)] if catches else []
 
 
-def package_files() -> list[Path]:
-    return sorted(ROOT.rglob("*.py"))
-
-
-def package_folders() -> frozenset[str]:
-    return frozenset(".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.rglob("__init__.py"))
-
-
 def test_arrows():
-    """And the files were there to be read."""
-    found = []
-    assert {file.relative_to(ROOT).parts[0] for file in package_files()} >= SHIPPED | {"__init__.py"}
-    for file in package_files():
-        path = file.relative_to(ROOT).as_posix()
-        found += violations(file.read_text(encoding="utf-8"), path, package_folders())
+    files = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+    assert {path.parts[0] for path in files} >= SHIPPED | {"__init__.py"}
+    folders = frozenset(".".join(path.parent.parts) for path in files if path.name == "__init__.py")
+    found = [problem for path, source in files.items() for problem in violations(source, path.as_posix(), folders)]
     assert not found, "\n".join(found)
 
 
@@ -205,7 +195,6 @@ def test_arrows():
         ("training/trainer.py", "def f():\n    from ..modeling.longspec.training_longspec import x", "may not import"),
         ("training/trainer.py", "from ..modeling.longspec import training_longspec", "training may not import"),
         ("auditing.py", "import hf_longspec", "auditing may not import"),
-        ("bench/harness.py", "from hf_longspec import modeling", "bench may not import"),
         ("hub.py", "from . import modeling", "hub may not import"),
         ("kitchen/sink.py", "", "no row in ARROWS"),
         ("generation/route.py", "from hf_longspec.generation.cache import x", "write a relative import"),
@@ -216,7 +205,6 @@ def test_arrows():
         ("generation/route.py", '"""Example:\n\n    from .cache import x\n"""', "a relative import in a text"),
         ("attention_backends/triton/kernels.py", "def f():\n    import triton", "triton is optional"),
         ("attention_backends/flash.py", "try:\n    pass\nfinally:\n    import flash_attn", "flash_attn is optional"),
-        ("attention_backends/flash.py", "if TYPE_CHECKING:\n    import flash_attn.x", "flash_attn is optional"),
         ("cli/demo.py", "from datasets.table import Table", "datasets is optional"),
         ("modeling/base.py", "resolve_name('hf_longspec.hub:push')", "import it inside try"),
         (
@@ -231,31 +219,3 @@ def test_the_checker_sees(path, source, complaint):
     found = violations(source, path, frozenset({"modeling.longspec", "attention_backends", "generation"}))
     assert len(found) == 1
     assert complaint in found[0]
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        (
-            "modeling/base.py",
-            "from ..generation.route import install\nfrom .modeling_specattn import SpecAttnConfig",
-        ),
-        (
-            "modeling/specattn/modeling_specattn.py",
-            "from ...attention_backends.contexts import x\nfrom ..base import y\nimport re",
-        ),
-        ("attention_backends/triton/config.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
-        ("training/trainer.py", "from ..modeling.base import DraftModel\ndef f():\n    import datasets"),
-        ("training/trainer.py", "def f(name):\n    return import_module(name)"),
-        (
-            "modeling/longspec/training_longspec.py",
-            "from ...training.trainer import TrainingMethod\nfrom ...generation.target_modules import TargetParts",
-        ),
-        ("cli/demo.py", "import hf_longspec\nfrom hf_longspec.modeling.base import x\nfrom ..bench.harness import y"),
-        ("modeling/longspec/__init__.py", "from ..register_draft import x\nfrom .modeling_longspec import y"),
-        ("hub/repository.py", "from huggingface_hub import HfApi\nfrom ..modeling.register_draft import DRAFTS"),
-        ("modeling/base.py", "try:\n    resolve_name('hf_longspec.hub:push')\nexcept ImportError:\n    pass"),
-    ],
-)
-def test_the_checker_allows(path, source):
-    assert violations(source, path) == []

@@ -124,24 +124,14 @@ def tiny_target(
     attn_implementation: str | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """Random decoder-only model of architecture `name`, in eval mode on the CPU.
+    """Random decoder-only model of an architecture of `TINY_TARGETS`, in eval mode on the CPU.
 
-    The same arguments give the same weights, and the global random state is left as it was.
-
-    Args:
-        name (`str`): One of `TINY_TARGETS`.
-        seed (`int`, *optional*, defaults to 0): Seed of the weights.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Weights are drawn in float32, then cast.
-        attn_implementation (`str`, *optional*):
-            As in `from_pretrained`; it does not change the weights. By default what transformers chooses, except
-            for gemma2, which runs `eager`.
-        **overrides: Config fields that replace those of the row, for instance `sliding_window=8`.
+    The same seed gives the same weights, drawn in float32 and then cast, and the global random state is left as it was.
+    `attn_implementation` does not change them; by default it is what transformers chooses, except for gemma2, which
+    runs `eager`. `overrides` are config fields that replace those of the row.
 
     Raises:
         ValueError: If `name` is unknown.
-
-    >>> tiny_target("gemma2", sliding_window=8).config.sliding_window
-    8
     """
     if name not in _ROWS:
         raise ValueError(f"unknown tiny target {name!r}, expected one of: {', '.join(TINY_TARGETS)}")
@@ -162,18 +152,10 @@ def tiny_target(
 
 
 def tiny_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ragged batch of random prompts, padded on the left, as a tokenizer with `padding_side="left"` returns it.
+    """`input_ids` and `attention_mask` of random prompts of these lengths, padded on the left.
 
     Special tokens (pad, bos, eos) are not drawn. A row depends on the seed, its index and its length alone, so a
     batch of one prompt is the first row of a longer batch.
-
-    Args:
-        vocab_size (`int`): Tokens are drawn from `[3, vocab_size)`.
-        lengths (`Sequence[int]`): Prompt length of each row.
-        seed (`int`, *optional*, defaults to 0): Seed of the tokens.
-
-    Returns:
-        `input_ids` and `attention_mask`, both of shape `(len(lengths), max(lengths))`.
 
     Raises:
         ValueError: If there is no prompt, a prompt is empty, or the vocabulary holds special tokens only.
@@ -193,6 +175,15 @@ def tiny_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> tupl
         input_ids[row, -length:] = torch.randint(NUM_SPECIAL_TOKENS, vocab_size, (length,), generator=generator)
         attention_mask[row, -length:] = 1
     return input_ids, attention_mask
+
+
+def generate(model: Any, draft: Any = None, lengths: Sequence[int] = (33, 3, 13), seed: int = 0, **options: Any) -> Any:
+    """Continue random prompts of these lengths: greedily and to the full length unless the options say otherwise."""
+    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+    inputs |= {"eos_token_id": None, "pad_token_id": PAD_TOKEN_ID, "assistant_model": draft}
+    torch.manual_seed(seed)
+    return model.generate(**(inputs | options))
 
 
 @torch.no_grad()
@@ -224,16 +215,7 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 
 def random_draft(cls: type[Draft], target: Any, seed: int = 3, **overrides: Any) -> Draft:
-    """An untrained draft with peaked attention and spread logits, so that a wrong key, position or state shows.
-
-    `random_longspec_draft(target, seed, **overrides)` and so on are for drafts of one class.
-
-    Args:
-        cls (`type[DraftModel]`): Class of the draft.
-        target (`PreTrainedModel`): Its target.
-        seed (`int`, *optional*, defaults to 3): Seed of the weights.
-        **overrides: As in `cls.from_target`.
-    """
+    """An untrained draft with peaked attention and spread logits, so that a wrong key, position or state shows."""
     draft = cls.from_target(target, **overrides)
     randomize(draft, seed)
     return draft
@@ -254,28 +236,18 @@ def randomize(draft: DraftModel, seed: int = 3) -> None:
 
 
 class RandomTreeDraftModel(DraftModel):
-    """Proposes trees of random shape whose nodes carry a known continuation with some probability, else noise.
-
-    Args:
-        hints (`list[list[int]]`): Continuation of each row, as plain decoding emits it.
-        num_nodes (`int`): Nodes per tree.
-        luck (`float`): Probability that a node on the right path carries the right token.
-        chain (`bool`): Propose chains instead of trees.
-        seed (`int`): Of the trees.
-    """
+    """Proposes trees of random shape whose nodes carry a known continuation with some probability, else noise."""
 
     config_class = PlainConfig
     weightless: ClassVar[bool] = True
 
-    def __init__(
-        self, config: Any, hints: Any = None, num_nodes: int = 7, luck: float = 0.7, chain: bool = False, seed: int = 0
-    ):
+    def __init__(self, config: Any, hints: Any = None):
         super().__init__(config)
-        self.hints = hints or []
-        self.num_nodes = num_nodes
-        self.luck = luck
-        self.chain = chain
-        self.seed = seed
+        self.hints: list[list[int]] = hints or []  # continuation of each row, as plain decoding emits it
+        self.num_nodes = 7
+        self.luck = 0.7  # probability that a node on the right path carries the right token
+        self.chain = False  # chains instead of trees
+        self.seed = 0  # of the trees
         self.verifications: list[Verification] = []
 
     def make_drafter(self, binding: Binding) -> Drafter:

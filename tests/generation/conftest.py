@@ -76,6 +76,22 @@ def plain_run():
 
 
 @pytest.fixture
+def widths():
+    """`widths(model)`: a list that gets the number of tokens of a row in each forward of the model."""
+    handles = []
+
+    def watch(model):
+        found = []
+        see = lambda _, args, kwargs: found.append(kwargs["input_ids"].shape[1])  # noqa: E731
+        handles.append(model.register_forward_pre_hook(see, with_kwargs=True))
+        return found
+
+    yield watch
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.fixture
 def graphs(monkeypatch):
     """Counts the graphs. They run op by op: what is tested is how they are traced, not torch's code generation."""
     torch._dynamo.reset()

@@ -8,36 +8,19 @@ PROMPT = 1024
 
 
 class Machine:
-    """Run steps of simulated time and simulated numbers of tokens.
-
-    Args:
-        cost (`Callable`): Seconds of a speculative step, given the number of tokens emitted so far.
-        accepted (`Callable`): Tokens that a step emits per row, given the machine.
-        depth (`int`): Depth of the tree, one less than the most tokens of a step.
-        plain (`Callable`): Seconds of a plain step, given the number of tokens emitted so far.
-        noise (`float`): Times are multiplied by a factor from 1 to 1 + `noise`. If it is not 0, one time in 20 is ten
-            times as long.
-    """
+    """Run steps of simulated time and simulated numbers of tokens."""
 
     def __init__(
-        self,
-        cost,
-        accepted,
-        depth=4,
-        plain=lambda tokens: 1.0,
-        noise=0.0,
-        rows=1,
-        prompt=PROMPT,
-        seed=0,
-        speedup_bound=None,
+        self, cost, accepted, depth=4, plain=lambda _: 1.0, noise=0.0, rows=1, prompt=PROMPT, seed=0, speedup_bound=None
     ):
         self.now = 0.0
-        self.cost, self.accepted = cost, accepted
-        self.plain = plain
-        self.noise, self.rows, self.length = noise, rows, prompt
+        self.cost, self.plain = cost, plain  # seconds of a step, given the number of tokens emitted so far
+        self.accepted = accepted  # tokens that a speculative step emits per row, given the machine
+        self.noise = noise  # times are multiplied by 1 to 1 + noise; if it is not 0, one in 20 is ten times as long
+        self.rows, self.length = rows, prompt
         self.random = random.Random(seed)
         bound = {} if speedup_bound is None else {"speedup_bound": lambda: speedup_bound(self)}
-        self.gate = SpeculationGate(depth + 1, clock=lambda: self.now, **bound)
+        self.gate = SpeculationGate(depth + 1, clock=lambda: self.now, **bound)  # depth of the tree
         self.emitted = 0
         self.resting = False
         self.choices, self.decisions = [], []

@@ -4,15 +4,14 @@ import copy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, QuantizedCache, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache
 
 from hf_longspec import SpeculativeCache
+from tests.operations import Operations
 from tests.rounding import rounding
 from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
+from tests.user_objects import Answer, Bomb
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -124,19 +123,6 @@ def test_commit_keeps_the_path_directly_after_the_prefix(lengths, path, kept):
         ledger.check()
 
 
-def test_rollback_forgets_what_was_staged():
-    ledger = Ledger(make_cache())
-    ledger.grow(4)
-    ledger.cache.set_lengths([4, 4])
-    ledger.cache.stage(5)
-    ledger.write(5)
-    ledger.cache.rollback()
-    assert ledger.cache.get_seq_length() == 4
-    ledger.check()
-    ledger.grow(2)  # over what was staged
-    ledger.check()
-
-
 def test_crop_reset_reorder_and_copy():
     ledger = Ledger(make_cache())
     ledger.grow(7)
@@ -175,22 +161,6 @@ def test_too_much_is_refused_before_anything_is_written():
         ledger.cache.set_lengths([1, 2, 3])
 
 
-class LargestAllocation(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation made without it being a view of, or written into, another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.known, self.largest = set(), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
-                self.largest = max(self.largest, tensor.numel() * tensor.element_size())
-        return out
-
-
 def test_commit_works_in_place_with_temporaries_of_the_path_only():
     cache = make_cache(batch_size=2, max_length=4000, tree_slots=17)
     ledger = Ledger(cache)
@@ -199,31 +169,34 @@ def test_commit_works_in_place_with_temporaries_of_the_path_only():
     cache.stage(17)
     ledger.write(17)
     before = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
-    with LargestAllocation() as allocated:
+    sizes = []
+
+    def note(function, args, results):
+        """Bytes of tensors that are neither views of, nor written into, another one."""
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        sizes.extend(x.nbytes for x in results if x.untyped_storage().data_ptr() not in given)
+
+    with Operations(note):
         cache.commit(torch.tensor([[0, 3, 9, 16]] * 2), [4, 3])
     assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers] == before
-    assert 0 < allocated.largest <= 2 * 4 * HEADS * VALUE_SIZE * 4  # rows x nodes x heads x width x bytes
-
-
-class Watch(StoppingCriteria):
-    def __init__(self, cache):
-        self.cache, self.seen = cache, []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if self.cache.layers[0].is_initialized:
-            pointers = tuple(t.data_ptr() for layer in self.cache.layers for t in (layer.keys, layer.values))
-            self.seen.append((pointers, self.cache.nbytes))
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+    assert 0 < max(sizes) <= 2 * 4 * HEADS * VALUE_SIZE * 4  # rows x nodes x heads x width x bytes
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("chain", (21,)), ("specattn", (33, 3, 13))])
 def test_buffers_are_allocated_once_per_call(plain_run, kind, lengths):
     run = plain_run("gemma3", lengths, max_new_tokens=12, eos_token_id=1)
     cache = SpeculativeCache(run.model.config, len(lengths), 64)
-    watch = Watch(cache)
-    out = run.again(run.draft(kind), past_key_values=cache, stopping_criteria=StoppingCriteriaList([watch]))
+    seen = []
+
+    def watch(input_ids, scores):
+        if cache.layers[0].is_initialized:
+            pointers = tuple(t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values))
+            seen.append((pointers, cache.nbytes))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    out = run.again(run.draft(kind), past_key_values=cache, stopping_criteria=[Answer(watch)])
     assert out.tolist() == run.sequences.tolist()
-    assert len(watch.seen) >= 11 and len(set(watch.seen)) == 1
+    assert len(seen) >= 11 and len(set(seen)) == 1
 
 
 @pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
@@ -267,22 +240,16 @@ class TestSecondTurn:
     """A cache that holds the beginning of the text."""
 
     @pytest.mark.parametrize("of_transformers", [False, True])
-    def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, monkeypatch, of_transformers):
+    def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, widths, of_transformers):
         model = target("llama")
         run = plain_run(model, (40,), max_new_tokens=5, eos_token_id=1)
         cache = DynamicCache() if of_transformers else SpeculativeCache(model.config, 1, 80)
         out = run.again(run.draft("tree"), past_key_values=cache)
-        widths, forward = [], type(model).forward
-
-        def spy(self, input_ids=None, **kwargs):
-            widths.append(input_ids.shape[1])
-            return forward(self, input_ids=input_ids, **kwargs)
-
-        monkeypatch.setattr(model, "forward", spy.__get__(model))
+        found = widths(model)
         text = torch.cat([out, torch.tensor([[9, 8, 7]])], dim=1)
         options = {"do_sample": False, "max_new_tokens": 4, "past_key_values": cache}
         model.generate(text, assistant_model=run.draft("tree"), **options)
-        assert max(widths) <= 7  # a tree; the prompt had 40
+        assert max(found) <= 7  # a tree; the prompt had 40
 
     @pytest.mark.parametrize("lengths", [(9, 9), (9, 5), (4, 9)])
     def test_another_mask_is_refused(self, plain_run, target, lengths):
@@ -353,22 +320,6 @@ class TestGrowth:
         cache.crop(-5)  # a token of the prompt is run again
         conversation(plain_run, "gemma3", (14, 14), ("tree", "plain", "specattn"), 7, cache, lambda _: None)
         assert cache.max_length > room
-
-    def test_what_is_stored_moves_along(self):
-        ledger = Ledger(make_cache(max_length=6, tree_slots=4))
-        ledger.grow(9)
-        ledger.cache.set_lengths([9, 7])
-        ledger.rows[1] = ledger.rows[1][:7]
-        ledger.cache.reserve(10, 5)
-        assert ledger.cache.max_length + ledger.cache.tree_slots == 15 and ledger.cache.tree_slots == 5
-        ledger.check()
-        before = [layer.keys.data_ptr() for layer in ledger.cache.layers]
-        ledger.cache.reserve(10, 3)  # there is room: nothing moves
-        assert [layer.keys.data_ptr() for layer in ledger.cache.layers] == before
-        ledger.cache.stage(5)
-        ledger.write(5)
-        ledger.cache.commit(None, [0, 0])
-        ledger.check()
 
     def test_it_grows_by_half(self):
         """A text of n tokens is copied a number of times that grows with its logarithm."""
@@ -455,72 +406,43 @@ class TestCachesOfTransformers:
         run.model(run.inputs["input_ids"][:, :11], past_key_values=cache)
         before = [(keys.clone(), values.clone()) for keys, values in self.entries(cache)]
 
-        class Broken(StoppingCriteria):
-            def __call__(self, input_ids, scores, **kwargs):
-                if input_ids.shape[1] > 25:
-                    raise RuntimeError("broken")
-                return False
-
+        broken = Bomb(5, RuntimeError("broken")).criterion()
         with pytest.raises(RuntimeError, match="broken"):
-            run.again(run.draft("tree"), past_key_values=cache, stopping_criteria=StoppingCriteriaList([Broken()]))
+            run.again(run.draft("tree"), past_key_values=cache, stopping_criteria=[broken])
         after = self.entries(cache)
         assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
         assert cache.get_seq_length() == 11
         assert run.again(run.draft("tree"), past_key_values=cache).tolist() == run.sequences.tolist()
 
 
-def filled(run, cache, tokens, rows=None):
+def filled(run, cache, tokens, rows):
     """The cache after a forward of the bare model over the first tokens of the prompts."""
-    if tokens:
-        ids = run.inputs["input_ids"][:, :tokens]
-        run.model(ids if rows is None else ids.repeat(rows, 1), past_key_values=cache)
-    return cache
-
-
-def quantized(run):
-    """Made without `__init__`, which needs a package."""
-    cache = QuantizedCache.__new__(QuantizedCache)
-    Cache.__init__(cache, layer_class_to_replicate=DynamicLayer)
-    return cache
-
-
-def offloaded(run):
-    cache = DynamicCache()
-    cache.offloading = True  # the argument needs a GPU
+    run.model(run.inputs["input_ids"][:, :tokens].repeat(rows, 1), past_key_values=cache)
     return cache
 
 
 class TestRefusedCaches:
-    def refused(self, run, cache, match, **options):
-        before = run.model.config._attn_implementation, run.model.generation_config.to_dict()
-        length = None if cache is None or not cache.layers else cache.get_seq_length()
-        draft = run.draft("tree")
-        draft.generation_config.on_unsupported = "error"
-        with pytest.raises(ValueError, match=match):
-            run.again(draft, past_key_values=cache, **options)
-        assert (run.model.config._attn_implementation, run.model.generation_config.to_dict()) == before
-        assert length is None or cache.get_seq_length() == length
+    """Ways of storing: test_unsupported.py."""
 
     @pytest.mark.parametrize(
         ("lengths", "make", "match"),
         [
             ((21, 4), lambda run: SpeculativeCache(run.model.config, 3, 64), "past_key_values has 3 rows"),
-            ((9,), lambda run: filled(run, DynamicCache(), 4, rows=2), "past_key_values has 2 rows"),
-            ((9,), lambda run: filled(run, SpeculativeCache(run.model.config, 1, 64), 9), "past_key_values holds 9"),
-            ((9,), lambda run: filled(run, StaticCache(config=run.model.config, max_cache_len=32), 4), "StaticCache"),
-            ((9,), quantized, "QuantizedCache"),
-            ((9,), offloaded, "offloading=True"),
+            ((9,), lambda run: filled(run, DynamicCache(), 4, 2), "past_key_values has 2 rows"),
+            ((9,), lambda run: filled(run, SpeculativeCache(run.model.config, 1, 64), 9, 1), "past_key_values holds 9"),
         ],
     )
     def test_caches(self, plain_run, lengths, make, match):
         run = plain_run("llama", lengths, max_new_tokens=5)
-        self.refused(run, make(run), match)
+        cache, before = make(run), (run.model.config._attn_implementation, run.model.generation_config.to_dict())
+        length = cache.get_seq_length()
+        with pytest.raises(ValueError, match=match):
+            run.again(run.draft("tree"), past_key_values=cache)
+        assert (run.model.config._attn_implementation, run.model.generation_config.to_dict()) == before
+        assert cache.get_seq_length() == length
 
-    def test_ways_of_storing_by_name(self, plain_run):
-        """The refusal comes first: making such a cache needs a package, or a GPU. The loop's own way is static."""
+    def test_ways_that_are_the_same_with_a_draft(self, plain_run):
         run = plain_run("llama", (9,), max_new_tokens=5)
-        for name in ("quantized", "offloaded"):
-            self.refused(run, None, f"cache_implementation='{name}'", cache_implementation=name)
         for name in ("static", "dynamic"):
             out = run.again(run.draft("tree"), cache_implementation=name, return_dict_in_generate=True)
             assert out.sequences.tolist() == run.sequences.tolist()

@@ -1,7 +1,6 @@
 """Everything that is refused: the message says what and what to do, the model stays as it was, nothing is emitted."""
 
 import copy
-import re
 import threading
 
 import pytest
@@ -16,29 +15,18 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
-from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from tests.generation.tiny_models import SIZES
 from tests.robustness.enumeration import build
 from tests.tiny_targets import random_tokenswift_draft, tiny_prompts, tiny_target
-
-
-class Prompt(BaseStreamer):
-    """The only output that a refused call may have streamed: the prompt, which `generate` sends before it calls any
-    decoding."""
-
-    def __init__(self):
-        self.puts = []
-
-    def put(self, value):
-        self.puts.append(value)
+from tests.user_objects import Recorder
 
 
 def refused(model, draft, message, **options):
     """`generate` raises ValueError with `message` and leaves no trace; returns the message."""
-    inputs = {"max_new_tokens": 6, "do_sample": False, "streamer": Prompt()} | options
+    inputs = {"max_new_tokens": 6, "do_sample": False, "streamer": Recorder()} | options
     if "input_ids" not in inputs and "inputs_embeds" not in inputs:
         inputs["input_ids"], inputs["attention_mask"] = tiny_prompts(128, (9,))
         inputs |= {name: value for name, value in options.items() if name == "attention_mask"}
@@ -46,8 +34,7 @@ def refused(model, draft, message, **options):
     with pytest.raises(ValueError, match=message) as caught:
         model.generate(**inputs, assistant_model=draft)
     assert (snapshot(model), snapshot(draft)) == before
-    if inputs["streamer"] is not None:
-        assert len(inputs["streamer"].puts) <= 1
+    assert len(inputs["streamer"].puts) <= 1  # `generate` sends the prompt before it calls any decoding
     assert draft.last_speculation is None or draft.last_speculation.num_emitted_tokens == 0
     return str(caught.value)
 
@@ -67,18 +54,28 @@ def llama(target):
 
 class TestTargets:
     @pytest.mark.parametrize(
-        ("name", "reason"),
+        ("name", "settings", "reason"),
         [
             # here transformers itself refuses: its stateful models know no assisted generation
-            ("qwen3_5_text", "not supported with stateful models"),
-            ("minimax", "linear_attention layers, whose state cannot"),
-            ("llama4_text", "it has chunked attention"),
-            ("deepseek_v32", r"it has (indexed|deepseek_sparse)_attention layers, whose choice of keys"),
-            ("gptj", "does not go through transformers' Att"),
+            ("qwen3_5_text", {}, "not supported with stateful models"),
+            ("minimax", {}, "linear_attention layers, whose state cannot"),
+            ("llama4_text", {}, "it has chunked attention"),
+            ("deepseek_v32", {}, r"it has (indexed|deepseek_sparse)_attention layers, whose choice of keys"),
+            ("gptj", {}, "does not go through transformers' Att"),
+            ("hrm_text", {}, "never called the attention backend"),
+            ("bart", {}, "takes positions from the length of its cache"),
+            ("bigbird_pegasus", {}, "takes positions from the length of its cache"),
+            ("doge", {}, "its layers 0, 1, 2, 3 add values of their own to the scores"),
+            ("bert", {"is_decoder": False}, "its layers 0, 1, 2, 3 attend to later tokens"),
+            (
+                "gemma3_text",
+                {"use_bidirectional_attention": True},
+                "neither causal nor a sliding window.*attend to later tokens",
+            ),
         ],
     )
-    def test_architectures(self, name, reason):
-        model = build(name)
+    def test_architectures(self, name, settings, reason):
+        model = build(name, **settings)
         message = refused(model, PlainDraftModel.from_target(model), reason)
         if "stateful models" not in message:
             assert type(model).__name__ in message and "Call generate() without assistant_model" in message
@@ -101,12 +98,6 @@ class TestTargets:
         model = OldModel(OldConfig(**SIZES)).eval()
         draft = PlainDraftModel.from_target(model)
         refused(model, draft, "OldModel cannot.*never called the attention backe.*AttentionInterface")
-
-    def test_latent_cache_selected_per_head(self, target):
-        model = target("deepseek_v3")
-        draft = SpecAttnDraftModel.from_target(model)
-        draft.generation_config.granularity = "kv_head"
-        refused(model, draft, r"granularity='kv_head': this target caches one latent .*Use granularity='layer'")
 
     def test_prompt_learning_adapter(self):
         peft = pytest.importorskip("peft")
@@ -143,10 +134,7 @@ class OldModel(PreTrainedModel, GenerationMixin):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"guidance_scale": 1.5},
-            "UnbatchedClassifierFreeGuidanceLogitsProcessor .*without the setting that",
-        ),
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor .*without the setting that"),
         ({"watermarking_config": WatermarkingConfig(), "do_sample": True}, "WatermarkLogitsProcessor keeps state"),
         (
             {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3), "do_sample": True},
@@ -185,23 +173,18 @@ class TestInputs:
             assert "Pass input_ids" in message
 
     @pytest.mark.parametrize(
-        "mask",
-        [[[1, 1, 1, 1, 1, 1, 1, 0, 0]], [[1] * 7], [[0, 0] + [1] * 9]],
-        ids=["right-padded", "too short", "too long"],
+        ("mask", "message"),
+        [
+            ([[1, 1, 1, 1, 1, 1, 1, 0, 0]], r"attention_mask ends with 0 in the rows \[0\].*padding_side='left'"),
+            ([[0] + [1] * 6], r"attention_mask has shape \(1, 7\), and input_ids"),
+            ([[0, 0] + [1] * 9], r"attention_mask has shape \(1, 11\), and input_ids"),
+            (torch.ones(1, 1, 9, 9).tolist(), "attention_mask"),
+        ],
+        ids=["right-padded", "too short", "too long", "for every layer"],
     )
-    def test_masks(self, llama, mask):
-        mask = torch.tensor(mask)
-        if mask.shape[1] != 9:  # transformers drops a mask of ones; what it derives from it is caught all the same
-            mask[0, 0] = 0
-        draft = PlainDraftModel.from_target(llama)
-        message = rf"attention_mask has shape {re.escape(str(tuple(mask.shape)))}, and input_ids"
-        if mask.shape[1] == 9:
-            message = r"attention_mask ends with 0 in the rows \[0\].*padding_side='left'"
-        refused(llama, draft, message, attention_mask=mask)
-
-    def test_a_mask_for_every_layer(self, llama):
-        draft = PlainDraftModel.from_target(llama)
-        refused(llama, draft, "attention_mask", attention_mask=torch.ones(1, 1, 9, 9))
+    def test_masks(self, llama, mask, message):
+        """Not of ones alone: transformers drops such a mask."""
+        refused(llama, PlainDraftModel.from_target(llama), message, attention_mask=torch.tensor(mask))
 
     def test_ordinary_positions_are_taken(self, plain_run):
         run = plain_run("llama", (9, 4), max_new_tokens=5)
@@ -281,28 +264,23 @@ class TestProcessorsWithState:
         assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
 
 
-class TestDrafts:
-    def test_another_vocabulary(self, llama):
-        """Before transformers, which would ask for the tokenizers of both; also if the config is doctored."""
-        other = tiny_target("llama", vocab_size=100)
-        draft = PlainDraftModel.from_target(other)
-        for size in (100, 128):
-            draft.config.vocab_size = size
-            refused(llama, draft, "made for a target with vocab_size=100, and this target has vocab_size=128. Load the")
-
-    @pytest.mark.parametrize(
-        ("name", "changes", "field"),
-        [
-            ("llama", {"hidden_size": 32, "head_dim": 16}, "hidden_size=32.*hidden_size=64"),
-            ("llama", {"num_key_value_heads": 4}, "num_key_value_heads=4.*num_key_value_heads=2"),
-            ("qwen2", {}, "model_type=qwen2, and this target has model_type=llama"),
-        ],
-        ids=str,
-    )
-    def test_other_targets(self, llama, name, changes, field):
-        draft = SpecAttnDraftModel.from_target(tiny_target(name, **changes))
-        message = refused(llama, draft, f"made for a target with {field}")
-        assert "make one with from_target(target)" in message
+@pytest.mark.parametrize(
+    ("name", "changes", "field"),
+    [
+        ("llama", {"vocab_size": 100}, "vocab_size=100, and this target has vocab_size=128"),
+        ("llama", {"hidden_size": 32, "head_dim": 16}, "hidden_size=32.*hidden_size=64"),
+        ("llama", {"num_key_value_heads": 4}, "num_key_value_heads=4.*num_key_value_heads=2"),
+        ("qwen2", {}, "model_type=qwen2, and this target has model_type=llama"),
+    ],
+    ids=str,
+)
+def test_drafts_for_other_targets(llama, name, changes, field):
+    """Before transformers, which would ask for the tokenizers where vocabularies differ."""
+    draft = SpecAttnDraftModel.from_target(tiny_target(name, **changes))
+    refused(llama, draft, f"made for a target with {field}.*make one with from_target\\(target\\)")
+    if "vocab_size" in changes:  # also if the config is doctored
+        draft.config.vocab_size = 128
+        refused(llama, draft, f"made for a target with {field}")
 
 
 class TestWhatWouldHaveNoEffect:
@@ -327,10 +305,7 @@ class TestWhatWouldHaveNoEffect:
     @pytest.mark.parametrize(
         ("make", "rate"),
         [
-            (
-                lambda: tiny_target("llama", attention_dropout=0.1),
-                r"\(LlamaAttention, attention_dropout=0.1",
-            ),
+            (lambda: tiny_target("llama", attention_dropout=0.1), r"\(LlamaAttention, attention_dropout=0.1"),
             (lambda: tiny_target("mixtral", router_jitter_noise=0.2), r"\(MixtralSparse\w+, jitter_noise=0.2"),
             (lambda: build("gpt2"), r"\(Dropout, p=0.1"),
         ],

@@ -131,15 +131,6 @@ def test_large_batches_and_empty_rows_use_the_mask(graphs):
     assert graphs.frame_count == 2
 
 
-def test_number_of_lengths_passed_as_sizes():
-    runner, known = CompiledRunner(), {}
-    for lengths in [(5,), (5, 5), (5, 7), (5, 1), (9,) * MOST_ROWS + (10,), (9,) * (MOST_ROWS - 1) + (10,)]:
-        known[lengths] = runner.knows(SeqLens(lengths))
-        sizes = [len(size) for size in runner.sizes(SeqLens(lengths), 3, CAPACITY)]
-        assert sizes == (list(lengths) if known[lengths] > 1 else [max(lengths)])
-    assert list(known.values()) == [1, 1, 2, 0, 0, MOST_ROWS]
-
-
 @torch.no_grad()
 def test_longspec_drafts_over_rows_of_any_lengths_share_one_graph(graphs, no_masks):
     model = small("llama")

@@ -9,7 +9,6 @@ from transformers.generation.logits_process import EtaLogitsWarper, MinPLogitsWa
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
-from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.sampling import SHARPNESS, Coupling, NoiseRows, TokenRule
 from hf_longspec.generation.sequences import Sequences
 from tests.tiny_targets import random_longspec_draft, random_tokenswift_draft, tiny_prompts
@@ -160,23 +159,3 @@ def test_a_processor_that_fails_after_forbidden_tokens(target, do_sample):
     model.generate(input_ids, assistant_model=draft, logits_processor=[Strict(model.config.vocab_size)], **options)
     # two tokens are possible at every place, and the tree holds both
     assert draft.last_speculation.num_accepted_draft_tokens >= 12
-
-
-def test_paths_of_a_beam():
-    beam = Beam(torch.tensor([5, 6]))
-    assert beam.paths().shape == (2, 1, 0)
-    random = torch.Generator().manual_seed(2)
-    for width in (3, 4, 2):
-        logits = torch.randn(2, beam.tokens.shape[1], VOCAB, generator=random)
-        beam.grow(logits, width)
-    tokens, parents, *_ = beam.fields()
-    first = beam.first_node
-    for row in range(2):
-        for place in range(2):
-            node, path = first + place, []
-            while node:
-                path.insert(0, int(tokens[row, node]))
-                node = int(parents[row, node])
-            assert beam.paths()[row, place].tolist() == path
-    beam.scores[0, 1] = -torch.inf
-    assert torch.equal(beam.paths()[0, 1], beam.paths()[0, 0])

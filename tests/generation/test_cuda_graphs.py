@@ -104,6 +104,22 @@ def test_settings_that_change_between_calls_reach_the_graphs():
     assert 0 < captured[0] == captured[1] < captured[2]
 
 
+def test_a_draft_of_another_dtype_is_copied_in_every_call(pair):
+    """Graphs read the weights of that copy, so changed weights reach the graphs of the next call."""
+    (model, draft), histograms = pair, []
+    draft.double()
+    with simulated() as cuda:
+        cuda.place(model), cuda.place(draft)
+        for mode in ("off", "off", "graph", "graph"):
+            draft.generation_config.compile = mode
+            generate(model, draft, *cuda.place(tiny_prompts(24, (21,))), False)
+            histograms.append(draft.last_speculation.acceptance_histogram)
+            for parameter in draft.parameters():
+                parameter.data.neg_()
+        assert cuda.replays
+    assert histograms[0] != histograms[1] and histograms[2:] == histograms[:2]
+
+
 def test_the_gate_does_not_count_captures(pair):
     model, draft = pair
     runner = CapturedRunner(model, draft)

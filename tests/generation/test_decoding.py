@@ -78,22 +78,13 @@ def test_scores_and_logits_are_those_of_plain_generate(plain_run, name, kind, le
 
 
 @pytest.mark.parametrize(("name", "kind", "chunk"), [("gemma3", "tree", 7), ("deepseek_v3", "specattn", 1)])
-def test_chunked_prefill(plain_run, monkeypatch, name, kind, chunk):
+def test_chunked_prefill(plain_run, widths, name, kind, chunk):
     run = plain_run(name, (43, 3, 20), max_new_tokens=4)
-    widths = []
-    forward = type(run.model).forward
-
-    def spy(self, input_ids=None, **kwargs):
-        widths.append(input_ids.shape[1])
-        return forward(self, input_ids=input_ids, **kwargs)
-
-    monkeypatch.setattr(run.model, "forward", spy.__get__(run.model))
-    draft = run.draft(kind)
+    found, draft = widths(run.model), run.draft(kind)
     assert run.again(draft, prefill_chunk_size=chunk).tolist() == run.sequences.tolist()
-    assert max(widths) <= max(chunk, draft.max_nodes(None), 5)
-    widths.clear()
+    assert max(found) <= max(chunk, draft.max_nodes(None), 5)
     run.again(draft)
-    assert max(widths) > 30
+    assert max(found) > 30
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "tree"), ("deepseek_v3", "specattn")])

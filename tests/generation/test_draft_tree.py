@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longspec.generation import draft_tree
 from hf_longspec.generation.draft_tree import (
@@ -24,6 +23,7 @@ from hf_longspec.generation.draft_tree import (
     trie_table,
 )
 from tests.distributions import random_tree, trie
+from tests.operations import Operations
 
 trees = st.builds(
     random_tree,
@@ -70,8 +70,7 @@ def test_mask_and_depths_match_a_double_loop(tree):
     assert torch.equal(tree_mask(tree.parents, tree.valid, max_depth=int(tree.depths.max())), tree.mask)
 
 
-@pytest.mark.parametrize("num_nodes", [1, 5, 64])
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("num_nodes", "ragged"), product((1, 5, 64), (False, True)))
 def test_chain_matches_a_tree_with_the_same_parents(num_nodes, ragged):
     tokens = torch.randint(9, (3, num_nodes))
     valid = torch.arange(num_nodes) < torch.tensor([[1], [num_nodes], [max(1, num_nodes // 2)]]) if ragged else None
@@ -293,29 +292,18 @@ def test_log_normaliser(dtype, tolerance):
     assert log_normaliser(logits).dtype == torch.float32
 
 
-class LargeFloat32(TorchDispatchMode):
-    """Record every operation that returns a float32 tensor of at least `size` numbers."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size, self.found = size, []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.numel() >= self.size:
-                self.found.append(str(function))
-        return out
-
-
 def test_bfloat16_logits_are_never_copied_to_float32():
     vocab, width = 5001, 7
     beam = Beam(torch.tensor([3, 4]))
     logits = [random_logits(2, nodes, nodes, vocab).bfloat16() for nodes in (1, width)]
-    with LargeFloat32(vocab) as recorded:
+    found = []
+
+    def note(function, args, results):
+        found.extend(str(function) for x in results if x.dtype == torch.float32 and x.numel() >= vocab)
+
+    with Operations(note):
         beam.grow(logits[0], width)
         beam.grow(logits[1], width)
-    assert recorded.found == []
-    with LargeFloat32(vocab) as recorded:
+        assert found == []
         logits[1].log_softmax(-1, dtype=torch.float32)
-    assert recorded.found != []  # the recorder finds a copy if there is one
+        assert found != []  # a copy is found if there is one

@@ -8,7 +8,7 @@ import torch
 from hf_longspec import QuestDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
-from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE, gate_of
+from hf_longspec.generation.gate import PLAIN, gate_of
 from hf_longspec.generation.target import TargetView
 from tests.tiny_targets import tiny_prompts, tiny_target
 
@@ -24,20 +24,16 @@ def test_candidates_stop_at_the_length_limit():
     assert candidates.shape == (1, 21)  # position 22 is the bonus token's
 
 
-def test_following_a_longer_sequence_runs_only_what_is_missing():
+def test_following_a_longer_sequence_runs_only_what_is_missing(widths):
     """The second call sees 5 more tokens; the cache then holds all but the last, and the model ran on no more."""
     model = tiny_target("qwen3")
     input_ids, _ = tiny_prompts(128, [30])
     drafter = SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).candidate_generator(model, max_length=40)
     drafter.get_candidates(input_ids[:, :25])
-    seen = []
-    handle = model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+    found = widths(model)
     drafter.get_candidates(input_ids)
-    handle.remove()
     assert drafter.binding.cache.lengths.host == (29,)
-    assert sum(seen) == 5 + 2  # the missing tokens, then two drafting steps
+    assert sum(found) == 5 + 2  # the missing tokens, then two drafting steps
 
 
 def test_refusals():
@@ -57,9 +53,7 @@ def test_rotary_frequencies_that_change_within_the_text_are_refused(monkeypatch)
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     model = tiny_target("llama", rope_parameters=dynamic, max_position_embeddings=70)
     draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_min_tokens=48)
-    with pytest.raises(
-        ValueError, match=r"max_length=66 with drafts of up to 4 tokens: .* change at position 69 .* 65 "
-    ):
+    with pytest.raises(ValueError, match=r"max_length=66 .* change at position 69 .* 65 "):
         draft.candidate_generator(model, max_length=66)
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     input_ids, _ = tiny_prompts(128, [65 - NEW_TOKENS])
@@ -89,15 +83,6 @@ def test_no_machine_exceeds_the_bound():
         for factor in (0.0, 0.1, 1.0, 7.0, KV_FACTOR):
             assert seconds_added_up(gamma, share, weights, kv, factor) <= bound + 1e-12
         assert bound == pytest.approx(seconds_added_up(gamma, share, weights, kv, KV_FACTOR), rel=1e-12)
-
-
-def test_the_bound_without_a_cache_and_without_weights():
-    """The bound is 1 without a cache or if drafting reads all of it, and gamma + 1 without weights."""
-    assert speedup_bound(4, 0.07, 16e9, 0.0) == speedup_bound(4, 1.0, 1.0, 1e12) == 1.0
-    assert speedup_bound(4, 0.0, 0.0, 1.0) == speedup_bound(4, 0.3, 0.0, 0.0) == 5.0
-    # 8 billion bfloat16 weights and 128 KiB per token: one token of context is too little, a thousand may pay
-    one = 2 * 32 * 8 * 128 * 2
-    assert speedup_bound(4, 0.07, 16e9, one) < 1 + TRIAL_SHARE < speedup_bound(4, 0.07, 16e9, 1000 * one)
 
 
 def test_bytes_match_the_shapes_of_a_model():

@@ -66,32 +66,38 @@ class TestGoodDraft:
             assert machine.choices.count(PLAIN) < 0.03 * len(machine.choices)
 
 
-class TestCostsThatChange:
-    def test_the_gate_shuts_when_a_draft_stops_being_accepted(self):
-        accepted = lambda machine: 4 if machine.emitted < 2000 else 1  # noqa: E731
-        machine = Machine(always(2.0), accepted).run(6000)
-        assert [decision.choice for decision in machine.decisions] == [DRAFT, PLAIN]
-        assert machine.choices[-500:].count(DRAFT) < 25
+def later(first, other, from_token=1000):
+    """A cost that is another one from a token on."""
+    return lambda tokens: first if tokens < from_token else other
 
-    def test_a_machine_that_becomes_slower_does_not_shut_the_gate(self):
-        slower = lambda cost: lambda tokens: cost if tokens < 1000 else 5 * cost  # noqa: E731
-        machine = Machine(slower(1.5), always(3), plain=slower(1.0)).run(4000)
-        assert [decision.choice for decision in machine.decisions] == [DRAFT]
-        assert machine.choices[-500:].count(PLAIN) < 25
 
-    def test_costs_that_grow_together_do_not_shut_the_gate(self):
-        """Each speculating step takes longer than the last measured plain one."""
-        growing = lambda base: lambda tokens: base * (1 + tokens / 500)  # noqa: E731
-        machine = Machine(growing(1.5), always(2), plain=growing(1.0)).run(6000)
-        assert [decision.choice for decision in machine.decisions] == [DRAFT]
-        assert machine.choices[-500:].count(PLAIN) < 25
+def growing(base):
+    return lambda tokens: base * (1 + tokens / 500)
 
-    def test_a_plain_step_is_measured_anew_as_the_prefix_grows(self):
-        """Speculating steps do not show that plain steps have become cheap."""
-        plain = lambda tokens: 1.0 if tokens < 500 else 0.3  # noqa: E731
-        machine = Machine(always(1.5), always(3), plain=plain).run(4000)
-        assert [decision.choice for decision in machine.decisions] == [DRAFT, PLAIN]
-        assert machine.decisions[1].length <= PROMPT + 500 + (PROMPT + 500) * GROWTH
+
+@pytest.mark.parametrize(
+    ("cost", "plain", "tokens"),
+    [(later(1.5, 7.5), later(1.0, 5.0), 3), (growing(1.5), growing(1.0), 2)],
+    ids=["a machine that becomes slower", "costs that grow together"],
+)
+def test_costs_that_change_alike_do_not_shut_the_gate(cost, plain, tokens):
+    """Speculating steps then take longer than the last measured plain one."""
+    machine = Machine(cost, always(tokens), plain=plain).run(6000)
+    assert [decision.choice for decision in machine.decisions] == [DRAFT]
+    assert machine.choices[-500:].count(PLAIN) < 25
+
+
+def test_the_gate_shuts_when_a_draft_stops_being_accepted():
+    machine = Machine(always(2.0), lambda machine: later(4, 1, 2000)(machine.emitted)).run(6000)
+    assert [decision.choice for decision in machine.decisions] == [DRAFT, PLAIN]
+    assert machine.choices[-500:].count(DRAFT) < 25
+
+
+def test_a_plain_step_is_measured_anew_as_the_prefix_grows():
+    """Speculating steps do not show that plain steps have become cheap."""
+    machine = Machine(always(1.5), always(3), plain=later(1.0, 0.3, 500)).run(4000)
+    assert [decision.choice for decision in machine.decisions] == [DRAFT, PLAIN]
+    assert machine.decisions[1].length <= PROMPT + 500 + (PROMPT + 500) * GROWTH
 
 
 class TestBound:
@@ -138,12 +144,10 @@ class Chain(Drafter):
 BINDING = SimpleNamespace(target=SimpleNamespace(clock=time.perf_counter))
 
 
-class TestWhoHasAGate:
-    def test_a_drafter_of_the_root_alone_has_no_gate(self):
-        chain = Chain(BINDING)
-        gate = gate_of(True, chain, None)
-        assert type(gate) is SpeculationGate and gate.most_tokens == 5
-        assert gate_of(False, chain, None) is gate_of(True, Drafter(BINDING), None) is None
+def test_a_drafter_of_the_root_alone_has_no_gate():
+    gate = gate_of(True, Chain(BINDING), None)
+    assert type(gate) is SpeculationGate and gate.most_tokens == 5
+    assert gate_of(False, Chain(BINDING), None) is gate_of(True, Drafter(BINDING), None) is None
 
 
 def test_processes_without_a_sharded_target_decide_alone(monkeypatch):

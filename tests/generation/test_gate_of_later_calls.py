@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hf_longspec.generation import gate as module
 from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate
 from tests.generation.made_up_machine import Machine, always, gates_on_a_clock, geometric
-from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.tiny_targets import RandomTreeDraftModel, generate, tiny_target
 
 CALLS, TOKENS, COST = 50, 100, 1.6
 
@@ -56,6 +57,9 @@ def gates(monkeypatch):
     return gates_on_a_clock(monkeypatch, lambda gate, step: 1.0 if gate.choice == PLAIN else 10.0, keep=True)
 
 
+generate = partial(generate, lengths=(21,), max_new_tokens=40)
+
+
 def useless(model):
     """A draft whose tokens are noise."""
     draft = RandomTreeDraftModel.from_target(model)
@@ -63,17 +67,10 @@ def useless(model):
     return draft
 
 
-def generate(model, draft, lengths=(21,), **options):
-    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
-    torch.manual_seed(1)
-    how = {"max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0, "do_sample": False} | options
-    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **how)
-
-
 def test_the_second_call_begins_with_the_better_choice(gates):
     model = tiny_target("llama")
     draft = useless(model)
-    expected = generate(model, None)
+    expected = generate(model)
     assert torch.equal(generate(model, draft), expected)
     first = draft.last_speculation
     assert first.num_spec_steps > 0 and first.gate_decisions[-1].choice == PLAIN

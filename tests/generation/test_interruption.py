@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor
-from transformers.generation.stopping_criteria import StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers import DynamicCache
 
 import hf_longspec
 from hf_longspec import SpeculativeCache
+from tests.robustness.test_faults import around, state_of
 from tests.tiny_targets import random_longspec_draft
+from tests.user_objects import Answer, Bomb, Recorder
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -26,87 +26,29 @@ LINES = int(os.environ.get("HF_LONGSPEC_LINES", 8))  # to interrupt a call at
 NONE = -1  # of calls: a bomb that never goes off
 
 
-class Bomb:
-    """Raises once: at its n-th call since it was armed."""
-
-    def __init__(self, calls=1, error=KeyboardInterrupt, armed=lambda: True):
-        self.calls, self.error, self.armed = calls, error, armed
-
-    def __call__(self, *args, **kwargs):
-        self.calls -= self.armed()
-        if self.calls == 0 and self.armed():
-            raise self.error
-
-
-class Recorder(BaseStreamer):
+class Recording(Recorder):
     """Keeps its input after the prompt, and may raise before or after it has kept it."""
 
     def __init__(self, before=None, after=None):
+        super().__init__()
         self.before, self.after = before or Bomb(NONE), after or Bomb(NONE)
-        self.columns, self.ends, self.saw_prompt = [], 0, False
+        self.saw_prompt = False
 
     def put(self, value):
         if self.saw_prompt:
             self.before()
-            self.columns.append(value.tolist())
+            super().put(value)
             self.after()
         self.saw_prompt = True
-
-    def end(self):
-        self.ends += 1
-
-
-class BombProcessor(LogitsProcessor):
-    def __init__(self, bomb):
-        self.bomb = bomb
-
-    def __call__(self, input_ids, scores):
-        self.bomb()
-        return scores
-
-
-class BombCriterion(StoppingCriteria):
-    def __init__(self, bomb):
-        self.bomb = bomb
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.bomb()
-        return torch.zeros(1, dtype=torch.bool)
-
-
-def wrap(monkeypatch, owner, name, bomb):
-    """Let `bomb` go off on the way into a method."""
-    method = getattr(owner, name)
-
-    def with_bomb(self, *args):
-        bomb()
-        return method(self, *args)
-
-    monkeypatch.setattr(owner, name, with_bomb)
 
 
 # Interrupted calls of the user's objects; tests/robustness/test_faults.py interrupts the phases of the loop.
 PHASES = {
-    "processor": lambda bomb: {"logits_processor": [BombProcessor(bomb)]},
-    "criterion": lambda bomb: {"stopping_criteria": [BombCriterion(bomb)]},
-    "before a token is streamed": lambda bomb: {"streamer": Recorder(before=bomb)},
-    "after a token was streamed": lambda bomb: {"streamer": Recorder(after=bomb)},
+    "processor": lambda bomb: {"logits_processor": [bomb.processor()]},
+    "criterion": lambda bomb: {"stopping_criteria": [bomb.criterion()]},
+    "before a token is streamed": lambda bomb: {"streamer": Recording(before=bomb)},
+    "after a token was streamed": lambda bomb: {"streamer": Recording(after=bomb)},
 }
-
-
-class State:
-    """The state that a call must leave as it was, and its check."""
-
-    def __init__(self, run):
-        self.run, self.before = run, self.take(run.model)
-
-    @staticmethod
-    def take(model):
-        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-        return model.config._attn_implementation, model.generation_config.to_dict(), hooks, model.training
-
-    def check(self):
-        assert self.take(self.run.model) == self.before
 
 
 def drafted(run, kind):
@@ -140,8 +82,8 @@ def check_text(out, run, streamer):
     assert 0 < max(map(len, rows)) < NEW
     columns = [list(column) for column in zip(*out[:, run.prompt_length :].tolist(), strict=True)]
     broke_off = streamer.before.calls == 0 or streamer.after.calls == 0
-    assert streamer.columns == (columns[: len(streamer.columns)] if broke_off else columns)
-    assert len(streamer.columns) >= 3 and streamer.ends == 1
+    assert streamer.puts == (columns[: len(streamer.puts)] if broke_off else columns)
+    assert len(streamer.puts) >= 3 and streamer.ends == 1
     return rows
 
 
@@ -158,12 +100,12 @@ def interrupted(run, draft, **options):
 )
 def test_the_text_so_far_is_kept(plain, lengths, kind, phase):
     run = plain(lengths)
-    state, draft, streamer = State(run), drafted(run, kind), Recorder()
+    state, draft, streamer = state_of(run.model), drafted(run, kind), Recording()
     cache = SpeculativeCache(run.model.config, len(lengths), 64)
     bomb = Bomb(armed=lambda: emitted(draft) >= 3 * len(lengths))
     options = {"streamer": streamer} | PHASES[phase](bomb)
     out = interrupted(run, draft, past_key_values=cache, **options)
-    state.check()
+    assert state_of(run.model) == state
     rows = check_text(out, run, options["streamer"])
     stats = draft.last_speculation
     assert str(stats).endswith(", interrupted")
@@ -194,7 +136,7 @@ def test_an_empty_cache_of_transformers_is_filled(plain):
     """As by stock `generate`, which writes into it at every step."""
     run = plain(ONE)
     cache = DynamicCache(config=run.model.config)
-    out = interrupted(run, run.draft("specattn"), past_key_values=cache, streamer=Recorder(before=Bomb(5)))
+    out = interrupted(run, run.draft("specattn"), past_key_values=cache, streamer=Recording(before=Bomb(5)))
     assert run.prompt_length <= cache.get_seq_length() < out.shape[1]
     options = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": NEVER, "max_length": run.sequences.shape[1]}
     assert run.model.generate(out, past_key_values=cache, **options).tolist() == run.sequences.tolist()
@@ -203,7 +145,7 @@ def test_an_empty_cache_of_transformers_is_filled(plain):
 def test_scores_and_logits_end_with_the_text(plain):
     run = plain(ONE)
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    out = run.again(run.draft("tree"), stopping_criteria=[BombCriterion(Bomb(5, StopIteration))], **wanted)
+    out = run.again(run.draft("tree"), stopping_criteria=[Bomb(5, StopIteration).criterion()], **wanted)
     assert out.speculation.interrupted
     assert len(out.scores) == len(out.logits) == out.sequences.shape[1] - run.prompt_length == 5
 
@@ -215,9 +157,9 @@ def test_the_first_token_itself(plain, where):
     draft = run.draft("tree")
     if where == "processor":
         with pytest.raises(KeyboardInterrupt):
-            run.again(draft, logits_processor=[BombProcessor(Bomb(1))])
+            run.again(draft, logits_processor=[Bomb().processor()])
     else:
-        out = interrupted(run, draft, stopping_criteria=[BombCriterion(Bomb(1))])
+        out = interrupted(run, draft, stopping_criteria=[Bomb().criterion()])
         assert cut(out, run) == [run.generated[0][:1]]
 
 
@@ -227,50 +169,39 @@ def test_a_criterion_ends_the_call_by_stop_iteration(plain, kind, lengths):
     run = plain(lengths)
     length = run.prompt_length + 7
 
-    class Enough(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            if input_ids.shape[1] == length:
-                raise StopIteration
-            return torch.zeros(1, dtype=torch.bool)
+    def enough(input_ids, scores):
+        if input_ids.shape[1] == length:
+            raise StopIteration
+        return torch.zeros(1, dtype=torch.bool)
 
-    state, draft, streamer = State(run), drafted(run, kind), Recorder()
-    out = run.again(draft, stopping_criteria=[Enough()], streamer=streamer)
+    state, draft, streamer = state_of(run.model), drafted(run, kind), Recording()
+    out = run.again(draft, stopping_criteria=[Answer(enough)], streamer=streamer)
     assert draft.last_speculation.partial_sequences is None
-    state.check()
+    assert state_of(run.model) == state
     rows = check_text(out, run, streamer)
     assert max(map(len, rows)) == 7 and draft.last_speculation.interrupted
     assert run.again(draft).tolist() == run.sequences.tolist()
 
 
-def test_stop_iteration_from_elsewhere_is_an_error(plain):
+@pytest.mark.parametrize(
+    "make", [lambda bomb: {"logits_processor": [bomb.processor()]}, lambda bomb: {"streamer": Recording(before=bomb)}]
+)
+def test_stop_iteration_from_elsewhere_is_an_error(plain, make):
     run = plain(ONE)
-    for options in (
-        {"logits_processor": [BombProcessor(Bomb(9, StopIteration))]},
-        {"streamer": Recorder(before=Bomb(4, StopIteration))},
-    ):
-        with pytest.raises(StopIteration):
-            run.again(run.draft("tree"), **options)
+    with pytest.raises(StopIteration):
+        run.again(run.draft("tree"), **make(Bomb(4, StopIteration)))
 
 
-class Insistent(Recorder):
-    """A user who holds Ctrl-C down."""
-
-    def put(self, value):
-        super().put(value)
-        if len(self.columns) >= 4:
-            raise KeyboardInterrupt
-
-
-def test_a_second_interruption(plain):
+def test_a_second_interruption(plain, monkeypatch):
     """While the first one is dealt with: text and cache are kept, and the rest is not streamed."""
     run = plain(ONE)
-    state, draft = State(run), drafted(run, "tree")
-    streamer = Insistent()
-    with pytest.MonkeyPatch.context() as patch:
-        wrap(patch, SpeculativeCache, "commit", Bomb(armed=lambda: len(streamer.columns) >= 4))
-        out = interrupted(run, draft, streamer=streamer)
+    state, draft, streamer = state_of(run.model), drafted(run, "tree"), Recording(after=Bomb(4))
+    around(SpeculativeCache, "commit", Bomb(armed=lambda: streamer.after.went_off), monkeypatch)
+    out = interrupted(run, draft, streamer=streamer)
+    monkeypatch.undo()
+    assert len(streamer.puts) == 4
     assert cut(out, run)[0] == run.generated[0][: len(cut(out, run)[0])]
-    state.check()
+    assert state_of(run.model) == state
     assert run.again(draft).tolist() == run.sequences.tolist()
 
 
@@ -315,13 +246,13 @@ class Tracer:
 def test_an_interruption_at_any_line(plain_run, kind):
     """Lines spread over the whole call; those that clean up are left out."""
     run = plain_run("llama", ONE, max_new_tokens=16, eos_token_id=NEVER)
-    state, draft = State(run), drafted(run, kind)
+    state, draft = state_of(run.model), drafted(run, kind)
     run.again(draft)  # the first call on a target examines it
     with Tracer() as tracer:
         run.again(draft)
     returned = 0
     for line in range(3, tracer.lines, max(1, tracer.lines // LINES)):
-        cache, streamer = SpeculativeCache(run.model.config, 1, 64), Recorder()
+        cache, streamer = SpeculativeCache(run.model.config, 1, 64), Recording()
         try:
             with Tracer(line):
                 run.again(draft, past_key_values=cache, streamer=streamer)
@@ -329,14 +260,14 @@ def test_an_interruption_at_any_line(plain_run, kind):
         except KeyboardInterrupt:
             out = draft.last_speculation.partial_sequences
         finally:
-            state.check()
+            assert state_of(run.model) == state
         if out is None:
-            assert not streamer.columns and cache.get_seq_length() == 0
+            assert not streamer.puts and cache.get_seq_length() == 0
             continue
         returned += 1
         assert out[0].tolist() == run.sequences[0, : out.shape[1]].tolist()
         text = [[token] for token in out[0, run.prompt_length :].tolist()]
-        assert streamer.columns == text[: len(streamer.columns)]  # all of it, unless the streamer was interrupted
+        assert streamer.puts == text[: len(streamer.puts)]  # all of it, unless the streamer was interrupted
         if out.shape != run.sequences.shape:
             continues(run, out, cache)
     assert returned > LINES // 2

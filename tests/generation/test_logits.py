@@ -201,8 +201,12 @@ def test_raw_logits_are_not_written_to():
     assert torch.equal(logits, before)
 
 
-def test_processors_see_no_row_that_does_not_exist():
-    """While rows of one length are processed, the others are stood in for: their own would be too short or too long."""
+@pytest.mark.parametrize("done", [False, True])
+def test_processors_see_no_row_that_does_not_exist(done):
+    """While rows of one length are processed, the others are stood in for: their own would be too short or too long.
+
+    A row that is done stops growing, and is not processed with a length of its own.
+    """
     shown = []
 
     def record(input_ids, scores):
@@ -210,17 +214,9 @@ def test_processors_see_no_row_that_does_not_exist():
         return scores
 
     emitted = [[7], [1, 2, 3, 4], [4, 4, 9, 1], [5, 3]]
-    make_rule([record], emitted).scores_at(torch.randn(4, VOCAB), 0)
-    existing = [[4, 5, 4, *generated] for generated in emitted]
-    assert len(shown) == 12 and all(row in existing for row in shown)
+    rule = make_rule([record], emitted)
+    rule.sequences.done[0] = done
+    rule.scores_at(torch.randn(4, VOCAB), 0)
+    existing = [[4, 5, 4, *generated] for generated in emitted[done:]]
+    assert len(shown) == (2 if done else 3) * 4 and all(row in existing for row in shown)
     assert all(row in shown for row in existing)
-
-
-def test_rows_that_are_done_are_not_processed_with_a_length_of_their_own():
-    """A row that is done stops growing; it is stood in for, and what comes out for it is not used."""
-    digest = Digest()
-    rule = make_rule([digest], [[7], [1, 2, 3]])
-    rule.sequences.done[0] = True
-    scores = rule.scores_at(torch.randn(2, VOCAB), 0)
-    assert digest.calls == 1
-    assert torch.isneginf(scores[1]).any()

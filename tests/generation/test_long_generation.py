@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpeculativeCache
@@ -20,6 +19,7 @@ from hf_longspec.generation import sequences
 from hf_longspec.generation.cache import ALIGNMENT, lazy_zeros
 from hf_longspec.generation.drafter import Drafter
 from tests.tiny_targets import RandomTreeDrafter, tiny_target
+from tests.user_objects import Answer
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -116,13 +116,6 @@ def live_tensor_bytes():
     return sum(storages.values())
 
 
-class Patient(StoppingCriteria):
-    """Is shown the whole text after every token, and never stops."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
 @pytest.mark.parametrize(("kind", "lengths"), [("plain", (9,)), ("chain", (9, 3, 5))], ids=["plain", "chain"])
 def test_a_step_costs_the_same_at_every_length(plain_run, kind, lengths, monkeypatch):
     """Beside the target's forward. Chains are random and mostly refused, and rows grow apart."""
@@ -137,7 +130,8 @@ def test_a_step_costs_the_same_at_every_length(plain_run, kind, lengths, monkeyp
     marks = Marks(written)
     processors = [ContextualPenaltyLogitsProcessor(1.3, 20)]
     options = {"max_new_tokens": Marks.AT[-1] + 2 * Marks.SPAN, "eos_token_id": None, "logits_processor": processors}
-    out = run.again(draft, streamer=marks, stopping_criteria=[Patient()], **options)
+    patient = Answer(lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool))  # is shown the text after every token
+    out = run.again(draft, streamer=marks, stopping_criteria=[patient], **options)
     assert out.tolist() == run.again(None, **options).tolist()
     for counts in (marks.elements, marks.read):
         _, early, late = counts

@@ -1,5 +1,7 @@
 """Classes for images and text, as `AutoModelForCausalLM` gives them for gemma-3-4b-it: text alone, and images."""
 
+from functools import cache
+
 import pytest
 import torch
 from transformers import (
@@ -14,7 +16,6 @@ from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.inputs import Prompts
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling.plain.modeling_plain import PlainConfig
 from tests.generation import test_unsupported
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model
 from tests.tiny_targets import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
@@ -25,18 +26,6 @@ QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 REFUSED = {"paligemma": "attend to later tokens", "kosmos-2.5": "it takes positions from the length of its cache or"}
 VOCAB_OF_TEXT = IMAGE_TOKEN  # prompts contain no image token
 OPTIONS = {"max_new_tokens": 11, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-@pytest.fixture(scope="module")
-def models():
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = OTHERS[name]() if name in OTHERS else vision_language_model(name)
-        return made[name]
-
-    return get
 
 
 def fuyu():
@@ -56,39 +45,37 @@ def qwen2_audio():
 OTHERS = {"fuyu": fuyu, "qwen2_audio": qwen2_audio}
 
 
+@pytest.fixture(scope="module")
+def models():
+    return cache(lambda name: OTHERS[name]() if name in OTHERS else vision_language_model(name))
+
+
 def check(model, lengths, **inputs):
     input_ids, mask = tiny_prompts(VOCAB_OF_TEXT, lengths)
     call = OPTIONS | {"attention_mask": mask} | inputs
     plain = model.generate(input_ids, **call)
     draft = random_tree(model, plain)
-    attention = [part.config._attn_implementation for part in model.modules() if isinstance(part, PreTrainedModel)]
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    attention = [part.config._attn_implementation for part in parts]
     assert torch.equal(model.generate(input_ids, **call, assistant_model=draft), plain)
-    assert attention == [
-        part.config._attn_implementation for part in model.modules() if isinstance(part, PreTrainedModel)
-    ]
+    assert attention == [part.config._attn_implementation for part in parts]
     assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+# Types of tokens that are all text, as processors return them.
+OF_TEXT = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llava", *QWENS, "fuyu"])
 def test_text_alone(name, models):
     check(models(name), (23, 9, 40))
-
-
-def test_what_auto_model_for_causal_lm_gives(models):
-    model = AutoModelForCausalLM.from_config(models("gemma3").config)
-    assert type(model) is type(models("gemma3")) and TargetView(model).sliding_layers == {0, 1}
-
-
-@pytest.mark.parametrize(("name", "argument"), [("gemma3", "token_type_ids"), ("qwen2_5_vl", "mm_token_type_ids")])
-def test_types_of_tokens_that_are_all_text(name, argument, models):
-    """As processors return them."""
-    check(models(name), (23, 9), **{argument: torch.zeros(2, 23, dtype=torch.long)})
+    if name in OF_TEXT:
+        check(models(name), (23, 9), **{OF_TEXT[name]: torch.zeros(2, 23, dtype=torch.long)})
 
 
 def test_zeros_that_are_no_text(models):
     """In PaliGemma, tokens of type 0 see each other in both directions."""
     assert not TargetView(models("paligemma")).ignores_zeros("token_type_ids")
-    assert TargetView(models("gemma3")).ignores_zeros("token_type_ids")
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
@@ -108,10 +95,7 @@ IMAGES = {
     "gemma3": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 28, 28)}),
     "gemma4": (
         4,
-        lambda rows: {
-            "pixel_values": torch.rand(rows, 16, 3 * 14 * 14),
-            "image_position_ids": GRID.expand(rows, -1, -1),
-        },
+        lambda rows: {"pixel_values": torch.rand(rows, 16, 588), "image_position_ids": GRID.expand(rows, -1, -1)},
     ),
     "llava": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 28, 28)}),
     "mistral3": (
@@ -166,8 +150,9 @@ def check_unsupported(model, reason, input_ids, call, **options):
 
 
 def random_tree(model, sequences):
-    config = PlainConfig(**PlainDraftModel.from_target(model).config.to_dict())
-    return RandomTreeDraftModel(config, hints=sequences[:, -OPTIONS["max_new_tokens"] :].tolist())
+    draft = RandomTreeDraftModel.from_target(model)
+    draft.hints = sequences[:, -OPTIONS["max_new_tokens"] :].tolist()
+    return draft
 
 
 @pytest.mark.parametrize(("name", "lengths"), [*((name, (14, 21)) for name in SUPPORTED), ("mistral3", (19, 19))])

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longspec.generation.sampling import BLOCK, NoiseRows
 from hf_longspec.generation.verification import draw_noise
+from tests.operations import Operations
 
 VOCAB = 5
 CPU = torch.device("cpu")
@@ -47,30 +47,22 @@ def test_rows_are_single_draws_of_a_generator_per_batch_row(batch_size, vocab_si
             assert torch.equal(noise.rows(count)[row], torch.stack(expected[:count]))
 
 
-class DrawSizes(TorchDispatchMode):
-    """Record how many numbers each draw takes from a generator."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ == "exponential_":
-            self.sizes.append(args[0].numel())
-        return func(*args, **(kwargs or {}))
-
-
 def test_no_draw_spans_two_rows_and_none_is_repeated():
     """On a GPU the numbers depend on the size of the draw, so it must not depend on the step."""
-    noise = seeded(3)
-    with DrawSizes() as draws:
+    noise, sizes = seeded(3), []
+
+    def note(function, args, results):
+        if function.overloadpacket.__name__ == "exponential_":
+            sizes.append(args[0].numel())
+
+    with Operations(note):
         for count in (3, 1, 5):
             noise.rows(count)
         noise.advance([2] * 3)
         noise.rows(4)
-        assert draws.sizes == [BLOCK * VOCAB] * 3
+        assert sizes == [BLOCK * VOCAB] * 3
         noise.rows(BLOCK)
-    assert draws.sizes == [BLOCK * VOCAB] * 6
+    assert sizes == [BLOCK * VOCAB] * 6
 
 
 def test_tokens_emitted_without_noise_use_no_noise_row():
@@ -79,10 +71,3 @@ def test_tokens_emitted_without_noise_use_no_noise_row():
     noise.rows(2)
     noise.advance([BLOCK + 3, 1])
     assert torch.equal(noise.rows(2)[0], expected[0, BLOCK:]) and torch.equal(noise.rows(2)[1], expected[1, 1:3])
-
-
-def test_other_draws_do_not_change_the_noise_rows():
-    disturbed = seeded(2)
-    torch.rand(7, generator=disturbed.generator)
-    torch.rand(7)
-    assert torch.equal(disturbed.rows(3), seeded(2).rows(3))

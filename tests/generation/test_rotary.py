@@ -10,11 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec import SpeculativeCache
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.traits import FORGETS, RECOMPUTES, RotaryLimit, cache_at
+from hf_longspec.generation.traits import FORGETS, RECOMPUTES, cache_at
 from tests.generation.test_unsupported import check_unsupported
-from tests.tiny_targets import RandomTreeDraftModel, random_longspec_draft, tiny_prompts, tiny_target
+from tests.robustness.drafts import make_draft
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.tiny_targets import generate as generate_text
 
 LIMIT, NEW = 40, 22
 HALF = 8  # frequencies of a head
@@ -59,14 +61,8 @@ def build(name, kind):
     return model
 
 
-def generate(model, lengths, draft=None, seed=0, **options):
-    input_ids, attention_mask = tiny_prompts(128, lengths, seed=seed)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": NEW, "pad_token_id": 0}
-    return model.generate(**({"do_sample": False} | inputs | options), assistant_model=draft).tolist()
-
-
-def prompt(length):
-    return dict(zip(("input_ids", "attention_mask"), tiny_prompts(128, (length,)), strict=True))
+def generate(model, lengths, draft=None, **options):
+    return generate_text(model, draft, lengths, **({"max_new_tokens": NEW} | options)).tolist()
 
 
 @cache
@@ -76,18 +72,13 @@ def plain(name, kind, lengths):
 
 def make(kind, model, text=(), prompt_width=0):
     """A draft that always speculates, so that nothing depends on the clock."""
-    if kind == "longspec":
-        draft = random_longspec_draft(model)
-    elif kind == "specattn":
-        draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=0.5, sparse_min_tokens=6)
-    elif kind == "plain":
-        draft = PlainDraftModel.from_target(model)
-    else:
+    if kind == "tree":
         draft = RandomTreeDraftModel.from_target(model)
         draft.hints = [row[prompt_width:] for row in text]
         draft.num_nodes, draft.luck = 9, 0.6
-    draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
-    return draft
+        draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
+        return draft
+    return make_draft(kind, model)
 
 
 def loses_its_cache(name, lengths):
@@ -178,10 +169,9 @@ def test_parameters_by_layer_type(kind):
 def test_what_a_call_leaves_on_the_module():
     """Dynamic NTK keeps its frequencies from call to call, in plain generate too."""
     bare, drafted = build("llama", "dynamic"), build("llama", "dynamic")
-    for seed, length in enumerate((45, 40, 30, 45)):
-        text = generate(bare, (length,), seed=seed, max_new_tokens=NEW // 2)
-        draft = make("longspec", drafted)
-        assert generate(drafted, (length,), draft, seed=seed, max_new_tokens=NEW // 2) == text
+    for length in (45, 40, 30, 46):
+        text = generate(bare, (length,), max_new_tokens=NEW // 2)
+        assert generate(drafted, (length,), make("longspec", drafted), max_new_tokens=NEW // 2) == text
         left = [model.model.rotary_emb for model in (bare, drafted)]
         assert torch.equal(left[0].inv_freq, left[1].inv_freq)
         assert int(left[0].max_seq_len_cached) == int(left[1].max_seq_len_cached)
@@ -191,9 +181,7 @@ def test_sampled_text_is_that_of_the_plain_loop():
     texts = []
     for draft in ("plain", "longspec"):
         model = build("llama", "longrope")
-        made = make(draft, model)
-        torch.manual_seed(5)
-        texts.append(generate(model, RAGGED, made, do_sample=True))
+        texts.append(generate(model, RAGGED, make(draft, model), do_sample=True))
     assert texts[0] == texts[1]
 
 
@@ -212,16 +200,18 @@ def test_padding_in_every_row(name):
 
 class TestRefused:
     def test_a_prefill_in_chunks_beyond_the_limit(self):
-        call = prompt(45) | {"prefill_chunk_size": 16}
+        input_ids, mask = tiny_prompts(128, (45,))
+        call = {"input_ids": input_ids, "attention_mask": mask, "prefill_chunk_size": 16}
         make_model = partial(build, "llama", "longrope")
         check_unsupported(make_model, "prefill_chunk_size=16 with a prompt of 45 tokens", call)
         text, model = plain("llama", "longrope", BELOW), make_model()
         assert generate(model, BELOW, make("tree", model, text, 30), prefill_chunk_size=16) == text
 
     def test_a_target_that_loses_its_cache(self):
-        if not loses_its_cache("phi3", BELOW):
-            return
-        check_unsupported(partial(build, "phi3", "longrope"), "Keep max_length at 41 or below, or upgrade", prompt(36))
+        if loses_its_cache("phi3", BELOW):
+            input_ids, mask = tiny_prompts(128, (36,))
+            call = {"input_ids": input_ids, "attention_mask": mask}
+            check_unsupported(partial(build, "phi3", "longrope"), "Keep max_length at 41 or below, or upgrade", call)
 
     def test_layers_that_change_at_different_positions(self):
         config = build("gemma3", "longrope").config
@@ -283,29 +273,3 @@ def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty():
     with pytest.raises(RuntimeError, match="on purpose"):
         generate(model, (36,), draft, past_key_values=kept)
     assert kept.lengths.host == (0,)
-
-
-def test_what_stock_generate_does_is_found_by_asking():
-    """Against the forwards that plain generate really runs."""
-    for name in ("llama", "phi3"):
-        model, sizes = build(name, "longrope"), []
-        handle = model.model.embed_tokens.register_forward_pre_hook(
-            lambda _, args, seen=sizes: seen.append(args[0].shape[1])
-        )
-        generate(model, (LIMIT - 2,), max_new_tokens=6)
-        handle.remove()
-        does = cache_at(model, LIMIT)
-        assert (does == RECOMPUTES) == (sizes[3] == LIMIT + 1)
-        assert name == "phi3" or does == "keeps"
-
-
-def test_rows_wait_and_pass_together():
-    limit = RotaryLimit.of(None, build("llama", "longrope").config, [33, 9])
-    running = [False, False]
-    assert limit.lags == [0, 24] and not limit.is_passed
-    assert limit.may_speculate([33, 9], running, 6) and not limit.may_speculate([34, 9], running, 6)
-    assert limit.waiting([40, 15]) == [True, False] and not limit.is_due([40, 15], running)
-    assert limit.is_due([40, 16], running) and limit.is_due([35, 16], [True, False])
-    assert limit.lowest([35, 16], [True, False]) == [40, 16] and limit.highest(99) == 40
-    limit.is_passed = True
-    assert limit.waiting([41, 16]) == running and limit.may_speculate([40, 16], running, 60) and limit.highest(99) == 99

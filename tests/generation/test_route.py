@@ -2,18 +2,19 @@
 
 import contextlib
 import copy
+import importlib.util
 import json
 
 import pytest
 import torch
 from transformers import GenerationMixin
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import hf_longspec
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.generation import route
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target
+from tests.user_objects import Answer
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def installed():
     route.install()
 
 
-def test_importing_installs_it_once():
+def test_importing_installs_it_once_and_uninstalling_restores_the_very_function():
     stock = route.stock_assisted_decoding()
     assert stock.__module__ == "transformers.generation.utils" and stock.__qualname__.endswith("_assisted_decoding")
     for _ in range(3):
@@ -33,6 +34,9 @@ def test_importing_installs_it_once():
     # one layer, not four
     assert not hasattr(stock, route._STOCK)
     assert getattr(GenerationMixin._assisted_decoding, route._STOCK) is stock
+    for _ in range(2):
+        route.uninstall()
+        assert GenerationMixin._assisted_decoding is stock and not route.is_installed()
 
 
 def test_several_samples_of_each_prompt():
@@ -53,19 +57,8 @@ def test_several_samples_of_each_prompt():
         model.generate(input_ids, assistant_model=tiny_target("llama"), do_sample=True, num_return_sequences=3)
 
 
-def test_uninstalling_restores_the_very_function():
-    stock = route.stock_assisted_decoding()
-    for _ in range(2):
-        route.uninstall()
-        assert GenerationMixin._assisted_decoding is stock and not route.is_installed()
-    route.install()
-    assert route.is_installed() and route.stock_assisted_decoding() is stock
-
-
 def test_a_second_copy_of_this_module_replaces_the_patch_instead_of_stacking():
     """A draft from the Hub brings its own copy of every module."""
-    import importlib.util
-
     spec = importlib.util.spec_from_file_location("hf_longspec.generation.copy_of_route", route.__file__)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
@@ -95,21 +88,13 @@ def spied_stock(calls):
         route.install()
 
 
-def test_other_assistants_take_the_stock_function(plain_run):
+def test_other_assistants_take_the_stock_function_and_drafts_do_not(plain_run):
     run, calls = plain_run("llama", (21,), max_new_tokens=8), []
-    assistant = tiny_target("llama", seed=1)
+    assistant, draft = tiny_target("llama", seed=1), run.draft("specattn")
     with spied_stock(calls):
-        for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+        for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
             assert run.model.generate(**run.inputs, **options).tolist() == run.sequences.tolist()
-    assert calls == [assistant, None]
-
-
-def test_drafts_do_not(plain_run):
-    run, calls = plain_run("llama", (21,), max_new_tokens=8), []
-    draft = run.draft("specattn")
-    with spied_stock(calls):
-        assert run.again(draft).tolist() == run.sequences.tolist()
-    assert calls == [] and draft.last_speculation.num_forwards > 0
+    assert calls == [assistant, None] and draft.last_speculation.num_forwards > 0
 
 
 def test_without_assistant_nothing_of_it_runs(plain_run, monkeypatch):
@@ -130,12 +115,8 @@ class TestCustomGenerate:
         assert out.speculation is draft.last_speculation and out.speculation.num_forwards > 0
 
     def test_criteria_and_cache_reach_the_loop(self, plain_run):
-        class Stop(StoppingCriteria):
-            def __call__(self, input_ids, scores, **kwargs):
-                return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 26)
-
-        criteria = StoppingCriteriaList([Stop()])
-        run = plain_run("llama", (21,), max_new_tokens=20, stopping_criteria=criteria, eos_token_id=1)
+        stop = Answer(lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 26))
+        run = plain_run("llama", (21,), max_new_tokens=20, stopping_criteria=[stop], eos_token_id=1)
         cache = hf_longspec.SpeculativeCache(run.model.config, 1, 64)
         draft = run.draft("tree")
         out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, past_key_values=cache)
@@ -148,9 +129,7 @@ def test_without_the_route_a_draft_is_refused(plain_run):
     run = plain_run("llama", (21,), max_new_tokens=6)
     draft = run.draft("tree")
     route.uninstall()
-    with pytest.raises(
-        ValueError, match=r"the route to the loop of hf_longspec is not installed. Call hf_longspec.gen"
-    ):
+    with pytest.raises(ValueError, match=r"is not installed\. Call hf_longspec\.generation"):
         run.again(draft)
     with pytest.raises(ValueError, match="is not installed"):
         draft.generate(input_ids=torch.tensor([[5, 6, 7]]))
@@ -191,17 +170,9 @@ class TestNames:
         run.model.save_pretrained(tmp_path / "model")
         before = copy.deepcopy(run.model.generation_config.to_dict()), sorted(vars(run.model))
         for name, error, message in (
-            (
-                str(tmp_path / "model"),
-                ValueError,
-                "model'? has model_type='llama'",
-            ),
+            (str(tmp_path / "model"), ValueError, "model'? has model_type='llama'"),
             (tmp_path / "missing", OSError, r"missing'? cannot be loaded \("),
-            (
-                SpecAttnDraftModel,
-                ValueError,
-                r"is the class SpecAttnDraftModel",
-            ),
+            (SpecAttnDraftModel, ValueError, r"is the class SpecAttnDraftModel"),
             (type(run.model), ValueError, "is the class LlamaForCausalLM"),
         ):
             with pytest.raises(error, match=message):

@@ -5,57 +5,17 @@ import threading
 import pytest
 import torch
 from transformers import TextIteratorStreamer
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteria, StoppingCriteriaList
 
 from hf_longspec import NgramDraftModel
 from hf_longspec.generation.sequences import Sequences
 from tests.tiny_targets import PAD_TOKEN_ID, random_longspec_draft, tiny_prompts
+from tests.user_objects import Answer, Recorder
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 ONE, RAGGED = (21,), (33, 3, 13)
 CALLS = pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("chain", ONE)])
-
-
-class Recorder(BaseStreamer):
-    """Keeps what it is given: the prompt first, then one tensor per position."""
-
-    def __init__(self):
-        self.puts, self.ends = [], 0
-
-    def put(self, value):
-        assert not self.ends
-        self.puts.append(value.tolist())
-
-    def end(self):
-        self.ends += 1
-
-
-class Recall(StoppingCriteria):
-    """Stops a row whose last tokens satisfy a rule on the whole row; remembers every batch it was shown."""
-
-    def __init__(self, rule):
-        self.rule, self.batches = rule, []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.batches.append(input_ids.tolist())
-        return torch.tensor([self.rule(row) for row in input_ids.tolist()])
-
-
-class Answer(StoppingCriteria):
-    """Answers by a function of the text and the scores."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return self.function(input_ids, scores)
 
 
 def sequences(criteria=(), batch_size=2, max_length=9, streamer=None):
@@ -64,36 +24,10 @@ def sequences(criteria=(), batch_size=2, max_length=9, streamer=None):
 
 
 class TestAlone:
-    def test_rows_grow_at_their_own_pace(self):
-        rows = sequences(batch_size=3)
-        prompts = rows.tokens[:, :4].tolist()
-        assert rows.append([[11, 12], [13], [14, 15]]) == [2, 1, 2]
-        assert rows.append([[21], [22, 23, 24], [25]]) == [1, 3, 1]
-        assert rows.lengths == [7, 8, 7]
-        assert rows.growing_rows_by_length() == {7: [0, 2], 8: [1]}
-        assert rows.output().tolist() == [
-            [*prompts[0], 11, 12, 21, PAD_TOKEN_ID],
-            [*prompts[1], 13, 22, 23, 24],
-            [*prompts[2], 14, 15, 25, PAD_TOKEN_ID],
-        ]
-
-    def test_the_length_limit_cuts_inside_a_step(self):
-        rows = sequences([MaxLengthCriteria(9)])
-        assert rows.append([[11, 12, 13, 14], [15]]) == [4, 1] and not rows.finished
-        assert rows.append([[21, 22, 23], [24, 25]]) == [1, 2]
-        assert rows.done == [True, False]
-        assert rows.append([[31], [32, 33, 34, 35]]) == [0, 2]
-        assert rows.finished and rows.growing_rows_by_length() == {}
-
-    def test_an_end_token_cuts_inside_a_step(self):
-        rows = sequences([EosTokenCriteria(torch.tensor([7, 8])), MaxLengthCriteria(9)])
-        assert rows.append([[11, 8, 12], [13, 14]]) == [2, 2]
-        assert rows.append([[7], [7]]) == [0, 1]
-        assert rows.finished and [row.tolist() for row in rows.generated] == [[11, 8], [13, 14, 7]]
-
     def test_criteria_see_every_column_once_as_without_a_draft(self):
         """When all growing rows have reached it. Rows that are ahead are cut, rows that have ended are padded."""
-        criterion = Recall(lambda row: row[-1] == 30)
+        shown = []
+        criterion = Answer(lambda ids, scores: shown.append(ids.tolist()) or ids[:, -1] == 30)
         rows = sequences([criterion, EosTokenCriteria(torch.tensor([7]))], batch_size=3, max_length=12)
         first, second, third = rows.tokens[:, :4].tolist()
         assert rows.append([[11, 12, 30, 13, 14], [21, 22], [31, 7]]) == [5, 2, 2]
@@ -102,20 +36,8 @@ class TestAlone:
         assert rows.append([[], [24, 30, 25], []]) == [0, 2, 0] and rows.finished
         pad = PAD_TOKEN_ID
         whole = [[*first, 11, 12, 30, pad, pad], [*second, 21, 22, 23, 24, 30], [*third, 31, 7, pad, pad, pad]]
-        assert criterion.batches == [[row[:length] for row in whole] for length in range(5, 10)]
+        assert shown == [[row[:length] for row in whole] for length in range(5, 10)]
         assert rows.output().tolist() == whole
-
-    def test_a_single_answer_ends_all_rows_at_one_column(self):
-        """Rows that are ahead lose what they have more."""
-        streamer = Recorder()
-        fourth = Answer(lambda ids, scores: ids.shape[1] == 8)
-        rows = sequences([fourth, EosTokenCriteria(torch.tensor([7]))], 3, max_length=12, streamer=streamer)
-        assert rows.append([[11, 12, 13, 14, 15, 7], [21], [31, 32, 7]]) == [6, 1, 3]
-        assert rows.append([[], [22, 23], []]) == [0, 2, 0] and rows.done == [True, False, True]
-        assert rows.append([[], [24, 25], []]) == [0, 1, 0] and rows.finished
-        assert rows.output()[:, 4:].tolist() == [[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 7, PAD_TOKEN_ID]]
-        rows.end()
-        assert streamer.puts == [[11, 21, 31], [12, 22, 32], [13, 23, 7], [14, 24, PAD_TOKEN_ID]]
 
     def test_without_end_tokens_rows_end_together(self):
         """Each row is stopped by a token of its own; the others grow on until the last one is stopped."""
@@ -149,33 +71,6 @@ class TestAlone:
         three = Answer(lambda ids, scores: torch.zeros(3, dtype=torch.bool))
         with pytest.raises(ValueError, match=r"3 values .* 2 rows"):
             sequences([three]).append([[11], [12]])
-
-    def test_an_interrupted_streamer_gets_no_token_twice(self):
-        """Whether it took the token is unknown, so nothing more is handed on."""
-
-        class Interrupted(Recorder):
-            def put(self, value):
-                super().put(value)
-                if len(self.puts) == 2:
-                    raise KeyboardInterrupt
-
-        streamer = Interrupted()
-        rows = sequences(streamer=streamer)
-        with pytest.raises(KeyboardInterrupt):
-            rows.append([[11, 12, 13], [14, 15, 16]])
-        assert rows.output()[:, 4:].tolist() == [[11, 12, 13], [14, 15, 16]]
-        rows.end()
-        assert streamer.puts == [[11, 14], [12, 15]] and streamer.ends == 1
-
-    def test_streaming_waits_for_the_slowest_row(self):
-        streamer = Recorder()
-        rows = sequences([EosTokenCriteria(torch.tensor([7]))], streamer=streamer)
-        rows.append([[11, 12, 13], [21]])
-        assert streamer.puts == [[11, 21]]
-        rows.append([[14], [22, 7]])  # the second row is done: padding from here on
-        assert streamer.puts == [[11, 21], [12, 22], [13, 7], [14, PAD_TOKEN_ID]]
-        rows.end()
-        assert streamer.ends == 1
 
 
 @pytest.mark.parametrize(("kind", "ends"), [("tree", True), ("specattn", False)])

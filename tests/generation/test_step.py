@@ -5,22 +5,13 @@ import torch
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation import compiled_steps as compiled
-from hf_longspec.generation import cuda_graphs as captured
 from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, runner_of
-from tests.tiny_targets import (
-    PAD_TOKEN_ID,
-    TINY_TARGETS,
-    RandomTreeDraftModel,
-    random_longspec_draft,
-    tiny_prompts,
-    tiny_target,
-)
+from tests.tiny_targets import TINY_TARGETS, RandomTreeDraftModel, random_longspec_draft, tiny_target
+from tests.tiny_targets import generate as generate_text
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 LENGTHS = (33, 5)
-# Never emitted by itself, so that every call runs as many steps as it says.
-OPTIONS = {"pad_token_id": PAD_TOKEN_ID, "eos_token_id": None}
 DRAFTS = {
     "plain": PlainDraftModel.from_target,
     "specattn": lambda model: SpecAttnDraftModel.from_target(model, sparse_min_tokens=8, num_assistant_tokens=2),
@@ -34,17 +25,7 @@ TELLING = "gemma2"
 
 def generate(model, draft, mode, rows=2, new=24, **options):
     draft.generation_config.compile = mode
-    input_ids, mask = tiny_prompts(model.config.vocab_size, LENGTHS[:rows])
-    torch.manual_seed(0)
-    return model.generate(
-        input_ids, attention_mask=mask, assistant_model=draft, max_new_tokens=new, **(OPTIONS | options)
-    )
-
-
-@pytest.fixture(scope="module")
-def llama():
-    """A graph of one layer would not show that layers are mixed up."""
-    return tiny_target("llama")
+    return generate_text(model, draft, LENGTHS[:rows], max_new_tokens=new, **options)
 
 
 @pytest.mark.parametrize("kind", ["plain", "specattn", "longspec"])
@@ -143,42 +124,6 @@ def test_modes():
         of("graph", cpu)
     with pytest.raises(ValueError, match="compile='fast'"):
         generate(model, draft, "fast")
-
-
-def test_a_draft_of_another_dtype_is_copied_in_every_call(llama, monkeypatch):
-    """Graphs read the weights of that copy, so the next call has graphs of its own.
-
-    In place of a CUDA graph the function is run again, and writes to the outputs of the capture.
-    """
-    draft, histograms, inside = random_longspec_draft(llama, window=8, tree_widths=[3, 2]).double(), [], []
-
-    def run(function):
-        inside.append(function)
-        try:
-            return function()
-        finally:
-            inside.pop()
-
-    def capture(function, device, target):
-        outputs = run(function)
-
-        def replay():
-            for old, new in zip(captured._tensors(outputs), captured._tensors(run(function)), strict=True):
-                old.copy_(new)
-
-        return outputs, replay
-
-    monkeypatch.setattr(captured, "capture", capture)
-    # the torch backend reads lengths back, as kernels for GPUs do not; where a graph may not break, it masks
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: bool(inside))
-    for runner in (lambda *_: None, lambda _, *pair: captured.CapturedRunner(*pair[:2])):
-        monkeypatch.setattr("hf_longspec.generation.decoding.runner_of", runner)
-        for _ in range(2):
-            generate(llama, draft, "off")
-            histograms.append(draft.last_speculation.acceptance_histogram)
-            for parameter in draft.parameters():
-                parameter.data.neg_()
-    assert histograms[0] != histograms[1] and histograms[2:] == histograms[:2]
 
 
 def test_a_step_before_the_first_tokens_runs_as_it_is():

@@ -14,7 +14,7 @@ from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeLayer
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.target import TargetView, chain_of_last_tokens
+from hf_longspec.generation.target import TargetView
 from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.distributions import random_tree
 from tests.rounding import share
@@ -213,12 +213,3 @@ class TestTraits:
         model = tiny_target("llama", attn_implementation="hf_longspec_torch")
         with TargetView(model).attention():
             assert model.config._attn_implementation == "hf_longspec_torch"
-
-
-def test_chain_of_last_tokens_is_right_padded():
-    prompts = [torch.tensor([4, 5, 6, 7]), torch.tensor([8]), torch.tensor([9, 3])]
-    tree, sizes = chain_of_last_tokens(prompts, 3)
-    tree.validate()
-    assert sizes == [3, 1, 2] and tree.is_chain
-    assert [row[keep].tolist() for row, keep in zip(tree.tokens, tree.valid, strict=True)] == [[5, 6, 7], [8], [9, 3]]
-    assert chain_of_last_tokens(prompts[:1], 9)[0].tokens.tolist() == [[4, 5, 6, 7]]

@@ -9,27 +9,16 @@ import re
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.target import TargetView
 from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.user_objects import Recorder
 
 OPTIONS = {"max_new_tokens": 7, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
-
-
-class Recorder(BaseStreamer):
-    def __init__(self):
-        self.puts = []
-
-    def put(self, value):
-        self.puts.append(value.tolist())
-
-    def end(self):
-        self.puts.append("end")
 
 
 def run(model, call, draft, route="assistant_model", **options):
@@ -38,7 +27,7 @@ def run(model, call, draft, route="assistant_model", **options):
     recorder = Recorder()
     how = {"assistant_model": draft} if route == "assistant_model" else {"custom_generate": draft.custom_generate}
     out = model.generate(**(OPTIONS | call | options), **({} if draft is None else how), streamer=recorder)
-    return out, recorder.puts, torch.rand(1).item()
+    return out, (recorder.puts, recorder.ends), torch.rand(1).item()
 
 
 def fresh(call):
@@ -122,6 +111,19 @@ def foreign_layers(model):
     return filled(model, cache, 4)
 
 
+def quantized(model):
+    """Made without `__init__`, which needs a package."""
+    cache = QuantizedCache.__new__(QuantizedCache)
+    Cache.__init__(cache, layer_class_to_replicate=DynamicLayer)
+    return cache
+
+
+def offloaded(model):
+    cache = DynamicCache()
+    cache.offloading = True  # the argument needs a GPU
+    return cache
+
+
 CACHES = {
     "static": (lambda model: StaticCache(config=model.config, max_cache_len=32), "a StaticCache, whose way of"),
     "static-filled": (
@@ -129,6 +131,8 @@ CACHES = {
         "a StaticCache, whose way of.*Pass a DynamicCache",
     ),
     "other": (lambda model: OtherCache(), "a OtherCache, whose way of"),
+    "quantized": (quantized, "QuantizedCache"),
+    "offloaded": (offloaded, "offloading=True"),
     "other-layers": (foreign_layers, "a DynamicCache, with layers of the kind OtherLayer"),
 }
 

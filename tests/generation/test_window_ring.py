@@ -35,12 +35,6 @@ def test_fill_separates_rows_and_drops_padding():
     assert torch.equal(second[0], keys[1, :, 3]) and torch.equal(second[1], keys[1, :, 4])
 
 
-def test_fill_takes_the_dtype_of_autocast():
-    ring, (keys, values) = make_ring(), entries(2, 3)
-    ring.fill(keys.bfloat16(), values.bfloat16(), torch.arange(3).repeat(2, 1))
-    assert ring.keys.dtype == torch.float32 and torch.equal(stored(ring, 1)[2], keys[1, :, 2])
-
-
 def test_accepted_nodes_replace_the_oldest_tokens():
     ring = make_ring()
     ring.fill(*entries(2, 5), torch.tensor([[7, 8, 9, 10, 11], [-3, -2, -1, 0, 1]]))

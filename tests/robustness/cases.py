@@ -71,113 +71,84 @@ def targets(draw) -> tuple[str, dict[str, Any]]:
     return name, overrides
 
 
-NGRAMS = st.fixed_dictionaries(
-    {
-        "ngram_candidates": st.integers(0, 3),
-        "ngram_num_tokens": st.integers(1, 6),
-        "ngram_size": st.integers(1, 4),
-        "ngram_source": st.sampled_from(settings.NGRAMS["ngram_source"].choices),
-        "ngram_preload": st.booleans(),
-    }
-)
-
-
-@st.composite
-def drafts(draw) -> tuple[str, dict[str, Any]]:
-    """Kind and settings, n-grams included."""
-    kind = draw(st.sampled_from(["tree", "tree", "plain", "ngram", "specattn", "longspec", "tokenswift"]))
-    ngrams = draw(NGRAMS)
-    if kind == "plain":
-        return kind, {}
-    if kind == "tree":
-        # at least its seeding chain of 5
-        numbers = {"num_nodes": st.integers(5, 12), "luck": st.sampled_from([0.3, 0.7, 1.0]), "chain": st.booleans()}
-        return kind, draw(st.fixed_dictionaries(numbers | {"seed": st.integers(0, 99)}))
-    if kind == "ngram":
-        return kind, draw(
-            st.fixed_dictionaries(
-                {
-                    "num_assistant_tokens": st.integers(1, 8),
-                    "ngram_candidates": st.integers(1, 4),
-                    "ngram_size": st.integers(1, 4),
-                    "ngram_source": st.sampled_from(settings.NGRAMS["ngram_source"].choices),
-                    "ngram_preload": st.booleans(),
-                }
-            )
-        )
-    if kind == "specattn":
-        numbers = {
-            "num_assistant_tokens": st.integers(1, 5),
-            "sparse_ratio": st.sampled_from([0.05, 0.5, 1.0]),
-            "sparse_min_tokens": st.integers(1, 20),
-            "selection": st.sampled_from(SELECTIONS),
-            "score": st.sampled_from(["logits", "weights"]),
-            "granularity": st.sampled_from(GRANULARITIES),
-            "acceptance": st.sampled_from(["rejection", "coupled"]),
-        }
-        return kind, draw(st.fixed_dictionaries(numbers)) | ngrams
-    if kind == "longspec":
-        widths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
-        window = draw(st.integers(len(widths) + 2, 14))
-        return kind, {"tree_widths": widths, "window": window, "cross_attention": draw(st.booleans())} | ngrams
-    self_draft = draw(st.sampled_from(["verify_hidden", "partial_kv"]))
-    branching = draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
-    numbers = {
-        "partial_kv_policy": st.sampled_from(["dynamic", "static", "full"]),
-        "partial_kv_budget": st.integers(20, 40),
-        "partial_kv_recent": st.integers(0, 8),
-    }
-    heads = {"num_heads": len(branching) - 1, "tree_branching": branching, "self_draft": self_draft}
-    return kind, heads | draw(st.fixed_dictionaries(numbers)) | ngrams
-
-
 NUMBERS = st.integers(1, 5)
 WIDTHS = st.lists(st.integers(1, 8), min_size=1, max_size=4)
-QUEST = {
+BOTH_RULES = {"acceptance": st.sampled_from(["rejection", "coupled"])}
+OF_NGRAMS = {
+    "ngram_size": st.integers(1, 4),
+    "ngram_source": st.sampled_from(settings.NGRAMS["ngram_source"].choices),
+    "ngram_preload": st.booleans(),
+}
+NGRAMS = {"ngram_candidates": st.integers(0, 3), "ngram_num_tokens": st.integers(1, 6)} | OF_NGRAMS
+SPARSE = BOTH_RULES | {
     "num_assistant_tokens": NUMBERS,
     "sparse_ratio": st.sampled_from([0.05, 0.5, 1.0]),
     "sparse_min_tokens": st.integers(1, 20),
-    "acceptance": st.sampled_from(["rejection", "coupled"]),
-    "page_size": st.integers(1, 8),
-    "num_dense_layers": st.integers(0, 2),
 }
-RECYCLING = {"num_nodes": st.integers(2, 20), "max_depth": NUMBERS, "num_candidates": st.integers(1, 16)}
-ASSISTANT = {
-    "window": st.sampled_from([None, 3, 16]),
-    "sinks": st.integers(0, 4),
-    "acceptance": st.sampled_from(["rejection", "coupled"]),
-    "prefill_chunk_size": st.sampled_from([3, 2048]),
-}
-EAGLE3 = {
-    "tree_widths": WIDTHS,
-    "window": st.sampled_from([None, "trained", 4, 9]),
-    "sinks": st.integers(0, 4),
-}
+EAGLE3 = {"tree_widths": WIDTHS, "window": st.sampled_from([None, "trained", 4, 9]), "sinks": st.integers(0, 4)}
 EAGLE3_FLAGS = ("own_embedding", "own_head", "norm_before_residual", "norm_output", "qk_norm", "attention_bias")
 EAGLE3_CHECKPOINTS = Path(__file__).parents[1] / "modeling" / "eagle3" / "fixtures"
+# Settings of each kind of draft that do not depend on one another.
+SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
+    "tree": {
+        "num_nodes": st.integers(5, 12),  # at least its seeding chain of 5
+        "luck": st.sampled_from([0.3, 0.7, 1.0]),
+        "chain": st.booleans(),
+        "seed": st.integers(0, 99),
+    },
+    "plain": {},
+    "ngram": {"num_assistant_tokens": st.integers(1, 8), "ngram_candidates": st.integers(1, 4)} | OF_NGRAMS,
+    "specattn": SPARSE
+    | {
+        "selection": st.sampled_from(SELECTIONS),
+        "score": st.sampled_from(["logits", "weights"]),
+        "granularity": st.sampled_from(GRANULARITIES),
+    },
+    "longspec": {"cross_attention": st.booleans()},
+    "tokenswift": {
+        "self_draft": st.sampled_from(["verify_hidden", "partial_kv"]),
+        "partial_kv_policy": st.sampled_from(["dynamic", "static", "full"]),
+        "partial_kv_budget": st.integers(20, 40),
+        "partial_kv_recent": st.integers(0, 8),
+    },
+    "quest": SPARSE | {"page_size": st.integers(1, 8), "num_dense_layers": st.integers(0, 2)},
+    "recycling": {"num_nodes": st.integers(2, 20), "max_depth": NUMBERS, "num_candidates": st.integers(1, 16)},
+    "assistant": BOTH_RULES
+    | {
+        "window": st.sampled_from([None, 3, 16]),
+        "sinks": st.integers(0, 4),
+        "prefill_chunk_size": st.sampled_from([3, 2048]),
+    },
+    "eagle3": EAGLE3 | dict.fromkeys(EAGLE3_FLAGS, st.booleans()),
+    "fixture": EAGLE3,  # checkpoints of other projects
+}
+# Those with more to vary are drawn more often.
+KINDS = (*SETTINGS, "tree", "eagle3", "assistant")
 
 
 @st.composite
-def further_drafts(draw, vocab: int) -> tuple[str, dict[str, Any]]:
-    """Kind and settings of drafts that [`drafts`] leaves out; `fixture` is a checkpoint of another project."""
-    kind = draw(st.sampled_from(["eagle3", "eagle3", "fixture", "quest", "recycling", "assistant", "assistant"]))
-    rows = {"quest": QUEST, "recycling": RECYCLING, "assistant": ASSISTANT}.get(kind, EAGLE3)
-    settings = draw(st.fixed_dictionaries(rows)) | (draw(maybe(NGRAMS)) or {})
+def drafts(draw, vocab: int) -> tuple[str, dict[str, Any]]:
+    """Kind and settings, n-grams included."""
+    kind = draw(st.sampled_from(KINDS))
+    settings = draw(st.fixed_dictionaries(SETTINGS[kind]))
+    if kind not in ("tree", "plain", "ngram"):
+        settings |= draw(st.just({}) | st.fixed_dictionaries(NGRAMS))
+    if kind == "longspec":
+        widths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
+        settings |= {"tree_widths": widths, "window": draw(st.integers(len(widths) + 2, 14))}
+    if kind == "tokenswift":
+        branching = draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
+        settings |= {"num_heads": len(branching) - 1, "tree_branching": branching}
     if kind == "assistant":
-        shape = draw(st.sampled_from(["chain", "tree", "PARD"]))
-        if shape == "tree":
-            return kind, settings | {"tree_widths": draw(WIDTHS.filter(lambda widths: set(widths) != {1}))}
-        return kind, settings | {"num_assistant_tokens": draw(NUMBERS)} | (
-            {"pard_token": vocab - 1} if shape == "PARD" else {}
-        )
+        shapes = {"tree_widths": WIDTHS.filter(lambda widths: set(widths) != {1})}, {"num_assistant_tokens": NUMBERS}
+        shape = draw(st.sampled_from((*shapes, shapes[1] | {"pard_token": st.just(vocab - 1)})))
+        settings |= draw(st.fixed_dictionaries(shape))
     if kind == "fixture":
-        names = sorted(path.name for path in EAGLE3_CHECKPOINTS.iterdir())
-        return kind, {"folder": draw(st.sampled_from(names))} | settings
+        settings["folder"] = draw(st.sampled_from(sorted(path.name for path in EAGLE3_CHECKPOINTS.iterdir())))
     if kind == "eagle3":
-        flags = {name: st.booleans() for name in EAGLE3_FLAGS}
-        settings |= draw(st.fixed_dictionaries(flags | {"num_hidden_layers": st.integers(1, 2)}))
+        count = settings["num_hidden_layers"] = draw(st.integers(1, 2))
         options = {
-            "layer_windows": st.lists(st.integers(2, 9), min_size=(n := settings["num_hidden_layers"]), max_size=n),
+            "layer_windows": st.lists(st.integers(2, 9), min_size=count, max_size=count),
             "draft_vocab_size": st.integers(3, vocab),
             "target_layer_ids": st.lists(st.integers(0, 1), min_size=3, max_size=3),
         }

@@ -96,15 +96,10 @@ class Unbuildable(Exception):
 
 @dataclass
 class Outcome:
-    """The result of one draft on one type: `identical`, `refused`, or a failure.
+    """The result of one draft on one type."""
 
-    Args:
-        kind (`str`): `identical`, `refused`, `different` or `unclear`.
-        detail (`str`): The reason of a refusal as the table puts it, an error's text, or where texts differ.
-    """
-
-    kind: str
-    detail: str = ""
+    kind: str  # `identical`, `refused`, `different` or `unclear`
+    detail: str = ""  # the reason of a refusal as the table puts it, an error's text, or where texts differ
 
     @property
     def failed(self) -> bool:
@@ -113,15 +108,10 @@ class Outcome:
 
 @dataclass
 class Stock:
-    """A tiny model of one type, and what the stock `generate` makes of the prompts.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        poor (`str`, *optional*): Why its texts prove nothing.
-    """
+    """A tiny model of one type, and what the stock `generate` makes of the prompts."""
 
     model: Any
-    poor: str | None = None
+    poor: str | None = None  # why its texts prove nothing
     texts: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def arguments(self, batch: str) -> dict[str, Any]:
@@ -142,10 +132,6 @@ class Stock:
 
 def build(model_type: str, seed: int = 0, **overrides: Any) -> Any:
     """A tiny model of a type with peaked random weights, in eval mode; one that is refused keeps its own weights.
-
-    Args:
-        seed (`int`, *optional*, defaults to 0): Of the weights.
-        **overrides: Fields of its configuration.
 
     Raises:
         Unbuildable: If transformers cannot make it, or it would be large.

@@ -24,7 +24,6 @@ from tests.robustness.cases import (
     allowed_tokens,
     character,
     drafts,
-    further_drafts,
     maybe,
     processors,
     stopping,
@@ -52,64 +51,36 @@ GAP, GAP_OF_EXPERTS = 2.5, 8.0
 
 @dataclass(frozen=True)
 class Call:
-    """One call, or a few that belong together.
+    """One call, or a few that belong together."""
 
-    Args:
-        target (`tuple`): Arguments of `tiny_target`: name, and config fields as pairs.
-        lengths (`tuple[int, ...]`): Prompt lengths.
-        kind (`str`): Of the draft.
-        settings (`dict`): Of the draft.
-        options (`dict`): Arguments of `generate`.
-        stop_at (`tuple`, *optional*): Remainder and divisor of [`LastToken`].
-        penalty (`tuple`, *optional*): Arguments of `ContextualPenaltyLogitsProcessor`.
-        allowed (`int`, *optional*): Divisor of [`allowed_tokens`].
-        do_sample (`bool`): Whether tokens are drawn.
-        weights (`int`): Seed of the target's weights.
-        dtype (`str`): Of the target.
-        attention (`str`, *optional*): `attn_implementation` of the target that speculates.
-        plan (`str`): `once`, `again` (twice with the same draft), `lent`, `bare` or `returned` (a second turn on a
-            cache with or without a config, or on the returned one), or `threads` (two calls at once).
-        beside (`bool`): Whether the second thread or the second turn has no draft.
-        gate (`bool`): Of the draft.
-        compiles (`bool`): Whether the draft compiles its steps.
-        wanted (`str`): `text` for a tensor, `dict`, or `scores` for scores and logits as well.
-        masked (`bool`): Whether the attention mask is passed.
-        streamed (`bool`): Whether a streamer is passed.
-        custom (`bool`): Whether the draft is passed as `custom_generate`.
-        small (`tuple`, *optional*): Name, config fields and dtype of the model that drafts.
-        end (`int`): The end token, if the options name no other.
-        d2t (`int`, *optional*): Seed of the tokens that an EAGLE-3 draft has, if not the first ones.
-        gaps (`int`, *optional*): Distance of the zeros between tokens in the attention mask.
-        int32 (`bool`): Whether prompts are int32.
-        stops_all (`bool`): Whether the stopping criterion answers for all rows at once.
-    """
-
-    target: tuple
-    lengths: tuple[int, ...]
-    kind: str
-    settings: dict[str, Any]
-    options: dict[str, Any]
-    stop_at: tuple[int, int] | None
-    penalty: tuple[float, int, int | None] | None
-    allowed: int | None
+    target: tuple  # arguments of `tiny_target`: name, and config fields as pairs
+    lengths: tuple[int, ...]  # of the prompts
+    kind: str  # of the draft
+    settings: dict[str, Any]  # of the draft
+    options: dict[str, Any]  # of `generate`
+    stop_at: tuple[int, int] | None  # remainder and divisor of [`LastToken`]
+    penalty: tuple[float, int, int | None] | None  # arguments of `ContextualPenaltyLogitsProcessor`
+    allowed: int | None  # divisor of [`allowed_tokens`]
     do_sample: bool
-    weights: int
-    dtype: str
-    attention: str | None
+    weights: int  # seed of the target's weights
+    dtype: str  # of the target
+    attention: str | None  # `attn_implementation` of the target that speculates
+    # `once`, `again` (twice with the same draft), `lent`, `bare` or `returned` (a second turn on a cache with or
+    # without a config, or on the returned one), or `threads` (two calls at once)
     plan: str
-    beside: bool
-    gate: bool
-    compiles: bool
-    wanted: str
-    masked: bool
-    streamed: bool
-    custom: bool
-    small: tuple | None
-    end: int
-    d2t: int | None
-    gaps: int | None
-    int32: bool
-    stops_all: bool
+    beside: bool  # the second thread or the second turn has no draft
+    gate: bool  # of the draft
+    compiles: bool  # the draft compiles its steps
+    wanted: str  # `text` for a tensor, `dict`, or `scores` for scores and logits as well
+    masked: bool  # the attention mask is passed
+    streamed: bool  # a streamer is passed
+    custom: bool  # the draft is passed as `custom_generate`
+    small: tuple | None  # name, config fields and dtype of the model that drafts
+    end: int  # the end token, if the options name no other
+    d2t: int | None  # seed of the tokens that an EAGLE-3 draft has, if not the first ones
+    gaps: int | None  # distance of the zeros between tokens in the attention mask
+    int32: bool  # prompts are int32
+    stops_all: bool  # the stopping criterion answers for all rows at once
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -155,7 +126,7 @@ def calls(draw: Any, compiles: bool = False) -> Call:
     options = draw(stopping(longest, vocab)) | draw(processors(longest, vocab, do_sample))
     if (chunk := draw(maybe(st.integers(1, 17)))) is not None:
         options["prefill_chunk_size"] = chunk
-    kind, settings = draw(further_drafts(vocab)) if draw(st.booleans()) else draw(drafts())
+    kind, settings = draw(drafts(vocab))
     if kind == "fixture":
         name, overrides = "llama", OF_CHECKPOINTS
     elif name in ROPE_TARGETS and draw(st.booleans()):

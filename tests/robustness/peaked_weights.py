@@ -22,13 +22,7 @@ _ROUNDS = 3  # of scaling: a softcap or a bias bends what the output makes of it
 
 @torch.no_grad()
 def peak(model: Any, vocab_size: int, seed: int = 0) -> None:
-    """Draw every weight of `model` anew, and scale its output.
-
-    Args:
-        model (`PreTrainedModel`): On the CPU, in float32.
-        vocab_size (`int`): Tokens of the prompt that the output is scaled on are drawn from it.
-        seed (`int`, *optional*, defaults to 0): Of the weights.
-    """
+    """Draw every weight of a float32 model anew, and scale its output on a prompt of tokens below `vocab_size`."""
     generator = torch.Generator().manual_seed(seed)
     scale = SCALES[seed % len(SCALES)]
     head = model.get_output_embeddings()

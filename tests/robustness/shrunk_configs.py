@@ -138,12 +138,7 @@ EXCEPTIONS["qwen4_exp"] = {"text_config": EXCEPTIONS["qwen4_exp_text"]}
 
 
 def shrunk_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
-    """The configuration of a tiny model of `model_type`, each field of the default replaced by its rule.
-
-    Args:
-        model_type (`str`): As in `AutoConfig.for_model`.
-        **overrides: Fields that replace what the rules say.
-    """
+    """The configuration of a tiny model: each field of the default replaced by its rule, or by `overrides`."""
     exceptions = EXCEPTIONS.get(model_type, {})
     try:
         default = AutoConfig.for_model(model_type)

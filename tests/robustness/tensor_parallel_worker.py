@@ -25,9 +25,9 @@ from hf_longspec.generation.gate import SpeculationGate
 from hf_longspec.generation.parallel import Ranks
 from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
 from tests.robustness.drafts import make_draft
-from tests.tiny_targets import tiny_prompts
+from tests.tiny_targets import generate
 
-RANKS, LENGTHS, NEW, NEVER = 2, (33, 3, 13), 12, 1
+RANKS, LENGTHS, NEW = 2, (33, 3, 13), 12
 # Drafts that read nothing of the target, its scores, and its keys and values: chosen ones, and those of a layer.
 KINDS = ("ngram", "specattn", "partial", "longspec")
 
@@ -92,29 +92,25 @@ def main(rank, target, results):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     dist.init_process_group("gloo", init_method=f"file://{results}/rendezvous", rank=rank, world_size=RANKS)
     model = AutoModelForCausalLM.from_pretrained(target, tp_plan="auto", dtype=torch.float32).eval()
-    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": NEW}
-    inputs |= {"eos_token_id": NEVER, "pad_token_id": NEVER}
 
-    def run(draft, seed, **options):
-        torch.manual_seed(seed)
-        return model.generate(**inputs, **options, assistant_model=draft).tolist()
+    def run(draft, seed=0, **options):
+        return generate(model, draft, LENGTHS, seed, max_new_tokens=NEW, **options).tolist()
 
-    seen = {"size": model._tp_size, "greedy": {"none": run(None, 0, do_sample=False)}, "sampled": {}, "histograms": {}}
+    seen = {"size": model._tp_size, "greedy": {"none": run(None)}, "sampled": {}, "histograms": {}}
     selections = []
     watch_selections(selections)
     for kind in KINDS:
         draft = make_draft(kind, model)
-        seen["greedy"][kind] = run(draft, 0, do_sample=False)
+        seen["greedy"][kind] = run(draft)
         seen["histograms"][kind] = draft.last_speculation.acceptance_histogram
         # every rank has a random state of its own, as processes do
         seen["sampled"][kind] = run(draft, rank, do_sample=True, temperature=1.3, top_k=0)
     seen["selections"] = selections
-    seen["stopped"] = run(make_draft("plain", model), 0, do_sample=False, stopping_criteria=[StopsOnTheFirstRank()])
+    seen["stopped"] = run(make_draft("plain", model), stopping_criteria=[StopsOnTheFirstRank()])
     draft = make_draft("plain", model)
     draft.generation_config.compile = "compile"
     try:
-        run(draft, 0, do_sample=False)
+        run(draft)
     except ValueError as error:
         seen["refused"] = str(error)
     seen["gate"] = shared_choices(rank)

@@ -1,46 +1,26 @@
 """An exception in any phase of a call: model, draft and the user's cache are as before, and the next call is right."""
 
 import copy
+from functools import partial
 from itertools import cycle, product
 
 import pytest
 import torch
-from transformers import LogitsProcessor
-from transformers.generation.stopping_criteria import StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.generation.cache import SpeculativeCache as Cache
 from hf_longspec.generation.sampling import TokenRule
 from hf_longspec.generation.target import TargetView
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.user_objects import Bomb, Recorder
 
 NEVER, NEW, PROMPT, TURN = 1, 8, 33, 11
-
-
 KINDS = ("ngram", "specattn", "longspec", "tokenswift", "partial")
 
 
 class Boom(Exception):
     """The exception of a user's object."""
-
-
-class Bomb:
-    """Raises at its n-th call, once."""
-
-    def __init__(self, error, calls):
-        self.error, self.calls = error, calls
-
-    def __call__(self):
-        self.calls -= 1
-        if self.calls == 0:
-            raise self.error
-
-    @property
-    def went_off(self):
-        return self.calls <= 0
 
 
 def around(owner, name, bomb, patch):
@@ -55,6 +35,10 @@ def around(owner, name, bomb, patch):
     patch.setattr(owner, name, run)
 
 
+def method_of(owner, name):
+    return lambda draft, bomb, patch: around(owner, name, bomb, patch)
+
+
 def drafter_method(name):
     def arm(draft, bomb, patch):
         make = draft.make_drafter
@@ -65,17 +49,14 @@ def drafter_method(name):
             return drafter
 
         patch.setattr(draft, "make_drafter", armed)
-        return {}
 
     return arm
 
 
-def method_of(owner, name):
-    def arm(draft, bomb, patch):
-        around(owner, name, bomb, patch)
-        return {}
-
-    return arm
+def streamer(draft, bomb, patch, method):
+    recorder = Recorder()
+    around(recorder, method, bomb, patch)
+    return {"streamer": recorder}
 
 
 def in_the_second_layer(draft, bomb, patch):
@@ -96,36 +77,6 @@ def in_half_a_commit(draft, bomb, patch):
         set_lengths(self, lengths)
 
     patch.setattr(SpeculativeCache, "set_lengths", half)
-    return {}
-
-
-class BombStreamer(BaseStreamer):
-    def __init__(self, put=lambda: None, end=lambda: None):
-        self.on_put, self.on_end = put, end
-
-    def put(self, value):
-        self.on_put()
-
-    def end(self):
-        self.on_end()
-
-
-def in_a_processor(draft, bomb, patch):
-    class Processor(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            bomb()
-            return scores
-
-    return {"logits_processor": [Processor()]}
-
-
-def in_a_criterion(draft, bomb, patch):
-    class Criterion(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            bomb()
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    return {"stopping_criteria": [Criterion()]}
 
 
 # Phase: how to arm it, and at which call the bomb goes off
@@ -137,13 +88,13 @@ PHASES = {
     "draft": (drafter_method("propose"), 2),
     "verify": (method_of(TargetView, "verify"), 3),
     "accept": (method_of(TokenRule, "accept"), 3),
-    "commit": (method_of(Cache, "commit"), 3),
+    "commit": (method_of(SpeculativeCache, "commit"), 3),
     "half a commit": (in_half_a_commit, 5),
     "observe": (drafter_method("observe"), 2),
-    "processor": (in_a_processor, 4),
-    "criterion": (in_a_criterion, 4),
-    "stream": (lambda draft, bomb, patch: {"streamer": BombStreamer(put=bomb)}, 4),
-    "end of the stream": (lambda draft, bomb, patch: {"streamer": BombStreamer(end=bomb)}, 1),
+    "processor": (lambda draft, bomb, patch: {"logits_processor": [bomb.processor()]}, 4),
+    "criterion": (lambda draft, bomb, patch: {"stopping_criteria": [bomb.criterion()]}, 4),
+    "stream": (partial(streamer, method="put"), 4),
+    "end of the stream": (partial(streamer, method="end"), 1),
 }
 
 
@@ -200,9 +151,9 @@ def test_a_fault(run, cache, kind, phase, error):
     weights, settings = copy.deepcopy(draft.state_dict()), copy.deepcopy(draft.generation_config.to_dict())
     entries, training = held(cache), draft.training
     arm, calls = PHASES[phase]
-    bomb = Bomb(error, calls)
+    bomb = Bomb(calls, error)
     with pytest.MonkeyPatch.context() as patch:
-        options = arm(draft, bomb, patch)
+        options = arm(draft, bomb, patch) or {}
         try:
             out = run(draft, past_key_values=cache, **options)
         except Boom:

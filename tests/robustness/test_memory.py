@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.robustness.drafts import KINDS, make_draft
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_targets import generate, tiny_target
 
-NEVER = 1
 # The allocator of libc keeps freed memory and splits it anew: after the warm-up the process was seen to move by less
 # than 2 MB either way. One kept cache of a call is 0.3 MB, so 36 calls that leak would show as 11 MB.
 SLACK = 8 * 2**20
@@ -19,10 +18,8 @@ WARM_UP = 24
 def call(model, draft, index):
     """One short call whose shapes change with its index."""
     lengths = [(33, 3, 13), (150,), (70, 41)][index % 3]
-    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, lengths, seed=index)
-    options = {"max_new_tokens": 3 + index % 4, "eos_token_id": NEVER, "pad_token_id": NEVER}
-    options |= {"return_dict_in_generate": True, "output_scores": True, "do_sample": index % 2 == 1}
-    return model.generate(input_ids, attention_mask=attention_mask, **options, assistant_model=draft)
+    options = {"max_new_tokens": 3 + index % 4, "return_dict_in_generate": True, "output_scores": True}
+    return generate(model, draft, lengths, seed=index, do_sample=index % 2 == 1, **options)
 
 
 def growth(calls, keep=False, warm_up=WARM_UP):

@@ -3,15 +3,14 @@
 import copy
 import io
 import pickle
+from functools import partial
 from itertools import cycle
 
 import pytest
 import torch
 
 from tests.robustness.drafts import KINDS, make_draft
-from tests.tiny_targets import tiny_prompts, tiny_target
-
-NEVER = 1
+from tests.tiny_targets import generate, tiny_target
 
 
 def through_torch(thing):
@@ -27,16 +26,9 @@ WAYS = {"pickle": lambda thing: pickle.loads(pickle.dumps(thing)), "deepcopy": c
 
 @pytest.fixture(scope="module")
 def run():
-    model = tiny_target("llama")
-    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, (33, 3, 13))
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": 12, "do_sample": False}
-    inputs |= {"eos_token_id": NEVER, "pad_token_id": NEVER, "return_dict_in_generate": True, "output_scores": True}
-
-    def generate(draft):
-        return model.generate(**inputs, assistant_model=draft)
-
-    generate.model, generate.text = model, model.generate(**inputs).sequences.tolist()
-    return generate
+    run = partial(generate, tiny_target("llama"), return_dict_in_generate=True, output_scores=True)
+    run.model, run.text = run.args[0], run(None).sequences.tolist()
+    return run
 
 
 @pytest.mark.parametrize(("kind", "way"), list(zip(KINDS, cycle(WAYS))))

@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 from tests.robustness.drafts import make_draft
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_targets import generate as generate_text
+from tests.tiny_targets import tiny_target
 
-NEVER, LENGTHS = 1, (33, 3, 13)
+LENGTHS = (33, 3, 13)
 # A choice of entries of the target's cache, a trained layer with its embedding and head, and trained heads.
 SOME_KINDS = ("specattn", "longspec", "partial")
 # For logits with a standard deviation of 3. Measured: 3.1 with our loop and 7.9 with plain decoding, whose padding
@@ -18,12 +19,8 @@ SOME_KINDS = ("specattn", "longspec", "partial")
 INT8_GAP = 4.0
 
 
-def generate(model, draft=None, **options):
-    input_ids, attention_mask = tiny_prompts(128, LENGTHS)
-    inputs = {"attention_mask": attention_mask, "eos_token_id": NEVER, "pad_token_id": NEVER, "max_new_tokens": 10}
-    return model.generate(
-        input_ids=input_ids, **(inputs | {"do_sample": False} | options), assistant_model=draft
-    ).tolist()
+def generate(model, draft=None):
+    return generate_text(model, draft, LENGTHS, max_new_tokens=10).tolist()
 
 
 def check(model, draft):

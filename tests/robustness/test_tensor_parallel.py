@@ -4,16 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
 from tests.robustness.drafts import SPECATTN, make_draft
-from tests.robustness.tensor_parallel_worker import KINDS, LENGTHS, NEVER, NEW, RANKS, choices, noisy_gate
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.robustness.tensor_parallel_worker import KINDS, LENGTHS, NEW, RANKS, choices, noisy_gate, watch_selections
+from tests.tiny_targets import generate, tiny_target
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,16 +34,8 @@ def ranks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole():
     """The same in one process."""
-    model = tiny_target("llama")
-    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": NEW}
-    inputs |= {"eos_token_id": NEVER, "pad_token_id": NEVER}
-
-    def run(draft, **options):
-        torch.manual_seed(0)
-        return model.generate(**inputs, **options, assistant_model=draft).tolist()
-
-    run.model = model
+    run = partial(generate, tiny_target("llama"), lengths=LENGTHS, max_new_tokens=NEW)
+    run.model = run.args[0]
     return run
 
 
@@ -55,11 +47,11 @@ def test_the_target_is_divided(ranks):
 def test_every_draft(ranks, whole, kind):
     """Greedy and sampled text, and the same numbers of accepted tokens: no rank drafts from its own heads alone."""
     draft = make_draft(kind, whole.model)
-    expected = whole(draft, do_sample=False)
+    expected = whole(draft).tolist()
     histogram = draft.last_speculation.acceptance_histogram
-    assert expected == whole(None, do_sample=False)
+    assert expected == whole(None).tolist()
     # with the first rank's seed, although every rank has its own
-    sampled = whole(make_draft(kind, whole.model), do_sample=True, temperature=1.3, top_k=0)
+    sampled = whole(make_draft(kind, whole.model), do_sample=True, temperature=1.3, top_k=0).tolist()
     for seen in ranks:
         assert seen["greedy"]["none"] == seen["greedy"][kind] == expected
         assert seen["sampled"][kind] == sampled
@@ -69,16 +61,11 @@ def test_every_draft(ranks, whole, kind):
 
 def test_selections_are_those_of_all_heads(ranks, whole, monkeypatch):
     """One selection for a layer counts the heads of all ranks."""
-    mine, select = [], SpecAttnDrafter._select
-
-    def noting(self, *args):
-        chosen = select(self, *args)
-        mine.append(chosen.sort(-1).values.tolist())
-        return chosen
-
-    monkeypatch.setattr(SpecAttnDrafter, "_select", noting)
+    mine = []
+    monkeypatch.setattr(SpecAttnDrafter, "_select", SpecAttnDrafter._select)  # put back afterwards
+    watch_selections(mine)
     draft = SpecAttnDraftModel.from_target(whole.model, gate=False, **SPECATTN)
-    whole(draft, do_sample=False)
+    whole(draft)
     whole(draft, do_sample=True, temperature=1.3, top_k=0)
     assert len(mine) > 6
     for seen in ranks:
@@ -88,7 +75,7 @@ def test_selections_are_those_of_all_heads(ranks, whole, monkeypatch):
 def test_ranks_stop_together(ranks, whole):
     """The first rank's criterion decides; the other rank's never says stop."""
     width = max(LENGTHS) + 5
-    expected = [row[:width] for row in whole(None, do_sample=False)]
+    expected = [row[:width] for row in whole(None).tolist()]
     assert [seen["stopped"] for seen in ranks] == [expected] * RANKS
 
 
