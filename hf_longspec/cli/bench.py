@@ -273,8 +273,7 @@ def show(file: ResultFile, plots: bool, as_json: bool) -> None:
 
 def require_packages(plots: bool) -> None:
     """Refuse, before anything is measured, to run without the packages that the report needs."""
-    remedy = "which is not installed: pip install 'hf_longspec[bench]'"
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise CommandError(f"the report needs {' and '.join(missing)}, {remedy}.")
+        raise CommandError(f"the report needs packages that are not installed: pip install {' '.join(missing)}.")
     if plots and find_spec("matplotlib") is None:
-        raise CommandError(f"the plots need matplotlib, {remedy}, or pass --no-plots.")
+        raise CommandError("the plots need matplotlib: pip install matplotlib, or pass --no-plots.")

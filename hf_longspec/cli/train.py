@@ -241,7 +241,7 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
     try:
         from datasets import DatasetDict, IterableDatasetDict, load_dataset
     except ImportError as error:
-        raise CommandError("datasets is not installed: pip install 'hf_longspec[train]'") from error
+        raise CommandError("datasets is not installed: pip install datasets") from error
 
     name = str(data.get("path"))
     with loading(name, "dataset"):

@@ -38,7 +38,8 @@ except ImportError:  # a published draft compiles no steps
         """Return `None`: every step runs as it is. Refuse a `mode` that asks for compiled or captured steps."""
         if mode not in ("auto", "off"):
             raise ValueError(
-                f"compile={mode!r} needs the package: pip install hf_longspec, or set compile to 'auto' or 'off'."
+                f"compile={mode!r} is not in this copy. Install the package hf_longspec, or set compile to 'auto' or "
+                "'off'."
             )
 
 

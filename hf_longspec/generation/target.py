@@ -144,7 +144,7 @@ class TargetView:
         if "chunked_attention" in kinds or shape_of(self.config, "attention_chunk_size"):
             reasons.append("it has chunked attention, which the attention backends do not support")
         if Ranks is None and (getattr(self.model, "_tp_size", None) or 1) > 1:
-            reasons.append("it uses tensor parallelism, which needs the package: pip install hf_longspec")
+            reasons.append("it uses tensor parallelism, which is not in this copy (install the package hf_longspec)")
         if len(changes := changes_of(self.config)) > 1:
             columns = [change.column for change in changes]
             reasons.append(f"its rotary frequencies change at different positions, {columns}, not at one")

@@ -235,7 +235,7 @@ class DraftModel(PreTrainedModel):
         if self._num_ngram_nodes and NgramDrafter is None:
             raise ValueError(
                 f"ngram_candidates={self.setting('ngram_candidates')}: the code published with this draft does not "
-                "support n-grams. Set it to 0, or `pip install hf_longspec`."
+                "support n-grams. Set it to 0, or install the package hf_longspec."
             )
         self.check_settings(target)
         if (nodes := self.num_tree_nodes(target)) > MOST_NODES:

@@ -194,7 +194,7 @@ def test_what_cannot_be_run_is_said_in_one_line(arguments, message, model, here,
 def test_a_missing_package_of_the_report_is_named_first(here, monkeypatch):
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     result = invoke()
-    assert result.exit_code == 2 and "needs pandas and scipy, which is not installed" in result.output
+    assert result.exit_code == 2 and "not installed: pip install pandas scipy" in result.output
     assert not list(here.iterdir())
 
 

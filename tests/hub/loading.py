@@ -233,7 +233,7 @@ def refusals(target):
         try:
             target.agrees(draft)
         except ValueError as error:
-            check(name, remedy="pip install hf_longspec" in str(error), one_line="\n" not in str(error))
+            check(name, remedy="install the package hf_longspec" in str(error).lower(), one_line="\n" not in str(error))
         else:
             check(name, refused=False)
     del target.model._tp_size

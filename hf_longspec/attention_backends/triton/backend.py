@@ -1,4 +1,4 @@
-"""The backend of Triton kernels for CUDA: `hf_longspec_triton`, installed by `pip install hf_longspec[triton]`.
+"""The backend of Triton kernels for CUDA: `hf_longspec_triton`, if triton is installed.
 
 A step is two launches per layer for any batch size: splits of the prefix with the tree, and one pass that merges them.
 Neither reads a number back from the device.

@@ -68,7 +68,7 @@ def launching_on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 def why_not_device(device: torch.device) -> str | None:
     """Return None if kernels run on this device, or the reason for refusing it."""
     if not INSTALLED:
-        return "triton is not installed: pip install hf_longspec[triton]"
+        return "triton is not installed: pip install triton"
     if INTERPRETED and device.type in ("cpu", "cuda"):
         return None
     if device.type != "cuda":

@@ -101,7 +101,7 @@ def test_refusals_of_the_machine(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "ROCm" in why_not(gpu)
     monkeypatch.setattr(launch, "INSTALLED", False)
-    assert why_not(gpu) == why_not(call) == "triton is not installed: pip install hf_longspec[triton]"
+    assert why_not(gpu) == why_not(call) == "triton is not installed: pip install triton"
 
 
 def test_a_second_copy_has_operators_of_its_own(kernel_device, kernel_copy):
