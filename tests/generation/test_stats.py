@@ -33,7 +33,7 @@ def test_counts_agree_with_the_text(plain_run, kind):
     run = plain_run("llama", lengths, max_new_tokens=14, eos_token_id=ends)
     draft = run.draft(kind)
     stats = run.again(draft, return_dict_in_generate=True).speculation
-    assert draft.last_speculation is stats and stats.method == draft.config.model_type
+    assert draft.last_speculation is stats and stats.method == draft.config.model_type.removeprefix("longspec_")
     texts = [row[: next((i for i, t in enumerate(row) if t in ends), len(row) - 1) + 1] for row in run.generated]
     assert len(texts[0]) == 1 < len(texts[1])
     # the first token of a row comes from its prompt
