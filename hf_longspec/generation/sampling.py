@@ -482,7 +482,8 @@ class Coupling:
         """Return the log-probability that each token is chosen, up to a constant per node.
 
         Args:
-            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's, after nodes of one depth.
+            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's, after nodes of one depth; `(B, 1, V)` if they are
+                the same after all of them.
             known (sequence of `torch.Tensor`): Result of [`Coupling.known`].
             depth (`int`): Drafted tokens that lead to these nodes.
             paths (`torch.Tensor` of shape `(B, n, depth)` or `Callable`): Those tokens, or a function that returns
@@ -499,6 +500,7 @@ class Coupling:
             scores = warped(rule.processors, logits)
         else:
             tokens = paths() if callable(paths) else paths
+            logits = logits.expand(-1, tokens.shape[1], -1)
             if len(known) > rule.do_sample:
                 texts = torch.cat([known[-1][:, None].expand(-1, logits.shape[1], -1), tokens], 2)
                 scores = warped(rule.processors, logits, texts[..., depth:])
