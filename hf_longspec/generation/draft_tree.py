@@ -459,7 +459,7 @@ class Beam:
         self._scores.append(self.scores)
 
     def fields(self, num_nodes: int | None = None) -> tuple[Tensor, ...]:
-        """Return the [`DraftTree.fields`] of all levels, in level order; of the `num_nodes` best nodes if there are more.
+        """Return the [`DraftTree.fields`] of all levels, in level order; of the best `num_nodes` if there are more.
 
         The best nodes are those with the most probable paths. They form a tree, as no path is more probable than its
         beginning.

@@ -5,6 +5,7 @@ It also converts checkpoints that the authors of a method published: the names o
 Published copies of a draft hold neither this file nor what a registration names.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -143,7 +144,7 @@ class Converter:
 
     Args:
         published (`Mapping[str, str]`): Id of each published draft, and of the target that it was trained for.
-        marker (`str`): A part of a tensor's name that only checkpoints of this method have.
+        marker (`str`): Regular expression of a part of a tensor's name that only checkpoints of this method have.
         draft (`Callable`): Function of the [`Checkpoint`] and the config of the target that returns the draft.
     """
 
@@ -185,7 +186,7 @@ def convert(source: str, target: str | None = None) -> DraftModel:
     config = AutoConfig.from_pretrained(target or targets[source])
     checkpoint = Checkpoint(source)
     for converter in converters():
-        if any(converter.marker in name for name in checkpoint.names):
+        if any(re.search(converter.marker, name) for name in checkpoint.names):
             return converter.draft(checkpoint, config)
     markers = " or ".join(repr(converter.marker) for converter in converters())
     raise ValueError(

@@ -1,6 +1,6 @@
 """Eagle3DraftModel: one decoder layer on states of three layers of the target, run once per drafted token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -9,11 +9,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.deprecation import deprecate_kwarg
 
+from ...generation.drafter import Binding
 from ...generation.target import TargetView
-from ..aux_hidden_states import AuxDraftModel
+from ..aux_drafter import AuxDrafter
+from ..aux_hidden_states import AuxDraftModel, ends_of
 from ..settings import WIDTHS, Setting
 from .configuration_eagle3 import Eagle3Config
 from .generation_eagle3 import Eagle3Drafter
+from .generation_peagle import ParallelEagle3Drafter
 from .layers_eagle3 import Attend, ChainedAttention, Eagle3Layer, Rotary
 
 
@@ -32,7 +35,6 @@ class Eagle3DraftModel(AuxDraftModel):
     """
 
     config_class = Eagle3Config
-    drafter_class = Eagle3Drafter
     _no_split_modules = ["Eagle3Layer"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": WIDTHS,  # 16 nodes with the root, which is a whole tile of the kernels
@@ -48,6 +50,8 @@ class Eagle3DraftModel(AuxDraftModel):
         norms = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_aux_hidden_states)]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
+        parallel = config.mask_token_id is not None
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, width)) if parallel else None
         self.add_ends(config)
 
     @classmethod
@@ -142,6 +146,75 @@ class Eagle3DraftModel(AuxDraftModel):
             states = layer(states, embedded if index == 0 else None, angles, attend, query_places if is_last else None)
         outputs = self.norm(states)
         return outputs, outputs if self.effective("norm_output") else states
+
+    @torch.no_grad()
+    def draft_logits(
+        self,
+        aux_hidden_states: torch.Tensor,
+        tokens: torch.LongTensor,
+        lengths: Sequence[int],
+        embed_tokens: Any = None,
+        lm_head: Any = None,
+    ) -> list[torch.Tensor]:
+        """Return the logits that a P-EAGLE draft computes in one forward after the first entries of whole texts.
+
+        Args:
+            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
+                the target's layers `target_layer_ids` at each entry, joined.
+            tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the states.
+            lengths (`Sequence[int]`): For each draft, how many entries it follows.
+            embed_tokens (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's embedding, for
+                drafts without one of their own.
+            lm_head (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's head, likewise.
+
+        Returns:
+            `list[torch.Tensor]`: For each length, logits `(B, levels, draft vocabulary)`.
+
+        Raises:
+            ValueError: If the draft is not one of P-EAGLE.
+        """
+        if self.mask_hidden is None:
+            raise ValueError(
+                "this EAGLE-3 draft has no mask_token_id, so that it drafts one token in a forward: call "
+                "draft(aux_hidden_states, tokens, steps) for the logits of its steps."
+            )
+        target, count, found = ends_of(embed_tokens, lm_head), len(self.setting("tree_widths")) - 1, []
+        windows, rotary = self.config.window_of_layers, self.rotary_embedding(tokens.device)
+        for length in map(int, lengths):
+            places = torch.arange(length + count, device=tokens.device)
+            distance = places[:, None] - places
+
+            def attend(
+                index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: int = length - 1
+            ) -> torch.Tensor:
+                window, sinks, query_places = windows[index], 0, places[:, None]
+                if window is None:  # that of inference does not move with the rows
+                    window, sinks = min(self.prompt_tokens, len(places)), self.setting("sinks")
+                    query_places = query_places.clamp_max(last)
+                mask = (places > query_places - window) | (places < sinks) | (places >= last)
+                mask = mask & (distance >= 0)
+                return nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+
+            aux = aux_hidden_states[:, :length].to(self.dtype)
+            embedded, states = self.with_mask_rows(aux, tokens[:, :length], count, target)
+            angles = rotary(states, places.expand(len(tokens), -1))
+            outputs, _ = self.run(states, embedded, angles, attend)
+            found.append(self.logits(outputs[:, length - 1 :], target))
+        return found
+
+    def with_mask_rows(
+        self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, count: int, target: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return embeddings and features `(B, T + count, hidden)` of T entries, and of the rows that P-EAGLE adds."""
+        masks = tokens.new_full((len(tokens), count), self.config.mask_token_id)
+        assert self.mask_hidden is not None
+        hidden = self.mask_hidden.expand(len(tokens), count, -1)
+        embedded = self.embed(torch.cat([tokens, masks], 1), target)
+        return embedded, self.features(torch.cat([aux_hidden_states, hidden], 1))
+
+    def make_drafter(self, binding: Binding) -> AuxDrafter:
+        """Return the drafter of one call: that of EAGLE-3, or of P-EAGLE."""
+        return (Eagle3Drafter if self.mask_hidden is None else ParallelEagle3Drafter)(binding, self)
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of a tree, root included."""
