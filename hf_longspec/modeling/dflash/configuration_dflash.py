@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..aux_hidden_states import AuxConfig
+from ..aux_hidden_states import AuxConfig, default_layer_ids
 from ..configuration_base import text_config
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -53,7 +53,10 @@ class DFlashConfig(AuxConfig):
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
         """Return the configuration of a draft of the target's width; its mask is the last row of the embedding."""
-        return super().from_target(target, **({"mask_token_id": text_config(target).vocab_size - 1} | overrides))
+        text = text_config(target)
+        layers = [min(layer, text.num_hidden_layers - 1) for layer in default_layer_ids(text.num_hidden_layers)]
+        values = {"mask_token_id": text.vocab_size - 1, "target_layer_ids": layers}
+        return super().from_target(target, **(values | overrides))
 
     @property
     def first_slot(self) -> int:

@@ -178,29 +178,29 @@ class Eagle3DraftModel(AuxDraftModel):
                 "this EAGLE-3 draft has no mask_token_id, so that it drafts one token in a forward: call "
                 "draft(aux_hidden_states, tokens, steps) for the logits of its steps."
             )
-        target, count, found = ends_of(embed_tokens, lm_head), len(self.setting("tree_widths")) - 1, []
-        windows, rotary = self.config.window_of_layers, self.rotary_embedding(tokens.device)
-        for length in map(int, lengths):
-            places = torch.arange(length + count, device=tokens.device)
-            distance = places[:, None] - places
+        target = ends_of(embed_tokens, lm_head)
+        return [self._parallel_logits(aux_hidden_states[:, :size], tokens[:, :size], target) for size in lengths]
 
-            def attend(
-                index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: int = length - 1
-            ) -> torch.Tensor:
-                window, sinks, query_places = windows[index], 0, places[:, None]
-                if window is None:  # that of inference does not move with the rows
-                    window, sinks = min(self.prompt_tokens, len(places)), self.setting("sinks")
-                    query_places = query_places.clamp_max(last)
-                mask = (places > query_places - window) | (places < sinks) | (places >= last)
-                mask = mask & (distance >= 0)
-                return nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    def _parallel_logits(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, target: Any) -> torch.Tensor:
+        """Return the logits `(B, levels, draft vocabulary)` after whole texts of T entries."""
+        last, count = tokens.shape[1] - 1, len(self.setting("tree_widths")) - 1
+        places = torch.arange(last + 1 + count, device=tokens.device)
+        queries, windows = places[:, None], self.config.window_of_layers
 
-            aux = aux_hidden_states[:, :length].to(self.dtype)
-            embedded, states = self.with_mask_rows(aux, tokens[:, :length], count, target)
-            angles = rotary(states, places.expand(len(tokens), -1))
-            outputs, _ = self.run(states, embedded, angles, attend)
-            found.append(self.logits(outputs[:, length - 1 :], target))
-        return found
+        def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            window, sinks, ends = windows[index], 0, queries
+            if window is None:  # that of inference does not move with the rows
+                window, sinks, ends = (
+                    min(self.prompt_tokens, len(places)),
+                    self.setting("sinks"),
+                    queries.clamp_max(last),
+                )
+            mask = (places <= queries) & ((places > ends - window) | (places < sinks) | (places >= last))
+            return nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+
+        embedded, states = self.with_mask_rows(aux_hidden_states.to(self.dtype), tokens, count, target)
+        angles = self.rotary_embedding(tokens.device)(states, places.expand(len(tokens), -1))
+        return self.logits(self.run(states, embedded, angles, attend)[0][:, last:], target)
 
     def with_mask_rows(
         self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, count: int, target: Any = None
