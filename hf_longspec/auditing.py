@@ -165,11 +165,7 @@ def _check(
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be audited.
-
-    Raises:
-        ValueError: If it is an encoder-decoder, or in training mode.
-    """
+    """Refuse a model that cannot be audited."""
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder model, which is not supported.")
     if model.training:
@@ -275,25 +271,16 @@ def _report(findings: torch.Tensor) -> AuditReport:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of [`compare`]. New tokens are counted from 0.
+    """The result of [`compare`]. New tokens are counted from 0."""
 
-    Args:
-        verdict (`str`):
-            In float32 `"exact"` if the texts are the same and `"NOT lossless"` otherwise. In other types the verdict of
-            the audit, or `"NOT lossless"` if the text ends too early.
-        prompt_tokens (`int`): Tokens of the prompt.
-        new_tokens (`int`): Tokens of the speculative text.
-        first_difference (`int`, *optional*): The first new token in which the texts differ.
-        is_whole (`bool`): Whether the speculative text has all its tokens, or ends where the model ends it.
-        report ([`AuditReport`]): The audit of the speculative text.
-    """
-
+    # in float32 `"exact"` if the texts are the same and `"NOT lossless"` otherwise. In other types the verdict of the
+    # audit, or `"NOT lossless"` if the text ends too early.
     verdict: str
     prompt_tokens: int
-    new_tokens: int
-    first_difference: int | None
-    is_whole: bool
-    report: AuditReport
+    new_tokens: int  # of the speculative text
+    first_difference: int | None  # the first new token in which the texts differ
+    is_whole: bool  # whether the speculative text has all its tokens, or ends where the model ends it
+    report: AuditReport  # of the speculative text
 
 
 def compare(
@@ -304,16 +291,7 @@ def compare(
     max_new_tokens: int,
     eps: float | None = None,
 ) -> Comparison:
-    """Judge a speculative text by the text of plain `generate` and by an audit.
-
-    Args:
-        model (`PreTrainedModel`): The target of both texts, in eval mode.
-        plain (`torch.LongTensor` of shape `(1, length)`): Prompt and continuation by plain `generate`, greedily.
-        speculative (`torch.LongTensor` of shape `(1, length)`): The same with a draft.
-        prompt_length (`int`): Tokens of the prompt.
-        max_new_tokens (`int`): Tokens that were to be generated.
-        eps (`float`, *optional*): See [`audit`].
-    """
+    """Judge a speculative text by the greedy text of plain `generate` and by an audit; both are `(1, length)`."""
     report = audit(model, speculative, prompt_length, torch.ones_like(speculative), eps=eps)
     expected, emitted = (text[0, prompt_length:].tolist() for text in (plain, speculative))
     pairs = enumerate(zip_longest(expected, emitted))
@@ -327,29 +305,17 @@ def compare(
 
 @dataclass(frozen=True)
 class SamplingReport:
-    """The result of [`audit_sampling`].
+    """The result of [`audit_sampling`]."""
 
-    Args:
-        verdict (`str`): `"follows the distribution"` or `"does NOT follow the distribution"`.
-        num_samples (`int`): Continuations.
-        num_tokens (`int`): Tokens of each.
-        num_outcomes (`int`): Outcomes whose frequency was compared.
-        max_sigma (`float`): The largest deviation, in standard deviations.
-        allowed_sigma (`float`): What is allowed.
-        worst (`str`): The outcome that deviates most.
-        observed (`float`): Its frequency.
-        expected (`float`): Its mean probability.
-    """
-
-    verdict: str
+    verdict: str  # `"follows the distribution"` or `"does NOT follow the distribution"`
     num_samples: int
-    num_tokens: int
-    num_outcomes: int
-    max_sigma: float
+    num_tokens: int  # of each sample
+    num_outcomes: int  # outcomes whose frequency was compared
+    max_sigma: float  # the largest deviation, in standard deviations
     allowed_sigma: float
-    worst: str
-    observed: float
-    expected: float
+    worst: str  # the outcome that deviates most
+    observed: float  # its frequency
+    expected: float  # its mean probability
 
     def __str__(self) -> str:
         return (
@@ -420,15 +386,9 @@ def _read_samples(
 
 
 def _count(probs: torch.Tensor, rows: torch.Tensor, watched: torch.Tensor) -> torch.Tensor:
-    """Count the outcomes at every place: the watched tokens, and the bands of ranks.
+    """Return count, expected count and its variance, `(3, K, W + bands)`, of all outcomes at every place.
 
-    Args:
-        probs (`torch.Tensor` of shape `(n, K, vocab)`): The model's probabilities.
-        rows (`torch.LongTensor` of shape `(n, K)`): The tokens.
-        watched (`torch.LongTensor` of shape `(K, W)`): Tokens that are counted one by one.
-
-    Returns:
-        `torch.DoubleTensor` of shape `(3, K, W + bands)`: The count, the expected count, and the variance of the count.
+    Outcomes are the `watched` tokens `(K, W)` and the bands of ranks; `probs` is `(n, K, vocab)`, `rows` `(n, K)`.
     """
     # the position in a stable order, so that every token has a rank of its own even among equals
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)

@@ -94,11 +94,7 @@ class FileStreamer(BaseStreamer):
         self._expects_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Write the prompt `(1, P)` or a token `(1,)`; called by `generate`.
-
-        Raises:
-            ValueError: If the prompt has more than one row.
-        """
+        """Write the prompt `(1, P)` or a token `(1,)`; called by `generate`."""
         is_prompt, self._expects_prompt = self._expects_prompt, False
         if is_prompt and value.dim() > 1 and value.shape[0] > 1:
             raise ValueError(

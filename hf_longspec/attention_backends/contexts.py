@@ -20,27 +20,16 @@ from .registry import AttentionBackend, AttentionState, merge_attention_states
 
 
 class LayerAttention(NamedTuple):
-    """The attention that one layer of a step asks for.
-
-    Args:
-        backend ([`AttentionBackend`]): Backend that computes.
-        layer_idx (`int`): Index of the layer.
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the step.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): Buffer of the layer's cache, with the keys of the step.
-        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
-        sliding_window (`int`, *optional*): Window of the layer, in positions.
-        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits of the layer.
-        options (`dict`): The keywords `scaling`, a factor of the scores, and `softcap` of every attention function.
-    """
+    """The attention that one layer of a step asks for."""
 
     backend: AttentionBackend
     layer_idx: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    sliding_window: int | None
-    sinks: torch.Tensor | None
-    options: dict[str, Any]
+    query: torch.Tensor  # `(B, H, N, D)`
+    key: torch.Tensor  # `(B, K, S, D)`: buffer of the layer's cache, with the keys of the step
+    value: torch.Tensor  # `(B, K, S, Dv)`, likewise
+    sliding_window: int | None  # window of the layer, in positions
+    sinks: torch.Tensor | None  # `(H,)`, logits
+    options: dict[str, Any]  # the keywords `scaling`, a factor of the scores, and `softcap` of every attention function
 
     def attend_to_prefix(self, lengths: SeqLens, positions: torch.Tensor | None = None) -> AttentionState:
         """Attend to the slots below `lengths[b]` with the sinks, and with the window if given `positions` `(B, N)`."""
@@ -50,21 +39,13 @@ class LayerAttention(NamedTuple):
 
 
 class GraphStep(NamedTuple):
-    """What a context is made of inside a graph, where the lengths are those of the step.
+    """What a context is made of inside a graph, where the lengths are those of the step."""
 
-    Args:
-        changing (`Sequence[torch.Tensor]`): Tensors from `of_step`.
-        settings (`tuple`): Settings from `of_step`.
-        mask (`torch.BoolTensor` of shape `(B, 1, N, M)`): Mask of the model's forward.
-        layers (`Sequence[SeqLens]`): Used slots of every layer before the step.
-        keep (*optional*): Capture inside the graph. Its `score_rows` and `last_node` are set if scores are wanted.
-    """
-
-    changing: Sequence[torch.Tensor]
-    settings: tuple
-    mask: torch.Tensor
-    layers: Sequence[SeqLens]
-    keep: Any
+    changing: Sequence[torch.Tensor]  # tensors from `of_step`
+    settings: tuple  # settings from `of_step`
+    mask: torch.Tensor  # `(B, 1, N, M)`: mask of the model's forward
+    layers: Sequence[SeqLens]  # used slots of every layer before the step
+    keep: Any  # capture inside the graph. Its `score_rows` and `last_node` are set if scores are wanted.
 
 
 @dataclass
@@ -284,7 +265,6 @@ class LevelContext(TreeContext):
     their ancestors: the N - n nodes of earlier levels, which are staged already, and themselves.
 
     Args:
-        lengths ([`SeqLens`]): Prefix per row, which all nodes see.
         positions (`torch.LongTensor` of shape `(B, n)`): Positions of the newest level.
         mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestor-or-self among all staged nodes.
         node_positions (`torch.LongTensor` of shape `(B, N)`): Positions of all staged nodes.
@@ -318,7 +298,6 @@ class SparseContext(StepContext):
 
     Args:
         lengths ([`SeqLens`]): Used entries of the compact buffers, including the query's own.
-        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
         dense_lengths ([`SeqLens`]): Used slots of the whole cache, including the query's own.
         dense_layers (`frozenset[int]`): Layers that read the whole cache. Their window applies.
     """

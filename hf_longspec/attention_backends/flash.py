@@ -145,7 +145,6 @@ def _attend(
 
     Args:
         query (`torch.Tensor` of shape `(B, R, K, D)`, with `starts` `(B * N, R, K, D)`): Rows that see the same keys.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): The cache.
         ends (`torch.LongTensor` of shape `(B,)` or `(B * N,)`): Rows see the slots below this one.
         starts (`torch.LongTensor` of shape `(B * N,)`, *optional*): Rows see the slots from this one on.
 

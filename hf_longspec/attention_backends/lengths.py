@@ -63,7 +63,6 @@ class SeqLens:
         """Return lengths inside a compiled or captured function, which must not compare them with each other.
 
         Args:
-            tensor (`torch.LongTensor` of shape `(B,)`): Lengths.
             sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
             known (`int`): Result of the runner's `knows`.
         """

@@ -221,12 +221,8 @@ def run_call(
             checked.
         method (`DraftModel` or [`HfMethod`]): How to decode.
         prompt (`tuple`): Token ids and attention mask, `(B, T)` each.
-        tokens (`int`): New tokens per row.
         cache (`Cache`, *optional*): Holds the beginning of the prompt. Without it the call reads the whole prompt.
         on_arrival (`Callable`, *optional*): See [`TokenClock`]; so is `text`.
-
-    Raises:
-        RuntimeError: If another number of tokens arrived.
     """
     ids, mask = (part.to(model.device) for part in prompt)
     is_stock = isinstance(method, HfMethod)
@@ -309,11 +305,7 @@ def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def accepted_depths(draft: Any) -> Iterator[list[int]]:
-    """Count how deep every verification is accepted, also the last of a row, which is cut at the token limit.
-
-    Yields:
-        `list[int]`: Entry k counts the verifications, row by row, that accepted k drafted tokens.
-    """
+    """Count how deep every verification is accepted, also the last of a row, which is cut at the token limit."""
     histogram: list[int] = []
     make, held = draft.drafter, vars(draft).get("drafter")
 
@@ -344,15 +336,10 @@ def accepted_depths(draft: Any) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class PrefilledPrompts:
-    """Keys and values of prompts of one length. Every prefix of a prompt serves as a shorter prompt.
+    """Keys and values of prompts of one length. Every prefix of a prompt serves as a shorter prompt."""
 
-    Args:
-        tokens (`torch.LongTensor` of shape `(P, T)`): The prompts.
-        layers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values per layer, `(P, K, T, D)` each.
-    """
-
-    tokens: torch.Tensor
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    tokens: torch.Tensor  # `(P, T)`: the prompts
+    layers: list[tuple[torch.Tensor, torch.Tensor]]  # keys and values per layer, `(P, K, T, D)` each
 
     def to(self, dtype: torch.dtype) -> "PrefilledPrompts":
         """The same prompts with rounded keys and values.
@@ -400,10 +387,6 @@ class Decoder:
 
         Plain `generate` is given the cache of all prompt tokens but the last, and the loop that of all but those that
         its drafter looks at first. The rest runs before the first new token, when the clock starts.
-
-        Args:
-            method (`DraftModel` or [`HfMethod`]): How to decode.
-            mode (`str` or [`Decoding`]): `sample` (temperature 1, nothing cut off), `greedy`, or another way.
         """
         tokens = tokens or self.tokens
         ids = self.prompts.tokens[rows, :context]
@@ -456,11 +439,7 @@ def _new_tokens_only(model: PreTrainedModel) -> Iterator[None]:
 def prefill(
     model: PreTrainedModel, tokens: torch.Tensor, done: Callable[[int], None] = lambda index: None
 ) -> PrefilledPrompts:
-    """Run prompts `(P, T)` through the model one by one, under its own attention.
-
-    Args:
-        done (`Callable[[int], None]`, *optional*): Called with the index of every prompt that is ready.
-    """
+    """Run prompts `(P, T)` through the model one by one, under its own attention."""
     target = TargetView(model)
     if target.sliding_layers or target.has_latent_cache:
         raise ValueError(

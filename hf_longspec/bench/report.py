@@ -248,11 +248,7 @@ Column = str | Callable[[Record], object]
 
 
 def table(rows: Sequence[Record], columns: Mapping[str, Column] | None = None) -> str:
-    """A Markdown table with one line per record. Numbers have three significant digits; missing values are empty.
-
-    Args:
-        columns (`Mapping`, *optional*): Columns by their headings; by default the keys of the first record.
-    """
+    """A Markdown table with one line per record. Numbers have three significant digits; missing values are empty."""
     columns = {name: name for name in rows[0]} if columns is None else columns
     lines = [[_cell(row.get(of) if isinstance(of, str) else of(row)) for of in columns.values()] for row in rows]
     return markdown_table(list(columns), lines)
@@ -261,12 +257,7 @@ def table(rows: Sequence[Record], columns: Mapping[str, Column] | None = None) -
 def pivot(
     rows: Sequence[Record], columns: Mapping[str, Column], across: str, heading: str, cell: Callable[[Record], str]
 ) -> str:
-    """A Markdown table with one line for all records with the same `columns`, and one cell per value of `across`.
-
-    Args:
-        heading (`str`): Heading of such a cell, with `{}` for the value.
-        cell (`Callable`): Its text.
-    """
+    """A Markdown table with one line for all records with the same `columns`, and one cell per value of `across`."""
     lines: dict[tuple[str, ...], Record] = {}
     for row in rows:
         named = {name: _cell(row[of] if isinstance(of, str) else of(row)) for name, of in columns.items()}
@@ -342,11 +333,7 @@ def estimate(interval: dict[str, Any], form: str = ".2f", minus: float = 0.0) ->
 
 
 def matrix_report(records: Sequence[Record], brief: bool = False) -> str:
-    """Everything that was measured so far, as Markdown.
-
-    Args:
-        brief (`bool`, *optional*): Leave out columns, so that the tables fit a terminal.
-    """
+    """Everything that was measured so far, as Markdown."""
     rows, environment = rows_of(records), of_kind(records, "environment")[0]
     settings = {
         key: value for key, value in environment["settings"].items() if key in ("target", "data", "tokens", "seed")

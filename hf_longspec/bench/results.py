@@ -31,10 +31,6 @@ class ResultFile:
         resume (`bool`, *optional*): Whether an existing file is continued. `None`, the default, replaces it.
         now (`Callable`, *optional*): Clock in seconds.
         started (`float`, *optional*): Time of that clock from which the limit counts.
-
-    Raises:
-        ValueError: If the file exists and `resume` is false, or if it has other settings or another environment; the
-            file is not touched then.
     """
 
     report_every = 5.0  # seconds

@@ -122,14 +122,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
-    """Import the package, and end the command with one line for an error that the user can correct.
-
-    Args:
-        debug (`bool`): Leave an error as it is, for its traceback.
-
-    Raises:
-        typer.Exit: With status 2, or 130 after Ctrl-C.
-    """
+    """Import the package, and end the command with one line for an error that the user can correct."""
     try:
         import_module("hf_longspec.drafts")  # registers them
         yield

@@ -27,9 +27,6 @@ except ImportError:  # a published draft has no kernels: layer after layer is mo
 class Rows:
     """State that the layers of a cache share.
 
-    Args:
-        batch_size (`int`): Number of rows.
-
     Attributes:
         lengths ([`SeqLens`]): Committed tokens of every row.
         staged (`bool`): Whether the next update writes nodes after the committed tokens without committing them.
@@ -227,8 +224,6 @@ class SpeculativeCache(Cache):
     are stored, so a generous `max_length` costs nothing. Other devices allocate all of it at the first step.
 
     Args:
-        config (`PreTrainedConfig`): Configuration of the target model.
-        batch_size (`int`): Number of rows.
         max_length (`int`): Committed tokens that a row can hold without reallocation, prompt included.
         tree_slots (`int`, *optional*, defaults to 80): Nodes that one verification may stage after the committed ones.
     """

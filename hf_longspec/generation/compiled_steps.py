@@ -326,7 +326,6 @@ class StepCache(Cache):
     """The model's cache inside a step: buffers, and the slots that the step writes to.
 
     Args:
-        buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer, `(B, K, capacity, D)`.
         places (`list[tuple]`): For every layer, whether all rows write to the same slots, these slots `(N,)` or
             `(B, N)`, and the end of the slots that are read (`None` for the whole buffer).
     """

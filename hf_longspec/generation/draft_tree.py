@@ -124,11 +124,7 @@ class DraftTree:
         return self.tokens[row][path]
 
     def validate(self) -> None:
-        """Check the rules that the decoding loop relies on. Reads the tensors, so it is for tests and new drafters.
-
-        Raises:
-            ValueError: If an entry breaks a rule; the message gives the first such entry.
-        """
+        """Check the rules that the decoding loop relies on. Reads the tensors, so it is for tests and new drafters."""
         self._validate_shapes()
         nodes = torch.arange(self.num_nodes, device=self.tokens.device)
         parents, valid, drafted = self.parents, self.valid, self.valid & (nodes > 0)
@@ -196,16 +192,12 @@ def trie_table(paths: Sequence[Sequence[Sequence[int]]], root: Tensor, num_nodes
     Args:
         paths (`list[list[list[int]]]`):
             For each batch row its candidate continuations, without the root, best first.
-        root (`torch.LongTensor` of shape `(batch_size,)`): Last emitted tokens.
         num_nodes (`int`): Size of the trees, root included. Tokens that do not fit are dropped, later paths first.
         max_depth (`int`): Longer paths are cut to this length.
 
     Returns:
         `torch.LongTensor` of shape `(batch_size, 3, num_nodes)`: Tokens, parents and validity, see [`trie_of`]. The
         tokens of the roots are 0. The table reaches the device of the roots in one copy.
-
-    Raises:
-        ValueError: If `num_nodes` is below 1, or the number of rows differs from that of `root`.
 
     >>> trie_table([[[7, 9], [7, 3]]], torch.tensor([5]), num_nodes=5, max_depth=4).tolist()
     [[[0, 7, 9, 3, 0], [-1, 0, 1, 1, 0], [1, 1, 1, 1, 0]]]
@@ -230,9 +222,6 @@ def merge_trees(first: DraftTree, second: DraftTree) -> DraftTree:
 
     Every node keeps its place: node i of the first tree is node i, and the nodes of the second tree follow without
     their root. Nodes that repeat a path become padding.
-
-    Raises:
-        ValueError: If a tree has `q`.
 
     >>> root = torch.tensor([5])
     >>> beams = trie_of(trie_table([[[7, 9]]], root, 3, 2), root, 2)
@@ -387,9 +376,6 @@ class Beam:
 
     No node is discarded: a node without a continuation in the next level stays as a leaf. The number of nodes depends
     on the widths alone, and there is no host sync.
-
-    Args:
-        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
 
     Attributes:
         tokens (`torch.LongTensor` of shape `(B, n)`): The newest level.

@@ -140,12 +140,7 @@ class Drafter(CandidateGenerator):
         return 0
 
     def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
-        """Return a context in which the target reads the prompts. It does nothing by default.
-
-        Args:
-            lengths (`Sequence[int]`): Number of tokens of every row.
-            starts (`Sequence[int]`): Number of tokens of every row that are in the cache already.
-        """
+        """Return a context in which the target reads the prompts. It does nothing by default."""
         return nullcontext()
 
     def attention(self) -> AbstractContextManager[None]:
@@ -187,9 +182,6 @@ class Drafter(CandidateGenerator):
         """Return `input_ids` with the best chain of [`Drafter.propose`], as transformers' candidate generators do.
 
         The cache is first extended to the sequence, so this works inside any assisted decoding with batch size 1.
-
-        Raises:
-            ValueError: For more than one row, or more tokens than the drafter was made for.
         """
         if input_ids.shape[0] != 1 or input_ids.shape[1] > self.binding.max_length:
             raise ValueError(
@@ -417,7 +409,6 @@ def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
     """Return an upper bound on the tokens per second of speculation, relative to plain steps.
 
     Args:
-        gamma (`int`): Number of drafted tokens.
         share (`float`): Share of the keys and values that a drafting step reads, from 0 to 1.
         weights (`float`): Bytes of weights that a plain step reads.
         kv (`float`): Bytes of keys and values that a plain step reads, all rows together.

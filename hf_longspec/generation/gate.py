@@ -122,7 +122,6 @@ class SpeculationGate:
         most_tokens (`int`): Tokens that a speculative step emits per row if everything is accepted.
         speedup_bound (`Callable[[], float]`, *optional*): Upper bound of the gain of the next step, as far as it can be
             computed. Nothing is tried while the bound is below the cost of trying.
-        clock (`Callable[[], float]`, *optional*): Time in seconds.
 
     Attributes:
         ranks ([`Ranks`], *optional*): Processes that share the target. Their steps must be the same, so the first one
@@ -169,13 +168,7 @@ class SpeculationGate:
         return bool(self.ranks.first([self.choice == DRAFT])[0])
 
     def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
-        """Count the step that has ended, and return a decision if it changed.
-
-        Args:
-            tokens (`int`): Emitted by all rows.
-            rows (`int`): Rows that were growing.
-            length (`int`): Tokens of the longest row.
-        """
+        """Count the step that has ended, and return a decision if it changed."""
         if self.ranks is not None and self.ranks.rank:
             return None  # the first process measures
         seconds = self.clock() - self._started
@@ -248,8 +241,6 @@ class GatedDrafter:
     All that is not defined here is that of the other drafter.
 
     Args:
-        inner ([`Drafter`]): The other drafter.
-        gate ([`SpeculationGate`], *optional*): Decides step by step; without one every step may speculate.
         may_speculate (`Callable[[int], bool]`, *optional*): Whether the target can verify a tree of this depth in the
             next step. By default it always can.
         stats ([`SpeculationStats`]): Statistics of the call, which get every new decision of the gate.
@@ -346,8 +337,6 @@ def gate_of(is_on: bool, drafter: Drafter, ranks: Any, last: SpeculationGate | N
     """Return the gate of one call; None if every step may speculate.
 
     Args:
-        is_on (`bool`): The setting `gate`.
-        drafter ([`Drafter`]): Of the call.
         ranks ([`Ranks`], *optional*): Processes that share the target. Without a gate if there are others besides, as
             where several copies of a sharded target run side by side: that was never tried.
         last ([`SpeculationGate`], *optional*): The gate of an earlier call of the same kind.

@@ -104,11 +104,6 @@ class NoiseRows:
     positions. Rows that a step did not use are kept. The sampled text therefore depends on the seed alone, not on the
     draft tree, the other rows or where a rejection happened.
 
-    Args:
-        vocab_size (`int`): Length of a noise row.
-        device (`torch.device`): Device of the noise.
-        ranks ([`Ranks`], *optional*): Processes that must draw the same noise; they use the first one's seeds.
-
     Attributes:
         generator (`torch.Generator`): For draws that need not be tied to a position.
     """
@@ -175,14 +170,7 @@ STATEFUL = {
 
 
 class TokenRule:
-    """Choose tokens as the target does, and accept the nodes of a draft tree under this rule.
-
-    Args:
-        processors (`LogitsProcessorList`): Processors of the call, in the order of `generate`.
-        do_sample (`bool`): Whether to draw from the processed distribution instead of taking its argmax.
-        sequences ([`Sequences`]): Emitted tokens, which are the input of the processors.
-        noise ([`NoiseRows`], *optional*): Noise, required for sampling.
-    """
+    """Choose tokens as the target does, and accept the nodes of a draft tree under this rule."""
 
     def __init__(
         self,
@@ -444,11 +432,7 @@ Paths = torch.Tensor | Callable[[], torch.Tensor]
 
 
 class Coupling:
-    """Compute the scores that candidates are ranked by.
-
-    Args:
-        rule ([`TokenRule`], *optional*): The target's. Without one, logits are taken as they are, as by an argmax.
-    """
+    """Compute the scores that candidates are ranked by."""
 
     def __init__(self, rule: TokenRule | None):
         self._rule = rule if rule is not None and (rule.do_sample or rule.processors) else None

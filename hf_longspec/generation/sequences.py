@@ -22,21 +22,14 @@ from .verification import along_path
 
 @dataclass(frozen=True)
 class GateDecision:
-    """A decision of the gate, recorded when it differs from the one before.
+    """A decision of the gate, recorded when it differs from the one before."""
 
-    Args:
-        choice (`str`): The fastest choice: `plain` or `draft`.
-        length (`int`): Tokens of the longest row at that time, prompt included.
-        plain_tokens_per_second (`float`): Speed of steps without drafting, all growing rows together.
-        draft_tokens_per_second (`float`): Speed of speculation.
-        tau (`float`): Tokens per verification and row in the steps that this speed was measured on. 0 if speculation
-            was not tried. The speed then is the bound that holds if every draft is accepted.
-    """
-
-    choice: str
-    length: int
-    plain_tokens_per_second: float
-    draft_tokens_per_second: float
+    choice: str  # the fastest choice: `plain` or `draft`
+    length: int  # tokens of the longest row at that time, prompt included
+    plain_tokens_per_second: float  # speed of steps without drafting, all growing rows together
+    draft_tokens_per_second: float  # speed of speculation
+    # tokens per verification and row in the steps that this speed was measured on. 0 if speculation was not tried.
+    # The speed then is the bound that holds if every draft is accepted.
     tau: float
 
 
@@ -127,9 +120,7 @@ class SpeculationStats:
         """Count one verification. All lists have one entry per row.
 
         Args:
-            emitted (`Sequence[int]`): Number of tokens that each row emitted; 0 in rows that took no part.
             drafted (`Sequence[int]`, *optional*): Number of drafted tokens that were verified; `None` for a plain step.
-            ngrams (`Sequence[int]`): Number of emitted tokens that only n-grams had proposed.
         """
         self.num_forwards += 1
         while len(self.emitted_per_step) < max((row + 1 for row, count in enumerate(emitted) if count), default=0):
@@ -234,11 +225,8 @@ class Sequences:
             first columns `(batch, length)`, once all rows that have not ended have reached this length. Finished rows
             are padded, and rows that are ahead lose their further tokens if they are stopped here. A result per row
             stops these rows, a single result all of them. A criterion that raises StopIteration ends all rows here.
-
             Without a criterion that has an `eos_token_id`, a stopped row keeps growing until all rows have been
             stopped, as in `generate`, which has no token to pad with then.
-        pad_token_id (`int`): Token that fills finished rows.
-        max_length (`int`): Maximum number of tokens of a row, prompt included.
         streamer (`BaseStreamer`, *optional*): Receives the prompt's continuation, each token once.
         ranks ([`Ranks`], *optional*): Processes that must stop together. The criteria of the first one decide.
     """
@@ -317,9 +305,6 @@ class Sequences:
             accepted (`Sequence[Sequence[int]]`): Tokens of each row, in order; -1 for one that could not be drawn.
             scores (`Callable`, *optional*): Function of the sequences and of a number of generated tokens, to the
                 argument `scores` of custom criteria.
-
-        Raises:
-            RuntimeError: If the text needs a token that could not be drawn, as in `generate`.
         """
         before = list(map(len, self.generated))
         for row, tokens in enumerate(accepted):
@@ -430,12 +415,7 @@ PerRow = list[list[torch.Tensor]]
 
 
 class Outputs:
-    """Keep scores and logits of emitted tokens, row by row, and build the result of `generate`.
-
-    Args:
-        config (`GenerationConfig`): Its `return_dict_in_generate`, `output_scores` and `output_logits` are read.
-        batch_size (`int`): Number of rows.
-    """
+    """Keep scores and logits of emitted tokens, row by row, and build the result of `generate`."""
 
     def __init__(self, config: GenerationConfig, batch_size: int):
         self.as_dict = bool(config.return_dict_in_generate)

@@ -29,14 +29,6 @@ class CompactCache(Cache):
     A subclass chooses the entries of each layer, writes them to `keys` and `values` of the layer, and sets `used`.
     Layers in `dense_layers` read the target's cache. Their drafted tokens are written to the slots after the committed
     tokens, where the next verification overwrites them.
-
-    Args:
-        cache ([`SpeculativeCache`]): The target's cache.
-        dense_layers (`frozenset[int]`): Indices of the layers that attend to the full cache.
-
-    Attributes:
-        used ([`Rows`]): Number of entries of every row in the buffers.
-        dense_used ([`Rows`]): Number of entries of every row in dense layers.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int]):
@@ -119,13 +111,7 @@ class CompactCache(Cache):
 
 
 def gather_entries(buffer: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `buffer[b, h, slots[b, h]]` as one copy of whole rows, `(B, K, n, D)`.
-
-    Args:
-        buffer (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys or values.
-        slots (`torch.LongTensor` of shape `(B, K, n)` or `(B, 1, n)`): Slots to copy.
-        out (`torch.Tensor` of shape `(B, K, n, D)`, *optional*): Contiguous memory of the result.
-    """
+    """Return `buffer[b, h, slots[b, h]]` as one copy of whole rows, `(B, K, n, D)`."""
     batch, heads, capacity, width = buffer.shape
     row = torch.arange(batch * heads, device=buffer.device).view(batch, heads, 1) * capacity
     flat = (row + slots).flatten()
@@ -148,8 +134,6 @@ def select_top(scores: torch.Tensor, prefix_lengths: torch.Tensor, count: int) -
     Args:
         scores (`torch.Tensor` of shape `(B, K, S)`): Scores of the entries, which are overwritten. Entries after a
             row's prefix are selected last. S is at least the longest prefix.
-        prefix_lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's prefix.
-        count (`int`): Number of entries to select, at most S.
 
     Returns:
         `torch.LongTensor` of shape `(B, K, count)`: Slots of the entries.
@@ -264,12 +248,8 @@ class WindowedCache(SpeculativeCache):
     position p lies in slot `p - dropped`, except for the sinks.
 
     Args:
-        max_length (`int`): Maximum number of tokens of a row.
         window (`int`, *optional*): Number of last tokens to keep. All tokens are kept by default.
         sinks (`int`, *optional*, defaults to 4): Number of first tokens to keep.
-
-    Attributes:
-        dropped ([`SeqLens`]): Number of tokens that each row has dropped.
     """
 
     def __init__(
@@ -330,12 +310,6 @@ class WindowRing:
 
     Args:
         window (`int`): Positions that a query attends to, its own included.
-        tree_slots (`int`): Number of nodes of the tree.
-        batch_size (`int`): Number of rows.
-        num_heads (`int`): Number of key/value heads.
-        head_dim (`int`): Size of a head.
-        dtype (`torch.dtype`): Type of keys and values.
-        device (`torch.device`): Device of all tensors.
         sinks (`int`, *optional*, defaults to 0): First positions of a text that all queries attend to.
         room (`int`, *optional*, defaults to 0): Tokens that may be stored before the queries of the first of them run.
 
@@ -376,12 +350,9 @@ class WindowRing:
         return self.keys.nbytes + self.values.nbytes + self.positions.nbytes
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store T tokens per row at their positions.
+        """Store T tokens per row, `(B, K, T, D)`, at their positions `(B, T)`, of which a negative one marks padding.
 
-        Args:
-            keys (`torch.Tensor` of shape `(B, K, T, D)`): Keys. If there are too many, the newest are kept.
-            values (`torch.Tensor` of shape `(B, K, T, D)`): Values of these tokens.
-            positions (`torch.LongTensor` of shape `(B, T)`): Positions of these tokens; a negative one marks padding.
+        If there are too many, the newest are kept.
         """
         capacity = self.size - self.sinks
         if positions.shape[1] > capacity:

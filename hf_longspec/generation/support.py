@@ -285,7 +285,6 @@ def check_target(
     [`TargetView.attention`].
 
     Args:
-        cache ([`SpeculativeCache`]): The target's cache, with the prefix of every row.
         texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row. The check runs the last few of one row.
         limit (`int`): Upper bound of the positions of the check.
         logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*):

@@ -147,9 +147,6 @@ def gumbel_max_sample(scores: Tensor, noise: Tensor) -> Tensor:
         noise (`torch.Tensor` of shape `(..., vocab_size)`):
             Standard exponential noise, see [`draw_noise`].
 
-    Returns:
-        `torch.LongTensor` of shape `(...)`.
-
     >>> gumbel_max_sample(torch.tensor([0.9, 0.1, 0.0]).log(), torch.tensor([1.0, 0.1, 1e-9])).item()
     1
     """

@@ -238,11 +238,7 @@ def _short_docstrings(text: str, tree: ast.Module) -> list[str | None]:
 
 
 def _joined(file: str, modules: Sequence[Module], file_of: Mapping[str, str]) -> str:
-    """Return the source of one file of the copy.
-
-    Raises:
-        ValueError: If a name means different things in two of its modules.
-    """
+    """Return the source of one file of the copy."""
     meaning: dict[str, tuple[str, str]] = {}
 
     def claim(name: str, value: tuple[str, str], module: Module) -> bool:

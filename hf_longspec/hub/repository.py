@@ -92,11 +92,7 @@ class Card:
 
     @classmethod
     def read(cls, facts: dict[str, Any]) -> "Card":
-        """Build a card from facts by name.
-
-        Raises:
-            ValueError: If a name is unknown, or a value has a wrong type.
-        """
+        """Build a card from facts by name."""
         defaults = {fact.name: fact.default for fact in fields(cls)}
         if unknown := sorted(set(facts) - set(defaults)):
             raise ValueError(f"unknown on a model card: {', '.join(unknown)}. Expected some of {', '.join(defaults)}.")
@@ -109,15 +105,7 @@ class Card:
         return cls(**facts)
 
     def complete(self, draft: Any, repo: str) -> "Card":
-        """Return the card with missing facts filled in from the draft and the repository.
-
-        Args:
-            draft ([`DraftModel`]): The draft to publish.
-            repo (`str`): Id of its repository, or name of its folder.
-
-        Raises:
-            ValueError: If the target has no Hub id.
-        """
+        """Return the card with missing facts filled in from the draft and the repository."""
         base_model = self.base_model or draft.config.target_name_or_path
         if not is_hub_id(base_model) or (not self.base_model and Path(str(base_model)).is_dir()):
             raise ValueError(
@@ -130,13 +118,7 @@ class Card:
 
 
 def render(draft: Any, card: Card, engine: str | None = None) -> str:
-    """Return the README.md of a draft.
-
-    Args:
-        draft ([`DraftModel`]): The draft.
-        card ([`Card`]): A result of [`Card.complete`].
-        engine (`str`, *optional*): Repository that holds the code of the draft.
-    """
+    """Return the README.md of a draft."""
     kind = draft.config.model_type
     tags = ["speculative-decoding", kind.replace("_", "-"), "draft-model", "long-context", "custom_code"]
     data = ModelCardData(
@@ -253,11 +235,7 @@ def push(
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Check that a repository is named with its owner, so that nothing is uploaded to a default owner.
-
-    Raises:
-        ValueError: If `repo_id` is not a valid `"owner/name"`.
-    """
+    """Check that a repository is named with its owner, so that nothing is uploaded to a default owner."""
     if "/" not in repo_id or not is_hub_id(repo_id):
         raise ValueError(f"repository {repo_id!r}: expected owner/name, with letters, digits, -, _ and . only.")
 
@@ -276,15 +254,7 @@ def check_engine(engine: str, repo_id: str | None) -> None:
 
 
 def write_engine(folder: Path, engine: str) -> list[Path]:
-    """Write the code that drafts of every kind share into a new folder.
-
-    Args:
-        folder (`Path`): Folder to write to.
-        engine (`str`): `"owner/name"` of the repository, for its README.md.
-
-    Returns:
-        `list[Path]`: The files, relative to `folder`.
-    """
+    """Write the code that drafts of every kind share into a new folder."""
     texts = engine_code() | {"README.md": _template("engine.md").format(engine=engine)}
     _write(texts, folder)
     return sorted(map(Path, texts))
@@ -341,11 +311,7 @@ def _write(texts: dict[str, str], folder: Path) -> None:
 
 
 def draft_code(draft: Any) -> dict[str, str]:
-    """Return the sources that a draft runs on without this package, by file name.
-
-    Raises:
-        ValueError: If a class is not defined in a file of the package, or an import cannot be followed.
-    """
+    """Return the sources that a draft runs on without this package, by file name."""
     file = _file_of(type(draft))
     if file.read_text(encoding="utf-8").startswith(MARK):  # loaded from such a repository
         files = [file, *sorted(map(Path, get_relative_import_files(file)))]

@@ -97,9 +97,6 @@ class DraftModel(PreTrainedModel):
         Args:
             target (`PreTrainedModel`): The target.
             overrides (`Any`): Fields of the draft's config, or of its `generation_config`, by name.
-
-        Raises:
-            ValueError: If an override is unknown, or the target is not supported.
         """
         view = TargetView(target)
         settings = {name: overrides.pop(name) for name in list(overrides) if name in cls.settings}
@@ -168,10 +165,6 @@ class DraftModel(PreTrainedModel):
         plain logits: logits processors and sampling are left to the loop. The loop verifies every token. The gate, the
         check of the first verification and the limits for rotary frequencies are parts of this package's loop and do
         not apply. Use a new one for every text, which begins without padding.
-
-        Args:
-            target (`PreTrainedModel`): The target.
-            max_length (`int`): Most tokens of the text, prompt included.
 
         Raises:
             ValueError: If the target cannot be drafted for, or its rotary frequencies change before the longest draft

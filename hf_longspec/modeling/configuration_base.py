@@ -67,12 +67,7 @@ class DraftConfig(PreTrainedConfig):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
-        """Return the configuration of a draft for `target`.
-
-        Args:
-            target (`PreTrainedModel` or `PreTrainedConfig`): The target or its configuration.
-            overrides (`Any`): Fields of the configuration by name.
-        """
+        """Return the configuration of a draft for `target`."""
         return cls(**(cls.facts_of(target) | overrides))
 
     @classmethod

@@ -41,11 +41,7 @@ class RegisteredDraft:
         return resolve_name(getattr(self, role))
 
     def card_template(self) -> str:
-        """Return the text of the draft's part of the model card.
-
-        Raises:
-            ValueError: If the draft was registered without one.
-        """
+        """Return the text of the draft's part of the model card."""
         if self.card is None:
             raise ValueError(
                 f"{self.model.__name__} was registered without a model card: pass card='package:file.md' to "
@@ -126,11 +122,7 @@ def weightless_drafts() -> dict[str, type[DraftModel]]:
 
 
 def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:
-    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project, or `None`.
-
-    Args:
-        config (`dict[str, Any]`): Contents of its config.json.
-    """
+    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project, or `None`."""
     if config.get("model_type") in DRAFTS:
         return None
     readers = (draft for draft in DRAFTS.values() if draft.reads is not None)
@@ -139,16 +131,11 @@ def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:
 
 @dataclass(frozen=True)
 class Converter:
-    """How checkpoints of a method's authors become drafts. A registered draft names its converter.
+    """How checkpoints of a method's authors become drafts. A registered draft names its converter."""
 
-    Args:
-        published (`Mapping[str, str]`): Id of each published draft, and of the target that it was trained for.
-        marker (`str`): A part of a tensor's name that only checkpoints of this method have.
-        draft (`Callable`): Function of the [`Checkpoint`] and the config of the target that returns the draft.
-    """
-
-    published: Mapping[str, str]
-    marker: str
+    published: Mapping[str, str]  # id of each published draft, and of the target that it was trained for
+    marker: str  # a part of a tensor's name that only checkpoints of this method have
+    # function of the [`Checkpoint`] and the config of the target that returns the draft
     draft: Callable[[Checkpoint, PreTrainedConfig], DraftModel]
 
 

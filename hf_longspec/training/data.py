@@ -40,11 +40,7 @@ class DocumentEncoder:
         self.tokenizer = tokenizer
 
     def __call__(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens and the labels of a row, `(L,)` each. The labels are not shifted.
-
-        Raises:
-            ValueError: If the row has none of the columns, or cannot be tokenized.
-        """
+        """Return the tokens and the labels of a row, `(L,)` each. The labels are not shifted."""
         if "input_ids" in row:
             tokens = torch.as_tensor(row["input_ids"], dtype=torch.long)
             labels = torch.as_tensor(row["labels"], dtype=torch.long) if "labels" in row else tokens
@@ -54,11 +50,7 @@ class DocumentEncoder:
         return tokens[: self.max_length], labels[: self.max_length]
 
     def check(self, columns: Any) -> None:
-        """Refuse a dataset if none of its columns can be trained on.
-
-        Raises:
-            ValueError: With the columns of the dataset.
-        """
+        """Refuse a dataset if none of its columns can be trained on."""
         if "input_ids" in columns:
             return
         if self.text_column not in columns and self.messages_column not in columns:
@@ -177,11 +169,6 @@ class DraftCollator:
 
     Every token attends to all earlier tokens of its row, also across documents, because a draft reads the target's
     whole cache at inference. No mask is needed for the padding either: it comes after all tokens that are trained on.
-
-    Args:
-        encoder ([`DocumentEncoder`]): Converts a row into tokens and labels.
-        vocab_size (`int`): Size of the target's vocabulary.
-        pad_token_id (`int`, *optional*, defaults to 0): Any token of the vocabulary.
     """
 
     def __init__(self, encoder: DocumentEncoder, vocab_size: int, pad_token_id: int = 0):
@@ -193,9 +180,6 @@ class DraftCollator:
         """Return `input_ids`, `labels` (not shifted, -100 where nothing is predicted) and `attention_mask`, `(B, L)`.
 
         For rows of a [`KVStore`], the batch also holds their positions and the target's states.
-
-        Raises:
-            ValueError: If a row is empty or has a token outside the target's vocabulary.
         """
         tokens, labels = zip(*(self.encoder(row) for row in rows), strict=True)
         if not all(map(len, tokens)):

@@ -47,24 +47,17 @@ SAMPLED_PLACES = 1024
 
 @dataclass
 class TargetStates:
-    """Keys, values and hidden states of a target on whole rows.
+    """Keys, values and hidden states of a target on whole rows."""
 
-    Args:
-        keys (`torch.Tensor` of shape `(B, K, L, D)`): Keys of the KV layer, as in the target's cache.
-        values (`torch.Tensor` of shape `(B, K, L, D)`): Values of the KV layer.
-        hidden (`torch.Tensor` of shape `(B, L, hidden)`, *optional*): Input of the target's language-model head.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    hidden: torch.Tensor | None
+    keys: torch.Tensor  # `(B, K, L, D)`: keys of the KV layer, as in the target's cache
+    values: torch.Tensor  # `(B, K, L, D)`: values of the KV layer
+    hidden: torch.Tensor | None  # `(B, L, hidden)`: input of the target's language-model head
 
 
 class TargetPass:
     """Runs the frozen target over whole rows, without its head, and keeps the keys and values of one layer.
 
     Args:
-        parts ([`TargetParts`]): The target, and the layer to keep.
         chunk_size (`int`, *optional*): Tokens per forward; by default a whole row. Between chunks the cache of every
             layer is in memory, after the last chunk only that of the KV layer.
         hidden (`bool`, *optional*, defaults to `False`): Whether to return the final hidden states.
@@ -95,7 +88,6 @@ class HiddenPass:
     """Runs the frozen target over whole rows, without its head, and keeps the input of its final norm, or of layers.
 
     Args:
-        target (`PreTrainedModel`): The target.
         chunk_size (`int`, *optional*): Tokens per forward; by default a whole row. Between chunks the cache of every
             layer is in memory; without chunks no cache is used.
         layers (`bool` or `tuple[int, ...]`, *optional*, defaults to `True`): Layers whose inputs are concatenated;
@@ -136,12 +128,7 @@ def forwards(
 
 
 class OneLayerCache(Cache):
-    """A cache for a single forward that keeps the keys and values of one layer.
-
-    Args:
-        num_layers (`int`): Number of layers of the model.
-        kv_layer (`int`): The layer to keep.
-    """
+    """A cache for a single forward that keeps the keys and values of one layer."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -169,12 +156,7 @@ class KVStore(Dataset):
     For an 8B target in bfloat16, a token takes 8 to 12 KB. A store pays for rows that are trained on several times.
 
     Args:
-        folder (`str` or `os.PathLike`): Folder of the files; [`~KVStore.fill`] creates it.
-        num_rows (`int`): Number of rows of the dataset.
         facts (`dict[str, Any]`): Everything that the states depend on. A folder is only used with equal facts.
-
-    Raises:
-        ValueError: If the folder was written with other facts.
     """
 
     def __init__(self, folder: str | os.PathLike, num_rows: int, facts: dict[str, Any]):
@@ -206,7 +188,6 @@ class KVStore(Dataset):
             row (`Callable`): Returns the tensors of a row, given its number.
             share (`tuple[int, int]`): Index of this process, and the number of processes. Each process writes every
                 n-th row.
-            silent (`bool`, *optional*, defaults to `False`): Whether to hide the progress bar.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if share[0] == 0:
@@ -248,8 +229,6 @@ class DraftObjective:
     cross-entropy of the labels, computed by Liger's kernel where that runs.
 
     Args:
-        ends ([`TargetEnds`]): The target's head.
-        chunk_size (`int`): Tokens whose logits are in memory at a time.
         norm (`torch.nn.Module`, *optional*): Norm to apply to the target's hidden states before the head.
     """
 
@@ -377,9 +356,7 @@ def cross_entropy(labels: torch.Tensor) -> Objective:
 def forward_kl(target_hidden: torch.Tensor, head: Head) -> Objective:
     """Return the Kullback-Leibler divergence from the target's distribution to the draft's as an objective.
 
-    Args:
-        target_hidden (`torch.Tensor` of shape `(n, hidden)`): Hidden states of the target for the same tokens.
-        head (`Callable`): Maps them to the target's logits.
+    `head` maps hidden states `(n, hidden)` of the target for the same tokens to its logits.
     """
 
     def objective(chunk: slice, dtype: torch.dtype) -> Score:

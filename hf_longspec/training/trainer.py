@@ -24,18 +24,10 @@ class TrainingMethod:
     The loss of a step is a sum of terms. Each term is a mean over the tokens that the whole step predicts for it, no
     matter how the step is divided into batches and processes.
 
-    Args:
-        draft ([`DraftModel`]): The draft.
-        target (`PreTrainedModel`): The target.
-        args ([`DraftTrainingArguments`]): Settings of the run.
-
     Attributes:
         count_shape (`tuple[int, int]`): Shape of the counts that are logged: levels of the draft, counts per level.
         max_length (`int`, *optional*): Largest number of tokens of a row.
         longest_position (`int`): What is recorded as `trained_max_length` in the draft's config, unless it is 0.
-
-    Raises:
-        ValueError: If the settings do not fit the draft or the target.
     """
 
     count_shape: tuple[int, int]
@@ -53,7 +45,6 @@ class TrainingMethod:
         """Add what the training rows need besides tokens and labels, such as positions.
 
         Args:
-            batch (`dict[str, Any]`): Output of the collator.
             step (`int`): Number of the step.
             total (`int`): Number of rows of the step, in all processes.
             rows (`Sequence[int]`): Indices of the batch's rows among them.
@@ -65,12 +56,7 @@ class TrainingMethod:
         raise NotImplementedError
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of the terms `(terms,)` and the counts `count_shape` of a prepared batch.
-
-        Args:
-            model (`Callable`): The draft, which may be wrapped for training in several processes.
-            inputs (`dict[str, Any]`): The batch, on the device.
-        """
+        """Return the sums of the terms `(terms,)` and the counts `count_shape` of a prepared batch."""
         raise NotImplementedError
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,12 +72,7 @@ class TrainingMethod:
         raise NotImplementedError
 
     def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """Compute the states of the target that are stored for a training row.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(L,)`): The row.
-            number (`int`): Its index in the dataset.
-        """
+        """Compute the states of the target that are stored for the training row `number`, tokens `(L,)`."""
         raise NotImplementedError
 
     def resume(self, checkpoint: str) -> None:
@@ -202,14 +183,6 @@ def check_length(length: int, limit: int | None) -> None:
 
 def counted(hits: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.Tensor:
     """Count the hits and the predicted tokens of each group.
-
-    Args:
-        hits (`torch.BoolTensor` of shape `(n,)`): Whether the draft's most likely token is the correct one.
-        groups (`torch.LongTensor` of shape `(n,)`): Group of each predicted token.
-        num_groups (`int`): Number of groups.
-
-    Returns:
-        `torch.DoubleTensor` of shape `(num_groups, 2)`.
 
     >>> counted(torch.tensor([True, False, True]), torch.tensor([1, 1, 2]), 3).tolist()
     [[0.0, 0.0], [1.0, 2.0], [1.0, 1.0]]
@@ -395,11 +368,7 @@ class DraftTrainer(Trainer):
         super().save_model(*args, **kwargs)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: `Trainer` would upload the draft without its code and its model card.
-
-        Raises:
-            ValueError: With the call to use instead.
-        """
+        """Refuse: `Trainer` would upload the draft without its code and its model card."""
         raise ValueError(
             "a trainer cannot upload drafts: call draft.push_to_hub('owner/name'), or run hf-longspec publish."
         )
@@ -474,11 +443,7 @@ def check_data(name: str, dataset: Any, encoder: DocumentEncoder) -> None:
 
 
 def last_complete_checkpoint(folder: str | Path) -> str:
-    """Return the newest complete checkpoint in `folder`. `Trainer` writes trainer_state.json last.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the newest complete checkpoint in `folder`. `Trainer` writes trainer_state.json last."""
     states = Path(folder).glob("checkpoint-*/trainer_state.json")
     complete = [path.parent for path in states if path.parent.name.removeprefix("checkpoint-").isdigit()]
     if not complete:

@@ -27,18 +27,12 @@ ANCHORS = 4
 class Prefix:
     """
     The prefix in one layer of the target, for a block that is not part of the target.
-
-    Args:
-        keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys of the target's cache.
-        values (`torch.Tensor` of shape `(B, K, capacity, D)`): Values of the target's cache.
-        lengths ([`SeqLens`]): Number of committed tokens per row.
-        window (`int`, *optional*): Read only the first `ANCHORS` entries and so many of the newest. Default: all.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    lengths: SeqLens
-    window: int | None = None
+    keys: torch.Tensor  # `(B, K, capacity, D)`, of the target's cache
+    values: torch.Tensor  # `(B, K, capacity, D)`, likewise
+    lengths: SeqLens  # committed tokens per row
+    window: int | None = None  # read only the first `ANCHORS` entries and so many of the newest. Default: all.
 
     def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the entries of the prefix."""

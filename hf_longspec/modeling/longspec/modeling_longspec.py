@@ -158,8 +158,6 @@ class LongSpecBlock(GradientCheckpointingLayer):
         """Return the hidden states `(B, Q, hidden)` of the last Q tokens.
 
         Args:
-            hidden (`torch.Tensor` of shape `(B, N, hidden)`): Embeddings.
-            rotary (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of the N positions.
             parts ([`TargetParts`]): Modules of the target, which rotate queries and keys.
             attend_self (`Callable`): Self-attention, from query `(B, H, Q, D)`, key and value `(B, K, N, D)` to
                 `(B, H, Q, D)`.
@@ -226,9 +224,6 @@ def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
     The text is cut into blocks of `window` positions. A block sees itself and the previous block, so memory and time
     grow with the length, not with its square.
-
-    Args:
-        window (`int`): Number of positions that a query sees.
     """
     length = query.shape[2]
     if length <= window:

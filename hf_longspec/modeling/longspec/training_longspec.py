@@ -131,15 +131,9 @@ class RowNoise:
     and gradient accumulation.
 
     Args:
-        seed (`int`): Seed of the run.
-        gaps (`Sequence[int]`): Smallest and largest gap.
-        position_limit (`int`, *optional*): Number of positions of the target.
         max_offset (`int`, *optional*): Largest offset. Offsets are drawn uniformly from 0 on, within `position_limit`.
         distribution (`str`, *optional*, defaults to `"uniform"`): Distribution of the gaps, see
             [`DraftTrainingArguments`].
-
-    Raises:
-        ValueError: If the gaps or the offsets have no valid range.
     """
 
     def __init__(
@@ -165,14 +159,7 @@ class RowNoise:
         self.max_offset = max_offset
 
     def draw(self, step: int, total: int, rows: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the gaps and the offsets of some rows of a step.
-
-        Args:
-            step (`int`): Number of the step.
-            total (`int`): Number of rows of the step, in all processes.
-            rows (`Sequence[int]`): Indices of the wanted rows among them.
-            lengths (`Sequence[int]`): Numbers of tokens of the wanted rows.
-        """
+        """Return the gaps and the offsets of some rows of a step."""
         generator = torch.Generator().manual_seed(mixed(self.seed, step))
         table = torch.rand(total, 2, generator=generator, dtype=torch.float64)[list(rows)].tolist()
         total_weight = self._cumulative[-1]
@@ -181,11 +168,7 @@ class RowNoise:
         return gaps, offsets
 
     def room(self, length: int) -> int:
-        """Return the largest offset of a row of `length` tokens.
-
-        Raises:
-            ValueError: If the target has fewer than `length` positions.
-        """
+        """Return the largest offset of a row of `length` tokens."""
         check_length(length, self.position_limit)
         if self.position_limit is None:
             return self.max_offset or 0
@@ -199,18 +182,10 @@ def mixed(*numbers: int) -> int:
 
 
 def anchor_offset_positions(length: int, offsets: Sequence[int], anchors: int) -> torch.Tensor:
-    """Compute positions of which the first `anchors` are unchanged and all later ones are shifted by an offset.
+    """Compute positions `(B, length)`: the first `anchors` are unchanged, later ones shifted by the row's offset.
 
     The first tokens of a text attract attention at every length (attention sinks). They keep the positions at which the
     target expects them, while the other tokens get positions that short rows would never reach.
-
-    Args:
-        length (`int`): Number of tokens of a row.
-        offsets (`Sequence[int]`): One per row, at least 0.
-        anchors (`int`): Number of positions that are not shifted.
-
-    Returns:
-        `torch.LongTensor` of shape `(B, length)`.
 
     Source: LongSpec (https://huggingface.co/papers/2502.17421), section 3.2, Anchor-Offset Indices.
 

@@ -62,7 +62,6 @@ class TextIndex:
         """Append committed tokens.
 
         Args:
-            tokens (iterable of `int`): Tokens in order.
             indexed (`bool`, *optional*, defaults to `True`): Whether their positions can be found. Other tokens are
                 only part of the keys of later positions.
         """
@@ -232,10 +231,6 @@ class JoinedDrafter(Drafter):
 
     The nodes of the other drafter keep their indices, so that its state per node stays valid. N-gram nodes follow.
     Those that repeat a path are padding.
-
-    Args:
-        inner ([`Drafter`]): The other drafter. Its trees have no distribution `q`.
-        ngrams ([`NgramDrafter`]): Drafter of the n-grams.
     """
 
     def __init__(self, inner: Drafter, ngrams: NgramDrafter):

@@ -24,17 +24,7 @@ from ..settings import Setting
 
 
 class PagedCache(CompactCache):
-    """The target's own cache as drafting steps read it: by pages, with drafted tokens after the committed ones.
-
-    Args:
-        cache ([`SpeculativeCache`]): The target's cache.
-        dense_layers (`frozenset[int]`): Indices of the layers that read the whole cache.
-        page_size (`int`): Tokens of a page.
-        room (`int`): Largest number of tokens drafted per iteration.
-
-    Attributes:
-        pages ([`KeyPages`]): Bounds of the full pages of committed tokens.
-    """
+    """The target's own cache as drafting steps read it: by pages, with drafted tokens after the committed ones."""
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], page_size: int, room: int):
         # no layer has copies, so for the base all are dense
@@ -73,7 +63,6 @@ class PagedCache(CompactCache):
         """Compute the bounds of pages that were filled since the last call.
 
         Args:
-            target ([`TargetView`]): The target.
             num_pages (`Sequence[int]`): Number of pages that each row will read.
             most (`int`): Largest number of pages that a commit fills.
         """

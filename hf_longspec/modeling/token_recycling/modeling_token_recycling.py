@@ -57,12 +57,6 @@ def likely_tree(num_nodes: int, max_depth: int, num_candidates: int) -> tuple[No
 class CandidateTable:
     """Candidates after each token of each row, best first; -1 for none. Graphs that read or write it go with it.
 
-    Args:
-        batch_size (`int`): Number of rows.
-        vocab_size (`int`): Number of tokens.
-        num_candidates (`int`): Number of candidates after each token.
-        device (`torch.device`): Device of the table.
-
     Attributes:
         entries (`torch.IntTensor` of shape `(B, V + 1, k)`): The candidates. The last entry of a row takes writes that
             are not kept.
@@ -103,11 +97,7 @@ class CandidateTable:
 
 
 class TokenRecyclingDrafter(Drafter):
-    """Propose static trees from a table of candidates.
-
-    Args:
-        draft (`TokenRecyclingDraftModel`): The draft, whose settings are read.
-    """
+    """Propose static trees from a table of candidates."""
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)

@@ -218,7 +218,6 @@ class TokenSwiftHead(nn.Module):
         """Return the residual stream `(..., hidden)` after this head, not normalised.
 
         Args:
-            hidden (`torch.Tensor` of shape `(..., hidden)`): Residual stream before this head.
             embedded (`torch.Tensor` of shape `(..., hidden)`, *optional*): For sequential heads, the embedding of the
                 token before the one that this head predicts.
         """
