@@ -160,7 +160,6 @@ class TreeContext(StepContext):
 
     @classmethod
     def in_graph(cls, step: GraphStep) -> Self:
-        """Return the context of a verification inside a graph."""
         is_captured, score_rows, windows = step.settings
         if score_rows is not None:
             step.keep.score_rows, step.keep.last_node = score_rows, step.changing[1]
@@ -273,12 +272,10 @@ class LevelContext(TreeContext):
     node_positions: torch.Tensor = field(kw_only=True)
 
     def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
-        """Return the positions; the number of nodes and the windows."""
         return (self.positions, self.node_positions), (self.mask.shape[-1], self.windows)
 
     @classmethod
     def in_graph(cls, step: GraphStep) -> Self:
-        """Return the context of a level inside a graph."""
         mask, (positions, node_positions), (_, windows) = step.mask[:, 0], step.changing, step.settings
         # earlier levels lie between the prefix and the level
         prefix = step.layers[0].plus(mask.shape[1] - mask.shape[2])
@@ -306,12 +303,10 @@ class SparseContext(StepContext):
     dense_layers: frozenset[int] = frozenset()
 
     def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
-        """Return the positions; the dense layers and the windows."""
         return (self.positions,), (self.dense_layers, self.windows)
 
     @classmethod
     def in_graph(cls, step: GraphStep) -> Self:
-        """Return the context of a drafting step inside a graph."""
         dense_layers, windows = step.settings
         sparse = next(
             (lengths for layer, lengths in enumerate(step.layers) if layer not in dense_layers), step.layers[0]
@@ -320,7 +315,6 @@ class SparseContext(StepContext):
         return cls(sparse.plus(1), step.changing[0], dense.plus(1), dense_layers, windows=windows)
 
     def state(self, layer: LayerAttention) -> AttentionState:
-        """Attend to the whole cache, or to the compact buffer."""
         if layer.layer_idx in self.dense_layers:
             return layer.attend_to_prefix(self.dense_lengths, self.positions)
         return layer.attend_to_prefix(self.lengths)

@@ -307,17 +307,14 @@ class PageContext(StepContext):
     sizes: PageSizes
 
     def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
-        """Return positions and numbers of pages; the bounds with their layout, the sizes and the windows."""
         return (self.positions, self.full, self.chosen), (self.pages, self.pages.layout, self.sizes, self.windows)
 
     @classmethod
     def in_graph(cls, step: GraphStep) -> Self:
-        """Return the context of a drafting step inside a graph."""
         (pages, _, sizes, windows), (positions, full, chosen) = step.settings, step.changing
         return cls(step.layers[0].plus(1), positions, full, chosen, pages, sizes, windows=windows)
 
     def state(self, layer: LayerAttention) -> AttentionState:
-        """Attend to the pages of the queries, or to the whole cache."""
         bounds = self.pages.bounds.get(layer.layer_idx)
         # jetmoe repeats keys after it has cached them, in an order of its own
         if bounds is None or bounds[0].shape[1] != layer.key.shape[1]:

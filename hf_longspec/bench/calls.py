@@ -35,19 +35,13 @@ class HfMethod:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The way in which the target chooses its tokens.
+    """The way in which the target chooses its tokens."""
 
-    Args:
-        temperature (`float`): 0 is greedy.
-        top_k (`int`): 0 keeps all tokens, as do the defaults of `top_p` and `min_p`.
-        penalty (`float`, *optional*): Contextual penalty over the last `window` tokens (1024 by default).
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all tokens, as do the defaults of `top_p` and `min_p`
     top_p: float = 1.0
     min_p: float | None = None
-    penalty: float | None = None
+    penalty: float | None = None  # contextual penalty over the last `window` tokens (1024 by default)
     window: int | None = None
 
     def __post_init__(self) -> None:
@@ -143,7 +137,6 @@ class TokenClock(BaseStreamer):
             self._text.put(value)
 
     def end(self) -> None:
-        """End the other streamer, if there is one."""
         if self._text is not None:
             self._text.end()
 
@@ -367,13 +360,7 @@ class PrefilledPrompts:
 
 
 class Decoder:
-    """Decode after prefilled prompts with one target.
-
-    Args:
-        model (`PreTrainedModel`): Without an end-of-text token, see [`endless`], in the dtype of the prompts.
-        prompts ([`PrefilledPrompts`]): The prompts after which decoding starts.
-        tokens (`int`): Tokens to generate per row; all but the first are timed.
-    """
+    """Decode after prefilled prompts with one target."""
 
     def __init__(self, model: PreTrainedModel, prompts: PrefilledPrompts, tokens: int):
         self.model, self.prompts, self.tokens = model, prompts, tokens

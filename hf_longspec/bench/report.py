@@ -60,8 +60,6 @@ def mean_interval(values: Sequence[float], least: float = -math.inf, most: float
 
     Args:
         values (`Sequence[float]`): Fewer than three give no interval: `low` and `high` are the mean then.
-        least (`float`, *optional*): Lowest value that is possible, such as 1 for tau.
-        most (`float`, *optional*): Highest value that is possible, such as 1 for a share.
 
     >>> interval = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     >>> interval["mean"], interval["high"]
@@ -446,12 +444,7 @@ def _tau_of(row: Record) -> str:
 
 
 def acceptance_section(results: Path, draft: str) -> str:
-    """Table of tau by context length for one draft, with its note and its environment, as its model card quotes it.
-
-    Args:
-        results (`Path`): The file that `benchmarks/acceptance.py --draft` wrote.
-        draft (`str`): Name of the draft in it.
-    """
+    """Table of tau by context length for one draft, with its note and its environment, as its model card quotes it."""
     records = read_records(results)
     of_draft = [record for record in records if record.get("options", {}).get("draft", draft) == draft]
     if not of_kind(of_draft, "acceptance") or not of_kind(of_draft, "environment"):

@@ -206,7 +206,6 @@ class SaveAtInterrupt(TrainerCallback):
             print("\nSaving a checkpoint after this step. Press Ctrl-C again to stop without it.", file=sys.stderr)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called by the trainer."""
         if self.requested:
             control.should_save = control.should_training_stop = True
 

@@ -188,11 +188,9 @@ class SpeculativeLayer(CacheLayerMixin):
         return self.length
 
     def get_max_length(self) -> int:
-        """Return the number of slots of the buffers, staging slots included."""
         return self.capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return key length and offset of the mask that transformers builds for `query_length` new tokens."""
         return self.length + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -206,7 +204,6 @@ class SpeculativeLayer(CacheLayerMixin):
         self.length = 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows in place, for beam search."""
         if self.is_initialized:
             self.keys.copy_(self.keys.index_select(0, beam_idx.to(self.keys.device)))
             self.values.copy_(self.values.index_select(0, beam_idx.to(self.values.device)))
@@ -246,7 +243,6 @@ class SpeculativeCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        """Number of rows."""
         return self.rows.batch_size
 
     @property
@@ -320,13 +316,11 @@ class SpeculativeCache(Cache):
         self.rows.staged = False
 
     def reset(self) -> None:
-        """Remove all tokens, and keep the buffers."""
         self.rollback()
         self.rows.columns = None
         self.set_lengths([0] * self.batch_size)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of every row."""
         super().crop(tokens_to_remove)
         self.rows.lengths = SeqLens([max(0, length + tokens_to_remove) for length in self.lengths.host])
 

@@ -137,10 +137,6 @@ def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device:
 class Layout:
     """Where the entries of a cache lie, which is the same in all steps until a buffer is replaced.
 
-    Args:
-        cache ([`SpeculativeCache`] or [`CompactCache`]): Cache whose layers are initialized.
-        buffer (`Callable`): Marks a tensor for the runner.
-
     Attributes:
         number (`tuple[int, ...]`): `layout` of the cache.
         groups (`list[Rows]`): The different rows of its layers: one, or two for a compact cache with dense layers.

@@ -221,9 +221,6 @@ class BeamDrafter(Drafter):
     Subclasses set `rings` and implement `inputs`, `begin`, `level_inputs`, `level` and `observe`. Those that read the
     target's cache also define `prefix`, `graph_of` and `prefix_in_graph`.
 
-    Args:
-        draft (`DraftModel`): The draft. It owns the compiled functions, which later calls use again.
-
     Attributes:
         draft (`DraftModel`): The draft, or a copy of it on the device and in the dtype that it drafts with.
         rings (`list[WindowRing]`): Keys and values of the committed text, for each layer of the draft.
@@ -248,7 +245,6 @@ class BeamDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the rings, the same at every context length."""
         return sum(ring.nbytes for ring in self.rings)
 
     @property
@@ -380,9 +376,6 @@ def drafted_tokens(
     """Draft the tokens of a chain under the target's rule. It may be part of a graph if the rule `fits_graphs`.
 
     Args:
-        rule ([`TokenRule`], *optional*): The target's rule; the argmax without one.
-        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
-        count (`int`): Number of tokens to draft.
         logits_after (`Callable`): Function of a depth and of the tokens `(B,)` there, to the logits `(B, vocab)` that
             follow.
         noise (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Result of [`noise_of_chain`].
@@ -465,7 +458,6 @@ class SelfDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that are kept beside the target's cache."""
         return int(self.sparse.nbytes)
 
     def num_selected(self, length: int) -> int:
@@ -473,7 +465,6 @@ class SelfDrafter(Drafter):
         return budget(length, self.sparse_ratio, self.sparse_min_tokens)
 
     def speedup_bound(self) -> float:
-        """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
         lengths = self.binding.cache.lengths.host
         share = sum(map(self.num_selected, lengths)) / max(1, sum(lengths))
         layers = [self.binding.cache.layers[index] for index in self.sparse.sparse_layers]

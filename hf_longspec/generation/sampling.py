@@ -266,12 +266,10 @@ class TokenRule:
         return acceptance, along_path(scores, acceptance.path) if with_scores else None
 
     def draws_for(self, tree: DraftTree) -> tuple[torch.Tensor, ...]:
-        """Return the random numbers that the acceptance of a tree depends on.
+        """Return the random numbers that the acceptance of a tree depends on; none if the rule is greedy.
 
-        Returns:
-            `tuple[torch.Tensor, ...]`: Nothing if the rule is greedy. The noise `(batch, max_depth + 1, vocab)` of the
-            next tokens if candidates are coupled. Uniform numbers `(batch, N - 1)` and noise `(batch, vocab)` for a
-            tree with `q`.
+        The noise `(batch, max_depth + 1, vocab)` of the next tokens if candidates are coupled. Uniform numbers
+        `(batch, N - 1)` and noise `(batch, vocab)` for a tree with `q`.
         """
         if not self.do_sample:
             return ()
@@ -452,9 +450,7 @@ class Coupling:
     def known(self, depths: int) -> tuple[torch.Tensor, ...]:
         """Return the tensors besides logits that decide the next `depths` tokens.
 
-        Returns:
-            `tuple[torch.Tensor, ...]`: The noise `(B, depths, V)` if the target samples, and the last tokens of the
-            texts `(B, window)` if processors depend on these alone.
+        Noise `(B, depths, V)` if the target samples, and last tokens `(B, window)` if processors depend on them alone.
         """
         if self._rule is None:
             return ()
@@ -463,17 +459,12 @@ class Coupling:
         return noise if recent is None else (*noise, recent)
 
     def scores(self, logits: torch.Tensor, known: Sequence[torch.Tensor], depth: int, paths: Paths) -> torch.Tensor:
-        """Return the log-probability that each token is chosen, up to a constant per node.
+        """Return the log-probability `(B, n, V)` that each token is chosen, up to a constant per node.
 
         Args:
             logits (`torch.Tensor` of shape `(B, n, V)`): The draft's, after nodes of one depth.
-            known (sequence of `torch.Tensor`): Result of [`Coupling.known`].
-            depth (`int`): Drafted tokens that lead to these nodes.
             paths (`torch.Tensor` of shape `(B, n, depth)` or `Callable`): Those tokens, or a function that returns
                 them, which is called only if a processor needs them.
-
-        Returns:
-            `torch.Tensor` of shape `(B, n, V)`.
         """
         rule = self._rule
         if rule is None:

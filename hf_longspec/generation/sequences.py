@@ -267,12 +267,10 @@ class Sequences:
 
     @property
     def batch_size(self) -> int:
-        """Number of rows."""
         return len(self.done)
 
     @property
     def device(self) -> torch.device:
-        """Device of the prompts."""
         return self.buffer.tokens.device
 
     @property
@@ -282,7 +280,6 @@ class Sequences:
 
     @property
     def finished(self) -> bool:
-        """Whether every row is done."""
         return all(self.done)
 
     @property

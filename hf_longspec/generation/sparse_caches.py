@@ -55,7 +55,6 @@ class CompactCache(Cache):
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Numbers that change when a buffer is replaced."""
         return self.used.layout, self.dense_used.layout
 
     @property
@@ -94,10 +93,6 @@ class CompactCache(Cache):
 
         Its keys and values are written to the slot after the used entries. Its true position is clamped below
         `max_length`. See [`TargetView.step`] for `with_hidden` and `fixed_shape`.
-
-        Returns:
-            `tuple`: Logits `(batch_size, vocab_size)`, and the input of the final norm `(batch_size, hidden_size)` if
-            `with_hidden`, else `None`.
         """
         device = token.device
         dense = self.dense_used.lengths
@@ -296,7 +291,6 @@ class WindowedCache(SpeculativeCache):
         self.set_lengths(SeqLens(lengths, numbers[1]))
 
     def reset(self) -> None:
-        """Remove all tokens, and keep the buffers."""
         super().reset()
         self.dropped = SeqLens((0,) * self.batch_size)
 
@@ -346,7 +340,6 @@ class WindowRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and positions."""
         return self.keys.nbytes + self.values.nbytes + self.positions.nbytes
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:

@@ -44,8 +44,6 @@ class TargetView:
     """Run an unmodified target model for the decoding loop.
 
     Args:
-        model (`PreTrainedModel`):
-            A causal language model. It is not modified.
         runner ([`CompiledRunner`] or [`CapturedRunner`], *optional*):
             Compiles or captures steps of fixed shapes. Not used under tensor parallelism.
     """
@@ -63,7 +61,6 @@ class TargetView:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the target's vocabulary."""
         return self.config.vocab_size
 
     @property
@@ -83,7 +80,6 @@ class TargetView:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
         return self.config.num_hidden_layers
 
     @cached_property
@@ -125,12 +121,7 @@ class TargetView:
         return shape_of(self.config, "kv_lora_rank") is not None
 
     def why_not(self, max_length: int | None = None) -> list[str]:
-        """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can.
-
-        Args:
-            max_length (`int`, *optional*): Maximum number of tokens of a row. Reasons that depend on it are left out
-                without it.
-        """
+        """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can."""
         reasons = []
         if self.model.config.is_encoder_decoder:
             reasons.append("it is an encoder-decoder model, and the loop runs decoder-only models")
@@ -248,8 +239,6 @@ class TargetView:
         [`TargetView.attention`].
 
         Args:
-            prompts (`Sequence[torch.LongTensor]`): Tokens `(T,)` of every row that are not in the cache yet.
-            cache ([`SpeculativeCache`]): Cache with the tokens before them.
             chunk_size (`int`, *optional*): Most tokens per forward. No forward has more than the cache has slots for a
                 tree.
             columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`TreeContext`].
@@ -283,8 +272,6 @@ class TargetView:
         """Run all nodes of the tree in one forward, and stage their keys and values in `cache`.
 
         Args:
-            tree ([`DraftTree`]): Tree to verify.
-            cache ([`SpeculativeCache`]): Cache with the committed tokens.
             capture (*optional*): Collects scores or queries of the attention layers, see
                 `attention_backends/scores.py`.
             limit (`int`, *optional*): Positions are clamped below it. Nodes there are never emitted, but models with a

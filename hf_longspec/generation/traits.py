@@ -73,13 +73,10 @@ def _change_of(parameters: dict[str, Any], config: Any) -> FrequencyChange | Non
 
 
 def cache_at(model: PreTrainedModel, column: int) -> str:
-    """Return what plain `generate` does with the cache in the forward of `column`.
+    """Return what plain `generate` does with the cache in the forward of `column`, by preparing its inputs.
 
-    The answer is found with the model's `prepare_inputs_for_generation`.
-
-    Returns:
-        `str`: `"keeps"`, `"recomputes"` (all tokens run again), or `"forgets"` (the cache is dropped and only the last
-        token runs, as with phi3 in transformers 5.17).
+    It keeps it, recomputes it (all tokens run again), or forgets it: the cache is dropped and only the last token runs,
+    as with phi3 in transformers 5.17.
     """
     cache = SpeculativeCache(model.config, batch_size=1, max_length=column)
     cache.set_lengths([column])
@@ -423,13 +420,11 @@ class DummyLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the right shapes."""
         count = self.offset + key_states.shape[2]
         keys, values = (states[:, :, :1].expand(-1, -1, count, -1) for states in (key_states, value_states))
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Return the claimed number of tokens."""
         return self.offset
 
 
@@ -443,7 +438,6 @@ class DummyCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the right shapes."""
         self.updated.add(layer_idx)
         return self.layers[0].update(key_states, value_states)
 

@@ -30,19 +30,12 @@ from .draft_tree import DraftTree
 class Acceptance:
     """
     Result of one verification. With M = `tree.max_depth + 1`:
-
-    Args:
-        path (`torch.LongTensor` of shape `(batch_size, M)`):
-            Accepted nodes, beginning with node 0; from place n on, the last one is repeated.
-        num_nodes (`torch.LongTensor` of shape `(batch_size,)`):
-            n of each row: nodes to commit, and tokens emitted.
-        tokens (`torch.LongTensor` of shape `(batch_size, M)`):
-            Tokens emitted, the bonus token last; from place n on, 0. The bonus token is -1 if it could not be drawn,
-            see [`drawn`].
     """
 
-    path: Tensor
-    num_nodes: Tensor
+    path: Tensor  # `(batch_size, M)`: accepted nodes, beginning with node 0; from place n on, the last one is repeated
+    num_nodes: Tensor  # `(batch_size,)`: n of each row: nodes to commit, and tokens emitted
+    # `(batch_size, M)`: tokens emitted, the bonus token last; from place n on, 0. The bonus token is -1 if it could
+    # not be drawn, see [`drawn`].
     tokens: Tensor
 
     @cached_property

@@ -241,11 +241,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def check_engine(engine: str, repo_id: str | None) -> None:
-    """Check the name of an engine repository.
-
-    Raises:
-        ValueError: If it is not a valid `"owner/name"`, holds `--`, or is the draft's own repository.
-    """
+    """Check the name of an engine repository."""
     if "--" in engine:
         raise ValueError(f"engine {engine!r}: `auto_map` separates repository and class by --. Choose another name.")
     check_repo_id(engine)
@@ -269,14 +265,7 @@ def write_repository(
     needed is removed. All other files in the folder stay. The folder may be the one that the draft was loaded from.
 
     Args:
-        draft ([`DraftModel`]): The draft to publish.
-        folder (`Path`): Folder to write to; created if it does not exist.
-        card ([`Card`]): Facts for the model card.
-        repo_id (`str`, *optional*): `"owner/name"` for the card. Defaults to the name of the folder.
         engine (`str`, *optional*): Repository that holds the code, which this one then refers to.
-
-    Returns:
-        `list[Path]`: The files, relative to `folder`.
 
     Raises:
         ValueError: If the draft cannot be published. Nothing is written then.

@@ -406,5 +406,4 @@ class SelfDraftModel(DraftModel):
     }
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of the chain, root included."""
         return int(self.setting("num_assistant_tokens")) + 1

@@ -61,7 +61,6 @@ class DraftConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Let `save_pretrained` write the code too, except for a class of the installed package."""
         if not is_packaged(cls):
             super().register_for_auto_class(auto_class)
 

@@ -154,8 +154,6 @@ class Checkpoint:
 
         Args:
             names (`Mapping[str, str]`): Name in the module of every tensor, by its name in the checkpoint.
-            expected (`Mapping[str, torch.Tensor]`): Tensors with the expected names and shapes.
-            what (`str`): Name of the module, for the message.
         """
         sources = tuple(names)
         shapes = {names[name]: value.shape for name, value in self.read(sources, "meta").items() if name in names}

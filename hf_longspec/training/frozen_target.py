@@ -88,8 +88,6 @@ class HiddenPass:
     """Runs the frozen target over whole rows, without its head, and keeps the input of its final norm, or of layers.
 
     Args:
-        chunk_size (`int`, *optional*): Tokens per forward; by default a whole row. Between chunks the cache of every
-            layer is in memory; without chunks no cache is used.
         layers (`bool` or `tuple[int, ...]`, *optional*, defaults to `True`): Layers whose inputs are concatenated;
             `True` is the final norm.
     """
@@ -319,10 +317,8 @@ def head_loss(
     """Sum an objective over tokens, through the head, for one or several levels of hidden states.
 
     Args:
-        hidden (`torch.Tensor` of shape `(levels, n, hidden)`): Hidden states of the draft; only they get a gradient.
         head (`Callable`): Maps `(m, hidden)` to logits `(m, vocab)`.
         objective (`Callable`): [`cross_entropy`] or [`forward_kl`], bound to what the draft is compared with.
-        chunk_size (`int`): Tokens whose logits are in memory at a time.
         counts (`torch.BoolTensor` of shape `(levels, n)`, *optional*): Tokens that add to the sum; by default all.
 
     Returns:

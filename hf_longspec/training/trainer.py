@@ -93,9 +93,6 @@ class LevelsMethod(TrainingMethod):
 
     The loss has one term and the counts one row per level. Level i (from 0) predicts the tokens from index i + 2 on.
     Subclasses implement `run`.
-
-    Args:
-        layers (`bool` or `tuple[int, ...]`): Layers whose inputs are read, see [`HiddenPass`].
     """
 
     def __init__(
@@ -127,17 +124,14 @@ class LevelsMethod(TrainingMethod):
         return labels != IGNORED
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
-        """Count the labels that each level predicts."""
         present = self.is_trained(labels)
         return torch.stack([present[:, level + 2 :].sum() for level in range(self.count_shape[0])])
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each level's summed loss, and the counts."""
         totals, counts = self.run(model, inputs, self._hidden(inputs))
         return totals, counts.sum(0)
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the levels' mean losses, and the counts of each row."""
         bare = {name: inputs[name] for name in ("input_ids", "labels")}
         totals, counts = self.run(model, bare, self._hidden(inputs))
         return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
@@ -147,7 +141,6 @@ class LevelsMethod(TrainingMethod):
         return self.hidden_pass(inputs["input_ids"]) if hidden is None else hidden
 
     def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """Compute the target's states for a row."""
         check_length(len(tokens), self.position_limit)
         return {"hidden": self.hidden_pass(tokens[None].to(self.args.device))[0]}
 
@@ -192,15 +185,10 @@ def counted(hits: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.
 
 
 def acceptance(counts: Sequence[Sequence[float]], name: str, first: int = 1) -> dict[str, float]:
-    """Compute the share of hits of every level, and an estimate of tau.
+    """Compute the share of hits of every level, from hits and predicted tokens of each, and an estimate of tau.
 
     The shares are those of the levels of a draft tree with one branch. The estimate `1 + a1 + a1 a2 + ...`, bonus token
     included, assumes that the levels are independent. It is omitted unless every level from 1 on has counts.
-
-    Args:
-        counts (`Sequence`): Hits and predicted tokens of each level.
-        name (`str`): Name of a level in the log.
-        first (`int`, *optional*, defaults to 1): Number of the first level.
 
     >>> acceptance([(3, 4), (2, 4)], "gap")
     {'acceptance_gap_1': 0.75, 'acceptance_gap_2': 0.5, 'estimated_tau': 2.125}

@@ -90,7 +90,6 @@ class LongSpecDrafter(BeamDrafter):
         return root, self.last_token
 
     def prefix(self) -> Prefix:
-        """Return keys and values of the target."""
         cache = self.binding.cache
         layer = cache.layers[self.parts.kv_layer]
         return Prefix(layer.keys, layer.values, cache.lengths, self.cross_attention_window)
@@ -104,7 +103,6 @@ class LongSpecDrafter(BeamDrafter):
         return (prefix.lengths.on(self.device),), fixed, (prefix.window, known, graph)
 
     def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Prefix:
-        """Return keys and values of the target inside a graph."""
         known, sizes, keys, values = fixed
         return Prefix(keys, values, SeqLens.in_graph(changing[0], sizes, known), self.cross_attention_window)
 
@@ -155,7 +153,6 @@ class LongSpecDrafter(BeamDrafter):
             )
 
     def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Prefix) -> tuple[torch.Tensor, ...]:
-        """Return the logits `(B, n, V)` after the newest level of a beam; see [`BeamDrafter.level`]."""
         level, ancestor_mask, last_token, positions, cos, sin = changing
         first = 0 if depth == 0 else depth + 1
         columns = slice(first, depth + 2)

@@ -50,7 +50,6 @@ class LongSpecDraftModel(DraftModel):
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
-        """Refuse targets without rotary positions."""
         decoder_of(target)
 
     def place(self, target: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
@@ -93,7 +92,6 @@ class LongSpecDraftModel(DraftModel):
         return hidden_states
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
         return 1 + sum(self.setting("tree_widths"))
 
     def check_settings(self, target: TargetView) -> None:

@@ -55,7 +55,6 @@ class TextIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size of tables and text in bytes."""
         return BYTES_PER_ENTRY * (2 * self.longest_key * self.size + len(self.text))
 
     def extend(self, tokens: Iterable[int], indexed: bool = True) -> None:
@@ -181,7 +180,6 @@ class NgramDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of texts and tables in host memory."""
         return sum(index.nbytes for index in self.indexes)
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
@@ -199,7 +197,6 @@ class NgramDrafter(Drafter):
             index.extend([*text[len(index.text) :].tolist(), *tokens])
 
     def observe(self, verification: Verification) -> None:
-        """Index the emitted tokens."""
         for index, tokens in zip(self.indexes, verification.tokens, strict=True):
             index.extend(tokens)
 
@@ -246,12 +243,10 @@ class JoinedDrafter(Drafter):
 
     @property
     def seed_tokens(self) -> int:
-        """Number of last prompt tokens that the other drafter observes."""
         return self.inner.seed_tokens
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of both drafters."""
         return self.inner.state_bytes + self.ngrams.state_bytes
 
     def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
@@ -259,16 +254,13 @@ class JoinedDrafter(Drafter):
         return self.inner.watch_prefill(lengths, starts)
 
     def attention(self) -> AbstractContextManager[None]:
-        """Return the context of the other drafter."""
         return self.inner.attention()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Begin with both drafters."""
         self.inner.start(texts, verification)
         self.ngrams.start(texts, verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Continue with both drafters."""
         self.inner.resume(texts, verification)
         self.ngrams.resume(texts, verification)
 

@@ -47,12 +47,10 @@ class PagedCache(CompactCache):
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Numbers that change when a buffer is replaced."""
         return *super().layout, self.pages.layout
 
     @property
     def nbytes(self) -> int:
-        """Size of the bounds in bytes."""
         return self.pages.nbytes
 
     def forget(self) -> None:
@@ -96,7 +94,6 @@ class PagedCache(CompactCache):
             self.pages.update(index, keys, first, full, count)
 
     def context(self, target: TargetView, positions: torch.Tensor) -> StepContext:
-        """Return the context of a drafting step at `positions` `(B, 1)`."""
         _, full, chosen = self.table(positions.device)
         lengths = self.dense_used.lengths.plus(1)
         return PageContext(lengths, positions, full, chosen, self.pages, self.sizes, windows=target.windows)
@@ -155,7 +152,6 @@ class QuestDrafter(SelfDrafter):
         self.sparse.extend(self.binding.target, num_pages, most)
 
     def graph_of(self, root: torch.Tensor) -> tuple[Any, Any, tuple[torch.Tensor, ...], tuple, tuple]:
-        """Return what a graph of a whole chain consists of; see [`SelfDrafter.graph_of`]."""
         paged, cache = self.sparse, self.binding.cache
         paged.share_dense()
         tensors = root, cache.lengths.on(root.device), paged.table(root.device)

@@ -69,7 +69,6 @@ class CandidateTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table."""
         return self.entries.numel() * self.entries.element_size()
 
     def fill(self, texts: Sequence[torch.Tensor]) -> None:
@@ -114,7 +113,6 @@ class TokenRecyclingDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the table."""
         return 0 if self.table is None else self.table.nbytes
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
@@ -226,5 +224,4 @@ class TokenRecyclingDraftModel(DraftModel):
     }
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
         return int(self.setting("num_nodes"))

@@ -214,7 +214,6 @@ class TokenSwiftDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the partial cache, the same at every context length."""
         return 0 if self.partial is None else self.partial.nbytes
 
     def propose(self, root: torch.Tensor) -> DraftTree:

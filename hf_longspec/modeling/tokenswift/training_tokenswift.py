@@ -64,7 +64,7 @@ class TokenSwiftMethod(LevelsMethod):
 
     @staticmethod
     def _counted(ranks: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Count hits, top-3 hits and predicted tokens, `(B, heads, 3)`, from ranks `(heads, m)` of the wanted tokens."""
+        """Count hits, top-3 hits and predicted tokens, `(B, heads, 3)`, by ranks `(heads, m)` of the wanted tokens."""
         numbers = torch.stack([(ranks < 1) & counts, (ranks < TOP) & counts, counts], -1).to(torch.float64)
         total = torch.zeros(num_rows, *numbers.shape[::2], dtype=torch.float64, device=ranks.device)
         return total.index_add_(0, rows, numbers.transpose(0, 1))
