@@ -54,15 +54,6 @@ class StepContext:
 
     Subclasses define `state`, and how a graph makes the same context for every step: `of_step` is read before the step,
     `in_graph` is a part of it.
-
-    Args:
-        lengths ([`SeqLens`]): Used slots per row.
-        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
-        windows (`tuple[int | None, ...]`, *optional*):
-            Sliding window of every layer. By default each layer's own argument decides.
-
-    Attributes:
-        calls (`list[int]`): Layers that called, which proves that a model runs on this attention.
     """
 
     lengths: SeqLens
@@ -258,15 +249,10 @@ class TreeContext(StepContext):
 
 @dataclass
 class LevelContext(TreeContext):
-    """One level of a draft tree.
+    """The n nodes of the newest level of a draft tree.
 
-    The forward runs the n nodes of the newest level. They see the prefix, and those of the N nodes after it that are
-    their ancestors: the N - n nodes of earlier levels, which are staged already, and themselves.
-
-    Args:
-        positions (`torch.LongTensor` of shape `(B, n)`): Positions of the newest level.
-        mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestor-or-self among all staged nodes.
-        node_positions (`torch.LongTensor` of shape `(B, N)`): Positions of all staged nodes.
+    They see the prefix, and those of the N nodes after it that are their ancestors: the N - n nodes of earlier levels,
+    which are staged already, and themselves. `mask` is `(B, n, N)`.
     """
 
     node_positions: torch.Tensor = field(kw_only=True)
@@ -289,14 +275,9 @@ class LevelContext(TreeContext):
 class SparseContext(StepContext):
     """One drafting step on selected keys and values.
 
-    The layers in `dense_layers` read the target's whole cache. Every other layer reads a compact buffer with its own
-    selected entries. Positions have no meaning in that buffer: rotary embedding was applied before an entry was stored,
-    and the selection respected the window.
-
-    Args:
-        lengths ([`SeqLens`]): Used entries of the compact buffers, including the query's own.
-        dense_lengths ([`SeqLens`]): Used slots of the whole cache, including the query's own.
-        dense_layers (`frozenset[int]`): Layers that read the whole cache. Their window applies.
+    The layers in `dense_layers` read the target's whole cache, with their windows. Every other layer reads a compact
+    buffer with its own selected entries. Positions have no meaning in that buffer: rotary embedding was applied before
+    an entry was stored, and the selection respected the window. Both lengths include the query's own slot.
     """
 
     dense_lengths: SeqLens

@@ -178,11 +178,9 @@ def differentiable_attention(
 def attention_mask(*, allow_is_causal_skip: bool = True, **options: Any) -> torch.Tensor | None:
     """Return the mask of a forward, with the signature of transformers' `AttentionMaskInterface`.
 
-    Returns:
-        `torch.Tensor` of shape `(B, 1, q_length, kv_length)`, *optional*: If the queries are the last of the keys'
-        positions and nothing is padded, `attention_forward` needs no entries: `None` for a causal mask, a
-        [`WindowMask`] for the config's sliding window. Otherwise, for instance with chunks, the boolean `sdpa_mask` of
-        transformers.
+    If the queries are the last of the keys' positions and nothing is padded, `attention_forward` needs no entries:
+    `None` for a causal mask, a [`WindowMask`] for the config's sliding window. Otherwise, for instance with chunks, the
+    boolean `sdpa_mask` `(B, 1, q_length, kv_length)` of transformers.
     """
     queries, keys, size = options["q_length"], options["kv_length"], options.get("local_size")
     first, offset = options.get("q_offset", 0), options.get("kv_offset", 0)

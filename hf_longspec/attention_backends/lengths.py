@@ -62,9 +62,7 @@ class SeqLens:
     def in_graph(cls, tensor: torch.Tensor, sizes: Sequence[torch.Tensor], known: int) -> "SeqLens":
         """Return lengths inside a compiled or captured function, which must not compare them with each other.
 
-        Args:
-            sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
-            known (`int`): Result of the runner's `knows`.
+        `sizes` and `known` are the results of the runner's `sizes` and `knows`.
         """
         lengths = cls(None, tensor)
         if known > 1:

@@ -132,12 +132,9 @@ _priorities: dict[str, int | None] = {}
 
 
 def register_backend(backend: AttentionBackend, priority: int | None = None) -> AttentionBackend:
-    """Add a backend.
+    """Add a backend; among those that accept a call, the one with the highest priority runs.
 
-    Args:
-        priority (`int`, *optional*):
-            Among the backends that accept a call, the one with the highest priority runs. Without a priority, the
-            backend runs only for users who choose it by name.
+    Without a priority, the backend runs only for users who choose it by name.
     """
     if _backends.setdefault(backend.name, backend) is not backend:
         raise ValueError(f"an attention backend named {backend.name!r} exists already. Choose another name.")
@@ -164,11 +161,7 @@ def why_not_dtype(call: AttentionCall, dtypes: Sequence[torch.dtype]) -> str | N
 
 
 def choose(call: AttentionCall, name: str | None = None) -> AttentionBackend:
-    """Return the backend for this kind of call.
-
-    Raises:
-        ValueError: If no backend accepts the call; the message lists every candidate with its reason.
-    """
+    """Return the backend for this kind of call, or raise an error that lists every candidate with its reason."""
     if name is not None and name not in _backends:
         raise ValueError(f"{name!r} is not an attention backend. Choose one of {', '.join(backend_names())}.")
     candidates = [n for n in backend_names() if _priorities[n] is not None] if name is None else [name]

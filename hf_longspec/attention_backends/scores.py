@@ -169,16 +169,10 @@ class QueryCapture:
             self.inputs[layer_idx] = query, key
 
     def of_node(self, layer_idx: int, row: int, node: torch.Tensor, length: int) -> torch.Tensor:
-        """Return scores of the first `length` entries of a row by the query of one node.
+        """Return float32 scores `(K, length)` of the first entries of a row by the query of one node, given as `(1,)`.
 
         The score of an entry is the sum of `q . k` over the query heads that share a KV head: TokenSwift, Eq. 2
         (https://huggingface.co/papers/2502.18890).
-
-        Args:
-            node (`torch.LongTensor` of shape `(1,)`): On any device.
-
-        Returns:
-            `torch.Tensor` of shape `(K, length)`, float32.
         """
         query, key = self.inputs[layer_idx]
         queries = query[row].index_select(1, node.to(query.device)).float()  # [H, 1, D]
@@ -232,14 +226,8 @@ def page_bounds(query: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor
 class KeyPages:
     """The lowest and the highest key, channel by channel, of every full page in some layers.
 
-    Args:
-        page_size (`int`): Entries of a page.
-        num_sinks (`int`): Number of first entries whose pages are always chosen.
-
-    Attributes:
-        bounds (`dict[int, tuple[torch.Tensor, torch.Tensor]]`): Lowest and highest values `(B, K, P + 1, D)` by layer.
-            The last page takes writes that are not kept.
-        layout (`int`): Number of times that a tensor was replaced.
+    `bounds` are both `(B, K, P + 1, D)` by layer; the last page takes writes that are not kept. `layout` counts how
+    often a tensor was replaced. Pages of the first `num_sinks` entries are always chosen.
     """
 
     def __init__(self, page_size: int, num_sinks: int):
@@ -290,15 +278,11 @@ class PageSizes(NamedTuple):
 
 @dataclass
 class PageContext(StepContext):
-    """One drafting step, as the attention layers see it.
+    """One drafting step, as the attention layers see it. `lengths` includes the query's own slot.
 
     A layer with bounds attends to the pages with the largest bounds for the step's own query, those of the first
     entries always among them, and to all entries after the last full page. Every KV head has its own pages. All other
     layers attend to the whole cache, and so do those whose attention gets another number of KV heads than the cache.
-
-    Args:
-        lengths ([`SeqLens`]): Used slots of the cache, including the query's own.
-        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
     """
 
     full: torch.Tensor  # `(B,)`: number of full pages of every row
@@ -337,11 +321,10 @@ class PageContext(StepContext):
         return torch.where(is_paged, torch.nn.functional.pad(paged, (0, sizes.tail)), tail_slots), counts
 
     def _entries(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return what all layers have in common.
+        """Return what all layers have in common, as four tensors.
 
-        Returns:
-            `tuple`: Which pages `(B, 1, P)` are not full; which of the T places `(B, 1, T)` hold entries of pages; the
-            slots `(B, 1, T)` at the other places; and how many places `(B,)` are used.
+        Which pages `(B, 1, P)` are not full; which of the T places `(B, 1, T)` hold entries of pages; the slots `(B, 1,
+        T)` at the other places; and how many places `(B,)` are used.
         """
         size, (pages, chosen, tail) = self.pages.page_size, self.sizes
         full, num_paged = self.full[:, None, None], self.chosen[:, None, None] * size

@@ -471,11 +471,10 @@ def _without_slow_tail(packed: torch.Tensor, query: torch.Tensor) -> torch.Tenso
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `mask` as an additive mask.
+    """Return a boolean mask (True: a query attends to a key) or an additive one as an additive mask.
 
-    Returns:
-        `torch.Tensor` of the same shape. The lowest number of a dtype, by which transformers hides keys, becomes
-        -inf: a query whose keys are all hidden then gets 0 instead of the mean of all values.
+    The lowest number of a dtype, by which transformers hides keys, becomes -inf: a query whose keys are all hidden then
+    gets 0 instead of the mean of all values.
     """
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
@@ -490,13 +489,7 @@ def explicit_mask(mask: torch.Tensor, dtype: torch.dtype) -> KeyMask:
 def position_mask(
     positions: torch.Tensor, first: int, sliding_window: int | None, causal: bool, dtype: torch.dtype
 ) -> KeyMask:
-    """Return the block mask of causality and sliding window, computed from the positions of queries and keys.
-
-    Args:
-        positions (`torch.LongTensor` of shape `(B or 1, N)`): Absolute positions of the queries.
-        first (`int`): Absolute position of key 0 of the call.
-        sliding_window (`int`, *optional*): A query attends only to keys at a smaller distance.
-    """
+    """Return the block mask of causality and window, for queries at `positions` `(B or 1, N)` and keys from `first` on."""
 
     def of_keys(start: int, stop: int) -> torch.Tensor:
         keys = torch.arange(first + start, first + stop, device=positions.device)

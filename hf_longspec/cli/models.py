@@ -68,9 +68,8 @@ def find_target(name: str | None) -> str:
 def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
     """Turn every error while loading into one line; each format and architecture raises its own.
 
-    Args:
-        from_hub (`bool`, *optional*, defaults to `False`): Whether `name` is that of a model. If the first request for
-            it fails, the error comes at once; transformers would repeat the request five times for each of its files.
+    With `from_hub`, `name` is that of a model. If the first request for it fails, the error comes at once; transformers
+    would repeat the request five times for each of its files.
     """
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise CommandError(f"cannot load the {what} {name!r}: there is no such folder. Check the path.")

@@ -287,12 +287,8 @@ class SpeculativeCache(Cache):
     def commit(self, path: torch.Tensor | None, num_nodes: SeqLens | Sequence[int]) -> None:
         """Keep the accepted nodes: move them right after the prefix and add `num_nodes[b]` to every row's length.
 
-        Args:
-            path (`torch.LongTensor` of shape `(batch, M)`, *optional*):
-                Indices of the staged nodes to keep, node 0 first. Entries from `num_nodes[b]` on are ignored. `None`
-                if the first nodes of every row are kept, as in a chain: nothing moves.
-            num_nodes ([`SeqLens`] or `Sequence[int]`):
-                Number of nodes to keep of each row.
+        `path` `(batch, M)` has the staged nodes to keep, node 0 first, of which entries from `num_nodes[b]` on are
+        ignored; `None` if the first nodes of every row are kept, as in a chain: nothing moves.
         """
         counts = SeqLens.of(num_nodes)
         if path is not None and counts.longest > 1:
@@ -375,10 +371,8 @@ def held_by(cache: Any, mask: torch.Tensor) -> list[int]:
 def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     """Return why the loop cannot keep keys and values in this way; `None` if it can.
 
-    Args:
-        cache (*optional*): Argument `past_key_values` of the call.
-        implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as the loop
-            uses buffers of a fixed size anyway.
+    The arguments are `past_key_values` and `cache_implementation` of the call. Static implementations are accepted, as
+    the loop uses buffers of a fixed size anyway.
     """
     if implementation == "quantized" or (implementation or "").startswith("offloaded"):
         return (
@@ -437,13 +431,8 @@ def take_over(
     """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
 
     This frees the original. A layer with a sliding window holds its last tokens only. The slots before them stay zero,
-    as no later token attends to them.
-
-    With padding, the entries of the tokens are copied side by side, and the original stays as it is.
-
-    Args:
-        held (`Sequence[int]`): Result of [`held_by`].
-        mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
+    as no later token attends to them. With a `mask` `(batch, P)` that is 0 at padding, the entries of the tokens are
+    copied side by side, and the original stays as it is. `held` is the result of [`held_by`].
     """
     stored = _stored(cache)
     columns = None if mask is None else columns_of(mask, max(held))
@@ -465,12 +454,9 @@ def take_over(
 def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
     """Point the layers of the user's cache to the entries of `buffers`, as many as the shortest row has.
 
-    The next call computes the missing tokens of longer rows, like any other token of its input.
-
-    Args:
-        columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
-            Columns in which the tokens of every row, and the next one, stand. The layers then get copies, with any
-            finite entries at padding.
+    The next call computes the missing tokens of longer rows, like any other token of its input. With `columns` `(batch,
+    T)` in which the tokens of every row, and the next one, stand, the layers get copies, with any finite entries at
+    padding.
     """
     length = min(buffers.lengths.host)
     if columns is not None:

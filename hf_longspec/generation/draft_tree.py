@@ -158,13 +158,10 @@ class DraftTree:
 
 
 def tree_mask(parents: Tensor, valid: Tensor | None = None, max_depth: int | None = None) -> Tensor:
-    """Return which nodes of a draft tree each node attends to: itself and its ancestors.
+    """Return which nodes each node attends to, itself and its ancestors, `(batch_size, num_nodes, num_nodes)`.
 
     The prefix is not part of the mask, as all of it is visible to every node. The arguments are those of
     [`DraftTree`]; a smaller `max_depth` saves matrix products.
-
-    Returns:
-        `torch.BoolTensor` of shape `(batch_size, num_nodes, num_nodes)`, query node first.
 
     >>> tree_mask(torch.tensor([[-1, 0, 1, 0]]))[0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
@@ -189,15 +186,10 @@ def tree_depths(mask: Tensor) -> Tensor:
 def trie_table(paths: Sequence[Sequence[Sequence[int]]], root: Tensor, num_nodes: int, max_depth: int) -> Tensor:
     """Merge candidate paths into tries, in which paths with a common beginning share its nodes. Runs on the host.
 
-    Args:
-        paths (`list[list[list[int]]]`):
-            For each batch row its candidate continuations, without the root, best first.
-        num_nodes (`int`): Size of the trees, root included. Tokens that do not fit are dropped, later paths first.
-        max_depth (`int`): Longer paths are cut to this length.
-
-    Returns:
-        `torch.LongTensor` of shape `(batch_size, 3, num_nodes)`: Tokens, parents and validity, see [`trie_of`]. The
-        tokens of the roots are 0. The table reaches the device of the roots in one copy.
+    `paths` has for each row its candidate continuations, without the root, best first. Those longer than `max_depth`
+    are cut, and tokens that do not fit into `num_nodes`, root included, are dropped, later paths first. The result
+    `(batch_size, 3, num_nodes)` has tokens (0 for the roots), parents and validity, see [`trie_of`], and reaches the
+    device of the roots in one copy.
 
     >>> trie_table([[[7, 9], [7, 3]]], torch.tensor([5]), num_nodes=5, max_depth=4).tolist()
     [[[0, 7, 9, 3, 0], [-1, 0, 1, 1, 0], [1, 1, 1, 1, 0]]]
@@ -420,12 +412,10 @@ class Beam:
         return self.parents[-1] - (self.first_node - self.levels[-2].shape[1])
 
     def grow(self, logits: Tensor, width: int) -> None:
-        """Add the best `width` continuations of the newest level as the next level.
+        """Add the best `width` continuations of the newest level as the next level; fewer if there are fewer.
 
-        Args:
-            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's logits after each node of the newest level, or
-                other log-probabilities up to a constant per node.
-            width (`int`): Nodes of the next level; fewer if there are fewer continuations.
+        `logits` `(B, n, V)` are the draft's after each node of the newest level, or log-probabilities up to a constant
+        per node.
         """
         each = min(width, logits.shape[-1])
         best, tokens = logits.topk(each, dim=-1)

@@ -148,12 +148,7 @@ class Drafter(CandidateGenerator):
         return nullcontext()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Begin to draft after the prompts.
-
-        Args:
-            texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row, all committed.
-            verification ([`Verification`]): Verification of their last `seed_tokens` tokens as a chain.
-        """
+        """Begin to draft after committed `texts` `(T,)` of every row; the last `seed_tokens` tokens were verified."""
         self.observe(verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
@@ -373,16 +368,10 @@ def drafted_tokens(
     noise: torch.Tensor | None,
     with_q: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draft the tokens of a chain under the target's rule. It may be part of a graph if the rule `fits_graphs`.
+    """Draft a chain by the target's rule: roots and drafted tokens `(B, count + 1)`, if `with_q` their distributions.
 
-    Args:
-        logits_after (`Callable`): Function of a depth and of the tokens `(B,)` there, to the logits `(B, vocab)` that
-            follow.
-        noise (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Result of [`noise_of_chain`].
-        with_q (`bool`): Whether to return the distributions that the tokens were drawn from.
-
-    Returns:
-        `tuple`: The roots and the drafted tokens `(B, count + 1)`, and distributions `(B, count + 1, vocab)` or `None`.
+    `logits_after` returns the logits `(B, vocab)` after tokens `(B,)` at a depth, and `noise` is that of
+    [`noise_of_chain`]. It may be part of a graph if the rule `fits_graphs`.
     """
     tokens, distributions = [root], []
     for depth in range(count):
@@ -437,12 +426,9 @@ def entry_bytes(layers: Sequence[Any]) -> int:
 
 
 class SelfDrafter(Drafter):
-    """Draft chains with the target itself on a part of its cache.
+    """Draft chains with the target itself on a part of its cache, `sparse`.
 
     Subclasses set `sparse` and implement `graph_of` and `observe`.
-
-    Attributes:
-        sparse ([`CompactCache`]): What drafting steps read of the target's cache.
     """
 
     sparse: Any

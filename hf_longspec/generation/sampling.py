@@ -248,11 +248,9 @@ class TokenRule:
     def accept(
         self, tree: DraftTree, logits: torch.Tensor, with_scores: bool = False
     ) -> tuple[Acceptance, torch.Tensor | None]:
-        """Accept the nodes of a tree up to the first token that the target does not choose.
+        """Accept nodes by raw logits `(batch, N, vocab)`, up to the first token that the target does not choose.
 
-        Returns:
-            `tuple`: [`Acceptance`] by the target's raw logits `(batch, N, vocab)`, and the processed scores
-            `(batch, M, vocab)` along the path if `with_scores`, else `None`.
+        With `with_scores`, return also the processed scores `(batch, M, vocab)` along the path.
         """
         texts = None
         if not self.history_free:
@@ -359,10 +357,8 @@ def warped(
 def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:
     """Refuse processors that keep state, as they cannot be called on a path that may be rejected.
 
-    State is detected by calling a copy of the processor twice on the same input. State that takes effect only in later
-    calls or in other texts is not detected.
-
-    `input_ids` `(batch, P)` are the prompts.
+    State is detected by calling a copy of the processor twice on the prompts `input_ids` `(batch, P)`. State that takes
+    effect only in later calls or in other texts is not detected.
     """
     for processor in processors:
         name = type(processor).__name__
@@ -461,10 +457,8 @@ class Coupling:
     def scores(self, logits: torch.Tensor, known: Sequence[torch.Tensor], depth: int, paths: Paths) -> torch.Tensor:
         """Return the log-probability `(B, n, V)` that each token is chosen, up to a constant per node.
 
-        Args:
-            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's, after nodes of one depth.
-            paths (`torch.Tensor` of shape `(B, n, depth)` or `Callable`): Those tokens, or a function that returns
-                them, which is called only if a processor needs them.
+        `logits` `(B, n, V)` are the draft's, after nodes of one depth, and `paths` the drafted tokens `(B, n, depth)`
+        that lead to them, or a function that returns these, which is called only if a processor needs them.
         """
         rule = self._rule
         if rule is None:

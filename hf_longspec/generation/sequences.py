@@ -117,11 +117,7 @@ class SpeculationStats:
         return tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def record(self, emitted: Sequence[int], drafted: Sequence[int] | None, ngrams: Sequence[int]) -> None:
-        """Count one verification. All lists have one entry per row.
-
-        Args:
-            drafted (`Sequence[int]`, *optional*): Number of drafted tokens that were verified; `None` for a plain step.
-        """
+        """Count one verification. All lists have one entry per row; `drafted` is `None` for a plain step."""
         self.num_forwards += 1
         while len(self.emitted_per_step) < max((row + 1 for row, count in enumerate(emitted) if count), default=0):
             self.emitted_per_step.append(array("H"))
@@ -298,10 +294,8 @@ class Sequences:
     def append(self, accepted: Sequence[Sequence[int]], scores: Callable[..., Any] | None = None) -> list[int]:
         """Emit the tokens of each row up to its stop, and return how many each row emitted.
 
-        Args:
-            accepted (`Sequence[Sequence[int]]`): Tokens of each row, in order; -1 for one that could not be drawn.
-            scores (`Callable`, *optional*): Function of the sequences and of a number of generated tokens, to the
-                argument `scores` of custom criteria.
+        `accepted` has -1 for a token that could not be drawn. `scores` is a function of the sequences and of a number
+        of generated tokens, to the argument `scores` of custom criteria.
         """
         before = list(map(len, self.generated))
         for row, tokens in enumerate(accepted):

@@ -124,14 +124,10 @@ def budget(prefix_length: int, ratio: float, floor: int) -> int:
 
 
 def select_top(scores: torch.Tensor, prefix_lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the `count` best entries of every row and head, sinks first, then the others by falling score.
+    """Return the slots `(B, K, count)` of the best entries of every row and head, sinks first, then by falling score.
 
-    Args:
-        scores (`torch.Tensor` of shape `(B, K, S)`): Scores of the entries, which are overwritten. Entries after a
-            row's prefix are selected last. S is at least the longest prefix.
-
-    Returns:
-        `torch.LongTensor` of shape `(B, K, count)`: Slots of the entries.
+    The scores `(B, K, S)` are overwritten. Entries after a row's prefix are selected last. S is at least the longest
+    prefix.
     """
     slots = torch.arange(scores.shape[-1], device=scores.device)
     scores[..., :SINK_TOKENS] = torch.inf
@@ -236,15 +232,11 @@ class SelectedCache(CompactCache):
 
 
 class WindowedCache(SpeculativeCache):
-    """Hold the first `sinks` and at least the last `window` tokens of every row.
+    """Hold the first `sinks` and at least the last `window` tokens of every row; all tokens without a window.
 
     A row drops tokens when it holds a quarter of the window more than that, all at once, so that few steps move
     entries. Every row decides by its own length. Kept tokens lie side by side in the order of the text: the token at
     position p lies in slot `p - dropped`, except for the sinks.
-
-    Args:
-        window (`int`, *optional*): Number of last tokens to keep. All tokens are kept by default.
-        sinks (`int`, *optional*, defaults to 4): Number of first tokens to keep.
     """
 
     def __init__(
@@ -298,17 +290,10 @@ class WindowedCache(SpeculativeCache):
 class WindowRing:
     """Store keys and values of the first and the last committed tokens of every row, and those of a draft tree.
 
-    The `sinks` first tokens of a text stay in the first slots. The token at a later position p lies in slot
-    `sinks + (p - sinks) % (window + room)`, node i of the tree in slot `size + i`. One spare slot takes the writes that
-    a row does not keep, so that all rows run the same operations.
-
-    Args:
-        window (`int`): Positions that a query attends to, its own included.
-        sinks (`int`, *optional*, defaults to 0): First positions of a text that all queries attend to.
-        room (`int`, *optional*, defaults to 0): Tokens that may be stored before the queries of the first of them run.
-
-    Attributes:
-        size (`int`): Number of slots before those of the tree.
+    The `sinks` first tokens of a text stay in the first slots, and all queries attend to them. The token at a later
+    position p lies in slot `sinks + (p - sinks) % (window + room)`, node i of the tree in slot `size + i`. A query
+    attends to `window` positions, its own included; up to `room` tokens may be stored before the query of the first of
+    them runs. One spare slot takes the writes that a row does not keep, so that all rows run the same operations.
     """
 
     def __init__(

@@ -207,11 +207,8 @@ class TargetView:
     def prefill(self, input_ids: torch.Tensor, cache: SpeculativeCache, chunk_size: int | None) -> None:
         """Append keys and values of right-padded prompts to `cache`, under the model's own attention.
 
-        Args:
-            input_ids (`torch.LongTensor` of shape `(batch, T)`):
-                Prompt tokens that are not in the cache yet. All rows of the cache have the same length.
-            chunk_size (`int`, *optional*):
-                Tokens per forward. All tokens run in one forward by default.
+        The tokens `(batch, T)` are not in the cache yet, whose rows all have the same length. A forward has
+        `chunk_size` tokens; by default, all of them.
         """
         start, total = cache.get_seq_length(), input_ids.shape[1]
         extra = self.keeping(torch.zeros(1, dtype=torch.long, device=input_ids.device))
@@ -236,12 +233,8 @@ class TargetView:
         """Append keys and values of prompts to rows of any lengths, as chains that are verified.
 
         The model's own attention has one length for all rows, and its windows count slots. Call it inside of
-        [`TargetView.attention`].
-
-        Args:
-            chunk_size (`int`, *optional*): Most tokens per forward. No forward has more than the cache has slots for a
-                tree.
-            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`TreeContext`].
+        [`TargetView.attention`]. No forward has more tokens than `chunk_size`, or than the cache has slots for a tree.
+        See [`TreeContext`] for `columns`.
         """
         tokens = pad_sequence(list(prompts), batch_first=True)
         size = min(chunk_size or cache.tree_slots, cache.tree_slots)

@@ -109,8 +109,7 @@ def rotary_state_kept(model: PreTrainedModel) -> Iterator[None]:
 class RotaryLimit:
     """The columns of one call: where it may speculate, which rows wait, and whether the cache is recomputed.
 
-    Args:
-        prompt_lengths (`Sequence[int]`): Number of tokens of every row's prompt, without padding.
+    Lengths of prompts are without padding.
     """
 
     def __init__(self, model: PreTrainedModel, change: FrequencyChange, prompt_lengths: Sequence[int]):

@@ -37,15 +37,7 @@ def is_packaged(cls: type) -> bool:
 
 
 class DraftConfig(PreTrainedConfig):
-    """
-    Configuration of a draft.
-
-    Args:
-        vocab_size (`int`, *optional*, defaults to 0): Vocabulary size of the target, which transformers compares before
-            assisted decoding.
-        target (`dict[str, Any]`, *optional*): Shapes and `model_type` of the target.
-        target_name_or_path (`str`, *optional*): Id or folder that the target was loaded from.
-    """
+    """Configuration of a draft."""
 
     model_type = "longspec_draft"
 

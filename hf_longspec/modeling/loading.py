@@ -148,12 +148,9 @@ class Checkpoint:
     def tensors(
         self, names: Mapping[str, str], expected: Mapping[str, torch.Tensor], what: str
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors of a module, with zeros for biases that the checkpoint does not have.
+        """Return the tensors of a module, by the `names` of the checkpoint's; zeros for biases that it does not have.
 
         Other names or shapes than expected are refused before a tensor is read.
-
-        Args:
-            names (`Mapping[str, str]`): Name in the module of every tensor, by its name in the checkpoint.
         """
         sources = tuple(names)
         shapes = {names[name]: value.shape for name, value in self.read(sources, "meta").items() if name in names}

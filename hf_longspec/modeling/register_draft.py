@@ -41,7 +41,7 @@ class RegisteredDraft:
         return resolve_name(getattr(self, role))
 
     def card_template(self) -> str:
-        """Return the text of the draft's part of the model card."""
+        """Return the text of the draft's part of the model card, or refuse a draft that was registered without one."""
         if self.card is None:
             raise ValueError(
                 f"{self.model.__name__} was registered without a model card: pass card='package:file.md' to "

@@ -57,10 +57,8 @@ class TargetStates:
 class TargetPass:
     """Runs the frozen target over whole rows, without its head, and keeps the keys and values of one layer.
 
-    Args:
-        chunk_size (`int`, *optional*): Tokens per forward; by default a whole row. Between chunks the cache of every
-            layer is in memory, after the last chunk only that of the KV layer.
-        hidden (`bool`, *optional*, defaults to `False`): Whether to return the final hidden states.
+    A forward has `chunk_size` tokens, by default a whole row. Between chunks the cache of every layer is in memory,
+    after the last chunk only that of the KV layer. The final hidden states are returned if `hidden`.
     """
 
     def __init__(self, parts: TargetParts, chunk_size: int | None = None, hidden: bool = False):
@@ -180,12 +178,9 @@ class KVStore(Dataset):
         return load_file(self._file(index))
 
     def fill(self, row: Callable[[int], Row], share: tuple[int, int], silent: bool = False) -> None:
-        """Write the files that are missing.
+        """Write the files that are missing, of the tensors that `row` returns for a number.
 
-        Args:
-            row (`Callable`): Returns the tensors of a row, given its number.
-            share (`tuple[int, int]`): Index of this process, and the number of processes. Each process writes every
-                n-th row.
+        `share` is the index of this process, and the number of processes, each of which writes every n-th row.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if share[0] == 0:

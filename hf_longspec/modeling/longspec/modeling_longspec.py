@@ -248,10 +248,7 @@ def shifted_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     """Compute attention in which the query at position t of row b sees the keys at positions up to `t - gaps[b]`.
 
     This is Flash Noisy Training (LongSpec, https://huggingface.co/papers/2502.17421, section 3.2). Without the
-    first queries and the last keys it is ordinary causal attention, which any flash kernel computes.
-
-    Args:
-        gaps (`Sequence[int]`): One per row, at least 0. The first queries see no key and get zeros.
+    first queries, which get zeros, and the last keys it is ordinary causal attention, which any flash kernel computes.
     """
     length, rows = query.shape[2], []
     for row, gap in enumerate(gaps):

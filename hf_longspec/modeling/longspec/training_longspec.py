@@ -100,12 +100,7 @@ class LongSpecMethod(TrainingMethod):
     def _run(
         self, model: Any, inputs: dict[str, Any], states: TargetStates, gaps: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the draft over a batch.
-
-        Returns:
-            The summed loss `(1,)`. For the predicted tokens, or a sample of them, whether the draft's most likely token
-            is the wanted one, and the index of the row.
-        """
+        """Return the summed loss `(1,)` of a batch; for the predicted tokens, or a sample, hits and indices of rows."""
         tokens, positions = inputs["input_ids"], inputs["position_ids"]
         hidden = model(
             input_ids=tokens,
@@ -128,12 +123,7 @@ class RowNoise:
     A generator that is seeded with the run's seed and the number of the step draws for all rows of the step. Each
     process uses the draws of its own rows, by their index in the step. So a resumed run draws the same as an
     uninterrupted one, no two rows share a draw, and the result does not depend on how a step is divided over processes
-    and gradient accumulation.
-
-    Args:
-        max_offset (`int`, *optional*): Largest offset. Offsets are drawn uniformly from 0 on, within `position_limit`.
-        distribution (`str`, *optional*, defaults to `"uniform"`): Distribution of the gaps, see
-            [`DraftTrainingArguments`].
+    and gradient accumulation. Offsets are drawn uniformly from 0 to `max_offset`, within `position_limit`.
     """
 
     def __init__(

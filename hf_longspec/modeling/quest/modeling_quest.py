@@ -58,11 +58,9 @@ class PagedCache(CompactCache):
         self.full = [0] * self.cache.batch_size
 
     def extend(self, target: TargetView, num_pages: Sequence[int], most: int) -> None:
-        """Compute the bounds of pages that were filled since the last call.
+        """Compute the bounds of pages that were filled since the last call: at most `most` by a commit.
 
-        Args:
-            num_pages (`Sequence[int]`): Number of pages that each row will read.
-            most (`int`): Largest number of pages that a commit fills.
+        `num_pages` are those that each row will read.
         """
         self.share_dense()
         before = self.pages.layout
