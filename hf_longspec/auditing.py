@@ -52,8 +52,7 @@ class AuditReport:
     """The result of [`audit`]. Positions are `(row, column)` of `sequences`, as they were passed.
 
     Args:
-        verdict (`str`):
-            `"exact"` if every token is the argmax, `"near-tie"` if the others are within `eps` of it,
+        verdict (`str`): `"exact"` if every token is the argmax, `"near-tie"` if the others are within `eps` of it,
             `"NOT lossless"` otherwise.
         num_tokens (`int`): Tokens audited.
         num_argmax (`int`): Tokens whose logit is the largest of their position; exact ties count.
@@ -115,12 +114,10 @@ def audit(
     looks like an emitted one: generate such batches with another `pad_token_id`.
 
     Args:
-        model (`PreTrainedModel`):
-            A decoder-only model in eval mode. It is left as it was.
+        model (`PreTrainedModel`): A decoder-only model in eval mode. It is left as it was.
         sequences (`torch.LongTensor` of shape `(batch, length)`):
             Prompts and continuations, as `generate` returns them.
-        prompt_length (`int`):
-            Columns that belong to the prompts, left padding included.
+        prompt_length (`int`): Columns that belong to the prompts, left padding included.
         attention_mask (`torch.Tensor` of shape `(batch, prompt_length)` or `(batch, length)`, *optional*):
             0 at padding of the prompts. By default padding tokens in the prompts are masked if they are not
             end-of-sequence tokens, as in `generate`.
@@ -131,10 +128,8 @@ def audit(
             may send a token to another expert. Audit the text of plain `generate` to find the value.
         chunk_size (`int`, *optional*, defaults to 1024):
             Tokens per forward. It bounds memory and does not change the verdict beyond rounding.
-        pad_token_id (`int`, *optional*):
-            Defaults to that of `model.generation_config`.
-        eos_token_id (`int` or `list[int]`, *optional*):
-            Defaults to that of `model.generation_config`.
+        pad_token_id (`int`, *optional*): Defaults to that of `model.generation_config`.
+        eos_token_id (`int` or `list[int]`, *optional*): Defaults to that of `model.generation_config`.
 
     Raises:
         ValueError: If the arguments contradict each other, or the model is in training mode or an encoder-decoder.

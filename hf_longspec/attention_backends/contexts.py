@@ -134,9 +134,8 @@ class TreeContext(StepContext):
             `last_node`, a backend with `scored_attention` writes the scores itself. Then `keep_scores(layer_idx,
             scores)` is called instead.
         windows: See [`StepContext`].
-        columns (`torch.LongTensor` of shape `(B, T)`, *optional*):
-            Place by which windows count the token at each position, increasing in every row. Positions by default. A
-            step with columns is not run in a graph.
+        columns (`torch.LongTensor` of shape `(B, T)`, *optional*): Place by which windows count the token at each
+            position, increasing in every row. Positions by default. A step with columns is not run in a graph.
     """
 
     mask: torch.Tensor

@@ -135,15 +135,7 @@ def differentiable_attention(
     """Compute attention with gradients, for fine-tuning a model on this implementation.
 
     The backends return a log-sum-exp, for which the fused ops have no gradient. This costs the memory of ordinary
-    attention. Other arguments are those of `AttentionBackend`.
-
-    Args:
-        mask (`torch.Tensor` of shape `(B, 1 or H, N, S)`, *optional*): Boolean or additive, everything included.
-        causal (`bool`): Without a mask: query n is position `S - N + n` and sees no later one.
-        sliding_window (`int`, *optional*): Without a mask: each query sees the last `sliding_window` positions.
-
-    Returns:
-        `torch.Tensor` of shape `(B, H, N, Dv)`, 0 for queries that see nothing.
+    attention. Queries that see nothing get 0. `mask` `(B, 1 or H, N, S)` includes causality and window.
     """
     nodes, length = query.shape[2], key.shape[2]
     plain = mask is None and softcap is None and sinks is None

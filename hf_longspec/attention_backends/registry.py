@@ -31,11 +31,9 @@ def merge_attention_states(parts: Sequence[AttentionState], sinks: torch.Tensor 
     """Merge attention over disjoint key sets into attention over their union.
 
     Args:
-        parts (sequence of `(out, lse)`):
-            `out` of shape `(B, H, N, Dv)`, `lse` of shape `(B, H, N)`, natural logarithm. A part in which a query sees
-            nothing has `out` 0 and `lse` -inf there.
-        sinks (`torch.Tensor` of shape `(H,)`, *optional*):
-            Sink logits, added once to the denominator.
+        parts (sequence of `(out, lse)`): `out` of shape `(B, H, N, Dv)`, `lse` of shape `(B, H, N)`, natural logarithm.
+            A part in which a query sees nothing has `out` 0 and `lse` -inf there.
+        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits, added once to the denominator.
 
     Returns:
         `(out, lse)`: `out` in the dtype of the parts, 0 where no part sees anything; `lse` with the sinks included.

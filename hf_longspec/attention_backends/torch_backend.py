@@ -489,7 +489,7 @@ def explicit_mask(mask: torch.Tensor, dtype: torch.dtype) -> KeyMask:
 def position_mask(
     positions: torch.Tensor, first: int, sliding_window: int | None, causal: bool, dtype: torch.dtype
 ) -> KeyMask:
-    """Return the block mask of causality and window, for queries at `positions` `(B or 1, N)` and keys from `first` on."""
+    """Return the block mask of causality and window, for queries at `positions` `(B or 1, N)`; key 0 is at `first`."""
 
     def of_keys(start: int, stop: int) -> torch.Tensor:
         keys = torch.arange(first + start, first + stop, device=positions.device)

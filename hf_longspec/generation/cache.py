@@ -25,21 +25,14 @@ except ImportError:  # a published draft has no kernels: layer after layer is mo
 
 
 class Rows:
-    """State that the layers of a cache share.
-
-    Attributes:
-        lengths ([`SeqLens`]): Committed tokens of every row.
-        staged (`bool`): Whether the next update writes nodes after the committed tokens without committing them.
-        layout (`int`): Number of times that a buffer of these layers was replaced.
-        columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
-            Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
-    """
+    """State that the layers of a cache share."""
 
     def __init__(self, batch_size: int):
         self.batch_size = batch_size
-        self.lengths = SeqLens((0,) * batch_size)
-        self.staged = False
-        self.layout = 0
+        self.lengths = SeqLens((0,) * batch_size)  # committed tokens of every row
+        self.staged = False  # whether the next update writes nodes after the committed tokens without committing them
+        self.layout = 0  # number of times that a buffer of these layers was replaced
+        # `(batch, T)`: columns of the padded texts in which the committed tokens stand; `None` if they are the slots
         self.columns: torch.Tensor | None = None
 
 

@@ -36,9 +36,8 @@ class DraftTree:
             Index of each node's parent, smaller than the node's own; -1 for the root. Any node for padding.
         valid (`torch.BoolTensor` of shape `(batch_size, num_nodes)`):
             False marks padding, which attends to itself only and is never accepted.
-        q (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`, *optional*):
-            Row i is the distribution that the token of node i was drawn from; row 0 is unused. `None` if the
-            candidates are not random.
+        q (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`, *optional*): Row i is the distribution that
+            the token of node i was drawn from; row 0 is unused. `None` if the candidates are not random.
         is_chain (`bool`, *optional*, defaults to `False`):
             Whether node i has parent i - 1 in every row, so that accepted nodes already lie side by side.
         max_depth (`int`, *optional*, defaults to `num_nodes - 1`):

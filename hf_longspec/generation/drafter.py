@@ -28,50 +28,32 @@ KV_FACTOR = 16
 
 @dataclass
 class Binding:
-    """Inputs of a drafter for one call of `generate`.
+    """Inputs of a drafter for one call of `generate`."""
 
-    Args:
-        target ([`TargetView`]): The target model.
-        cache ([`SpeculativeCache`]): The target's cache, which holds only committed tokens between steps.
-        rule ([`TokenRule`], *optional*): The target's token rule, for drafters that sample under it. `None` if the
-            drafter runs inside transformers' own assisted decoding.
-        max_length (`int`): Maximum number of tokens of a row.
-        part (`Callable`, *optional*): Function of a key and of a function that makes buffers. It returns the buffers of
-            this key that an earlier call left, if there are any.
-    """
-
-    target: TargetView
-    cache: SpeculativeCache
+    target: TargetView  # the target model
+    cache: SpeculativeCache  # the target's cache, which holds only committed tokens between steps
+    # the target's token rule, for drafters that sample under it. `None` if the drafter runs inside transformers' own
+    # assisted decoding.
     rule: TokenRule | None
-    max_length: int
+    max_length: int  # maximum number of tokens of a row
+    # function of a key and of a function that makes buffers. It returns the buffers of this key that an earlier call
+    # left, if there are any.
     part: Callable[[tuple, Callable[[], Any]], Any] = lambda key, make: make()
 
 
 @dataclass
 class Verification:
-    """Result of the last verification, which the drafter gets after the commit.
+    """Result of the last verification, which the drafter gets after the commit."""
 
-    Args:
-        path (`torch.LongTensor` of shape `(batch, M)`): Indices of the accepted nodes, node 0 first.
-        num_nodes ([`SeqLens`]): Number of nodes that each row kept; 0 for rows that have ended.
-        prefix_lengths ([`SeqLens`]): Number of committed tokens of each row before this commit.
-        capture (*optional*): The result of [`Drafter.capture`], filled.
-        tokens (`list[list[int]]`, *optional*): Tokens that each row emitted, on the host. The last one is the next
-            root. Empty for rows that have ended.
-        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): What `wants_hidden` of the drafter names, at
-            every node.
-        tree ([`DraftTree`], *optional*): The verified tree.
-        logits (`torch.Tensor` of shape `(batch, N, vocab)`, *optional*): The target's logits after every node.
-    """
-
-    path: torch.Tensor
-    num_nodes: SeqLens
-    prefix_lengths: SeqLens
-    capture: Any = None
+    path: torch.Tensor  # `(batch, M)`: indices of the accepted nodes, node 0 first
+    num_nodes: SeqLens  # number of nodes that each row kept; 0 for rows that have ended
+    prefix_lengths: SeqLens  # number of committed tokens of each row before this commit
+    capture: Any = None  # the result of [`Drafter.capture`], filled
+    # tokens that each row emitted, on the host. The last one is the next root. Empty for rows that have ended.
     tokens: list[list[int]] = field(default_factory=list)
-    hidden: torch.Tensor | None = None
-    tree: DraftTree | None = None
-    logits: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None  # `(batch, N, hidden)`: what `wants_hidden` of the drafter names, at every node
+    tree: DraftTree | None = None  # the verified tree
+    logits: torch.Tensor | None = None  # `(batch, N, vocab)`: the target's logits after every node
 
     @cached_property
     def last_nodes(self) -> torch.Tensor:

@@ -119,7 +119,6 @@ class SpeculationGate:
     `speculates` is read when a step begins, and `record` is called when it has ended.
 
     Args:
-        most_tokens (`int`): Tokens that a speculative step emits per row if everything is accepted.
         speedup_bound (`Callable[[], float]`, *optional*): Upper bound of the gain of the next step, as far as it can be
             computed. Nothing is tried while the bound is below the cost of trying.
 

@@ -49,10 +49,8 @@ class ContextualPenaltyLogitsProcessor(LogitsProcessor):
     emit, such as the end of the text.
 
     Args:
-        penalty (`float`):
-            Values above 1 make repetition less likely, values below 1 more likely.
-        window (`int`):
-            Number of last tokens in which a repetition counts, at least 1.
+        penalty (`float`): Values above 1 make repetition less likely, values below 1 more likely.
+        window (`int`): Number of last tokens in which a repetition counts, at least 1.
         pad_token_id (`int`, *optional*):
             Id that is never penalised. If it is the padding id, a row's scores do not depend on its padding.
 

@@ -33,7 +33,7 @@ class CompactCache(Cache):
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int]):
         self.cache = cache
-        self.dense_layers = dense_layers
+        self.dense_layers = self._other_layers = dense_layers
         self.used = Rows(cache.batch_size)
         self.dense_used = Rows(cache.batch_size)
         self.used.staged = self.dense_used.staged = True
@@ -47,11 +47,8 @@ class CompactCache(Cache):
     @property
     def sparse_layers(self) -> list[int]:
         """Indices of the layers whose entries are selected, without layers that share the cache of another layer."""
-        return [
-            index
-            for index, layer in enumerate(self.cache.layers)
-            if layer.is_initialized and index not in self.dense_layers
-        ]
+        layers = enumerate(self.cache.layers)
+        return [index for index, layer in layers if layer.is_initialized and index not in self._other_layers]
 
     @property
     def layout(self) -> tuple[int, ...]:

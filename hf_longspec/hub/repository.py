@@ -57,38 +57,23 @@ LISTS = ("datasets", "language")  # fields that may hold several values on the H
 
 @dataclass(frozen=True)
 class Card:
-    """Values on a model card that cannot be read from the draft. Missing values are omitted or marked as missing.
+    """Values on a model card that cannot be read from the draft. Missing values are omitted or marked as missing."""
 
-    Args:
-        repo (`str`, *optional*): Id or folder from which the usage example loads the draft. Defaults to the repository
-            that it is pushed to.
-        base_model (`str`, *optional*): Hub id of the target. Defaults to the `target_name_or_path` of the draft.
-        target (`str`, *optional*): Id or folder from which the usage example loads the target. Defaults to
-            `base_model`.
-        license (`str`, *optional*): License of the weights, as the Hub spells it: it refuses the upload of another.
-            Defaults to that of the code for drafts without weights.
-        language (`str` or `list[str]`, *optional*): Language of the training text.
-        datasets (`list[str]`): Hub ids of the training data.
-        settings (`str`): Reasons for the values in the draft's `generation_config`.
-        acceptance (`str`): Markdown table of tau by context length, with the method of measurement.
-        training (`str`): Steps, tokens, loss.
-        command (`str`): The training command.
-        commit (`str`, *optional*): Commit of the training code.
-        limits (`str`): Further limits of the draft.
-    """
-
+    # id or folder from which the usage example loads the draft. Defaults to the repository that it is pushed to.
     repo: str | None = None
-    base_model: str | None = None
-    target: str | None = None
+    base_model: str | None = None  # Hub id of the target. Defaults to the `target_name_or_path` of the draft.
+    target: str | None = None  # id or folder from which the usage example loads the target. Defaults to `base_model`.
+    # license of the weights, as the Hub spells it: it refuses the upload of another. Defaults to that of the code for
+    # drafts without weights.
     license: str | None = None
-    language: str | list[str] | None = None
-    datasets: list[str] = field(default_factory=list)
-    settings: str = ""
-    acceptance: str = ""
-    training: str = ""
-    command: str = ""
-    commit: str | None = None
-    limits: str = ""
+    language: str | list[str] | None = None  # language of the training text
+    datasets: list[str] = field(default_factory=list)  # Hub ids of the training data
+    settings: str = ""  # reasons for the values in the draft's `generation_config`
+    acceptance: str = ""  # Markdown table of tau by context length, with the method of measurement
+    training: str = ""  # steps, tokens, loss
+    command: str = ""  # the training command
+    commit: str | None = None  # commit of the training code
+    limits: str = ""  # further limits of the draft
 
     @classmethod
     def read(cls, facts: dict[str, Any]) -> "Card":

@@ -20,16 +20,19 @@ from .loading import Checkpoint
 
 @dataclass(frozen=True)
 class RegisteredDraft:
-    """A row of the registry; see [`register_draft`]."""
+    """A row of the registry. Its optional parts are named as `"module:attribute"` and imported when they are used."""
 
     config: type[DraftConfig]
     model: type[DraftModel]
-    training: str | None = None
-    convert: str | None = None
+    training: str | None = None  # a [`TrainingMethod`]
+    convert: str | None = None  # a [`Converter`] of the checkpoints that the authors of the method published
+    # a function `(draft, target, context, measure) -> settings`, which chooses settings for `hf-longspec tune`
     tune: str | None = None
-    card: str | None = None
+    card: str | None = None  # template of the model card as `"package:file.md"`, needed to publish the draft
+    # a function of the contents of a config.json: whether `from_pretrained(path, target=)` of the draft reads this
+    # checkpoint of another project
     reads: str | None = None
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # further names on the command line, for drafts without weights
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,44 +58,19 @@ class RegisteredDraft:
 DRAFTS: dict[str, RegisteredDraft] = {}
 
 
-def register_draft(
-    config: type[DraftConfig],
-    model: type[DraftModel],
-    *,
-    training: str | None = None,
-    convert: str | None = None,
-    tune: str | None = None,
-    card: str | None = None,
-    reads: str | None = None,
-    aliases: tuple[str, ...] = (),
-) -> None:
-    """Register a draft under the `model_type` of its config.
+def register_draft(config: type[DraftConfig], model: type[DraftModel], **parts: Any) -> None:
+    """Register a draft under the `model_type` of its config, with the optional parts of a [`RegisteredDraft`].
 
     `AutoConfig` and `AutoModel` load it from then on, and so do the commands. A draft without weights can also be given
     to the commands by its name, which is its `model_type`. Registering a `model_type` again replaces the former draft.
-
-    The optional parts are named as `"module:attribute"` and imported when they are used. A published copy of the draft
-    does not hold them.
-
-    Args:
-        config (`type[DraftConfig]`): Class of the configuration.
-        model (`type[DraftModel]`): Class of the draft.
-        training (`str`, *optional*): Its [`TrainingMethod`].
-        convert (`str`, *optional*): A [`Converter`] of the checkpoints that the authors of the method published.
-        tune (`str`, *optional*):
-            A function `(draft, target, context, measure) -> settings`, which chooses settings for `hf-longspec tune`.
-        card (`str`, *optional*): Template of the model card as `"package:file.md"`. Needed to publish the draft.
-        reads (`str`, *optional*):
-            A function of the contents of a config.json. It returns whether the draft's `from_pretrained(path, target=)`
-            reads this checkpoint of another project.
-        aliases (`tuple[str, ...]`, *optional*): Further names on the command line, for drafts without weights.
+    A published copy of the draft does not hold the parts.
 
     Raises:
         ValueError: If the model is not of this config, if a name has no colon, or if `model_type` or a name on the
             command line is taken.
     """
     kind = config.model_type
-    draft = RegisteredDraft(config, model, training, convert, tune, card, reads, aliases)
+    draft = RegisteredDraft(config, model, **parts)
     if model.config_class is not config:
         raise ValueError(
             f"{model.__name__}.config_class is {model.config_class.__name__}, but {config.__name__} was passed: pass "

@@ -22,9 +22,8 @@ class DraftTrainingArguments(TrainingArguments):
     Without an accelerator `use_cpu` is set.
 
     Args:
-        loss (`str`, *optional*, defaults to `"kl"`):
-            `"kl"` is the Kullback-Leibler divergence from the target's distribution to the draft's. `"ce"` is the
-            cross-entropy of the text's tokens, as in the papers.
+        loss (`str`, *optional*, defaults to `"kl"`): `"kl"` is the Kullback-Leibler divergence from the target's
+            distribution to the draft's. `"ce"` is the cross-entropy of the text's tokens, as in the papers.
         anchors (`int`, *optional*, defaults to 4):
             LongSpec only: number of positions at the start of a row that are not shifted by the offset.
         max_offset (`int`, *optional*):
@@ -33,22 +32,17 @@ class DraftTrainingArguments(TrainingArguments):
         noise_distribution (`str`, *optional*, defaults to `"uniform"`):
             LongSpec only: how a row's gap is drawn from `noise_range`: `"uniform"`, as in the paper, or `"reached"`, by
             the probability that drafting reaches the gap's level if 60 % of the drafted tokens are accepted.
-        max_length (`int`, *optional*):
-            Number of tokens to which a text or a conversation is truncated. The default is `max_position_embeddings` of
-            the target.
-        text_column (`str`, *optional*, defaults to `"text"`):
-            Column with texts.
+        max_length (`int`, *optional*): Number of tokens to which a text or a conversation is truncated. The default is
+            `max_position_embeddings` of the target.
+        text_column (`str`, *optional*, defaults to `"text"`): Column with texts.
         messages_column (`str`, *optional*, defaults to `"messages"`):
             Column with conversations, which are formatted with the tokenizer's chat template.
         assistant_only (`bool`, *optional*, defaults to `False`):
             Whether to train only on the assistant's messages of a conversation. The chat template has to mark them.
-        loss_chunk_size (`int`, *optional*, defaults to 1024):
-            Number of tokens whose logits are in memory at a time.
-        target_chunk_size (`int`, *optional*):
-            Number of tokens per forward of the target. The default is a whole row.
-        target_kv_dir (`str`, *optional*):
-            Folder for the target's states on the training rows (keys, values and hidden states). The first run writes
-            them. They are then read instead of running the target.
+        loss_chunk_size (`int`, *optional*, defaults to 1024): Number of tokens whose logits are in memory at a time.
+        target_chunk_size (`int`, *optional*): Number of tokens per forward of the target. The default is a whole row.
+        target_kv_dir (`str`, *optional*): Folder for the target's states on the training rows (keys, values and hidden
+            states). The first run writes them. They are then read instead of running the target.
 
     Raises:
         ValueError: If a value is out of range.

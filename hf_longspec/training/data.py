@@ -90,9 +90,8 @@ class TokenWindows(Dataset):
     """Rows of equal length, cut one after the other from a stream of tokenized documents.
 
     Args:
-        tokens (`Sequence[int]`):
-            Documents, each followed by the end-of-text token. A tensor or a `numpy.ndarray`, which may be
-            memory-mapped, is read row by row.
+        tokens (`Sequence[int]`): Documents, each followed by the end-of-text token. A tensor or a `numpy.ndarray`,
+            which may be memory-mapped, is read row by row.
         length (`int`): Tokens per row. An incomplete last row is dropped.
 
     Raises:

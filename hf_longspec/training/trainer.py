@@ -108,15 +108,7 @@ class LevelsMethod(TrainingMethod):
         self.hidden_pass = HiddenPass(target, args.target_chunk_size, layers)
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the levels over a batch.
-
-        Args:
-            inputs (`dict[str, Any]`): The batch. In evaluation it has `input_ids` and `labels` alone.
-            hidden (`torch.Tensor` of shape `(B, L, hidden)`): The target's states.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Sums of the losses `(levels,)`, and counts `(B, *count_shape)`.
-        """
+        """Return the sums of the losses `(levels,)`, and counts `(B, *count_shape)`, on states `(B, L, hidden)`."""
         raise NotImplementedError
 
     def is_trained(self, labels: torch.Tensor) -> torch.Tensor:
@@ -151,11 +143,7 @@ def trained_drafts() -> dict[str, type[PreTrainedModel]]:
 
 
 def method_of(draft: Any) -> type[TrainingMethod]:
-    """Return the method that trains `draft`.
-
-    Raises:
-        ValueError: If `draft` is not a draft that can be trained.
-    """
+    """Return the method that trains `draft`."""
     drafts = trained_drafts()
     for kind, draft_class in drafts.items():
         if isinstance(draft, draft_class):

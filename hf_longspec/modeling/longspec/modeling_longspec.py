@@ -65,19 +65,11 @@ class LongSpecDraftModel(DraftModel):
         gaps: list[int],
         parts: TargetParts,
     ) -> torch.Tensor:
-        """Return the hidden states of whole texts, for training.
+        """Return the input `(B, L, hidden)` of the target's head on whole texts, for training.
 
-        Args:
-            input_ids (`torch.LongTensor` of shape `(B, L)`): Tokens.
-            position_ids (`torch.LongTensor` of shape `(B, L)`): Positions of the tokens in the target's forward.
-            keys (`torch.Tensor` of shape `(B, K, L, D)`): Keys of the target's KV layer for these tokens.
-            values (`torch.Tensor` of shape `(B, K, L, D)`): Values of the target's KV layer for these tokens.
-            gaps (`list[int]`): Distance of each row's queries to their newest visible key, at least 1.
-            parts ([`TargetParts`]): Embedding, head and rotary embedding of the target.
-
-        Returns:
-            `torch.Tensor` of shape `(B, L, hidden)`: Input of the target's head. The first `gaps[b]` places of a row
-            attend to no key of the target and must not contribute to the loss.
+        Keys and values `(B, K, L, D)` are those of the target's KV layer for these tokens, and gaps the distances, at
+        least 1, of each row's queries to their newest visible key. The first `gaps[b]` places of a row attend to no
+        key of the target and must not contribute to the loss.
         """
         hidden = parts.embed(input_ids).to(self.block.input_layernorm.weight.dtype)
         rotary = parts.rotary(position_ids, hidden)
@@ -153,14 +145,9 @@ class LongSpecBlock(GradientCheckpointingLayer):
         attend_target: Callable[[torch.Tensor], torch.Tensor],
         num_queries: int | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states `(B, Q, hidden)` of the last Q tokens.
+        """Return the hidden states `(B, Q, hidden)` of the last Q = `num_queries` tokens, by default of all N.
 
-        Args:
-            parts ([`TargetParts`]): Modules of the target, which rotate queries and keys.
-            attend_self (`Callable`): Self-attention, from query `(B, H, Q, D)`, key and value `(B, K, N, D)` to
-                `(B, H, Q, D)`.
-            attend_target (`Callable`): Cross-attention, from query `(B, H, Q, D)` to `(B, H, Q, D)`.
-            num_queries (`int`, *optional*): Q. All N tokens by default.
+        Attention takes queries `(B, H, Q, D)`, that of the draft also keys and values `(B, K, N, D)`.
         """
         normed = self.input_layernorm(hidden)
         key, value = self.self_attn.key_value(normed)

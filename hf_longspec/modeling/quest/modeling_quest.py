@@ -31,19 +31,10 @@ class PagedCache(CompactCache):
         super().__init__(cache, frozenset(range(len(cache.layers))))
         self.pages = KeyPages(page_size, SINK_TOKENS)
         self.room = room
-        self._unpaged = dense_layers
+        self._other_layers = dense_layers
         self._rows: list[list[int]] = []
         self._tables: dict[torch.device, torch.Tensor] = {}
         self.forget()
-
-    @property
-    def sparse_layers(self) -> list[int]:
-        """Indices of the layers that read pages, without layers that share the cache of another layer."""
-        return [
-            index
-            for index, layer in enumerate(self.cache.layers)
-            if layer.is_initialized and index not in self._unpaged
-        ]
 
     @property
     def layout(self) -> tuple[int, ...]:
