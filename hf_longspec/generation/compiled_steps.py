@@ -226,10 +226,6 @@ class FixedSteps:
                 closure. The lengths are one [`SeqLens`], or two for a compact cache with dense layers, that of layer 0
                 first. `forward(tokens, positions, mask, context, *starts)` stages tokens `(B, N)` in the slots from
                 such lengths on and returns their logits.
-            changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
-            fixed (`tuple`): Objects that stay the same for the same `cache` and `settings`.
-            settings (`tuple`): Hashable values.
-            cache ([`SpeculativeCache`] or [`CompactCache`]): Cache of the forwards.
             room (`int`): Slots after the prefix that the forwards use.
             is_compiled (`bool`, *optional*, defaults to `False`): Whether all forwards may be compiled together.
 

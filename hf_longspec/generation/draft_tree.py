@@ -367,23 +367,16 @@ class Beam:
 
     No node is discarded: a node without a continuation in the next level stays as a leaf. The number of nodes depends
     on the widths alone, and there is no host sync.
-
-    Attributes:
-        tokens (`torch.LongTensor` of shape `(B, n)`): The newest level.
-        ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Rows of the tree mask for the newest level: each node's
-            ancestors among all N nodes so far, and the node itself.
-        levels (`list[torch.LongTensor]`): Tokens of every level, the root's first.
-        parents (`list[torch.LongTensor]`): Parents of the nodes of every level, as indices into the tree.
-        scores (`torch.Tensor` of shape `(B, n)`): Sum of the draft's log-probabilities along each path of the newest
-            level.
     """
 
     def __init__(self, root: Tensor):
-        self.tokens = root[:, None]
+        self.tokens = root[:, None]  # `(B, n)`, of the newest level
+        # `(B, n, N)`, rows of the tree mask: each node's ancestors among all N nodes so far, and the node itself
         self.ancestor_mask = torch.ones(*self.tokens.shape, 1, dtype=torch.bool, device=root.device)
+        # `(B, n)`, sum of the draft's log-probabilities along each path
         self.scores = torch.zeros(self.tokens.shape, device=root.device)
-        self.levels = [self.tokens]
-        self.parents = [torch.full_like(self.tokens, -1)]
+        self.levels = [self.tokens]  # of every level, the root's first
+        self.parents = [torch.full_like(self.tokens, -1)]  # likewise, as indices into the tree
         self._ancestor_masks = [self.ancestor_mask]
 
     def paths(self) -> Tensor:

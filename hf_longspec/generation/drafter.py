@@ -197,15 +197,9 @@ class BeamDrafter(Drafter):
 
     Subclasses set `rings` and implement `inputs`, `begin`, `level_inputs`, `level` and `observe`. Those that read the
     target's cache also define `prefix`, `graph_of` and `prefix_in_graph`.
-
-    Attributes:
-        draft (`DraftModel`): The draft, or a copy of it on the device and in the dtype that it drafts with.
-        rings (`list[WindowRing]`): Keys and values of the committed text, for each layer of the draft.
-        coupling ([`Coupling`]): Ranks the candidates.
-        scaling (`float`): Factor of the attention scores.
     """
 
-    rings: list[WindowRing]
+    rings: list[WindowRing]  # keys and values of the committed text, for each layer of the draft
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)

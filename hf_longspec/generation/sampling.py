@@ -101,9 +101,6 @@ class NoiseRows:
     Every batch row has its own generator, seeded from the default one, and draws its noise rows in the order of its
     positions. Rows that a step did not use are kept. The sampled text therefore depends on the seed alone, not on the
     draft tree, the other rows or where a rejection happened.
-
-    Attributes:
-        generator (`torch.Generator`): For draws that need not be tied to a position.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device, ranks: Any = None):
@@ -112,7 +109,7 @@ class NoiseRows:
             seeds = ranks.first(seeds)
         self.vocab_size = vocab_size
         self.device = device
-        self.generator = torch.Generator(device).manual_seed(seeds[0])
+        self.generator = torch.Generator(device).manual_seed(seeds[0])  # of draws that are not tied to a position
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds[1:]]
         self._noise: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
 

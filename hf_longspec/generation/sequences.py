@@ -204,8 +204,6 @@ class Sequences:
             they are stopped here. A result per row stops these rows, a single result all of them. A criterion that
             raises StopIteration ends all rows here. Without a criterion that has an `eos_token_id`, a stopped row keeps
             growing until all rows have been stopped, as in `generate`, which has no token to pad with then.
-        streamer (`BaseStreamer`, *optional*): Receives the prompt's continuation, each token once.
-        ranks ([`Ranks`], *optional*): Processes that must stop together. The criteria of the first one decide.
     """
 
     def __init__(

@@ -55,15 +55,10 @@ def likely_tree(num_nodes: int, max_depth: int, num_candidates: int) -> tuple[No
 
 
 class CandidateTable:
-    """Candidates after each token of each row, best first; -1 for none. Graphs that read or write it go with it.
-
-    Attributes:
-        entries (`torch.IntTensor` of shape `(B, V + 1, k)`): The candidates. The last entry of a row takes writes that
-            are not kept.
-    """
+    """Candidates after each token of each row, best first; -1 for none. Graphs that read or write it go with it."""
 
     def __init__(self, batch_size: int, vocab_size: int, num_candidates: int, device: torch.device):
-        shape = batch_size, vocab_size + 1, num_candidates
+        shape = batch_size, vocab_size + 1, num_candidates  # the last entry of a row takes writes that are not kept
         self.entries = torch.empty(shape, dtype=torch.int32, device=device)
         self._structures: dict[tuple[Node, ...], tuple] = {}
 

@@ -83,17 +83,13 @@ class PartialCache(CompactCache):
     """Copies of entries of the target's cache that a [`PartialKVPolicy`] chooses per row, layer and KV head.
 
     After every commit the entries of new tokens are copied. Other entries do not move until the next build.
-
-    Attributes:
-        built (`list[int | None]`): Number of tokens of each row at its last build.
-        held (`list[int]`): Number of tokens of each row at the last `catch_up`.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], policy: PartialKVPolicy):
         super().__init__(cache, dense_layers)
         self.policy = policy
-        self.built: list[int | None]
-        self.held: list[int]
+        self.built: list[int | None]  # tokens of each row at its last build
+        self.held: list[int]  # tokens of each row at the last `catch_up`
         self.forget()
 
     def forget(self) -> None:
