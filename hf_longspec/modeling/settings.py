@@ -9,7 +9,8 @@ class Setting:
     """A setting of a draft, which is an attribute of `draft.generation_config`. `None` there stands for the default.
 
     >>> Setting(4, "Drafted tokens.", int).check("gamma", 0)
-    Traceback (most recent call last): ValueError: gamma=0: expected an integer of at least 1. Drafted tokens.
+    Traceback (most recent call last):
+    ValueError: gamma=0: expected an integer of at least 1. Drafted tokens.
     """
 
     default: Any
