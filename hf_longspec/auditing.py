@@ -337,11 +337,9 @@ def audit_sampling(
         model (`PreTrainedModel`): A decoder-only model in eval mode. It is left as it was.
         prompt (`torch.LongTensor` of shape `(1, P)` or `(P,)`): What all samples continue.
         samples (`torch.LongTensor` of shape `(num_samples, K)`): Continuations, none ended early.
-        temperature (`float`, *optional*, defaults to 1.0): That of the sampling.
 
     Raises:
-        ValueError: If the model is in training mode, shapes or temperature are wrong, or there are too few samples for
-            any frequency to be judged.
+        ValueError: If there are too few samples for any frequency to be judged, among others.
     """
     check_model(model)
     if samples.dim() != 2 or not samples.numel() or not prompt.numel() or prompt.numel() != prompt.shape[-1]:

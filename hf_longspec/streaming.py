@@ -81,10 +81,8 @@ class FileStreamer(BaseStreamer):
     ```
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the model.
         file (`TextIO`): File opened for writing text, such as `sys.stdout`. Flushed after every piece, never closed.
         skip_prompt (`bool`, *optional*, defaults to `True`): Whether to write the continuation only.
-        skip_special_tokens (`bool`, *optional*, defaults to `True`): Whether to leave special tokens out.
     """
 
     def __init__(self, tokenizer: Any, file: TextIO, skip_prompt: bool = True, skip_special_tokens: bool = True):

@@ -180,14 +180,10 @@ def push(
     """Upload the complete repository of a draft.
 
     Args:
-        draft ([`DraftModel`]): The draft to publish.
         repo_id (`str`): `"owner/name"`; created if it does not exist.
-        card ([`Card`], *optional*): Facts for the model card.
-        private (`bool`, *optional*): Whether a new repository is private.
         token (`str` or `bool`, *optional*): Access token. Defaults to the one that `hf auth login` stored.
         revision (`str`, *optional*): Branch to commit to.
         create_pr (`bool`, *optional*, defaults to `False`): Whether to open a pull request instead of committing.
-        commit_message (`str`, *optional*, defaults to `"Upload draft"`): Title of the commit.
         engine (`str`, *optional*): `"owner/name"` of a repository that holds the code. The draft's own repository then
             holds none. It is created with its code if it does not exist, and never changed if it does.
         facts (`Any`): Facts for the model card by name, such as `license="apache-2.0"`, instead of `card`.

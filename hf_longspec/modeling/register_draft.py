@@ -128,15 +128,12 @@ def published_targets() -> dict[str, str]:
 
 
 def convert(source: str, target: str | None = None) -> DraftModel:
-    """Convert a checkpoint of the authors of a method; the names of its tensors decide which.
+    """Convert a checkpoint of a method's authors, in its dtype; the names of its tensors decide which method it is.
 
     Args:
         source (`str`): Id of a published draft, a folder, or a weight file.
         target (`str`, *optional*):
             Id, folder or config.json of the target. Defaults to the target of the published draft.
-
-    Returns:
-        [`DraftModel`]: The draft, in the dtype of the checkpoint.
 
     Raises:
         ValueError: If `source` is not published and has no target, if there are no weights, if the tensors are of no

@@ -130,15 +130,10 @@ def pack(dataset: Any, tokenizer: Any, args: DraftTrainingArguments, length: int
 
     Args:
         dataset (`datasets.Dataset` or `datasets.IterableDataset`): Texts or conversations.
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        args ([`DraftTrainingArguments`]): Names of the columns.
         length (`int`): Tokens of a row.
 
     Returns:
         A dataset of the same kind, with `input_ids` and `labels`.
-
-    Raises:
-        ValueError: If the columns do not exist.
     """
     _check_row_length(length)
     encoder = DocumentEncoder(args, tokenizer)

@@ -212,14 +212,10 @@ class DraftTrainer(Trainer):
             it.
         target (`PreTrainedModel`): The causal language model that the draft was created for.
         args ([`DraftTrainingArguments`]): Settings of the run.
-        train_dataset (*optional*): Rows with `input_ids`, a text or a conversation, see [`DocumentEncoder`].
-        eval_dataset (*optional*): Rows of the same kinds.
+        train_dataset, eval_dataset (*optional*): See [`DocumentEncoder`]: `input_ids`, a text or a conversation.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; not needed for `input_ids`.
         peft_config (`peft.PeftConfig`, *optional*): Train an adapter on the draft instead of the draft.
         **kwargs: Passed to `Trainer`.
-
-    Raises:
-        ValueError: If draft, target, data and settings do not fit together.
     """
 
     # compute_loss divides the loss by the predicted tokens of the whole step

@@ -321,7 +321,6 @@ def _levels(
             `(B, vocab)` of the target for the first level, and the result of [`Coupling.known`].
         widths (`Sequence[int]`): Number of candidates of each level.
         num_own (`int`): Number of levels that the target's own logits decide: 0 or 1.
-        logits (`torch.Tensor`, *optional*): Result of [`_logits`], if it has been computed.
 
     Returns:
         `tuple[torch.Tensor, ...]`: Tokens `(B, n * width)` of each level. With sequential heads they are `width`
