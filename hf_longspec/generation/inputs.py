@@ -212,9 +212,10 @@ def decoder_arguments(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[st
     caught: dict[str, Any] = {}
     own_thread = threading.get_ident()  # another thread may be generating on the same model
 
-    def catch(module: nn.Module, positional: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+    # Another thread's forward passes no keywords to a hook that is removed meanwhile.
+    def catch(module: nn.Module, positional: tuple[Any, ...], arguments: dict[str, Any] | None = None) -> None:
         if threading.get_ident() == own_thread:
-            caught.update(arguments)
+            caught.update(arguments or {})
             raise _Reached
 
     handle = model.get_decoder().register_forward_pre_hook(catch, with_kwargs=True)
