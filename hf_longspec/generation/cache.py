@@ -25,14 +25,24 @@ except ImportError:  # a published draft has no kernels: layer after layer is mo
 
 
 class Rows:
-    """State that the layers of a cache share."""
+    """State that the layers of a cache share.
+
+    Args:
+        batch_size (`int`): Number of rows.
+
+    Attributes:
+        lengths ([`SeqLens`]): Committed tokens of every row.
+        staged (`bool`): Whether the next update writes nodes after the committed tokens without committing them.
+        layout (`int`): Number of times that a buffer of these layers was replaced.
+        columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
+            Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
+    """
 
     def __init__(self, batch_size: int):
         self.batch_size = batch_size
-        self.lengths = SeqLens((0,) * batch_size)  # committed tokens of every row
-        self.staged = False  # whether the next update writes nodes after the committed tokens without committing them
-        self.layout = 0  # number of times that a buffer of these layers was replaced
-        # `(batch, T)`: columns of the padded texts in which the committed tokens stand; `None` if they are the slots
+        self.lengths = SeqLens((0,) * batch_size)
+        self.staged = False
+        self.layout = 0
         self.columns: torch.Tensor | None = None
 
 
@@ -181,9 +191,11 @@ class SpeculativeLayer(CacheLayerMixin):
         return self.length
 
     def get_max_length(self) -> int:
+        """Return the number of slots of the buffers, staging slots included."""
         return self.capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return key length and offset of the mask that transformers builds for `query_length` new tokens."""
         return self.length + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -197,6 +209,7 @@ class SpeculativeLayer(CacheLayerMixin):
         self.length = 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows in place, for beam search."""
         if self.is_initialized:
             self.keys.copy_(self.keys.index_select(0, beam_idx.to(self.keys.device)))
             self.values.copy_(self.values.index_select(0, beam_idx.to(self.values.device)))
@@ -214,6 +227,8 @@ class SpeculativeCache(Cache):
     are stored, so a generous `max_length` costs nothing. Other devices allocate all of it at the first step.
 
     Args:
+        config (`PreTrainedConfig`): Configuration of the target model.
+        batch_size (`int`): Number of rows.
         max_length (`int`): Committed tokens that a row can hold without reallocation, prompt included.
         tree_slots (`int`, *optional*, defaults to 80): Nodes that one verification may stage after the committed ones.
     """
@@ -236,6 +251,7 @@ class SpeculativeCache(Cache):
 
     @property
     def batch_size(self) -> int:
+        """Number of rows."""
         return self.rows.batch_size
 
     @property
@@ -280,8 +296,12 @@ class SpeculativeCache(Cache):
     def commit(self, path: torch.Tensor | None, num_nodes: SeqLens | Sequence[int]) -> None:
         """Keep the accepted nodes: move them right after the prefix and add `num_nodes[b]` to every row's length.
 
-        `path` `(batch, M)` has the staged nodes to keep, node 0 first, of which entries from `num_nodes[b]` on are
-        ignored; `None` if the first nodes of every row are kept, as in a chain: nothing moves.
+        Args:
+            path (`torch.LongTensor` of shape `(batch, M)`, *optional*):
+                Indices of the staged nodes to keep, node 0 first. Entries from `num_nodes[b]` on are ignored. `None`
+                if the first nodes of every row are kept, as in a chain: nothing moves.
+            num_nodes ([`SeqLens`] or `Sequence[int]`):
+                Number of nodes to keep of each row.
         """
         counts = SeqLens.of(num_nodes)
         if path is not None and counts.longest > 1:
@@ -305,11 +325,13 @@ class SpeculativeCache(Cache):
         self.rows.staged = False
 
     def reset(self) -> None:
+        """Remove all tokens, and keep the buffers."""
         self.rollback()
         self.rows.columns = None
         self.set_lengths([0] * self.batch_size)
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens of every row."""
         super().crop(tokens_to_remove)
         self.rows.lengths = SeqLens([max(0, length + tokens_to_remove) for length in self.lengths.host])
 
@@ -364,8 +386,10 @@ def held_by(cache: Any, mask: torch.Tensor) -> list[int]:
 def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     """Return why the loop cannot keep keys and values in this way; `None` if it can.
 
-    The arguments are `past_key_values` and `cache_implementation` of the call. Static implementations are accepted, as
-    the loop uses buffers of a fixed size anyway.
+    Args:
+        cache (*optional*): Argument `past_key_values` of the call.
+        implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as the loop
+            uses buffers of a fixed size anyway.
     """
     if implementation == "quantized" or (implementation or "").startswith("offloaded"):
         return (
@@ -424,8 +448,13 @@ def take_over(
     """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
 
     This frees the original. A layer with a sliding window holds its last tokens only. The slots before them stay zero,
-    as no later token attends to them. With a `mask` `(batch, P)` that is 0 at padding, the entries of the tokens are
-    copied side by side, and the original stays as it is. `held` is the result of [`held_by`].
+    as no later token attends to them.
+
+    With padding, the entries of the tokens are copied side by side, and the original stays as it is.
+
+    Args:
+        held (`Sequence[int]`): Result of [`held_by`].
+        mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
     """
     stored = _stored(cache)
     columns = None if mask is None else columns_of(mask, max(held))
@@ -447,9 +476,12 @@ def take_over(
 def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
     """Point the layers of the user's cache to the entries of `buffers`, as many as the shortest row has.
 
-    The next call computes the missing tokens of longer rows, like any other token of its input. With `columns` `(batch,
-    T)` in which the tokens of every row, and the next one, stand, the layers get copies, with any finite entries at
-    padding.
+    The next call computes the missing tokens of longer rows, like any other token of its input.
+
+    Args:
+        columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
+            Columns in which the tokens of every row, and the next one, stand. The layers then get copies, with any
+            finite entries at padding.
     """
     length = min(buffers.lengths.host)
     if columns is not None:

@@ -55,12 +55,14 @@ class TextIndex:
 
     @property
     def nbytes(self) -> int:
+        """Size of tables and text in bytes."""
         return BYTES_PER_ENTRY * (2 * self.longest_key * self.size + len(self.text))
 
     def extend(self, tokens: Iterable[int], indexed: bool = True) -> None:
         """Append committed tokens.
 
         Args:
+            tokens (iterable of `int`): Tokens in order.
             indexed (`bool`, *optional*, defaults to `True`): Whether their positions can be found. Other tokens are
                 only part of the keys of later positions.
         """
@@ -180,6 +182,7 @@ class NgramDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of texts and tables in host memory."""
         return sum(index.nbytes for index in self.indexes)
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
@@ -197,6 +200,7 @@ class NgramDrafter(Drafter):
             index.extend([*text[len(index.text) :].tolist(), *tokens])
 
     def observe(self, verification: Verification) -> None:
+        """Index the emitted tokens."""
         for index, tokens in zip(self.indexes, verification.tokens, strict=True):
             index.extend(tokens)
 
@@ -228,6 +232,10 @@ class JoinedDrafter(Drafter):
 
     The nodes of the other drafter keep their indices, so that its state per node stays valid. N-gram nodes follow.
     Those that repeat a path are padding.
+
+    Args:
+        inner ([`Drafter`]): The other drafter. Its trees have no distribution `q`.
+        ngrams ([`NgramDrafter`]): Drafter of the n-grams.
     """
 
     def __init__(self, inner: Drafter, ngrams: NgramDrafter):
@@ -243,10 +251,12 @@ class JoinedDrafter(Drafter):
 
     @property
     def seed_tokens(self) -> int:
+        """Number of last prompt tokens that the other drafter observes."""
         return self.inner.seed_tokens
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of the state of both drafters."""
         return self.inner.state_bytes + self.ngrams.state_bytes
 
     def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
@@ -254,13 +264,16 @@ class JoinedDrafter(Drafter):
         return self.inner.watch_prefill(lengths, starts)
 
     def attention(self) -> AbstractContextManager[None]:
+        """Return the context of the other drafter."""
         return self.inner.attention()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Begin with both drafters."""
         self.inner.start(texts, verification)
         self.ngrams.start(texts, verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Continue with both drafters."""
         self.inner.resume(texts, verification)
         self.ngrams.resume(texts, verification)
 
