@@ -21,7 +21,9 @@ class DraftTrainingArguments(TrainingArguments):
 
     Without an accelerator `use_cpu` is set.
 
-    Args (the others: `help` of the fields):
+    The `help` of every field describes it. These need more words:
+
+    Args:
         loss (`str`, *optional*, defaults to `"kl"`): `"kl"` is the Kullback-Leibler divergence from the target's
             distribution to the draft's. `"ce"` is the cross-entropy of the text's tokens, as in the papers.
         anchors (`int`, *optional*, defaults to 4):
