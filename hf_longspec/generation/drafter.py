@@ -366,10 +366,8 @@ def drafted_tokens(
 def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
     """Return an upper bound on the tokens per second of speculation, relative to plain steps.
 
-    Args:
-        share (`float`): Share of the keys and values that a drafting step reads, from 0 to 1.
-        weights (`float`): Bytes of weights that a plain step reads.
-        kv (`float`): Bytes of keys and values that a plain step reads, all rows together.
+    A plain step reads `weights` bytes of weights, and `kv` bytes of keys and values for all rows together, of which a
+    drafting step reads the `share` from 0 to 1.
 
     >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0), speedup_bound(4, 1.0, 1.0, 1e9)
     (1.0, 1.0)

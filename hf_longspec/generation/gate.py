@@ -116,11 +116,8 @@ class StepStatistics:
 class SpeculationGate:
     """Choose between plain steps and speculation, step by step.
 
-    `speculates` is read when a step begins, and `record` is called when it has ended.
-
-    Args:
-        speedup_bound (`Callable[[], float]`, *optional*): Upper bound of the gain of the next step, as far as it can be
-            computed. Nothing is tried while the bound is below the cost of trying.
+    `speculates` is read when a step begins, and `record` is called when it has ended. Nothing is tried while
+    `speedup_bound`, an upper bound of the gain of the next step, is below the cost of trying.
     """
 
     def __init__(

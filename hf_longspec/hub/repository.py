@@ -188,9 +188,6 @@ def push(
             holds none. It is created with its code if it does not exist, and never changed if it does.
         facts (`Any`): Facts for the model card by name, such as `license="apache-2.0"`, instead of `card`.
 
-    Returns:
-        `huggingface_hub.CommitInfo`: The commit.
-
     Raises:
         ValueError: If `repo_id` has no owner, if both `card` and `facts` are given, or if the draft cannot be
             published. Nothing is uploaded then.
@@ -243,13 +240,8 @@ def write_repository(
     """Write the complete repository of a draft into `folder`.
 
     Existing files of the same names are replaced atomically. Code that an earlier call wrote and that is no longer
-    needed is removed. All other files in the folder stay. The folder may be the one that the draft was loaded from.
-
-    Args:
-        engine (`str`, *optional*): Repository that holds the code, which this one then refers to.
-
-    Raises:
-        ValueError: If the draft cannot be published. Nothing is written then.
+    needed is removed. All other files in the folder stay. The folder may be the one that the draft was loaded from. If
+    the draft cannot be published, nothing is written. With an `engine`, that repository holds the code.
     """
     _check(draft)
     if engine is not None:

@@ -63,11 +63,7 @@ def register_draft(config: type[DraftConfig], model: type[DraftModel], **parts: 
 
     `AutoConfig` and `AutoModel` load it from then on, and so do the commands. A draft without weights can also be given
     to the commands by its name, which is its `model_type`. Registering a `model_type` again replaces the former draft.
-    A published copy of the draft does not hold the parts.
-
-    Raises:
-        ValueError: If the model is not of this config, if a name has no colon, or if `model_type` or a name on the
-            command line is taken.
+    A published copy of the draft does not hold the parts. Names that are taken are refused.
     """
     kind = config.model_type
     draft = RegisteredDraft(config, model, **parts)
@@ -132,12 +128,9 @@ def convert(source: str, target: str | None = None) -> DraftModel:
 
     Args:
         source (`str`): Id of a published draft, a folder, or a weight file.
-        target (`str`, *optional*):
-            Id, folder or config.json of the target. Defaults to the target of the published draft.
+        target (`str`, *optional*): Id, folder or config.json of the target. Defaults to that of the published draft.
 
-    Raises:
-        ValueError: If `source` is not published and has no target, if there are no weights, if the tensors are of no
-            method, missing or unknown, or if their shapes are not the target's.
+    Tensors that are missing, unknown or of other shapes than the target's are refused.
     """
     targets = published_targets()
     if target is None and source not in targets:

@@ -25,11 +25,8 @@ def document_ids(tokenizer: Any, text: str) -> list[int]:
 class DocumentEncoder:
     """Tokenizes rows: a text, a conversation, or `input_ids` (and optionally `labels`), which are used as they are.
 
-    The end-of-text token is appended to a text and predicted like any other token.
-
-    Args:
-        args ([`DraftTrainingArguments`]): Names of the columns, `max_length` and `assistant_only`.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Not needed if the rows have `input_ids`.
+    The end-of-text token is appended to a text and predicted like any other token. Rows with `input_ids` need no
+    tokenizer.
     """
 
     def __init__(self, args: DraftTrainingArguments, tokenizer: Any = None):
@@ -94,9 +91,6 @@ class TokenWindows(Dataset):
             which may be memory-mapped, is read row by row.
         length (`int`): Tokens per row. An incomplete last row is dropped.
 
-    Raises:
-        ValueError: If the stream has fewer tokens than one row.
-
     >>> TokenWindows([5, 6, 7, 8, 9], 2)[1]["input_ids"].tolist()
     [7, 8]
     """
@@ -126,14 +120,8 @@ def pack(dataset: Any, tokenizer: Any, args: DraftTrainingArguments, length: int
     """Concatenate tokenized documents and cut them into rows of equal length.
 
     The end-of-text token is appended to every document. A row holds several documents or part of one. Documents are
-    packed 1,000 at a time, and the last row of each 1,000 may be shorter.
-
-    Args:
-        dataset (`datasets.Dataset` or `datasets.IterableDataset`): Texts or conversations.
-        length (`int`): Tokens of a row.
-
-    Returns:
-        A dataset of the same kind, with `input_ids` and `labels`.
+    packed 1,000 at a time, and the last row of each 1,000 may be shorter. Returns a dataset of the same kind,
+    `datasets.Dataset` or `datasets.IterableDataset`, with `input_ids` and `labels`.
     """
     _check_row_length(length)
     encoder = DocumentEncoder(args, tokenizer)

@@ -149,10 +149,8 @@ class KVStore(Dataset):
     `hidden` `(L, hidden)`, or `keys` and `values` `(K, L, D)` with the `position_ids` `(L,)` that the keys are rotated
     by.
 
-    For an 8B target in bfloat16, a token takes 8 to 12 KB. A store pays for rows that are trained on several times.
-
-    Args:
-        facts (`dict[str, Any]`): Everything that the states depend on. A folder is only used with equal facts.
+    For an 8B target in bfloat16, a token takes 8 to 12 KB. A store pays for rows that are trained on several times. A
+    folder is only used with equal `facts`, which are everything that the states depend on.
     """
 
     def __init__(self, folder: str | os.PathLike, num_rows: int, facts: dict[str, Any]):
@@ -219,10 +217,8 @@ class DraftObjective:
     """Sums the loss over the predicted tokens of a batch, from the draft's hidden states through the target's head.
 
     With the target's hidden states, the loss is the divergence from the target's distribution. Without them, it is the
-    cross-entropy of the labels, computed by Liger's kernel where that runs.
-
-    Args:
-        norm (`torch.nn.Module`, *optional*): Norm to apply to the target's hidden states before the head.
+    cross-entropy of the labels, computed by Liger's kernel where that runs. `norm` is applied to the target's hidden
+    states before the head.
     """
 
     def __init__(self, ends: TargetEnds, chunk_size: int, norm: torch.nn.Module | None = None):
@@ -239,11 +235,8 @@ class DraftObjective:
     ) -> tuple[torch.Tensor, torch.Tensor, slice]:
         """Return the summed losses of `n` tokens, and the ranks of the correct tokens.
 
-        Args:
-            hidden (`torch.Tensor` of shape `(levels, n, hidden)`): Hidden states of the draft, input of the head.
-            labels (`torch.LongTensor` of shape `(n,)`): The tokens of the text.
-            counts (`torch.BoolTensor` of shape `(levels, n)`, *optional*): Tokens that count; by default all.
-            target_hidden (`torch.Tensor` of shape `(n, hidden)`, *optional*): Hidden states of the target.
+        The draft's hidden states, input of the head, are `(levels, n, hidden)`, those of the target `(n, hidden)`, the
+        labels `(n,)`. Tokens add to the loss where `counts` `(levels, n)` is true, by default all.
 
         Returns:
             The sums `(levels,)`. For `m` of the tokens, the number of tokens that the draft finds more likely than the

@@ -23,15 +23,10 @@ class TrainingMethod:
 
     The loss of a step is a sum of terms. Each term is a mean over the tokens that the whole step predicts for it, no
     matter how the step is divided into batches and processes.
-
-    Attributes:
-        count_shape (`tuple[int, int]`): Shape of the counts that are logged: levels of the draft, counts per level.
-        max_length (`int`, *optional*): Largest number of tokens of a row.
-        longest_position (`int`): What is recorded as `trained_max_length` in the draft's config, unless it is 0.
     """
 
-    count_shape: tuple[int, int]
-    longest_position = 0
+    count_shape: tuple[int, int]  # of the counts that are logged: levels of the draft, counts per level
+    longest_position = 0  # recorded as `trained_max_length` in the draft's config, unless it is 0
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         self.draft = draft
@@ -44,10 +39,7 @@ class TrainingMethod:
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
         """Add what the training rows need besides tokens and labels, such as positions.
 
-        Args:
-            step (`int`): Number of the step.
-            total (`int`): Number of rows of the step, in all processes.
-            rows (`Sequence[int]`): Indices of the batch's rows among them.
+        A step has `total` rows in all processes; `rows` are the indices of the batch's rows among them.
         """
         raise NotImplementedError
 
@@ -267,14 +259,9 @@ class DraftTrainer(Trainer):
         self.counts = torch.zeros(self.method.count_shape, dtype=torch.float64, device=args.device)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train, optionally from a checkpoint.
-
-        Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*): A checkpoint's folder, or `True` for the last complete
-                one in `output_dir`.
+        """Train, optionally from a checkpoint's folder; `True` stands for the last complete one in `output_dir`.
 
         Raises:
-            ValueError: If there is no such checkpoint.
             FloatingPointError: If the loss is infinite or NaN. The weights are those before the step.
         """
         if resume_from_checkpoint is True:
