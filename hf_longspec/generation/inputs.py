@@ -82,12 +82,6 @@ def of_every_forward(target: TargetView, input_ids: torch.Tensor, inputs: dict[s
 class Prompts:
     """Prompts of a call without their padding, and inputs of the first forward beside them.
 
-    Args:
-        input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts with their padding on the left.
-        model_kwargs (`dict[str, Any]`): Keyword arguments for the model. `past_key_values` may hold the beginning of
-            every row.
-        max_length (`int`): Maximum number of tokens of a row, prompt included.
-
     Attributes:
         inputs (`dict[str, Any]`): Inputs beside the tokens; empty for text alone.
         mask (`torch.LongTensor` of shape `(batch, P)`, *optional*): 0 at padding; `None` if there is none.
