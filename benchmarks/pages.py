@@ -152,7 +152,7 @@ def memory_tables(records: Sequence[Record]) -> list[str]:
 
 EDITING_NOTE = (
     "tau, greedy, over rounds of an editing task, and its ratio to that of n-grams of one call, file by file. With a "
-    "memory, a round also searches what earlier rounds of the same file generated. Means over files with 95 % intervals."
+    "memory, a round also searches what earlier rounds of the same file generated. Means over files, 95 % intervals."
 )
 EDITING: Columns = {
     "n-grams of": "memory",

@@ -50,7 +50,9 @@ class NgramDraftModel(DraftModel):
         "num_assistant_tokens": replace(NGRAMS["ngram_num_tokens"], default=8),
         **{name: setting for name, setting in NGRAMS.items() if name != "ngram_num_tokens"},
         "ngram_candidates": replace(NGRAMS["ngram_candidates"], default=2, least=1),
-        "ngram_memory": Setting(0, "Number of tokens of earlier texts that are searched too; 0 for none.", int, least=0),
+        "ngram_memory": Setting(
+            0, "Number of tokens of earlier texts that are searched too; 0 for none.", int, least=0, most=2**24
+        ),
     }
 
     def __init__(self, config: NgramConfig, *args: Any, **kwargs: Any):
@@ -80,10 +82,14 @@ class NgramDraftModel(DraftModel):
         memory, size = self.memory, self.config.vocab_size
         rows = [text.tolist() if isinstance(text, torch.Tensor) else list(text) for text in texts]
         if memory is None:
-            raise ValueError("ngram_memory=0: set draft.generation_config.ngram_memory to the number of tokens to keep.")
+            raise ValueError(
+                "ngram_memory=0: set draft.generation_config.ngram_memory to the number of tokens to keep."
+            )
         for token in (token for row in rows for token in row):
             if type(token) is not int or not 0 <= token < size:
-                raise ValueError(f"{token!r} in texts: expected token ids below {size}, a list or tensor for each text.")
+                raise ValueError(
+                    f"{token!r} in texts: expected token ids below {size}, a list or tensor for each text."
+                )
         memory.remember(rows)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
