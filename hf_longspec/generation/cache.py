@@ -435,7 +435,9 @@ class SpeculativeCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens stored: that of the longest row if lengths differ."""
-        return max(layer.length for layer in self.key_layers) if self.state_layers else super().get_seq_length(layer_idx)
+        return (
+            max(layer.length for layer in self.key_layers) if self.state_layers else super().get_seq_length(layer_idx)
+        )
 
     def reset(self) -> None:
         """Remove all tokens, and keep the buffers."""

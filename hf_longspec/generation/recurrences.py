@@ -219,11 +219,11 @@ def _mamba2(
     _: Callable,
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int | None = None,
-    D: Tensor | None = None,  # noqa: N803
+    D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
     dt_softplus: bool = False,
@@ -261,10 +261,10 @@ def _mamba1(
     _: Callable,
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,

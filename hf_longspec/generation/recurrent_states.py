@@ -94,9 +94,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             hand_over(self)
         return inputs
 
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Store the state after the tokens of this forward; that of staged nodes is in the [`keep`] of the layer."""
         if self.nodes is None:
             self.state = recurrent_states.clone()

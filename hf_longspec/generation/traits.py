@@ -35,7 +35,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..attention_backends.interface import REFUSED
-from .cache import EmptyLayer, Rows, SpeculativeCache, NO_CACHE
+from .cache import NO_CACHE, EmptyLayer, Rows, SpeculativeCache
 from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, StateLayer, has_states
 
 KEEPS, RECOMPUTES, FORGETS = "keeps", "recomputes", "forgets"
