@@ -30,16 +30,13 @@ from .recurrences import Accepted, StagedNodes
 from .recurrent_states import (
     HYBRID_LAYERS,
     STATE_LAYERS,
+    EmptyLayer,
     StateLayer,
     give_back_states,
     has_states,
     take_over_states,
 )
 
-try:
-    from transformers.cache_utils import DummyLayer as EmptyLayer
-except ImportError:  # before transformers 5.23, layers without attention have one for states that stays empty
-    EmptyLayer = LinearAttentionLayer
 try:
     from ..attention_backends.triton.commit import can_move, move_nodes
 except ImportError:  # a published draft has no kernels: layer after layer is moved

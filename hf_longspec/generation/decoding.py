@@ -334,8 +334,7 @@ class Session:
         # rows that were cut to the length of the others have committed more than their text
         rows = zip(self.prompts.texts, self.sequences.generated, strict=True)
         lengths = (len(text) + len(new) - 1 for text, new in rows)
-        lengths = [min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)]
-        is_kept = self.cache.shorten(lengths)
+        is_kept = self.cache.shorten([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
         columns = self._columns() if self.returns_cache else None
         if self.user_cache is not None and self.target.has_states and not (is_kept and self._ends_in_one_column()):
             logger.info("past_key_values is as before the call, as states of rows of different lengths do not fit it.")

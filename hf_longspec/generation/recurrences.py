@@ -8,10 +8,10 @@ with the layer what a commit needs: [`RECURRENCES`] names the function for each 
 A delta rule or Mamba-2 state after node i of a tree is a sum over the path to i. With the decays `g` added up along the
 path, `G_i`, the state is `exp(G_i) S + sum_j exp(G_i - G_j) left_j right_j^T` for the ancestors j of i and i itself. S
 is the committed state. Mamba-2 has `left_j = dt_j x_j` and `right_j = B_j` (https://huggingface.co/papers/2405.21060).
-The gated delta rule has `left_j = k_j`, and the `right_j` solve a triangular system (https://huggingface.co/papers/2412.06464).
-KDA has a decay for each channel of k (https://huggingface.co/papers/2510.26692). No state is computed before the commit, and
-chunks are not padded. Mamba-1 decays each entry of the state by itself (https://huggingface.co/papers/2312.00752): its
-states are computed for each node.
+The gated delta rule (https://huggingface.co/papers/2412.06464) has `left_j = k_j`, and the `right_j` solve a triangular
+system. KDA (https://huggingface.co/papers/2510.26692) has a decay for each channel of k. No state is computed before
+the commit, and chunks are not padded. Mamba-1 (https://huggingface.co/papers/2312.00752) decays each entry of the state
+by itself: its states are computed for each node.
 
 Symbols: B rows, N nodes, H heads, K size of the window of a convolution.
 """
@@ -45,7 +45,7 @@ class StagedNodes:
 
     Args:
         tree ([`DraftTree`]): Their tree.
-        is_prompt (`bool`): Whether they belong to a prompt, where plain `generate` runs the function for several tokens.
+        is_prompt (`bool`): Whether they belong to a prompt, which plain `generate` runs in forwards of several tokens.
     """
 
     def __init__(self, tree: DraftTree, is_prompt: bool):

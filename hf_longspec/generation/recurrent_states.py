@@ -6,14 +6,22 @@ the accepted ones, and nothing has to be undone without it. A state cannot be sh
 a copy of the states at the start of the call.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+try:
+    from transformers.cache_utils import DummyLayer
+except ImportError:  # before transformers 5.23
+    DummyLayer = None
 
 from .recurrences import Accepted, StagedNodes, Stepped, Window, hand_over
 
+# What a layer without a cache has; before transformers 5.23, a layer for states that stays empty.
+EmptyLayer: Any = DummyLayer or LinearAttentionLayer
 # Types of layers with states alone, and with states beside keys and values.
 STATE_LAYERS = {"linear_attention", "conv"}
 HYBRID_LAYERS = {"hybrid", "hybrid_sliding"}
@@ -52,17 +60,17 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return nodes
 
     @property
-    def conv_states(self) -> dict[int, torch.Tensor | None]:  # type: ignore[override]
+    def conv_states(self) -> dict[int, torch.Tensor | None]:
         """Last inputs of the convolution, as the mixers of transformers read them."""
         return {0: self._lent("convolution")}
 
     @property
-    def recurrent_states(self) -> dict[int, torch.Tensor | None]:  # type: ignore[override]
+    def recurrent_states(self) -> dict[int, torch.Tensor | None]:
         """State of the recurrence, as the mixers of transformers read it."""
         return {0: self._lent("state")}
 
     @property
-    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
+    def has_previous_state(self) -> dict[int, bool]:
         """Whether there are committed tokens."""
         return {0: self.convolution is not None}
 
@@ -120,7 +128,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             new[name] = state if old is None else state.to(old.dtype)
         return new
 
-    def put(self, states: dict[str, torch.Tensor | None]) -> None:
+    def put(self, states: Mapping[str, torch.Tensor | None]) -> None:
         """Replace states, and drop what is staged."""
         for name, state in states.items():
             setattr(self, name, state)

@@ -35,8 +35,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..attention_backends.interface import REFUSED
-from .cache import NO_CACHE, EmptyLayer, Rows, SpeculativeCache
-from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, StateLayer, has_states
+from .cache import NO_CACHE, Rows, SpeculativeCache
+from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, EmptyLayer, StateLayer, has_states
 
 KEEPS, RECOMPUTES, FORGETS = "keeps", "recomputes", "forgets"
 
