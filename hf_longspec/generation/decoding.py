@@ -26,7 +26,14 @@ from .inputs import Prompts
 from .sampling import NoiseRows, TokenRule
 from .sequences import Outputs, Sequences, SpeculationStats
 from .support import check_target, max_length_of, refuse, refuse_unsupported, why_not
-from .target import PREFILL_CHAIN, PREFILL_CHAIN_OF_STATES, Step, TargetView, chain_of_last_tokens
+from .target import (
+    PREFILL_CHAIN,
+    PREFILL_CHAIN_OF_STATES,
+    SEED_TOKENS_OF_STATES,
+    Step,
+    TargetView,
+    chain_of_last_tokens,
+)
 from .traits import RotaryLimit
 from .verification import Acceptance, packed
 
@@ -144,7 +151,7 @@ class Session:
         self.user_cache = user_cache_of(prompts.cache)
         own = prompts.cache if is_own(prompts.cache) else None
         self.returns_cache = self.outputs.as_dict or own is not None or self.user_cache is not None
-        nodes = draft.num_tree_nodes(target)
+        nodes = max(draft.num_tree_nodes(target), SEED_TOKENS_OF_STATES if target.has_states else 1)
         if prompts.by_chains:
             nodes = max(nodes, PREFILL_CHAIN_OF_STATES if target.has_states else PREFILL_CHAIN)
         keeps_buffers = target.captures and own is None and self.user_cache is None
@@ -176,11 +183,8 @@ class Session:
 
     @property
     def seed_tokens(self) -> int:
-        """Number of last prompt tokens that run as a verification.
-
-        Some mixers compute a single token after a prefix by other rules than the tokens of a prompt.
-        """
-        return max(self.drafter.seed_tokens, 2 if self.target.has_states else 1)
+        """Number of last prompt tokens that run as a verification."""
+        return max(self.drafter.seed_tokens, SEED_TOKENS_OF_STATES if self.target.has_states else 1)
 
     def seed(self, tails: list[torch.Tensor]) -> None:
         """Verify the last prompt tokens as a chain, emit the first token, and start the drafter."""

@@ -281,7 +281,9 @@ def _mamba1(
     adds = step[..., None] * B.float().transpose(1, 2)[:, None] * hidden_states.float()[..., None]
     state = torch.zeros_like(adds[:, :, 0]) if state is None else state.float()
     states, rows = [state], torch.arange(len(state), device=state.device)
-    parents = None if tree.is_chain else tree.parents.to(state.device)
+    # padding may name any node as its parent
+    nodes = torch.arange(tree.num_nodes, device=state.device)
+    parents = None if tree.is_chain else torch.minimum(tree.parents.to(state.device), nodes - 1)
     for node in range(tree.num_nodes):
         before = states[-1] if parents is None else torch.stack(states, 1)[rows, parents[:, node] + 1]
         states.append(before * keeps[:, :, node] + adds[:, :, node])

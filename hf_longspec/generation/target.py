@@ -39,6 +39,8 @@ _locks_guard = threading.Lock()
 PREFILL_CHAIN = 256
 # Likewise with recurrent states, whose recurrences compare all pairs of tokens of a forward.
 PREFILL_CHAIN_OF_STATES = 64
+# Last tokens of a prompt that run as a verification there: one alone may be computed by other rules than several.
+SEED_TOKENS_OF_STATES = 2
 # Layer types with recurrent states that transformers' caches do not hold.
 RECURRENT_LAYERS = {"mamba", "mamba2", "recurrent"}
 # Layer types that attend to all keys or to those in a window, or do not attend.

@@ -16,7 +16,7 @@ from tests.user_objects import Bomb
 
 # One type for each recurrence: gated delta rule, KDA, Mamba-2, Mamba-2 beside keys, convolution alone, Mamba-1.
 TYPES = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "falcon_h1", "lfm2_moe", "jamba")
-# Of float32 sums in another order; states are of the order of 1.
+# Of float32 sums in another order, relative to the largest entry of a state.
 STATE_GAP = 1e-5
 NEW = 24
 
@@ -54,8 +54,8 @@ def test_greedy_text_of_rows_that_accept_different_numbers(made, name, chain):
         draft = drafted(model, chain, text, max(lengths))
         assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
         assert draft.last_speculation.num_spec_steps > 0
-        accepted = draft.last_speculation.num_emitted_tokens / draft.last_speculation.num_spec_steps
-        assert 1 < accepted / len(lengths) < NEW  # nodes were accepted, and others were not
+        # of each row: nodes were accepted, and others were not
+        assert 1 < draft.last_speculation.num_emitted_tokens / draft.last_speculation.num_spec_steps < draft.num_nodes
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -80,8 +80,9 @@ def test_states_after_a_commit_are_those_of_single_steps(made, name):
     cache = SpeculativeCache(model.config, 3, 40, tree_slots=8)
     with torch.no_grad():
         model(input_ids=prompt, past_key_values=cache, use_cache=True)
+        cache.set_lengths([prompt.shape[1]] * 3)
         with target.attention():
-            target.verify(DraftTree.of(nodes, parents), cache)
+            target.verify(DraftTree(nodes, parents, torch.ones_like(nodes, dtype=torch.bool)), cache)
         cache.commit(path, counts)
         for row, count in enumerate(counts):
             alone = SpeculativeCache(model.config, 1, 40, tree_slots=8)
@@ -92,7 +93,8 @@ def test_states_after_a_commit_are_those_of_single_steps(made, name):
                 for state, expected in zip(layer.copied(row).values(), single.copied().values(), strict=True):
                     assert (state is None) == (expected is None)
                     if state is not None:
-                        torch.testing.assert_close(state, expected, rtol=0, atol=STATE_GAP)
+                        gap = STATE_GAP * expected.abs().max().item()
+                        torch.testing.assert_close(state, expected, rtol=0, atol=gap)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
@@ -109,7 +111,7 @@ def test_a_returned_cache_continues(made, name, kind):
     kept = copy.deepcopy(cache)
     draft.hints = whole[:, first.shape[1] :].tolist()
     with pytest.raises(KeyboardInterrupt):
-        processors = [Bomb(0, KeyboardInterrupt).processor()]
+        processors = [Bomb(1, KeyboardInterrupt).processor()]
         model.generate(**more, assistant_model=draft, past_key_values=cache, logits_processor=processors)
     for continued in ({"assistant_model": draft, "past_key_values": cache}, {"past_key_values": kept}):
         assert generated(model, **more, **continued).tolist() == whole.tolist()
@@ -130,7 +132,10 @@ def test_what_is_refused_by_name(made):
     tiny = AssistantDraftModel.from_model
     compiled = NgramDraftModel.from_target(model, compile="compile")
     for attempt, message in (
-        (lambda: SpecAttnDraftModel.from_target(model), "does not roll back the recurrent states of Qwen3_5ForCausalLM"),
+        (
+            lambda: SpecAttnDraftModel.from_target(model),
+            "does not roll back the recurrent states of Qwen3_5ForCausalLM",
+        ),
         (lambda: tiny(model, model), "does not roll back the recurrent states"),
         (lambda: model.generate(**inputs, assistant_model=compiled), "compile='compile' is not supported with recurr"),
         (lambda: model.generate(**inputs, assistant_model=model), "stateful models"),  # stock's assistants stay stock's

@@ -208,8 +208,7 @@ class AssistantDraftModel(DraftModel):
             raise ValueError(
                 f"{type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Use another draft model."
             )
-        if view is not None:
-            refuse_states(view, type(self).__name__)
+        refuse_states(view or target, type(self).__name__)
         self._check_pard(target)
 
     def _check_pard(self, target: TargetView) -> None:
