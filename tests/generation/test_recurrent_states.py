@@ -110,8 +110,8 @@ def test_a_returned_cache_continues(made, name, kind):
     more = {"input_ids": first, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     kept = copy.deepcopy(cache)
     draft.hints = whole[:, first.shape[1] :].tolist()
+    processors = [Bomb().processor()]
     with pytest.raises(KeyboardInterrupt):
-        processors = [Bomb(1, KeyboardInterrupt).processor()]
         model.generate(**more, assistant_model=draft, past_key_values=cache, logits_processor=processors)
     for continued in ({"assistant_model": draft, "past_key_values": cache}, {"past_key_values": kept}):
         assert generated(model, **more, **continued).tolist() == whole.tolist()
@@ -134,7 +134,7 @@ def test_what_is_refused_by_name(made):
     for attempt, message in (
         (
             lambda: SpecAttnDraftModel.from_target(model),
-            "does not roll back the recurrent states of Qwen3_5ForCausalLM",
+            "does not roll back the recurrent states of Qwen3_5For",
         ),
         (lambda: tiny(model, model), "does not roll back the recurrent states"),
         (lambda: model.generate(**inputs, assistant_model=compiled), "compile='compile' is not supported with recurr"),
