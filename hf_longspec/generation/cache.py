@@ -14,9 +14,28 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from ..attention_backends.lengths import SeqLens
+from .draft_tree import DraftTree
+from .recurrences import Accepted, StagedNodes
+from .recurrent_states import (
+    HYBRID_LAYERS,
+    STATE_LAYERS,
+    EmptyLayer,
+    StateLayer,
+    give_back_states,
+    has_states,
+    take_over_states,
+)
 
 try:
     from ..attention_backends.triton.commit import can_move, move_nodes
@@ -36,12 +55,16 @@ class Rows:
         layout (`int`): Number of times that a buffer of these layers was replaced.
         columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
             Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
+        nodes ([`StagedNodes`], *optional*): The staged nodes, for layers with recurrent states.
+        reads_prompt (`bool`): Whether the nodes belong to prompts, see [`StagedNodes`].
     """
 
     def __init__(self, batch_size: int):
         self.batch_size = batch_size
         self.lengths = SeqLens((0,) * batch_size)
         self.staged = False
+        self.nodes: StagedNodes | None = None
+        self.reads_prompt = False
         self.layout = 0
         self.columns: torch.Tensor | None = None
 
@@ -215,6 +238,32 @@ class SpeculativeLayer(CacheLayerMixin):
             self.values.copy_(self.values.index_select(0, beam_idx.to(self.values.device)))
 
 
+class HybridLayer(SpeculativeLayer, StateLayer):
+    """Keys, values and states of one layer."""
+
+    is_croppable = False
+
+    def __init__(self, rows: Rows, capacity: int):
+        SpeculativeLayer.__init__(self, rows, capacity)
+        StateLayer.__init__(self, rows)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to remove tokens, since a state cannot be shortened."""
+        StateLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        """Remove all tokens, and keep the buffers."""
+        SpeculativeLayer.reset(self)
+        StateLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows, for beam search."""
+        SpeculativeLayer.reorder_cache(self, beam_idx)
+        StateLayer.reorder_cache(self, beam_idx)
+
+
+# Types of layers that cache nothing.
+NO_CACHE = {"moe", "mlp"}
 # Nodes that one verification may stage after the committed tokens.
 DEFAULT_TREE_SLOTS = 80
 
@@ -247,7 +296,12 @@ class SpeculativeCache(Cache):
         self.rows = Rows(batch_size)
         self.tree_slots = tree_slots
         capacity = max_length + tree_slots
-        super().__init__(layers=[SpeculativeLayer(self.rows, capacity) for _ in range(text_config.num_hidden_layers)])
+        super().__init__(layers=_layers_of(text_config, self.rows, capacity))
+        self.key_layers = [layer for layer in self.layers if isinstance(layer, SpeculativeLayer)]
+        self.state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        # lengths and states at the start of the call, and whether a commit has replaced states and not lengths
+        self._start: tuple[SeqLens, list[dict[str, torch.Tensor | None]]] | None = None
+        self._is_torn = False
 
     @property
     def batch_size(self) -> int:
@@ -267,7 +321,7 @@ class SpeculativeCache(Cache):
     @property
     def max_length(self) -> int:
         """Committed tokens that a row can hold without reallocation."""
-        return min(layer.capacity for layer in self.layers) - self.tree_slots
+        return min(layer.capacity for layer in self.key_layers) - self.tree_slots
 
     def set_lengths(self, lengths: SeqLens | Sequence[int]) -> None:
         """Set the number of tokens that each row holds; entries beyond it, as of right padding, are dropped."""
@@ -275,23 +329,30 @@ class SpeculativeCache(Cache):
         if len(lengths.host) != self.batch_size:
             raise ValueError(f"{len(lengths.host)} lengths for a cache of {self.batch_size} rows.")
         self.rows.lengths = lengths
-        for layer in self.layers:
+        for layer in self.key_layers:
             layer.length = self.lengths.longest
 
     def reserve(self, max_length: int, tree_slots: int) -> None:
         """Make room for `max_length` committed tokens and `tree_slots` staged ones, with at most one reallocation."""
         self.tree_slots = max(self.tree_slots, tree_slots)
-        for layer in self.layers:
+        for layer in self.key_layers:
             layer.reserve(max_length + self.tree_slots)
 
-    def stage(self, num_nodes: int) -> None:
-        """Let the next forward write `num_nodes` nodes after the committed tokens without committing them."""
+    def stage(self, num_nodes: int, tree: DraftTree | None = None) -> None:
+        """Let the next forward write `num_nodes` nodes after the committed tokens without committing them.
+
+        Layers with recurrent states need the `tree` of the nodes.
+        """
         if num_nodes > self.tree_slots or self.lengths.longest + num_nodes > self.max_length + self.tree_slots:
             raise ValueError(
                 f"{num_nodes} nodes do not fit after {self.lengths.longest} committed tokens in a cache of "
                 f"max_length={self.max_length} and tree_slots={self.tree_slots}. Raise whichever is too small."
             )
         self.rows.staged = True
+        if self.state_layers:
+            if tree is None:
+                raise ValueError(f"{num_nodes} nodes without a tree cannot be staged in a cache with recurrent states.")
+            self.rows.nodes = StagedNodes(tree, self.rows.reads_prompt)
 
     def commit(self, path: torch.Tensor | None, num_nodes: SeqLens | Sequence[int]) -> None:
         """Keep the accepted nodes: move them right after the prefix and add `num_nodes[b]` to every row's length.
@@ -306,13 +367,27 @@ class SpeculativeCache(Cache):
         counts = SeqLens.of(num_nodes)
         if path is not None and counts.longest > 1:
             self._move(path[:, : counts.longest], counts)
+        if self.state_layers:
+            self._commit_states(path, counts)
         self.rows.staged = False
         self.set_lengths(self.lengths.plus(counts))
+        self._is_torn = False
+
+    def _commit_states(self, path: torch.Tensor | None, counts: SeqLens) -> None:
+        nodes = self.rows.nodes
+        if nodes is None:
+            raise ValueError("commit() needs a staged verification, as states are computed from its nodes.")
+        accepted = Accepted(nodes, path, counts)
+        states = [layer.after(accepted) for layer in self.state_layers]
+        self._is_torn = True  # until the lengths are those of the states
+        for layer, new in zip(self.state_layers, states, strict=True):
+            layer.put(new)
+        self.rows.nodes = None
 
     def _move(self, path: torch.Tensor, counts: SeqLens) -> None:
         """Copy the nodes of `path` to the slots after the prefix, with Triton in one launch per device."""
         together: dict[torch.device, list[torch.Tensor]] = {}
-        for layer in self.layers:
+        for layer in self.key_layers:
             if layer.is_initialized and can_move is not None and can_move(layer.keys.device):
                 together.setdefault(layer.keys.device, []).extend((layer.keys, layer.values))
             elif layer.is_initialized:
@@ -323,10 +398,49 @@ class SpeculativeCache(Cache):
     def rollback(self) -> None:
         """Drop the staged nodes. Their slots keep stale entries until the next step overwrites them."""
         self.rows.staged = False
+        self.rows.nodes = None
+        for layer in self.state_layers:
+            layer.drop()
+
+    def remember(self) -> None:
+        """Keep a copy of the states, since lengths alone lead back to an earlier text only in layers with keys."""
+        if self.state_layers:
+            self._start = self.lengths, [layer.copied() for layer in self.state_layers]
+
+    def go_back(self) -> None:
+        """Return to the tokens of [`SpeculativeCache.remember`]."""
+        self.rollback()
+        if self._start is not None:
+            start, states = self._start
+            for layer, state in zip(self.state_layers, states, strict=True):
+                layer.put(dict(state))
+            self._is_torn = False
+            self.set_lengths(start)
+
+    def shorten(self, lengths: Sequence[int]) -> bool:
+        """Drop all but the first `lengths[b]` tokens of every row, and return `True`.
+
+        A cache with states goes back to those of [`SpeculativeCache.remember`] if there is something to drop, and
+        returns `False`.
+        """
+        self.rollback()
+        if self.state_layers and (self._is_torn or tuple(lengths) != self.lengths.host):
+            self.go_back()
+            return False
+        self.set_lengths(lengths)
+        return True
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens stored: that of the longest row if lengths differ."""
+        return (
+            max(layer.length for layer in self.key_layers) if self.state_layers else super().get_seq_length(layer_idx)
+        )
 
     def reset(self) -> None:
         """Remove all tokens, and keep the buffers."""
         self.rollback()
+        for layer in self.state_layers:
+            layer.reset()
         self.rows.columns = None
         self.set_lengths([0] * self.batch_size)
 
@@ -338,7 +452,33 @@ class SpeculativeCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the allocated buffers."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.key_layers if layer.is_initialized)
+        return keys + sum(layer.nbytes for layer in self.state_layers)
+
+
+def _layers_of(config: PreTrainedConfig, rows: Rows, capacity: int) -> list[Any]:
+    """Return the layers of a cache for this text config."""
+    if not has_states(config):
+        return [SpeculativeLayer(rows, capacity) for _ in range(config.num_hidden_layers)]
+    layers: list[Any] = []
+    for kind in config.layer_types:
+        if kind in STATE_LAYERS:
+            layers.append(StateLayer(rows))
+        elif kind in NO_CACHE:
+            layers.append(EmptyLayer())
+        else:
+            layers.append((HybridLayer if kind in HYBRID_LAYERS else SpeculativeLayer)(rows, capacity))
+    return layers
+
+
+# Layers of a DynamicCache that can be taken over.
+KNOWN_LAYERS = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
 
 
 def has_gaps(mask: torch.Tensor) -> bool:
@@ -459,6 +599,8 @@ def take_over(
     stored = _stored(cache)
     columns = None if mask is None else columns_of(mask, max(held))
     for layer, buffer in zip(cache.layers, buffers.layers, strict=False):
+        if isinstance(buffer, StateLayer):
+            take_over_states(layer, buffer)
         if _holds(layer):
             buffer.lazy_initialization(layer.keys, layer.values)
             first = stored - layer.keys.shape[2]
@@ -487,7 +629,9 @@ def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: to
     if columns is not None:
         length = int(columns.gather(1, buffers.lengths.on(columns.device)[:, None]).min())
     for index, buffer in enumerate(buffers.layers):
-        if buffer.is_initialized:
+        if isinstance(buffer, StateLayer):
+            give_back_states(buffer, cache.layers[index])
+        if getattr(buffer, "is_initialized", False):
             while len(cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
                 cache.layers.append(DynamicLayer())
             layer = cache.layers[index]
@@ -501,7 +645,7 @@ def _point(
 ) -> None:
     """Set keys and values of a layer to what it keeps of the first `length` columns: views, unless `columns` differ."""
     first = 0
-    if type(layer) is DynamicSlidingWindowLayer:
+    if isinstance(layer, DynamicSlidingWindowLayer):
         first = max(0, length - layer.sliding_window + 1)
         layer.cumulative_length = length
     if columns is None:
@@ -525,7 +669,7 @@ def _why_not(cache: Any) -> str | None:
     if cache.offloading:
         return "with offloading=True, and the loop keeps keys and values on the device of the model"
     kinds = {type(layer) for layer in cache.layers if not _is_dummy(layer)}
-    if other := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+    if other := kinds - KNOWN_LAYERS:
         return f"with layers of the kind {', '.join(sorted(kind.__name__ for kind in other))}"
     return None
 
@@ -536,7 +680,7 @@ def _is_dummy(layer: Any) -> bool:
 
 
 def _holds(layer: Any) -> bool:
-    return not _is_dummy(layer) and layer.is_initialized and layer.keys.numel() > 0
+    return getattr(layer, "is_initialized", False) and not _is_dummy(layer) and layer.keys.numel() > 0
 
 
 def _stored(cache: Any) -> int:
