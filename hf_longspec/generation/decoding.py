@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention_backends.lengths import SeqLens, on_device
-from .cache import SpeculativeCache, bring_up_to_date, columns_of, is_own, take_over, user_cache_of
+from .cache import SpeculativeCache, columns_of
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
 from .gate import gated
@@ -35,6 +35,7 @@ from .target import (
     chain_of_last_tokens,
 )
 from .traits import RotaryLimit
+from .user_cache import bring_up_to_date, is_own, take_over, user_cache_of
 from .verification import Acceptance, packed
 
 try:

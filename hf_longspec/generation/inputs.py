@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from .cache import SpeculativeCache, has_gaps, held_by
+from .cache import SpeculativeCache, has_gaps
 from .target import TargetView
 from .traits import RotaryLimit
+from .user_cache import held_by
 
 # Keyword arguments of `generate` for the model that the loop reads itself, or makes itself.
 KNOWN_MODEL_KWARGS = {

@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedConfig
 
-from .cache import why_not_stored
 from .support import refuse
 from .target import TargetView
+from .user_cache import why_not_stored
 
 _STOCK = "_longspec_stock"
 # Drafts that calls gave by their names, for each target.

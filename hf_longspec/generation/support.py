@@ -20,12 +20,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
-from .cache import SpeculativeCache, refuse_cache, why_not_stored
+from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .inputs import TOKEN_TYPES, Prompts, names_of, of_every_forward
 from .recurrences import has_input_bias, ignores_earlier_states
 from .sampling import refuse_stateful
 from .target import TargetView
+from .user_cache import refuse_cache, why_not_stored
 
 logger = logging.get_logger(__name__)
 
