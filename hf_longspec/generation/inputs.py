@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from .cache import SpeculativeCache, has_gaps, held_by
+from .cache import SpeculativeCache, has_gaps
 from .target import TargetView
 from .traits import RotaryLimit
+from .user_cache import held_by
 
 # Keyword arguments of `generate` for the model that the loop reads itself, or makes itself.
 KNOWN_MODEL_KWARGS = {
@@ -82,12 +83,6 @@ def of_every_forward(target: TargetView, input_ids: torch.Tensor, inputs: dict[s
 class Prompts:
     """Prompts of a call without their padding, and inputs of the first forward beside them.
 
-    Args:
-        input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts with their padding on the left.
-        model_kwargs (`dict[str, Any]`): Keyword arguments for the model. `past_key_values` may hold the beginning of
-            every row.
-        max_length (`int`): Maximum number of tokens of a row, prompt included.
-
     Attributes:
         inputs (`dict[str, Any]`): Inputs beside the tokens; empty for text alone.
         mask (`torch.LongTensor` of shape `(batch, P)`, *optional*): 0 at padding; `None` if there is none.
@@ -120,7 +115,10 @@ class Prompts:
         self.mask = mask if sum(map(len, self.texts)) < input_ids.numel() else None
         self.has_gaps = self.mask is not None and has_gaps(mask)
         self.counts_gaps = self.has_gaps and target.hides_keys_within(max_length)
-        self.by_chains = self.counts_gaps or len(set(self.held)) > 1
+        lengths = {len(text) for text in self.texts}
+        # padding on the right would change states, so prompts of different lengths run as chains there
+        is_uneven = target.has_states and len(lengths) > 1
+        self.by_chains = self.counts_gaps or len(set(self.held)) > 1 or is_uneven
         self.rotary = RotaryLimit.of(target.model, target.config, [len(text) for text in self.texts])
         self._new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
 
@@ -169,7 +167,7 @@ class Prompts:
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self._new, sizes, strict=True)]
         if self.inputs:
             self._run_with_inputs(cache)
-        elif columns is not None or cache.lengths.is_ragged:
+        elif self.by_chains:
             with target.attention():
                 target.prefill_rows(heads, cache, chunk_size, columns)
         elif max(map(len, heads)):
@@ -218,9 +216,10 @@ def decoder_arguments(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[st
     caught: dict[str, Any] = {}
     own_thread = threading.get_ident()  # another thread may be generating on the same model
 
-    def catch(module: nn.Module, positional: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+    # Another thread's forward passes no keywords to a hook that is removed meanwhile.
+    def catch(module: nn.Module, positional: tuple[Any, ...], arguments: dict[str, Any] | None = None) -> None:
         if threading.get_ident() == own_thread:
-            caught.update(arguments)
+            caught.update(arguments or {})
             raise _Reached
 
     handle = model.get_decoder().register_forward_pre_hook(catch, with_kwargs=True)

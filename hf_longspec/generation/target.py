@@ -19,6 +19,9 @@ from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
+from .recurrences import reached
+from .recurrences import why_not as why_not_reached
+from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, has_states
 from .target_modules import LayerInputs, logits_under, passed_on, shape_of
 from .traits import LayerTraits, changes_of, ignores, ignores_zeros, known_traits, layer_traits
 
@@ -34,8 +37,12 @@ _locks: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 _locks_guard = threading.Lock()
 # Tokens per forward of prompts that run as chains.
 PREFILL_CHAIN = 256
-# Layer types with a recurrent state, which cannot branch into a tree or be rolled back.
-RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
+# Likewise with recurrent states, whose recurrences compare all pairs of tokens of a forward.
+PREFILL_CHAIN_OF_STATES = 64
+# Last tokens of a prompt that run as a verification there: one alone may be computed by other rules than several.
+SEED_TOKENS_OF_STATES = 2
+# Layer types with recurrent states that transformers' caches do not hold.
+RECURRENT_LAYERS = {"mamba", "mamba2", "recurrent"}
 # Layer types that attend to all keys or to those in a window, or do not attend.
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}
 
@@ -44,8 +51,6 @@ class TargetView:
     """Run an unmodified target model for the decoding loop.
 
     Args:
-        model (`PreTrainedModel`):
-            A causal language model. It is not modified.
         runner ([`CompiledRunner`] or [`CapturedRunner`], *optional*):
             Compiles or captures steps of fixed shapes. Not used under tensor parallelism.
     """
@@ -54,16 +59,17 @@ class TargetView:
         _refuse_other_objects(model)
         self.model = model
         self.ranks = None if Ranks is None else Ranks.of(model)
-        self.runner: Any = runner if self.ranks is None else None  # collectives inside a graph are untested
-        self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         self.config = model.config.get_text_config(decoder=True)
+        self.has_states = has_states(self.config)
+        # collectives inside a graph are untested, and states are made anew in each step
+        self.runner: Any = runner if self.ranks is None and not self.has_states else None
+        self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
 
     @property
     def vocab_size(self) -> int:
-        """Size of the target's vocabulary."""
         return self.config.vocab_size
 
     @property
@@ -83,7 +89,6 @@ class TargetView:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
         return self.config.num_hidden_layers
 
     @cached_property
@@ -125,19 +130,18 @@ class TargetView:
         return shape_of(self.config, "kv_lora_rank") is not None
 
     def why_not(self, max_length: int | None = None) -> list[str]:
-        """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can.
-
-        Args:
-            max_length (`int`, *optional*): Maximum number of tokens of a row. Reasons that depend on it are left out
-                without it.
-        """
+        """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can."""
         reasons = []
         if self.model.config.is_encoder_decoder:
             reasons.append("it is an encoder-decoder model, and the loop runs decoder-only models")
         kinds = set(getattr(self.config, "layer_types", None) or ())
         if recurrent := sorted(kinds & RECURRENT_LAYERS):
             reasons.append(f"it has {', '.join(recurrent)} layers, whose state cannot branch into a tree or roll back")
-        if other := sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - {"chunked_attention"}):
+        if self.has_states:
+            reasons += why_not_reached(self.model, self.config)
+        if other := sorted(
+            kinds - PLAIN_LAYERS - RECURRENT_LAYERS - STATE_LAYERS - HYBRID_LAYERS - {"chunked_attention"}
+        ):
             reasons.append(
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
@@ -148,7 +152,7 @@ class TargetView:
         if len(changes := changes_of(self.config)) > 1:
             columns = [change.column for change in changes]
             reasons.append(f"its rotary frequencies change at different positions, {columns}, not at one")
-        if getattr(self.model, "_is_stateful", False):
+        if getattr(self.model, "_is_stateful", False) and not self.has_states:
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         if "prepare_inputs_for_generation" in vars(self.model):
             reasons.append(
@@ -194,7 +198,8 @@ class TargetView:
         The implementation is state of the model, so this waits for other threads as [`TargetView.lock`] does. A model
         that was loaded with one of the implementations of this package is left as it is.
         """
-        with self.lock():  # before the implementation is read: another thread may have switched it
+        # the lock comes before the implementation is read: another thread may have switched it
+        with self.lock(), reached(self.model) if self.has_states else nullcontext():
             if self._has_our_attention:
                 with passed_on(self.model):
                     yield
@@ -216,11 +221,8 @@ class TargetView:
     def prefill(self, input_ids: torch.Tensor, cache: SpeculativeCache, chunk_size: int | None) -> None:
         """Append keys and values of right-padded prompts to `cache`, under the model's own attention.
 
-        Args:
-            input_ids (`torch.LongTensor` of shape `(batch, T)`):
-                Prompt tokens that are not in the cache yet. All rows of the cache have the same length.
-            chunk_size (`int`, *optional*):
-                Tokens per forward. All tokens run in one forward by default.
+        The tokens `(batch, T)` are not in the cache yet, whose rows all have the same length. A forward has
+        `chunk_size` tokens; by default, all of them.
         """
         start, total = cache.get_seq_length(), input_ids.shape[1]
         extra = self.keeping(torch.zeros(1, dtype=torch.long, device=input_ids.device))
@@ -245,14 +247,8 @@ class TargetView:
         """Append keys and values of prompts to rows of any lengths, as chains that are verified.
 
         The model's own attention has one length for all rows, and its windows count slots. Call it inside of
-        [`TargetView.attention`].
-
-        Args:
-            prompts (`Sequence[torch.LongTensor]`): Tokens `(T,)` of every row that are not in the cache yet.
-            cache ([`SpeculativeCache`]): Cache with the tokens before them.
-            chunk_size (`int`, *optional*): Most tokens per forward. No forward has more than the cache has slots for a
-                tree.
-            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`TreeContext`].
+        [`TargetView.attention`]. No forward has more tokens than `chunk_size`, or than the cache has slots for a tree.
+        See [`TreeContext`] for `columns`.
         """
         tokens = pad_sequence(list(prompts), batch_first=True)
         size = min(chunk_size or cache.tree_slots, cache.tree_slots)
@@ -263,7 +259,7 @@ class TargetView:
             tree = DraftTree.chain(tokens[:, begin : begin + size])
             positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
             context = TreeContext(cache.lengths, positions, tree.mask, windows=self.windows, columns=columns)
-            cache.stage(tree.num_nodes)
+            cache.stage(tree.num_nodes, tree)
             # a model with a table of positions would index beyond its end where a short row is padded
             inputs = tree.tokens, positions.clamp_max(last), cache, tree.mask[:, None]
             logits_under(context, self.model, *inputs, **extra)
@@ -283,8 +279,6 @@ class TargetView:
         """Run all nodes of the tree in one forward, and stage their keys and values in `cache`.
 
         Args:
-            tree ([`DraftTree`]): Tree to verify.
-            cache ([`SpeculativeCache`]): Cache with the committed tokens.
             capture (*optional*): Collects scores or queries of the attention layers, see
                 `attention_backends/scores.py`.
             limit (`int`, *optional*): Positions are clamped below it. Nodes there are never emitted, but models with a
@@ -305,7 +299,7 @@ class TargetView:
             positions = torch.maximum(positions, on_device(lowest, device)[:, None])
         if limit is not None and cache.lengths.longest + tree.max_depth >= limit:
             positions = positions.clamp_max(limit - 1)
-        cache.stage(tree.num_nodes)
+        cache.stage(tree.num_nodes, tree)
         mask = tree.mask[:, None]
         logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
         if not context.calls and not fixed_shape:

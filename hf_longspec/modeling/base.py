@@ -94,12 +94,7 @@ class DraftModel(PreTrainedModel):
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
         """Return a draft for `target`. If it has weights, they are untrained, and it is in eval mode at its `place`.
 
-        Args:
-            target (`PreTrainedModel`): The target.
-            overrides (`Any`): Fields of the draft's config, or of its `generation_config`, by name.
-
-        Raises:
-            ValueError: If an override is unknown, or the target is not supported.
+        Overrides are fields of the draft's config, or of its `generation_config`, by name.
         """
         view = TargetView(target)
         settings = {name: overrides.pop(name) for name in list(overrides) if name in cls.settings}
@@ -169,10 +164,6 @@ class DraftModel(PreTrainedModel):
         check of the first verification and the limits for rotary frequencies are parts of this package's loop and do
         not apply. Use a new one for every text, which begins without padding.
 
-        Args:
-            target (`PreTrainedModel`): The target.
-            max_length (`int`): Most tokens of the text, prompt included.
-
         Raises:
             ValueError: If the target cannot be drafted for, or its rotary frequencies change before the longest draft
                 ends. A batch of more than one row, and a text that is too long, are refused by `get_candidates`.
@@ -180,6 +171,7 @@ class DraftModel(PreTrainedModel):
         view = TargetView(target)
         refuse_target(view, type(self), max_length)
         self.check(view)
+        refuse_states(view, "candidate_generator()")
         num_nodes = self.num_tree_nodes(view)
         change = FrequencyChange.of(target.config.get_text_config(decoder=True))
         if max_length + num_nodes > change.column:
@@ -308,14 +300,7 @@ class DraftModel(PreTrainedModel):
         """Write config.json, generation_config.json and, if there are any, the weights.
 
         The code of a draft that was loaded as remote code is written too. For an installed draft, `push_to_hub` adds
-        the code.
-
-        Args:
-            save_directory (`str` or `os.PathLike`): Folder to write to.
-            kwargs (`Any`): Arguments of `PreTrainedModel.save_pretrained`.
-
-        Raises:
-            ValueError: If `push_to_hub=True`, which would upload a draft without its code.
+        the code; `push_to_hub=True` is refused, as it would upload a draft without it.
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError(
@@ -335,15 +320,10 @@ class DraftModel(PreTrainedModel):
         self.generation_config.save_pretrained(save_directory)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Publish this draft as a repository that transformers loads without this package.
+        """Publish this draft as `"owner/name"`, a repository that transformers loads without this package.
 
-        Args:
-            repo_id (`str`): `"owner/name"`.
-            kwargs (`Any`): Arguments of `hf_longspec.hub.push`: `private`, `token`, and facts for the card, such as
-                `license`.
-
-        Raises:
-            ValueError: If the draft cannot be published. Nothing is uploaded then.
+        Further arguments are those of `hf_longspec.hub.push`: `private`, `token`, and facts for the card, such as
+        `license`.
         """
         try:
             push = resolve_name("hf_longspec.hub:push")  # by name, as published copies of this file lack it
@@ -399,6 +379,15 @@ class DraftModel(PreTrainedModel):
         return draft, info
 
 
+def refuse_states(target: TargetView, name: str) -> None:
+    """Refuse a target with recurrent states for a draft that runs it, or rolls it back, by itself."""
+    if target.has_states:
+        raise ValueError(
+            f"{name} does not roll back the recurrent states of {type(target.model).__name__}. Use another draft, such "
+            "as NgramDraftModel."
+        )
+
+
 class SelfDraftModel(DraftModel):
     """Draft chains with the target model itself on a part of its cache, without weights."""
 
@@ -413,5 +402,8 @@ class SelfDraftModel(DraftModel):
     }
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of the chain, root included."""
         return int(self.setting("num_assistant_tokens")) + 1
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse targets with recurrent states."""
+        refuse_states(target, type(self).__name__)

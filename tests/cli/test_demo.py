@@ -5,7 +5,7 @@ import torch
 from transformers.utils import logging
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.bench import calls, prompts
+from hf_longspec.bench import prompts
 from hf_longspec.bench.calls import Call
 from hf_longspec.cli import CommandError, demo, models
 from tests.cli.conftest import HUB_CARDS, run_command
@@ -147,21 +147,6 @@ def folders(tmp_path_factory):
     SpecAttnDraftModel.from_target(tiny_target("llama")).save_pretrained(other)
     short.write_text("short")
     return {"other": other, "short": short}
-
-
-def test_control_c_between_tokens_ends_the_demo(run, monkeypatch):
-    """With a draft, `generate` returns what it has; the demo must not go on with that."""
-
-    class Interrupted(calls.TokenClock):
-        def put(self, value):
-            super().put(value)
-            if self.total == 3:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(calls, "TokenClock", Interrupted)
-    status, out, err = run(*SMALL)
-    assert status == 130
-    assert err.strip().endswith("Interrupted.") and "accepted" not in out
 
 
 def test_settings_of_transformers_are_restored(run):

@@ -46,7 +46,6 @@ class SpecAttnDrafter(SelfDrafter):
         return self.num_nodes
 
     def graph_of(self, root: torch.Tensor) -> tuple[Any, Any, tuple[torch.Tensor, ...], tuple, tuple]:
-        """Return what a graph of a whole chain consists of; see [`SelfDrafter.graph_of`]."""
         dense = self.sparse.dense_layers
         return _context, self.sparse, (root, self.sparse.dense_used.lengths.on(root.device)), (dense,), (dense,)
 
@@ -158,6 +157,7 @@ class SpecAttnDraftModel(SelfDraftModel):
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse per-head selection if heads share their cache."""
+        super().check_settings(target)
         if target.has_latent_cache and self.setting("granularity") == "kv_head":
             raise ValueError(
                 "granularity='kv_head': this target caches one latent for all heads (MLA), which cannot be selected "
