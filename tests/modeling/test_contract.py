@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 SETTINGS = {
     "longspec_eagle3": {"tree_widths": [6, 4], "window": 8, "sinks": 2, "fc_norm": True},
     "longspec": {"window": 8, "tree_widths": [6, 4]},
-    "longspec_dflash": {"num_tree_nodes": 12, "block_size": 6, "window": 8, "sinks": 2, "num_hidden_layers": 2},
+    "longspec_dflash": {"num_tree_nodes": 12, "sample_from_anchor": True, "block_size": 4, "window": 8, "sinks": 2, "num_hidden_layers": 2},
     # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens
     "specattn": {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"},
     "longspec_quest": {

@@ -175,8 +175,12 @@ def _config_of(
         refuse(source, f"the draft's layer has model_type={kind!r} ({architecture})", f"expected {LAYER_TYPES[0]!r}")
     if layout == "Muse":
         inner = {"rope_parameters": {"rope_type": "default", "rope_theta": MUSE_THETA}} | inner
-    layer = AutoConfig.for_model("qwen3", **plain_fields(inner))
     text = None if target is None else text_config(target)
+    if (mask := values.get("mask_token_id", 201818 if layout == "Muse" else None)) is None:
+        refuse(source, "config.json has no mask_token_id", "add the id of the mask, a row of the target's embedding")
+    if inner.get("vocab_size") is None:  # the target's, of which the mask is one of the last tokens (Muse)
+        inner["vocab_size"] = mask + 1 if text is None else text.vocab_size
+    layer = AutoConfig.for_model("qwen3", **plain_fields(inner))
     num_layers = int(inner.get("num_hidden_layers") or layer.num_hidden_layers)
     layers = _layer_ids(source, layout, values, num_layers, text)
     speculators = str(raw.get("speculators_model_type"))
@@ -188,8 +192,6 @@ def _config_of(
         confidence = "markov" if raw.get("confidence_head_with_markov", True) and rank else "hidden"
     size = int(raw.get("draft_vocab_size") or layer.vocab_size)
     size = layer.vocab_size if layout != "speculators" else size
-    if (mask := values.get("mask_token_id", 201818 if layout == "Muse" else None)) is None:
-        refuse(source, "config.json has no mask_token_id", "add the id of the mask, a row of the target's embedding")
     facts = {} if target is None else DFlashConfig.facts_of(target)
     rope = dict(layer.rope_parameters) | {"rope_type": layer.rope_parameters.get("rope_type", "default")}
     rope.setdefault("rope_theta", 10000.0)
