@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 SETTINGS = {
     "longspec_eagle3": {"tree_widths": [6, 4], "window": 8, "sinks": 2, "fc_norm": True},
     "longspec": {"window": 8, "tree_widths": [6, 4]},
-    "longspec_dflash": {"num_tree_nodes": 12, "sample_from_anchor": True, "block_size": 4, "window": 8, "sinks": 2, "num_hidden_layers": 2},
+    "longspec_dflash": {"num_tree_nodes": 12, "block_size": 5, "window": 8, "sinks": 2, "num_hidden_layers": 3},
     # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens
     "specattn": {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"},
     "longspec_quest": {
@@ -122,7 +122,7 @@ VARIANTS = [
     ("longspec_eagle3", "gpt_oss", {"draft_vocab_size": 7, "tree_widths": [1, 1, 1]}),
     ("longspec_eagle3", "llama", NGRAMS),
     ("longspec_eagle3", "gemma3", {"mask_token_id": 5, "num_hidden_layers": 2, "layer_windows": [3, None]}),
-    ("longspec_dflash", "gemma2", {"num_tree_nodes": None, "layer_windows": [5, None], "causal_windows": True}),
+    ("longspec_dflash", "gemma2", {"num_tree_nodes": None, "layer_windows": [5, 5, None], "causal_windows": True}),
     ("longspec_dflash", "llama", NGRAMS | {"markov_rank": 4, "sample_from_anchor": True, "markov_head_type": "rnn"}),
     ("longspec_dflash", "qwen3", {"selector_rank": 4, "selector_top_k": 3, "conv_kernel_size": 2}),
     ("longspec_dflash", "gpt_oss", {"draft_vocab_size": 7, "own_head": True, "markov_rank": 3}),
