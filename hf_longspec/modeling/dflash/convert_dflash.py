@@ -228,6 +228,8 @@ def _check_fields(
     """Refuse fields that no known draft has, and values of known ones that stand for another computation."""
     if (projector := nested.get("projector_type")) not in (None, "linear"):
         refuse(source, f"projector_type={projector!r}", "Domino drafts are not supported")
+    if raw.get("quantization_config") is not None:
+        refuse(source, "config.json has a quantization_config", "quantized drafts are not supported")
     known = (
         (f"config.json of the layout of {layout}", raw, FIELDS[layout] | NEUTRAL),
         ("dflash_config", nested, OF_DFLASH_CONFIG),
@@ -236,8 +238,6 @@ def _check_fields(
     for where, fields, names in known:
         if unknown := sorted(fields.keys() - names):
             refuse(source, f"{where} has unknown fields {unknown}", "which no known draft has")
-    if raw.get("quantization_config") is not None:
-        refuse(source, "config.json has a quantization_config", "quantized drafts are not supported")
     width = raw.get("target_hidden_size")
     if width not in (None, inner.get("hidden_size")):
         refuse(source, f"target_hidden_size={width}", f"expected the draft's width {inner.get('hidden_size')}")
@@ -247,7 +247,7 @@ def _layer_ids(source: str, layout: str, values: Mapping[str, Any], num_layers: 
     """Return the layers whose inputs are read. Only speculators counts inputs, the other layouts count outputs."""
     name = "aux_hidden_state_layer_ids" if layout == "speculators" else "target_layer_ids"
     found = values.get(name, MUSE_LAYERS if layout == "Muse" else None)
-    of_target = values.get("num_target_layers") or getattr(text, "num_hidden_layers", None)
+    of_target: Any = values.get("num_target_layers") or getattr(text, "num_hidden_layers", None)
     if found is None and layout == "DeepSpec":
         refuse(source, f"config.json has no {name}", "add the layers of the target that the draft reads")
     if found is None and of_target is None:

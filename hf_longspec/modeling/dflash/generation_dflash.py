@@ -33,7 +33,8 @@ class DFlashDrafter(AuxDrafter):
         context = self.draft.context(aux_hidden_states.to(self.device, self.dtype))
         angles = self.rotary(context, positions.clamp_min(0))
         for layer, ring in zip(self.draft.layers, self.rings, strict=True):
-            ring.fill(*layer.entries(context, angles), positions)
+            key, value = layer.entries(context, angles)
+            ring.fill(key, value, positions)
 
     def begin(self, inputs: tuple[torch.Tensor, ...], prefix: None) -> tuple[torch.Tensor, ...]:
         """Return the roots `(B,)`, and states and positions of the entries that are stored first."""
@@ -80,5 +81,5 @@ class DFlashDrafter(AuxDrafter):
             return self.attend(query, ring.keys, ring.values, torch.cat([entries, slots], -1))
 
         states = draft.embed_block(root, self.binding.target.model).to(self.device, self.dtype)
-        states = draft.run(states, self.rotary(states, draft.block_positions(anchors)), attend)
-        return states  # type: ignore[no-any-return]
+        outputs: torch.Tensor = draft.run(states, self.rotary(states, draft.block_positions(anchors)), attend)
+        return outputs
