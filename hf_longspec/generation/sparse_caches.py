@@ -338,6 +338,7 @@ class WindowRing:
         device (`torch.device`): Device of all tensors.
         sinks (`int`, *optional*, defaults to 0): First positions of a text that all queries attend to.
         room (`int`, *optional*, defaults to 0): Tokens that may be stored before the queries of the first of them run.
+        value_dim (`int`, *optional*): Size of the values of a head, if it differs from that of the keys.
 
     Attributes:
         size (`int`): Number of slots before those of the tree.
@@ -354,14 +355,15 @@ class WindowRing:
         device: torch.device,
         sinks: int = 0,
         room: int = 0,
+        value_dim: int | None = None,
     ):
         self.window = window
         self.sinks = sinks
         self.size = sinks + window + room
         self.spare = self.size + tree_slots
-        shape = (batch_size, num_heads, self.spare + 1, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = batch_size, num_heads, self.spare + 1
+        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
         # position of the token in each slot; a negative position marks an empty slot
         self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
         self._rows = torch.arange(batch_size, device=device)[:, None]

@@ -6,7 +6,7 @@ with the context. The newest entry predicts the first level of the tree. A node 
 state of its parent in place of auxiliary hidden states, which the target has only after it verified the node.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -104,13 +104,18 @@ class Eagle3Drafter(BeamDrafter):
         self.wants_hidden = draft.layers_of(binding.target.config)
         self.window = min(draft.prompt_tokens, binding.max_length)
         self.sinks = min(draft.setting("sinks"), binding.max_length)
-        # kept for later calls, as graphs read its tensors
-        theta = draft.effective("rope_theta")
-        self.rotary: Angles = binding.part(
-            (Angles, theta, self.device), lambda: Angles(self.draft.rotary_embedding(self.device))
-        )
+        self.rotary = self.make_rotary()
         self._prompts: PromptAuxHiddenStates | None = None
         self.pending: Entries | None = None
+
+    def make_rotary(self) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Return the function of a tensor, for its dtype, and of positions `(B, N)`, to cosines and sines `(B, N, D)`.
+
+        It is kept for later calls, as graphs read its tensors.
+        """
+        key = Angles, self.draft.effective("rope_theta"), self.device
+        angles: Angles = self.binding.part(key, lambda: Angles(self.draft.rotary_embedding(self.device)))
+        return angles
 
     @property
     def most_new(self) -> int:
