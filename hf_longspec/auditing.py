@@ -52,8 +52,7 @@ class AuditReport:
     """The result of [`audit`]. Positions are `(row, column)` of `sequences`, as they were passed.
 
     Args:
-        verdict (`str`):
-            `"exact"` if every token is the argmax, `"near-tie"` if the others are within `eps` of it,
+        verdict (`str`): `"exact"` if every token is the argmax, `"near-tie"` if the others are within `eps` of it,
             `"NOT lossless"` otherwise.
         num_tokens (`int`): Tokens audited.
         num_argmax (`int`): Tokens whose logit is the largest of their position; exact ties count.
@@ -115,12 +114,10 @@ def audit(
     looks like an emitted one: generate such batches with another `pad_token_id`.
 
     Args:
-        model (`PreTrainedModel`):
-            A decoder-only model in eval mode. It is left as it was.
+        model (`PreTrainedModel`): A decoder-only model in eval mode. It is left as it was.
         sequences (`torch.LongTensor` of shape `(batch, length)`):
             Prompts and continuations, as `generate` returns them.
-        prompt_length (`int`):
-            Columns that belong to the prompts, left padding included.
+        prompt_length (`int`): Columns that belong to the prompts, left padding included.
         attention_mask (`torch.Tensor` of shape `(batch, prompt_length)` or `(batch, length)`, *optional*):
             0 at padding of the prompts. By default padding tokens in the prompts are masked if they are not
             end-of-sequence tokens, as in `generate`.
@@ -131,10 +128,8 @@ def audit(
             may send a token to another expert. Audit the text of plain `generate` to find the value.
         chunk_size (`int`, *optional*, defaults to 1024):
             Tokens per forward. It bounds memory and does not change the verdict beyond rounding.
-        pad_token_id (`int`, *optional*):
-            Defaults to that of `model.generation_config`.
-        eos_token_id (`int` or `list[int]`, *optional*):
-            Defaults to that of `model.generation_config`.
+        pad_token_id (`int`, *optional*): Defaults to that of `model.generation_config`.
+        eos_token_id (`int` or `list[int]`, *optional*): Defaults to that of `model.generation_config`.
 
     Raises:
         ValueError: If the arguments contradict each other, or the model is in training mode or an encoder-decoder.
@@ -165,11 +160,7 @@ def _check(
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be audited.
-
-    Raises:
-        ValueError: If it is an encoder-decoder, or in training mode.
-    """
+    """Refuse a model that cannot be audited."""
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder model, which is not supported.")
     if model.training:
@@ -275,25 +266,16 @@ def _report(findings: torch.Tensor) -> AuditReport:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of [`compare`]. New tokens are counted from 0.
+    """The result of [`compare`]. New tokens are counted from 0."""
 
-    Args:
-        verdict (`str`):
-            In float32 `"exact"` if the texts are the same and `"NOT lossless"` otherwise. In other types the verdict of
-            the audit, or `"NOT lossless"` if the text ends too early.
-        prompt_tokens (`int`): Tokens of the prompt.
-        new_tokens (`int`): Tokens of the speculative text.
-        first_difference (`int`, *optional*): The first new token in which the texts differ.
-        is_whole (`bool`): Whether the speculative text has all its tokens, or ends where the model ends it.
-        report ([`AuditReport`]): The audit of the speculative text.
-    """
-
+    # in float32 `"exact"` if the texts are the same and `"NOT lossless"` otherwise. In other types the verdict of the
+    # audit, or `"NOT lossless"` if the text ends too early.
     verdict: str
     prompt_tokens: int
-    new_tokens: int
-    first_difference: int | None
-    is_whole: bool
-    report: AuditReport
+    new_tokens: int  # of the speculative text
+    first_difference: int | None  # the first new token in which the texts differ
+    is_whole: bool  # whether the speculative text has all its tokens, or ends where the model ends it
+    report: AuditReport  # of the speculative text
 
 
 def compare(
@@ -304,16 +286,7 @@ def compare(
     max_new_tokens: int,
     eps: float | None = None,
 ) -> Comparison:
-    """Judge a speculative text by the text of plain `generate` and by an audit.
-
-    Args:
-        model (`PreTrainedModel`): The target of both texts, in eval mode.
-        plain (`torch.LongTensor` of shape `(1, length)`): Prompt and continuation by plain `generate`, greedily.
-        speculative (`torch.LongTensor` of shape `(1, length)`): The same with a draft.
-        prompt_length (`int`): Tokens of the prompt.
-        max_new_tokens (`int`): Tokens that were to be generated.
-        eps (`float`, *optional*): See [`audit`].
-    """
+    """Judge a speculative text by the greedy text of plain `generate` and by an audit; both are `(1, length)`."""
     report = audit(model, speculative, prompt_length, torch.ones_like(speculative), eps=eps)
     expected, emitted = (text[0, prompt_length:].tolist() for text in (plain, speculative))
     pairs = enumerate(zip_longest(expected, emitted))
@@ -327,29 +300,17 @@ def compare(
 
 @dataclass(frozen=True)
 class SamplingReport:
-    """The result of [`audit_sampling`].
+    """The result of [`audit_sampling`]."""
 
-    Args:
-        verdict (`str`): `"follows the distribution"` or `"does NOT follow the distribution"`.
-        num_samples (`int`): Continuations.
-        num_tokens (`int`): Tokens of each.
-        num_outcomes (`int`): Outcomes whose frequency was compared.
-        max_sigma (`float`): The largest deviation, in standard deviations.
-        allowed_sigma (`float`): What is allowed.
-        worst (`str`): The outcome that deviates most.
-        observed (`float`): Its frequency.
-        expected (`float`): Its mean probability.
-    """
-
-    verdict: str
+    verdict: str  # `"follows the distribution"` or `"does NOT follow the distribution"`
     num_samples: int
-    num_tokens: int
-    num_outcomes: int
-    max_sigma: float
+    num_tokens: int  # of each sample
+    num_outcomes: int  # outcomes whose frequency was compared
+    max_sigma: float  # the largest deviation, in standard deviations
     allowed_sigma: float
-    worst: str
-    observed: float
-    expected: float
+    worst: str  # the outcome that deviates most
+    observed: float  # its frequency
+    expected: float  # its mean probability
 
     def __str__(self) -> str:
         return (
@@ -376,11 +337,9 @@ def audit_sampling(
         model (`PreTrainedModel`): A decoder-only model in eval mode. It is left as it was.
         prompt (`torch.LongTensor` of shape `(1, P)` or `(P,)`): What all samples continue.
         samples (`torch.LongTensor` of shape `(num_samples, K)`): Continuations, none ended early.
-        temperature (`float`, *optional*, defaults to 1.0): That of the sampling.
 
     Raises:
-        ValueError: If the model is in training mode, shapes or temperature are wrong, or there are too few samples for
-            any frequency to be judged.
+        ValueError: If there are too few samples for any frequency to be judged, among others.
     """
     check_model(model)
     if samples.dim() != 2 or not samples.numel() or not prompt.numel() or prompt.numel() != prompt.shape[-1]:
@@ -420,15 +379,9 @@ def _read_samples(
 
 
 def _count(probs: torch.Tensor, rows: torch.Tensor, watched: torch.Tensor) -> torch.Tensor:
-    """Count the outcomes at every place: the watched tokens, and the bands of ranks.
+    """Return count, expected count and its variance, `(3, K, W + bands)`, of all outcomes at every place.
 
-    Args:
-        probs (`torch.Tensor` of shape `(n, K, vocab)`): The model's probabilities.
-        rows (`torch.LongTensor` of shape `(n, K)`): The tokens.
-        watched (`torch.LongTensor` of shape `(K, W)`): Tokens that are counted one by one.
-
-    Returns:
-        `torch.DoubleTensor` of shape `(3, K, W + bands)`: The count, the expected count, and the variance of the count.
+    Outcomes are the `watched` tokens `(K, W)` and the bands of ranks; `probs` is `(n, K, vocab)`, `rows` `(n, K)`.
     """
     # the position in a stable order, so that every token has a rank of its own even among equals
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)

@@ -81,10 +81,8 @@ class FileStreamer(BaseStreamer):
     ```
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the model.
         file (`TextIO`): File opened for writing text, such as `sys.stdout`. Flushed after every piece, never closed.
         skip_prompt (`bool`, *optional*, defaults to `True`): Whether to write the continuation only.
-        skip_special_tokens (`bool`, *optional*, defaults to `True`): Whether to leave special tokens out.
     """
 
     def __init__(self, tokenizer: Any, file: TextIO, skip_prompt: bool = True, skip_special_tokens: bool = True):
@@ -94,11 +92,7 @@ class FileStreamer(BaseStreamer):
         self._expects_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Write the prompt `(1, P)` or a token `(1,)`; called by `generate`.
-
-        Raises:
-            ValueError: If the prompt has more than one row.
-        """
+        """Write the prompt `(1, P)` or a token `(1,)`; called by `generate`."""
         is_prompt, self._expects_prompt = self._expects_prompt, False
         if is_prompt and value.dim() > 1 and value.shape[0] > 1:
             raise ValueError(

@@ -1,10 +1,8 @@
 """The script that writes a long text: what is in the file, what it says on the way, and Ctrl-C."""
 
-import sys
 from functools import cache
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
@@ -66,13 +64,6 @@ def test_the_file_holds_the_text_of_plain_generate(run, folder, tmp_path, draft)
     assert f"70 tokens in {tmp_path / 'story.txt'} (complete)." in lines
 
 
-def test_the_prompt_may_be_a_file_and_the_penalty_is_that_of_the_options(run, folder, tmp_path):
-    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
-    options = ("--greedy", "--penalty", 3, "--window", 12, "--endless", "--tokens", 30, "--prompt", "something else")
-    _, text, _ = run(*options, "--file", tmp_path / "prompt.txt")
-    assert text == expected(folder, 30, penalty=(3.0, 12)) != expected(folder, 30)
-
-
 def interrupt(*arguments):
     raise KeyboardInterrupt
 
@@ -97,12 +88,3 @@ def test_control_c(run, folder, monkeypatch, tokens):
         assert text == expected(folder, tokens=30)
     else:
         assert status == 130 and text == "" and printed.err.endswith("Interrupted before the first token.\n")
-
-
-def test_without_arguments_the_tiny_target_runs_with_its_draft(run, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["long_generation", "--output", "story.txt"])
-    args = run.script.parse_arguments()
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
-    assert run.script.load_draft(args, target).config.model_type == "longspec"
-    args.target = "other"
-    assert run.script.load_draft(args, target).config.model_type == "specattn"

@@ -140,22 +140,6 @@ def test_a_variant_changes_one_thing(kind, variant, fields):
     assert {name: value for name, value in other.items() if value != plain[name]} == fields
 
 
-def test_a_variant_is_trained(train, longspec):
-    folder = train("no-offsets", "--variant", "no-offsets")
-    longest = [AutoModel.from_pretrained(run / "final").config.trained_max_length for run in (folder, longspec)]
-    assert longest[0] <= 32 < longest[1] and "--variant no-offsets" in (folder / "command.txt").read_text()
-
-
-def test_wrong_options(tmp_path, capsys):
-    (tmp_path / "none").mkdir()
-    given = ("--streams", tmp_path / "none", "--output", tmp_path / "run")
-    with pytest.raises(SystemExit, match=r"\*\.npy"):
-        run("train_tiny_draft", *given)
-    with pytest.raises(SystemExit):
-        run("train_tiny_draft", *given, "--kind", "eagle3", "--variant", "no-noise")
-    assert "--variant no-noise" in capsys.readouterr().err
-
-
 def test_an_interrupted_run_goes_on_and_its_log_has_all_minutes(train):
     """A run of half its tokens was saved; the command again trains the other half and counts the time of both."""
     folder = train("halves", "--tokens", 32 * 2 * 100)

@@ -20,27 +20,16 @@ from .registry import AttentionBackend, AttentionState, merge_attention_states
 
 
 class LayerAttention(NamedTuple):
-    """The attention that one layer of a step asks for.
-
-    Args:
-        backend ([`AttentionBackend`]): Backend that computes.
-        layer_idx (`int`): Index of the layer.
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the step.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): Buffer of the layer's cache, with the keys of the step.
-        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
-        sliding_window (`int`, *optional*): Window of the layer, in positions.
-        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits of the layer.
-        options (`dict`): The keywords `scaling`, a factor of the scores, and `softcap` of every attention function.
-    """
+    """The attention that one layer of a step asks for."""
 
     backend: AttentionBackend
     layer_idx: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    sliding_window: int | None
-    sinks: torch.Tensor | None
-    options: dict[str, Any]
+    query: torch.Tensor  # `(B, H, N, D)`
+    key: torch.Tensor  # `(B, K, S, D)`: buffer of the layer's cache, with the keys of the step
+    value: torch.Tensor  # `(B, K, S, Dv)`, likewise
+    sliding_window: int | None  # window of the layer, in positions
+    sinks: torch.Tensor | None  # `(H,)`, logits
+    options: dict[str, Any]  # the keywords `scaling`, a factor of the scores, and `softcap` of every attention function
 
     def attend_to_prefix(self, lengths: SeqLens, positions: torch.Tensor | None = None) -> AttentionState:
         """Attend to the slots below `lengths[b]` with the sinks, and with the window if given `positions` `(B, N)`."""
@@ -50,21 +39,13 @@ class LayerAttention(NamedTuple):
 
 
 class GraphStep(NamedTuple):
-    """What a context is made of inside a graph, where the lengths are those of the step.
+    """What a context is made of inside a graph, where the lengths are those of the step."""
 
-    Args:
-        changing (`Sequence[torch.Tensor]`): Tensors from `of_step`.
-        settings (`tuple`): Settings from `of_step`.
-        mask (`torch.BoolTensor` of shape `(B, 1, N, M)`): Mask of the model's forward.
-        layers (`Sequence[SeqLens]`): Used slots of every layer before the step.
-        keep (*optional*): Capture inside the graph. Its `score_rows` and `last_node` are set if scores are wanted.
-    """
-
-    changing: Sequence[torch.Tensor]
-    settings: tuple
-    mask: torch.Tensor
-    layers: Sequence[SeqLens]
-    keep: Any
+    changing: Sequence[torch.Tensor]  # tensors from `of_step`
+    settings: tuple  # settings from `of_step`
+    mask: torch.Tensor  # `(B, 1, N, M)`: mask of the model's forward
+    layers: Sequence[SeqLens]  # used slots of every layer before the step
+    keep: Any  # capture inside the graph. Its `score_rows` and `last_node` are set if scores are wanted.
 
 
 @dataclass
@@ -73,15 +54,6 @@ class StepContext:
 
     Subclasses define `state`, and how a graph makes the same context for every step: `of_step` is read before the step,
     `in_graph` is a part of it.
-
-    Args:
-        lengths ([`SeqLens`]): Used slots per row.
-        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
-        windows (`tuple[int | None, ...]`, *optional*):
-            Sliding window of every layer. By default each layer's own argument decides.
-
-    Attributes:
-        calls (`list[int]`): Layers that called, which proves that a model runs on this attention.
     """
 
     lengths: SeqLens
@@ -162,9 +134,8 @@ class TreeContext(StepContext):
             `last_node`, a backend with `scored_attention` writes the scores itself. Then `keep_scores(layer_idx,
             scores)` is called instead.
         windows: See [`StepContext`].
-        columns (`torch.LongTensor` of shape `(B, T)`, *optional*):
-            Place by which windows count the token at each position, increasing in every row. Positions by default. A
-            step with columns is not run in a graph.
+        columns (`torch.LongTensor` of shape `(B, T)`, *optional*): Place by which windows count the token at each
+            position, increasing in every row. Positions by default. A step with columns is not run in a graph.
     """
 
     mask: torch.Tensor
@@ -179,7 +150,6 @@ class TreeContext(StepContext):
 
     @classmethod
     def in_graph(cls, step: GraphStep) -> Self:
-        """Return the context of a verification inside a graph."""
         is_captured, score_rows, windows = step.settings
         if score_rows is not None:
             step.keep.score_rows, step.keep.last_node = score_rows, step.changing[1]
@@ -278,27 +248,19 @@ class TreeContext(StepContext):
 
 @dataclass
 class LevelContext(TreeContext):
-    """One level of a draft tree.
+    """The n nodes of the newest level of a draft tree.
 
-    The forward runs the n nodes of the newest level. They see the prefix, and those of the N nodes after it that are
-    their ancestors: the N - n nodes of earlier levels, which are staged already, and themselves.
-
-    Args:
-        lengths ([`SeqLens`]): Prefix per row, which all nodes see.
-        positions (`torch.LongTensor` of shape `(B, n)`): Positions of the newest level.
-        mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestor-or-self among all staged nodes.
-        node_positions (`torch.LongTensor` of shape `(B, N)`): Positions of all staged nodes.
+    They see the prefix, and those of the N nodes after it that are their ancestors: the N - n nodes of earlier levels,
+    which are staged already, and themselves. `mask` is `(B, n, N)`.
     """
 
     node_positions: torch.Tensor = field(kw_only=True)
 
     def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
-        """Return the positions; the number of nodes and the windows."""
         return (self.positions, self.node_positions), (self.mask.shape[-1], self.windows)
 
     @classmethod
     def in_graph(cls, step: GraphStep) -> Self:
-        """Return the context of a level inside a graph."""
         mask, (positions, node_positions), (_, windows) = step.mask[:, 0], step.changing, step.settings
         # earlier levels lie between the prefix and the level
         prefix = step.layers[0].plus(mask.shape[1] - mask.shape[2])
@@ -312,27 +274,19 @@ class LevelContext(TreeContext):
 class SparseContext(StepContext):
     """One drafting step on selected keys and values.
 
-    The layers in `dense_layers` read the target's whole cache. Every other layer reads a compact buffer with its own
-    selected entries. Positions have no meaning in that buffer: rotary embedding was applied before an entry was stored,
-    and the selection respected the window.
-
-    Args:
-        lengths ([`SeqLens`]): Used entries of the compact buffers, including the query's own.
-        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
-        dense_lengths ([`SeqLens`]): Used slots of the whole cache, including the query's own.
-        dense_layers (`frozenset[int]`): Layers that read the whole cache. Their window applies.
+    The layers in `dense_layers` read the target's whole cache, with their windows. Every other layer reads a compact
+    buffer with its own selected entries. Positions have no meaning in that buffer: rotary embedding was applied before
+    an entry was stored, and the selection respected the window. Both lengths include the query's own slot.
     """
 
     dense_lengths: SeqLens
     dense_layers: frozenset[int] = frozenset()
 
     def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
-        """Return the positions; the dense layers and the windows."""
         return (self.positions,), (self.dense_layers, self.windows)
 
     @classmethod
     def in_graph(cls, step: GraphStep) -> Self:
-        """Return the context of a drafting step inside a graph."""
         dense_layers, windows = step.settings
         sparse = next(
             (lengths for layer, lengths in enumerate(step.layers) if layer not in dense_layers), step.layers[0]
@@ -341,7 +295,6 @@ class SparseContext(StepContext):
         return cls(sparse.plus(1), step.changing[0], dense.plus(1), dense_layers, windows=windows)
 
     def state(self, layer: LayerAttention) -> AttentionState:
-        """Attend to the whole cache, or to the compact buffer."""
         if layer.layer_idx in self.dense_layers:
             return layer.attend_to_prefix(self.dense_lengths, self.positions)
         return layer.attend_to_prefix(self.lengths)

@@ -141,16 +141,10 @@ def _attend(
     softcap: float | None,
     may_be_empty: bool = True,
 ) -> AttentionState:
-    """Call flash-attn.
+    """Call flash-attn with queries `(B, R, K, D)`, or `(B * N, R, K, D)` with `starts`, whose rows see the same keys.
 
-    Args:
-        query (`torch.Tensor` of shape `(B, R, K, D)`, with `starts` `(B * N, R, K, D)`): Rows that see the same keys.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): The cache.
-        ends (`torch.LongTensor` of shape `(B,)` or `(B * N,)`): Rows see the slots below this one.
-        starts (`torch.LongTensor` of shape `(B * N,)`, *optional*): Rows see the slots from this one on.
-
-    Returns:
-        `(out, lse)` of shapes `(B or B * N, R, K, D)` and `(B or B * N, K, R)`.
+    Rows see the slots from `starts` `(B * N,)` on and below `ends` `(B,)` or `(B * N,)`. Returns `out` and `lse`, of
+    shapes `(B or B * N, R, K, D)` and `(B or B * N, K, R)`.
     """
     capability = compute_capability(query.device)
     function = None if capability is None else flash_function(capability)

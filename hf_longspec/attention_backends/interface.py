@@ -68,25 +68,15 @@ def attention_forward(
 
     Args:
         module (`torch.nn.Module`): The attention layer: `layer_idx`, `is_causal` and `config` are read.
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys, not repeated.
-        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values, not repeated.
         attention_mask (`torch.Tensor` of shape `(B, 1 or H, N, >= S)`, *optional*):
             Boolean or additive, causality and window included. Without one, the N queries are the last of S positions.
-        scaling (`float`, *optional*, defaults to `D**-0.5`): Factor of the scores.
-        dropout (`float`, *optional*, defaults to 0.0): Dropout probability of the weights.
         sliding_window (`int`, *optional*): Window of the layer. A [`WindowMask`] brings its own.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
-        s_aux (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
         tree (*optional*): [`TreeContext`], [`SparseContext`] or any other object with their `attend`.
         trial (*optional*): Called with the arguments instead of a backend; returns the output `(B, N, H, Dv)`.
         backend_name (`str`, *optional*): Require this backend.
 
     Returns:
         `torch.Tensor` of shape `(B, N, H, Dv)`, contiguous, and None in place of the weights.
-
-    Raises:
-        ValueError: If no backend supports the call, or the model passes an argument that is not supported.
     """
     if torch.is_autocast_enabled(query.device.type):
         kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
@@ -145,17 +135,7 @@ def differentiable_attention(
     """Compute attention with gradients, for fine-tuning a model on this implementation.
 
     The backends return a log-sum-exp, for which the fused ops have no gradient. This costs the memory of ordinary
-    attention. Other arguments are those of `AttentionBackend`.
-
-    Args:
-        mask (`torch.Tensor` of shape `(B, 1 or H, N, S)`, *optional*): Boolean or additive, everything included.
-        causal (`bool`): Without a mask: query n is position `S - N + n` and sees no later one.
-        sliding_window (`int`, *optional*): Without a mask: each query sees the last `sliding_window` positions.
-        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
-        dropout (`float`, *optional*, defaults to 0.0): Dropout probability of the weights.
-
-    Returns:
-        `torch.Tensor` of shape `(B, H, N, Dv)`, 0 for queries that see nothing.
+    attention. Queries that see nothing get 0. `mask` `(B, 1 or H, N, S)` includes causality and window.
     """
     nodes, length = query.shape[2], key.shape[2]
     plain = mask is None and softcap is None and sinks is None
@@ -190,11 +170,9 @@ def differentiable_attention(
 def attention_mask(*, allow_is_causal_skip: bool = True, **options: Any) -> torch.Tensor | None:
     """Return the mask of a forward, with the signature of transformers' `AttentionMaskInterface`.
 
-    Returns:
-        `torch.Tensor` of shape `(B, 1, q_length, kv_length)`, *optional*: If the queries are the last of the keys'
-        positions and nothing is padded, `attention_forward` needs no entries: `None` for a causal mask, a
-        [`WindowMask`] for the config's sliding window. Otherwise, for instance with chunks, the boolean `sdpa_mask` of
-        transformers.
+    If the queries are the last of the keys' positions and nothing is padded, `attention_forward` needs no entries:
+    `None` for a causal mask, a [`WindowMask`] for the config's sliding window. Otherwise, for instance with chunks, the
+    boolean `sdpa_mask` `(B, 1, q_length, kv_length)` of transformers.
     """
     queries, keys, size = options["q_length"], options["kv_length"], options.get("local_size")
     first, offset = options.get("q_offset", 0), options.get("kv_offset", 0)

@@ -20,17 +20,7 @@ def on_device(numbers: Any, device: torch.device | str) -> torch.Tensor:
 
 
 class SeqLens:
-    """Lengths of the rows of a batch. They do not change: a longer prefix has another `SeqLens`.
-
-    Args:
-        host (`Sequence[int]`, *optional*): Lengths. `None` where they are known on a device only.
-        tensor (`torch.LongTensor` of shape `(B,)`, *optional*): The same numbers on a device, if they exist.
-
-    Attributes:
-        host (`tuple[int, ...]`): Lengths; empty where the host does not know them, as in a captured graph.
-        longest (`int`, *optional*): Length of the longest row; in a graph that serves several lengths an upper bound of
-            it, or `None`.
-        shared (`int`, *optional*): Length of all rows; `None` if they differ or may differ.
+    """Lengths of the rows of a batch, on the host, on a device, or both. A longer prefix has another `SeqLens`.
 
     >>> lengths = SeqLens([5, 7])
     >>> lengths.longest, lengths.shared, lengths.plus(1).host, lengths.on("cpu").tolist()
@@ -38,8 +28,11 @@ class SeqLens:
     """
 
     def __init__(self, host: Sequence[int] | None, tensor: torch.Tensor | None = None):
+        # empty where the host does not know them, as in a captured graph
         self.host: tuple[int, ...] = () if host is None else tuple(host)
+        # in a graph that serves several lengths an upper bound of the longest, or `None`
         self.longest: Any = max(self.host) if self.host else None
+        # length of all rows; `None` if they differ or may differ
         self.shared: int | None = self.longest if self.host and min(self.host) == self.longest else None
         self._tensors = [] if tensor is None else [tensor]
         self._slots: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -62,10 +55,7 @@ class SeqLens:
     def in_graph(cls, tensor: torch.Tensor, sizes: Sequence[torch.Tensor], known: int) -> "SeqLens":
         """Return lengths inside a compiled or captured function, which must not compare them with each other.
 
-        Args:
-            tensor (`torch.LongTensor` of shape `(B,)`): Lengths.
-            sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
-            known (`int`): Result of the runner's `knows`.
+        `sizes` and `known` are the results of the runner's `sizes` and `knows`.
         """
         lengths = cls(None, tensor)
         if known > 1:

@@ -31,18 +31,13 @@ def merge_attention_states(parts: Sequence[AttentionState], sinks: torch.Tensor 
     """Merge attention over disjoint key sets into attention over their union.
 
     Args:
-        parts (sequence of `(out, lse)`):
-            `out` of shape `(B, H, N, Dv)`, `lse` of shape `(B, H, N)`, natural logarithm. A part in which a query sees
-            nothing has `out` 0 and `lse` -inf there.
-        sinks (`torch.Tensor` of shape `(H,)`, *optional*):
-            Sink logits, added once to the denominator.
+        parts (sequence of `(out, lse)`): `out` of shape `(B, H, N, Dv)`, `lse` of shape `(B, H, N)`, natural logarithm.
+            A part in which a query sees nothing has `out` 0 and `lse` -inf there.
+        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits, added once to the denominator.
 
     Returns:
         `(out, lse)`: `out` in the dtype of the parts, 0 where no part sees anything; `lse` with the sinks included.
         Computed in float32, or in float64 for float64 parts.
-
-    Raises:
-        ValueError: If `parts` is empty.
     """
     if not parts:
         raise ValueError("parts is empty, expected at least one (out, lse). See nothing_visible for an empty part.")
@@ -76,53 +71,33 @@ def concatenate(states: Sequence[AttentionState], dim: int) -> AttentionState:
 
 
 class AttentionCall(NamedTuple):
-    """The properties by which a backend accepts or refuses a call. Hashable, and equal for every step of one layer.
+    """The properties by which a backend accepts or refuses a call. Hashable, and equal for every step of one layer."""
 
-    Args:
-        device (`torch.device`): Device of the tensors. Reading its type takes longer than all of `select`.
-        dtype (`torch.dtype`): Dtype of query, key and value.
-        head_dim (`int`): Size of a query and a key vector.
-        value_dim (`int`): Size of a value vector.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
-        sliding_window (`int`, *optional*): A query sees the last `sliding_window` positions, its own included.
-        sinks (`bool`, *optional*, defaults to `False`): Whether the layer adds sink logits to the denominator.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    value_dim: int
-    softcap: float | None = None
-    sliding_window: int | None = None
-    sinks: bool = False
+    device: torch.device  # device of the tensors. Reading its type takes longer than all of `select`.
+    dtype: torch.dtype  # dtype of query, key and value
+    head_dim: int  # size of a query and a key vector
+    value_dim: int  # size of a value vector
+    softcap: float | None = None  # scores become `softcap * tanh(scores / softcap)`
+    sliding_window: int | None = None  # a query sees the last `sliding_window` positions, its own included
+    sinks: bool = False  # whether the layer adds sink logits to the denominator
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """Four attention functions with one name.
+    """Four attention functions with one name."""
 
-    Args:
-        name (`str`): Name by which users choose it: `attn_implementation=name`.
-        prefix_attention (`Callable`): Attends N queries to the first `lengths[b]` key slots.
-        tree_attention (`Callable`): Attends N queries to M keys under an explicit mask.
-        sparse_attention (`Callable`): Attends N queries to chosen key slots.
-        causal_attention (`Callable`): Attends the last N of S positions to all S, causally.
-        why_not (`Callable`): Returns `None` for an `AttentionCall` it accepts, or the reason for refusing.
-        hybrid_attention (`Callable`, *optional*):
-            Prefix, tree and merge in one, for the calls where this is faster; see torch_backend.py. Returns `None` for
-            the others.
-        scored_attention (`Callable`, *optional*):
-            Prefix, tree, merge and the scores of two nodes in one pass over the keys; see triton/backend.py.
-            Returns `None` for calls whose scores it cannot write.
-    """
-
-    name: str
-    prefix_attention: AttentionFunction
-    tree_attention: AttentionFunction
-    sparse_attention: AttentionFunction
-    causal_attention: AttentionFunction
+    name: str  # name by which users choose it: `attn_implementation=name`
+    prefix_attention: AttentionFunction  # attends N queries to the first `lengths[b]` key slots
+    tree_attention: AttentionFunction  # attends N queries to M keys under an explicit mask
+    sparse_attention: AttentionFunction  # attends N queries to chosen key slots
+    causal_attention: AttentionFunction  # attends the last N of S positions to all S, causally
+    # returns `None` for an `AttentionCall` it accepts, or the reason for refusing
     why_not: Callable[[AttentionCall], str | None]
+    # prefix, tree and merge in one, for the calls where this is faster; see torch_backend.py. Returns `None` for the
+    # others.
     hybrid_attention: Callable[..., AttentionState | None] | None = None
+    # prefix, tree, merge and the scores of two nodes in one pass over the keys; see triton/backend.py. Returns `None`
+    # for calls whose scores it cannot write.
     scored_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] | None = None
 
 
@@ -131,9 +106,6 @@ def outside_autocast(attention: Callable[..., Any], *inputs: Any, **options: Any
 
     Under autocast rotary embeddings give queries and keys in float32 beside values in half precision. Autocast casts
     all three for torch's own attention function and knows no others. Products of the others would lose precision.
-
-    Args:
-        attention (`Callable`): Function of a query, a key, a value and further inputs.
     """
     device_type = inputs[0].device.type
     if not torch.is_autocast_enabled(device_type):
@@ -158,16 +130,9 @@ _priorities: dict[str, int | None] = {}
 
 
 def register_backend(backend: AttentionBackend, priority: int | None = None) -> AttentionBackend:
-    """Add a backend.
+    """Add a backend; among those that accept a call, the one with the highest priority runs.
 
-    Args:
-        backend ([`AttentionBackend`]): The backend.
-        priority (`int`, *optional*):
-            Among the backends that accept a call, the one with the highest priority runs. Without a priority, the
-            backend runs only for users who choose it by name.
-
-    Raises:
-        ValueError: If another backend has this name.
+    Without a priority, the backend runs only for users who choose it by name.
     """
     if _backends.setdefault(backend.name, backend) is not backend:
         raise ValueError(f"an attention backend named {backend.name!r} exists already. Choose another name.")
@@ -194,15 +159,7 @@ def why_not_dtype(call: AttentionCall, dtypes: Sequence[torch.dtype]) -> str | N
 
 
 def choose(call: AttentionCall, name: str | None = None) -> AttentionBackend:
-    """Return the backend for this kind of call.
-
-    Args:
-        call ([`AttentionCall`]): Device, dtype, sizes and features of the call.
-        name (`str`, *optional*): Require this backend. By default, the preferred one that accepts.
-
-    Raises:
-        ValueError: If no backend accepts the call; the message lists every candidate with its reason.
-    """
+    """Return the backend for this kind of call, or raise an error that lists every candidate with its reason."""
     if name is not None and name not in _backends:
         raise ValueError(f"{name!r} is not an attention backend. Choose one of {', '.join(backend_names())}.")
     candidates = [n for n in backend_names() if _priorities[n] is not None] if name is None else [name]

@@ -35,29 +35,14 @@ PAGES_AT_ONCE = 256
 
 
 class ScoreRows(NamedTuple):
-    """Which scores a backend writes while it attends. Hashable, and the same for every step of a drafter.
+    """Which scores a backend writes while it attends. Hashable, and the same for every step of a drafter."""
 
-    Args:
-        weights (`bool`): Attention probabilities; otherwise the sums of `q . k`.
-        per_layer (`bool`): One score for all KV heads of a layer, rather than one each.
-        skipped_layers (`frozenset[int]`): Layers without scores.
-    """
-
-    weights: bool
-    per_layer: bool
-    skipped_layers: frozenset[int]
+    weights: bool  # attention probabilities; otherwise the sums of `q . k`.
+    per_layer: bool  # one score for all KV heads of a layer, rather than one each
+    skipped_layers: frozenset[int]  # layers without scores
 
     def of_entries(self, scores: torch.Tensor, lse: torch.Tensor, last_node: torch.Tensor) -> torch.Tensor:
-        """Reduce to one score per entry and head, or per entry.
-
-        Args:
-            scores (`torch.Tensor` of shape `(B, K, S)`, with `weights` `(B, K, 2, G, S)`): Output of the backend.
-            lse (`torch.Tensor` of shape `(B, H, N)`): Log-sum-exp of all attention.
-            last_node (`torch.LongTensor` of shape `(B,)`): Index of every row's last node.
-
-        Returns:
-            `torch.Tensor` of shape `(B, 1 or K, S)`.
-        """
+        """Reduce scores `(B, K, S)`, with `weights` `(B, K, 2, G, S)`, to `(B, 1 or K, S)`; `lse` is `(B, H, N)`."""
         if self.weights:
             grouped = lse.unflatten(1, (scores.shape[1], -1))[..., None]  # [B, K, G, N, 1]
             # in place: with a copy for every operation these are the largest tensors of a step
@@ -71,29 +56,22 @@ class ScoreCapture:
 
     A backend that writes scores while it attends delivers them (`score_rows`, `keep_scores`). For other backends they
     are computed from queries and keys (`collect`).
-
-    Args:
-        last_node (`torch.LongTensor` of shape `(B,)`): Index of every row's last node.
-        rows (`str`): Queries that count: `two_rows` (node 0 and the last node), `all_rows`, or `each_row` (one set of
-            scores for every node, to choose from once the acceptance is known).
-        score (`str`): `logits` (Eq. 3), or `weights` (attention probabilities, comparable between heads).
-        granularity (`str`): One score per `layer`, or one per `kv_head`.
-        skipped_layers (`frozenset[int]`): Layers without scores.
-        sum_ranks (`Callable`, *optional*): Where the heads of a layer are divided among processes: sums a tensor over
-            them. Scores per KV head stay where their head is.
-        scores (`dict[int, torch.Tensor]`): Filled by the forward: `(B, 1 or K, S)` per layer, with `each_row`
-            `(B, 1 or K, N, S)`. S is at least the longest prefix; entries after a row's own prefix are arbitrary.
-        is_replayed (`bool`): Whether the scores lie where a replayed graph writes them.
     """
 
-    last_node: torch.Tensor
+    last_node: torch.Tensor  # `(B,)`: index of every row's last node
+    # queries that count: `two_rows` (node 0 and the last node), `all_rows`, or `each_row` (one set of scores for
+    # every node, to choose from once the acceptance is known)
     rows: str = "two_rows"
-    score: str = "logits"
-    granularity: str = "layer"
-    skipped_layers: frozenset[int] = frozenset()
+    score: str = "logits"  # `logits` (Eq. 3), or `weights` (attention probabilities, comparable between heads).
+    granularity: str = "layer"  # one score per `layer`, or one per `kv_head`
+    skipped_layers: frozenset[int] = frozenset()  # layers without scores
+    # where the heads of a layer are divided among processes: sums a tensor over them. Scores per KV head stay where
+    # their head is.
     sum_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+    # filled by the forward: `(B, 1 or K, S)` per layer, with `each_row` `(B, 1 or K, N, S)`. S is at least the
+    # longest prefix; entries after a row's own prefix are arbitrary.
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
-    is_replayed: bool = False
+    is_replayed: bool = False  # whether the scores lie where a replayed graph writes them
 
     @property
     def score_rows(self) -> ScoreRows | None:
@@ -179,14 +157,10 @@ class QueryCapture:
     The capture of a [`TreeContext`], like [`ScoreCapture`]. That one with `each_row` would compute and store N scores
     per entry, of which one is used. Only for layers that attend to their cache itself: keys that are made for the call,
     as under MLA, would be kept alive.
-
-    Args:
-        skipped_layers (`frozenset[int]`): Layers without scores.
-        inputs (`dict[int, tuple[torch.Tensor, torch.Tensor]]`): Filled by the forward: per layer the queries
-            `(B, H, N, D)` and the keys `(B, K, S, D)`.
     """
 
-    skipped_layers: frozenset[int] = frozenset()
+    skipped_layers: frozenset[int] = frozenset()  # layers without scores
+    # filled by the forward: per layer the queries `(B, H, N, D)` and the keys `(B, K, S, D)`
     inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def collect(self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, **where: Any) -> None:
@@ -195,16 +169,10 @@ class QueryCapture:
             self.inputs[layer_idx] = query, key
 
     def of_node(self, layer_idx: int, row: int, node: torch.Tensor, length: int) -> torch.Tensor:
-        """Return scores of the first `length` entries of a row by the query of one node.
+        """Return float32 scores `(K, length)` of the first entries of a row by the query of one node, given as `(1,)`.
 
         The score of an entry is the sum of `q . k` over the query heads that share a KV head: TokenSwift, Eq. 2
         (https://huggingface.co/papers/2502.18890).
-
-        Args:
-            node (`torch.LongTensor` of shape `(1,)`): On any device.
-
-        Returns:
-            `torch.Tensor` of shape `(K, length)`, float32.
         """
         query, key = self.inputs[layer_idx]
         queries = query[row].index_select(1, node.to(query.device)).float()  # [H, 1, D]
@@ -243,18 +211,12 @@ def _emulated(keys: torch.Tensor) -> bool:
 
 
 def page_bounds(query: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
-    """Return an upper bound of `q . k` over the keys of every page and the queries that share a KV head.
+    """Return an upper bound `(B, K, P)` of `q . k` over the keys of every page and the queries that share a KV head.
+
+    Queries are `(B, H, N, D)`, the lowest and the highest value of every channel of every page `(B, K, P, D)`.
 
     The bound of Quest (https://huggingface.co/papers/2406.10774, Section 3.3): every channel adds the larger one of its
     products with the two extremes. A group of query heads reads the same pages, so their largest bound counts.
-
-    Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        lowest (`torch.Tensor` of shape `(B, K, P, D)`): Lowest value of every channel of every page.
-        highest (`torch.Tensor` of shape `(B, K, P, D)`): Highest value.
-
-    Returns:
-        `torch.Tensor` of shape `(B, K, P)`, float32.
     """
     grouped = query.unflatten(1, (lowest.shape[1], -1)).flatten(2, 3)  # [B, K, G * N, D]
     bounds = key_products(grouped.clamp_min(0), highest) + key_products(grouped.clamp_max(0), lowest)
@@ -264,14 +226,8 @@ def page_bounds(query: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor
 class KeyPages:
     """The lowest and the highest key, channel by channel, of every full page in some layers.
 
-    Args:
-        page_size (`int`): Entries of a page.
-        num_sinks (`int`): Number of first entries whose pages are always chosen.
-
-    Attributes:
-        bounds (`dict[int, tuple[torch.Tensor, torch.Tensor]]`): Lowest and highest values `(B, K, P + 1, D)` by layer.
-            The last page takes writes that are not kept.
-        layout (`int`): Number of times that a tensor was replaced.
+    `bounds` are both `(B, K, P + 1, D)` by layer; the last page takes writes that are not kept. `layout` counts how
+    often a tensor was replaced. Pages of the first `num_sinks` entries are always chosen.
     """
 
     def __init__(self, page_size: int, num_sinks: int):
@@ -294,14 +250,9 @@ class KeyPages:
         self.layout += 1
 
     def update(self, layer_idx: int, keys: torch.Tensor, first: torch.Tensor, end: torch.Tensor, count: int) -> None:
-        """Compute the bounds of the pages from `first[b]` to before `end[b]`, at most `count` of each row.
+        """Compute the bounds of the pages of a buffer `(B, K, capacity, D)` from `first[b]` to before `end[b]`.
 
-        Args:
-            layer_idx (`int`): Index of the layer.
-            keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Buffer of its keys.
-            first (`torch.LongTensor` of shape `(B,)`): First page of every row.
-            end (`torch.LongTensor` of shape `(B,)`): Page after the last one.
-            count (`int`): Largest number of pages of a row.
+        A row has at most `count` of them.
         """
         lowest, highest = self.bounds[layer_idx]
         spare, last_slot = lowest.shape[2] - 1, keys.shape[2] - 1
@@ -318,53 +269,36 @@ class KeyPages:
 
 
 class PageSizes(NamedTuple):
-    """Sizes of a step's tensors. Hashable, as they choose the graph.
+    """Sizes of a step's tensors. Hashable, as they choose the graph."""
 
-    Args:
-        pages (`int`): Pages that compete, at least the full pages of the longest row.
-        chosen (`int`): Pages that are chosen, at least those of the row with the most.
-        tail (`int`): Largest number of entries after the full pages.
-    """
-
-    pages: int
-    chosen: int
-    tail: int
+    pages: int  # pages that compete, at least the full pages of the longest row
+    chosen: int  # pages that are chosen, at least those of the row with the most
+    tail: int  # largest number of entries after the full pages
 
 
 @dataclass
 class PageContext(StepContext):
-    """One drafting step, as the attention layers see it.
+    """One drafting step, as the attention layers see it. `lengths` includes the query's own slot.
 
     A layer with bounds attends to the pages with the largest bounds for the step's own query, those of the first
     entries always among them, and to all entries after the last full page. Every KV head has its own pages. All other
     layers attend to the whole cache, and so do those whose attention gets another number of KV heads than the cache.
-
-    Args:
-        lengths ([`SeqLens`]): Used slots of the cache, including the query's own.
-        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
-        full (`torch.LongTensor` of shape `(B,)`): Number of full pages of every row.
-        chosen (`torch.LongTensor` of shape `(B,)`): Number of pages to choose in every row, at most `full`.
-        pages ([`KeyPages`]): Bounds of the pages.
-        sizes ([`PageSizes`]): Sizes of the tensors.
     """
 
-    full: torch.Tensor
-    chosen: torch.Tensor
+    full: torch.Tensor  # `(B,)`: number of full pages of every row
+    chosen: torch.Tensor  # `(B,)`: number of pages to choose in every row, at most `full`
     pages: KeyPages
     sizes: PageSizes
 
     def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
-        """Return positions and numbers of pages; the bounds with their layout, the sizes and the windows."""
         return (self.positions, self.full, self.chosen), (self.pages, self.pages.layout, self.sizes, self.windows)
 
     @classmethod
     def in_graph(cls, step: GraphStep) -> Self:
-        """Return the context of a drafting step inside a graph."""
         (pages, _, sizes, windows), (positions, full, chosen) = step.settings, step.changing
         return cls(step.layers[0].plus(1), positions, full, chosen, pages, sizes, windows=windows)
 
     def state(self, layer: LayerAttention) -> AttentionState:
-        """Attend to the pages of the queries, or to the whole cache."""
         bounds = self.pages.bounds.get(layer.layer_idx)
         # jetmoe repeats keys after it has cached them, in an order of its own
         if bounds is None or bounds[0].shape[1] != layer.key.shape[1]:
@@ -375,15 +309,7 @@ class PageContext(StepContext):
         return merge_attention_states([state], layer.sinks)
 
     def slots(self, layer_idx: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose the entries that a layer attends to.
-
-        Args:
-            layer_idx (`int`): Index of the layer.
-            query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the step, which share the entries.
-
-        Returns:
-            `tuple`: Slots `(B, K, T)`, and how many of them every row uses, `(B,)`.
-        """
+        """Choose the slots `(B, K, T)` that the queries `(B, H, N, D)` of a layer share, and count them, `(B,)`."""
         size, sizes = self.pages.page_size, self.sizes
         if "entries" not in self._memo:
             self._memo["entries"] = self._entries(query.device)
@@ -395,11 +321,10 @@ class PageContext(StepContext):
         return torch.where(is_paged, torch.nn.functional.pad(paged, (0, sizes.tail)), tail_slots), counts
 
     def _entries(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return what all layers have in common.
+        """Return what all layers have in common, as four tensors.
 
-        Returns:
-            `tuple`: Which pages `(B, 1, P)` are not full; which of the T places `(B, 1, T)` hold entries of pages; the
-            slots `(B, 1, T)` at the other places; and how many places `(B,)` are used.
+        Which pages `(B, 1, P)` are not full; which of the T places `(B, 1, T)` hold entries of pages; the slots `(B, 1,
+        T)` at the other places; and how many places `(B,)` are used.
         """
         size, (pages, chosen, tail) = self.pages.page_size, self.sizes
         full, num_paged = self.full[:, None, None], self.chosen[:, None, None] * size

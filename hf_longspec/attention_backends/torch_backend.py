@@ -306,7 +306,6 @@ def hybrid_attention(
         value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
         mask (`torch.BoolTensor` of shape `(B, N, N)`): Tree mask, the window included.
         positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions, at least `lengths`.
-        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
         memo (`dict`): Kept for the layers of one step.
 
     Returns:
@@ -379,8 +378,6 @@ def fused_attention(
     """Attend all queries to all keys, or to those an additive mask leaves, in one call of the op.
 
     Args:
-        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys, any strides.
-        value (`torch.Tensor` of shape `(B, K, M, Dv)`): Values, any strides.
         mask (`torch.Tensor` broadcastable to `(B, H, N, M)`, *optional*): Additive mask in the dtype of the query.
         is_causal (`bool`, *optional*, defaults to `False`): Query n sees keys 0 to n. Only for N == M.
         hides_all (`bool`, *optional*, defaults to `True`): Whether the mask may hide all keys from a query.
@@ -443,9 +440,6 @@ def one_head(cached: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
     The op writes `(batch, rows, heads, D)`. With one head per batch row this is `(B, H, N, D)` in memory, and nothing
     has to be copied to unpack it.
-
-    Raises:
-        ValueError: If there are fewer slots.
     """
     batch, heads, slots, size = cached.shape
     if stop > slots:
@@ -477,15 +471,10 @@ def _without_slow_tail(packed: torch.Tensor, query: torch.Tensor) -> torch.Tenso
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `mask` as an additive mask.
+    """Return a boolean mask (True: a query attends to a key) or an additive one as an additive mask.
 
-    Args:
-        mask (`torch.Tensor`): Boolean mask, True where a query attends to a key; or an additive mask.
-        dtype (`torch.dtype`): Floating point dtype of the result.
-
-    Returns:
-        `torch.Tensor` of the same shape. The lowest number of a dtype, by which transformers hides keys, becomes
-        -inf: a query whose keys are all hidden then gets 0 instead of the mean of all values.
+    The lowest number of a dtype, by which transformers hides keys, becomes -inf: a query whose keys are all hidden then
+    gets 0 instead of the mean of all values.
     """
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
@@ -500,15 +489,7 @@ def explicit_mask(mask: torch.Tensor, dtype: torch.dtype) -> KeyMask:
 def position_mask(
     positions: torch.Tensor, first: int, sliding_window: int | None, causal: bool, dtype: torch.dtype
 ) -> KeyMask:
-    """Return the block mask of causality and sliding window, computed from the positions of queries and keys.
-
-    Args:
-        positions (`torch.LongTensor` of shape `(B or 1, N)`): Absolute positions of the queries.
-        first (`int`): Absolute position of key 0 of the call.
-        sliding_window (`int`, *optional*): A query attends only to keys at a smaller distance.
-        causal (`bool`): Whether a query attends only to keys at its own position or before.
-        dtype (`torch.dtype`): Floating point dtype of the result.
-    """
+    """Return the block mask of causality and window, for queries at `positions` `(B or 1, N)`; key 0 is at `first`."""
 
     def of_keys(start: int, stop: int) -> torch.Tensor:
         keys = torch.arange(first + start, first + stop, device=positions.device)

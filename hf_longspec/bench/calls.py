@@ -35,19 +35,13 @@ class HfMethod:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The way in which the target chooses its tokens.
+    """The way in which the target chooses its tokens."""
 
-    Args:
-        temperature (`float`): 0 is greedy.
-        top_k (`int`): 0 keeps all tokens, as do the defaults of `top_p` and `min_p`.
-        penalty (`float`, *optional*): Contextual penalty over the last `window` tokens (1024 by default).
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all tokens, as do the defaults of `top_p` and `min_p`
     top_p: float = 1.0
     min_p: float | None = None
-    penalty: float | None = None
+    penalty: float | None = None  # contextual penalty over the last `window` tokens (1024 by default)
     window: int | None = None
 
     def __post_init__(self) -> None:
@@ -143,7 +137,6 @@ class TokenClock(BaseStreamer):
             self._text.put(value)
 
     def end(self) -> None:
-        """End the other streamer, if there is one."""
         if self._text is not None:
             self._text.end()
 
@@ -221,12 +214,8 @@ def run_call(
             checked.
         method (`DraftModel` or [`HfMethod`]): How to decode.
         prompt (`tuple`): Token ids and attention mask, `(B, T)` each.
-        tokens (`int`): New tokens per row.
         cache (`Cache`, *optional*): Holds the beginning of the prompt. Without it the call reads the whole prompt.
         on_arrival (`Callable`, *optional*): See [`TokenClock`]; so is `text`.
-
-    Raises:
-        RuntimeError: If another number of tokens arrived.
     """
     ids, mask = (part.to(model.device) for part in prompt)
     is_stock = isinstance(method, HfMethod)
@@ -309,11 +298,7 @@ def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def accepted_depths(draft: Any) -> Iterator[list[int]]:
-    """Count how deep every verification is accepted, also the last of a row, which is cut at the token limit.
-
-    Yields:
-        `list[int]`: Entry k counts the verifications, row by row, that accepted k drafted tokens.
-    """
+    """Count how deep every verification is accepted, also the last of a row, which is cut at the token limit."""
     histogram: list[int] = []
     make, held = draft.drafter, vars(draft).get("drafter")
 
@@ -344,15 +329,10 @@ def accepted_depths(draft: Any) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class PrefilledPrompts:
-    """Keys and values of prompts of one length. Every prefix of a prompt serves as a shorter prompt.
+    """Keys and values of prompts of one length. Every prefix of a prompt serves as a shorter prompt."""
 
-    Args:
-        tokens (`torch.LongTensor` of shape `(P, T)`): The prompts.
-        layers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values per layer, `(P, K, T, D)` each.
-    """
-
-    tokens: torch.Tensor
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    tokens: torch.Tensor  # `(P, T)`: the prompts
+    layers: list[tuple[torch.Tensor, torch.Tensor]]  # keys and values per layer, `(P, K, T, D)` each
 
     def to(self, dtype: torch.dtype) -> "PrefilledPrompts":
         """The same prompts with rounded keys and values.
@@ -380,13 +360,7 @@ class PrefilledPrompts:
 
 
 class Decoder:
-    """Decode after prefilled prompts with one target.
-
-    Args:
-        model (`PreTrainedModel`): Without an end-of-text token, see [`endless`], in the dtype of the prompts.
-        prompts ([`PrefilledPrompts`]): The prompts after which decoding starts.
-        tokens (`int`): Tokens to generate per row; all but the first are timed.
-    """
+    """Decode after prefilled prompts with one target."""
 
     def __init__(self, model: PreTrainedModel, prompts: PrefilledPrompts, tokens: int):
         self.model, self.prompts, self.tokens = model, prompts, tokens
@@ -400,10 +374,6 @@ class Decoder:
 
         Plain `generate` is given the cache of all prompt tokens but the last, and the loop that of all but those that
         its drafter looks at first. The rest runs before the first new token, when the clock starts.
-
-        Args:
-            method (`DraftModel` or [`HfMethod`]): How to decode.
-            mode (`str` or [`Decoding`]): `sample` (temperature 1, nothing cut off), `greedy`, or another way.
         """
         tokens = tokens or self.tokens
         ids = self.prompts.tokens[rows, :context]
@@ -456,11 +426,7 @@ def _new_tokens_only(model: PreTrainedModel) -> Iterator[None]:
 def prefill(
     model: PreTrainedModel, tokens: torch.Tensor, done: Callable[[int], None] = lambda index: None
 ) -> PrefilledPrompts:
-    """Run prompts `(P, T)` through the model one by one, under its own attention.
-
-    Args:
-        done (`Callable[[int], None]`, *optional*): Called with the index of every prompt that is ready.
-    """
+    """Run prompts `(P, T)` through the model one by one, under its own attention."""
     target = TargetView(model)
     if target.sliding_layers or target.has_latent_cache:
         raise ValueError(

@@ -138,9 +138,6 @@ class PeakMemory:
     On CUDA devices it is what PyTorch's allocator handed out, summed over the devices. On Linux CPUs it is the
     high-water mark of the process's resident memory, which includes the interpreter and its libraries; the process
     resets the mark. On other devices nothing is measured.
-
-    Args:
-        device (`torch.device`): Device of the target.
     """
 
     def __init__(self, device: torch.device):
@@ -177,11 +174,7 @@ class PeakMemory:
 
 
 def read_gb_per_second(device: torch.device | str = "cpu") -> float | None:
-    """Measure the rate at which a large sum reads memory, in 10^9 bytes per second: the best pass within a second.
-
-    Returns:
-        `float`, or `None` on devices other than CPU and CUDA, and if the buffer does not fit.
-    """
+    """Measure the rate at which a large sum reads memory, in 10^9 bytes per second: the best pass within a second."""
     from torch.utils.benchmark import Timer  # it needs 0.2 s, which most commands have no use for
 
     if torch.device(device).type not in ("cpu", "cuda"):
@@ -196,13 +189,7 @@ def read_gb_per_second(device: torch.device | str = "cpu") -> float | None:
 
 
 def step_bytes(model: PreTrainedModel, context: int, batch: int) -> int:
-    """Bytes that one decoding step has to read: every weight once, the cached keys and values of all rows.
-
-    Args:
-        model (`PreTrainedModel`): Target whose layers all keep keys and values of the whole context.
-        context (`int`): Cached tokens per row.
-        batch (`int`): Rows.
-    """
+    """Bytes that one decoding step has to read: every weight once, the cached keys and values of all rows."""
     config = model.config.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * context * batch

@@ -56,16 +56,7 @@ class Cell:
 
 
 class Matrix:
-    """Measure cells of one dtype one after another, and write every call as soon as it has ended.
-
-    Args:
-        model (`PreTrainedModel`): The target, without an end-of-text token, see [`endless`].
-        methods (`Sequence[Method]`): The first two are `HF` and `PLAIN`.
-        prompts ([`DocumentPrompts`]): Tokenized by the target's tokenizer.
-        results ([`ResultFile`]): Calls that are in it already are not measured again.
-        tokens (`int`): New tokens per row.
-        repeats (`int`): Turns; in every turn all methods continue the same prompts from the same seed.
-    """
+    """Measure cells of one dtype one after another, and write every call as soon as it has ended."""
 
     def __init__(
         self,
@@ -290,11 +281,7 @@ def _written(value: Any) -> str:
 
 
 def split_axes(axes: Mapping[str, list[str]], drafts: Mapping[str, Mapping[str, Any]]) -> tuple[dict, dict, list[str]]:
-    """Axes of decoding (values read), axes of drafts (not read), values of the context.
-
-    Args:
-        drafts (`Mapping`): Settings with their defaults, by the name of the draft.
-    """
+    """Axes of decoding (values read), axes of drafts (not read), values of the context."""
     decoding: dict[str, list[Any]] = {}
     of_drafts: dict[str, list[str]] = {}
     contexts: list[str] = []

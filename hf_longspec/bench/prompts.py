@@ -42,12 +42,10 @@ class Prompt(NamedTuple):
 
 
 def read_source(source: str, column: str | None = None) -> list[Document]:
-    """Read the documents of `--data`.
+    """Read the documents of `--data`: texts under a key or column, by default `text`; of a list the first one.
 
-    Args:
-        source (`str`): A text file, a folder of them, JSON lines, a data set as `datasets` names it, with `:` and its
-            configuration if there are several, or `builtin`: modules of this Python's standard library.
-        column (`str`, *optional*): Key or column of the texts, by default `text`. Of a list the first text is taken.
+    A source is a text file, a folder of them, JSON lines, a data set as `datasets` names it, with `:` and its
+    configuration if there are several, or `builtin`: modules of this Python's standard library.
     """
     path = Path(source)
     if source == BUILTIN:
@@ -132,13 +130,10 @@ def _dataset(source: str) -> Any:
 
 
 class DocumentPrompts:
-    """Prompts from documents, tokenized once.
+    """Prompts from the first 256 documents, tokenized once.
 
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
-        documents (`Sequence[Document]`): The first 256 are used.
-        chat (`bool`, *optional*, defaults to `False`): Write each document as the message of a user, by the tokenizer's
-            chat template. Its beginning and its end are part of every prompt.
+    With `chat`, each document is the message of a user in the tokenizer's chat template, whose beginning and end are
+    part of every prompt.
     """
 
     def __init__(self, tokenizer: Any, documents: Sequence[Document], chat: bool = False):

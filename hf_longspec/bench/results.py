@@ -19,22 +19,9 @@ class ResultFile:
     """Write `<name>.jsonl` line by line, and `<name>.md` every few seconds, so that the results of an interrupted run
     can be used. It keeps the time limit, too: a measurement that would not fit is left out, and the result names it.
 
-    The first line has `kind` "environment"; the last one, `kind` "end", is missing from a run that was interrupted.
-
-    Args:
-        path (`Path`): The `.jsonl` file.
-        benchmark (`str`): Name of the benchmark.
-        report (`Callable`, *optional*): Turns all records into Markdown; without it no `.md` is written.
-        seconds (`float`): Time limit of the run, from now on.
-        settings (`Mapping[str, Any]`): The settings of the benchmark; JSON values only.
-        facts (`Mapping[str, Any]`, *optional*): Further parts of the environment, such as the device.
-        resume (`bool`, *optional*): Whether an existing file is continued. `None`, the default, replaces it.
-        now (`Callable`, *optional*): Clock in seconds.
-        started (`float`, *optional*): Time of that clock from which the limit counts.
-
-    Raises:
-        ValueError: If the file exists and `resume` is false, or if it has other settings or another environment; the
-            file is not touched then.
+    The first line has `kind` "environment", with the settings and further `facts`; the last one, `kind` "end", is
+    missing from a run that was interrupted. `resume` says whether an existing file is continued; `None` replaces it.
+    The time limit counts from `started`. Without a `report`, a function of all records, no `.md` is written.
     """
 
     report_every = 5.0  # seconds

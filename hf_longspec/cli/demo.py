@@ -121,11 +121,7 @@ def measure(
     tokens: int,
     shown: tuple[Any, str] | None,
 ) -> Call:
-    """Measure one way to decode, under a bar while it reads the prompt.
-
-    Args:
-        shown (`tuple`, *optional*): Tokenizer and prompt, to print the text while it is written.
-    """
+    """Measure one way to decode, under a bar while it reads the prompt; `shown` prints the text while it is written."""
 
     def call(ids: torch.Tensor, tokens: int, **how: Any) -> Call:
         prompt = ids, torch.ones_like(ids)

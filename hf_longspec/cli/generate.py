@@ -106,12 +106,6 @@ class DraftedTextStreamer(BaseStreamer):
     """Report the text of one row verification by verification.
 
     The loop streams the tokens of a step before it has recorded it, so a step is reported when the next one begins.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Decodes.
-        stats (`Callable`): Returns the statistics of the running call.
-        report (`Callable[[StepText], None]`): Called with every step. The first is the token that the prompt's own
-            forward gave. Tokens of a step that was interrupted before it was recorded come as the target's own.
     """
 
     def __init__(self, tokenizer: Any, stats: Callable[[], SpeculationStats], report: Callable[[StepText], None]):
@@ -123,7 +117,6 @@ class DraftedTextStreamer(BaseStreamer):
         self._reported = 0
 
     def put(self, value: torch.Tensor) -> None:
-        """Called by `generate` with the prompt, then with every token."""
         if self._expects_prompt:
             self._expects_prompt = False
             return
@@ -131,7 +124,6 @@ class DraftedTextStreamer(BaseStreamer):
         self._waiting += value.flatten().tolist()
 
     def end(self) -> None:
-        """Called by `generate` after the last token."""
         self._report_recorded()
         for token in self._waiting:
             self._report(StepText("", self._decoder.feed(token), 0, 0))
@@ -155,14 +147,7 @@ class DraftedTextStreamer(BaseStreamer):
 
 
 def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[str, str]) -> str:
-    """The text as a page that needs no other file.
-
-    Args:
-        title (`str`): Heading.
-        prompt (`str`): The text before it.
-        steps (`Sequence[StepText]`): The text.
-        facts (`dict[str, str]`): Shown above it, value by name.
-    """
+    """The text as a page that needs no other file."""
     verified = [(step.num_drafted, step.num_accepted) for step in steps if step.num_drafted]
     size = -(-len(verified) // MAX_BARS)
     groups = [verified[start : start + size] for start in range(0, len(verified), max(size, 1))]
@@ -176,21 +161,7 @@ def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[st
 def decode(
     loaded: LoadedModels, ids: torch.Tensor, steps: list[StepText] | None, args: SimpleNamespace, **how: Any
 ) -> tuple[list[list[int]], SpeculationStats]:
-    """Generate, with a bar while the prompt is read, and until the end if nothing else is shown.
-
-    Args:
-        ids (`torch.LongTensor` of shape `(1, length)`): The prompt.
-        steps (`list[StepText]`, *optional*): Receives the steps.
-        args (`SimpleNamespace`): Options of the command.
-        how: Arguments of `generate`.
-
-    Returns:
-        `tuple[list[list[int]], SpeculationStats]`: The new tokens of each text, after Ctrl-C those so far, and the
-        statistics.
-
-    Raises:
-        KeyboardInterrupt: If there is no token yet.
-    """
+    """Generate, with a bar while the prompt is read, and until the end if nothing else is shown."""
     quiet = args.as_json or args.samples > 1  # nothing goes to standard output meanwhile
     draft, tokenizer = loaded.draft, loaded.tokenizer
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)

@@ -68,10 +68,8 @@ def find_target(name: str | None) -> str:
 def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
     """Turn every error while loading into one line; each format and architecture raises its own.
 
-    Args:
-        what (`str`): What is loaded, for the message, such as `"draft"` or `"tokenizer of"`.
-        from_hub (`bool`, *optional*, defaults to `False`): Whether `name` is that of a model. If the first request for
-            it fails, the error comes at once; transformers would repeat the request five times for each of its files.
+    With `from_hub`, `name` is that of a model. If the first request for it fails, the error comes at once; transformers
+    would repeat the request five times for each of its files.
     """
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise CommandError(f"cannot load the {what} {name!r}: there is no such folder. Check the path.")
@@ -250,12 +248,7 @@ class LoadedModels:
         return {"target": self.target, "draft": self.draft_name, "dtype": self.dtype, "device": device}
 
     def encode(self, name: str, text: str, last: int = 0, room: int = 0) -> torch.Tensor:
-        """Token ids `(1, length)` of a prompt, on the device of the target.
-
-        Args:
-            last (`int`, *optional*): Keep at most so many tokens, from the end; 0 keeps all.
-            room (`int`, *optional*): New tokens that the positions of the target must suffice for.
-        """
+        """Token ids `(1, length)` of a prompt, on the device of the target."""
         # verbose=False: what is too long is refused here, or cut
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])[-last:]
         if not ids:
@@ -302,13 +295,7 @@ def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | Non
 
 
 class Progress:
-    """A bar on a terminal that is removed in the end, and silent elsewhere.
-
-    Args:
-        total (`int`): Steps to come; 0 if their number is unknown.
-        text (`str`, *optional*): Description of the present task.
-        console (`Console`, *optional*): Where the bar is shown; standard error by default.
-    """
+    """A bar on a terminal that is removed in the end, and silent elsewhere."""
 
     def __init__(self, total: int, text: str = "", console: Console | None = None):
         console = console or Console(stderr=True, highlight=False)
@@ -343,14 +330,7 @@ class Progress:
 
 
 class PromptProgress(Progress):
-    """A bar that advances with every decoder layer that reads a prompt, until it is stopped or another task begins.
-
-    Args:
-        model (`PreTrainedModel`): The model. The bar stays empty if its decoder layers are not found.
-        num_tokens (`int`): Tokens of the prompt.
-        text (`str`): Description.
-        console (`Console`, *optional*): See [`Progress`].
-    """
+    """A bar that advances with every decoder layer that reads a prompt, until it is stopped or another task begins."""
 
     def __init__(self, model: PreTrainedModel, num_tokens: int, text: str, console: Console | None = None):
         count = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -365,12 +345,10 @@ class PromptProgress(Progress):
             self.step(states.shape[1])
 
     def next(self, text: str, total: int) -> None:
-        """Begin another task in place of this one, and leave the layers alone."""
         self._unhook()
         super().next(text, total)
 
     def stop(self) -> None:
-        """Remove the bar, and leave the layers alone."""
         self._unhook()
         super().stop()
 

@@ -33,11 +33,7 @@ BY_NAME = "ngram, assistant, plain, quest, magicdec, specattn, vegas, token_recy
 def number(
     least: float, help: str, kind: type[int] | type[float] = int, most: float = math.inf, above: bool = False
 ) -> Any:
-    """An option for finite numbers from `least` to `most`; others are refused with the value and the rule.
-
-    Args:
-        above (`bool`, *optional*, defaults to `False`): Whether `least` itself is refused.
-    """
+    """An option for finite numbers from `least` to `most`; others are refused with the value and the rule."""
     upper = "" if most == math.inf else f" and at most {most}"
     rule = f"{'an integer' if kind is int else 'a number'} {'above' if above else 'of at least'} {least}{upper}"
 
@@ -69,11 +65,7 @@ def require_writable_file(file: Path, suffix: str = "") -> None:
 
 
 def require_writable_folder(folder: Path, new: bool = True) -> None:
-    """Refuse a folder that could not be made or written to.
-
-    Args:
-        new (`bool`, *optional*, defaults to `True`): Whether the folder must be missing or empty.
-    """
+    """Refuse a folder that could not be made or written to."""
     _require_writable_place(folder)
     if new and folder.is_dir() and any(folder.iterdir()):
         raise CommandError(f"{folder} is not empty. Pass a new folder.")
@@ -122,14 +114,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
-    """Import the package, and end the command with one line for an error that the user can correct.
-
-    Args:
-        debug (`bool`): Leave an error as it is, for its traceback.
-
-    Raises:
-        typer.Exit: With status 2, or 130 after Ctrl-C.
-    """
+    """Import the package, and end the command with one line for an error that the user can correct."""
     try:
         import_module("hf_longspec.drafts")  # registers them
         yield

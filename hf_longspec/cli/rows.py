@@ -23,11 +23,7 @@ PART = ".part"
 
 
 def continue_rows(args: SimpleNamespace, how: dict[str, Any]) -> int:
-    """Continue all rows of `--data`; returns the exit status.
-
-    Args:
-        how (`dict[str, Any]`): Arguments of `generate` that choose tokens.
-    """
+    """Continue all rows of `--data`; returns the exit status."""
     if args.output is None:
         raise CommandError("--data needs --output FILE.jsonl for the texts.")
     state = processes()
@@ -76,12 +72,7 @@ def texts_of(source: str, column: str | None) -> Iterator[str | None]:
 
 
 class Part:
-    """The finished rows of one process, one JSON object per line.
-
-    Args:
-        output (`Path`): File of all rows, beside which this one is written.
-        process (`int`): Number of the process.
-    """
+    """The finished rows of one process, one JSON object per line."""
 
     def __init__(self, output: Path, process: int):
         self.path = output.with_name(f"{output.name}{PART}{process}")
@@ -129,14 +120,7 @@ def merge(output: Path, count: int) -> list[dict[str, Any]]:
 
 
 class Rows:
-    """Continue rows in batches of similar lengths.
-
-    Args:
-        loaded ([`LoadedModels`]): Target, tokenizer and draft.
-        args (`SimpleNamespace`): Options of the command.
-        how (`dict[str, Any]`): Arguments of `generate` that choose tokens.
-        part ([`Part`]): File of this process.
-    """
+    """Continue rows in batches of similar lengths."""
 
     def __init__(self, loaded: LoadedModels, args: SimpleNamespace, how: dict[str, Any], part: Part):
         self.loaded, self.part = loaded, part

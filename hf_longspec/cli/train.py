@@ -89,11 +89,7 @@ def dataset_of(sources: list[str]) -> dict[str, Any]:
 
 
 def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
-    """The recipe in `file`.
-
-    Args:
-        overrides (`dict[str, Any]`): Keys with other values, such as `{"training.max_steps": 10}`.
-    """
+    """The recipe in `file`."""
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=options.YamlLoader)
     except OSError as error:
@@ -138,13 +134,7 @@ def check_names(what: str, names: dict[str, Any], known: Any) -> None:
 
 
 def train(recipe: Recipe, resume: bool) -> int:
-    """Train as a recipe describes and save the draft.
-
-    Raises:
-        CommandError: If something named in the recipe cannot be found, or nothing can be written to its output_dir.
-        ValueError: If draft, target, data and settings do not go together.
-        FloatingPointError: If the loss stops being a number.
-    """
+    """Train as a recipe describes and save the draft."""
     from ..training import DraftTrainer, DraftTrainingArguments
     from ..training.trainer import last_complete_checkpoint
 
@@ -216,7 +206,6 @@ class SaveAtInterrupt(TrainerCallback):
             print("\nSaving a checkpoint after this step. Press Ctrl-C again to stop without it.", file=sys.stderr)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called by the trainer."""
         if self.requested:
             control.should_save = control.should_training_stop = True
 

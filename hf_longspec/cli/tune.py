@@ -260,9 +260,6 @@ def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
 
     The new content is written beside the old file and takes its place when it is complete, so that a reader finds the
     old file or the new one, also after an error.
-
-    Raises:
-        OSError: If it cannot be written; the old file is as it was.
     """
     path = folder / SETTINGS_FILE
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

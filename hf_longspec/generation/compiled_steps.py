@@ -137,10 +137,6 @@ def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device:
 class Layout:
     """Where the entries of a cache lie, which is the same in all steps until a buffer is replaced.
 
-    Args:
-        cache ([`SpeculativeCache`] or [`CompactCache`]): Cache whose layers are initialized.
-        buffer (`Callable`): Marks a tensor for the runner.
-
     Attributes:
         number (`tuple[int, ...]`): `layout` of the cache.
         groups (`list[Rows]`): The different rows of its layers: one, or two for a compact cache with dense layers.
@@ -230,10 +226,6 @@ class FixedSteps:
                 closure. The lengths are one [`SeqLens`], or two for a compact cache with dense layers, that of layer 0
                 first. `forward(tokens, positions, mask, context, *starts)` stages tokens `(B, N)` in the slots from
                 such lengths on and returns their logits.
-            changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
-            fixed (`tuple`): Objects that stay the same for the same `cache` and `settings`.
-            settings (`tuple`): Hashable values.
-            cache ([`SpeculativeCache`] or [`CompactCache`]): Cache of the forwards.
             room (`int`): Slots after the prefix that the forwards use.
             is_compiled (`bool`, *optional*, defaults to `False`): Whether all forwards may be compiled together.
 
@@ -326,7 +318,6 @@ class StepCache(Cache):
     """The model's cache inside a step: buffers, and the slots that the step writes to.
 
     Args:
-        buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer, `(B, K, capacity, D)`.
         places (`list[tuple]`): For every layer, whether all rows write to the same slots, these slots `(N,)` or
             `(B, N)`, and the end of the slots that are read (`None` for the whole buffer).
     """

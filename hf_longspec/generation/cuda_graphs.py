@@ -58,10 +58,6 @@ class CapturedRunner:
         model (`PreTrainedModel`): The target.
         draft (`torch.nn.Module`): The draft, which keeps the workspaces.
         inner (`Callable`, *optional*): A [`CompiledRunner`] that compiles the functions before they are captured.
-
-    Attributes:
-        seconds (`float`): Time that captures took.
-        state (`tuple`): State of target and draft, see [`state_of`].
     """
 
     captures = True
@@ -224,9 +220,6 @@ def capture(
     memory of intermediate results, as they never run at the same time. The outputs lie outside of it. After an error,
     stream and default generator are as before: a capture that ends early would change both. It would also leave torch
     2.11 recording into its memory, so later graphs get another one.
-
-    Raises:
-        RuntimeError: If `function` returns nothing, since it could not be compiled, or if CUDA refuses the capture.
     """
     with _capturing, torch.cuda.device(device), _without_garbage_collection():
         stream, before = _streams.setdefault(device, torch.cuda.Stream()), torch.cuda.current_stream()

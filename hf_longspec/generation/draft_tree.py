@@ -36,9 +36,8 @@ class DraftTree:
             Index of each node's parent, smaller than the node's own; -1 for the root. Any node for padding.
         valid (`torch.BoolTensor` of shape `(batch_size, num_nodes)`):
             False marks padding, which attends to itself only and is never accepted.
-        q (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`, *optional*):
-            Row i is the distribution that the token of node i was drawn from; row 0 is unused. `None` if the
-            candidates are not random.
+        q (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`, *optional*): Row i is the distribution that
+            the token of node i was drawn from; row 0 is unused. `None` if the candidates are not random.
         is_chain (`bool`, *optional*, defaults to `False`):
             Whether node i has parent i - 1 in every row, so that accepted nodes already lie side by side.
         max_depth (`int`, *optional*, defaults to `num_nodes - 1`):
@@ -124,11 +123,7 @@ class DraftTree:
         return self.tokens[row][path]
 
     def validate(self) -> None:
-        """Check the rules that the decoding loop relies on. Reads the tensors, so it is for tests and new drafters.
-
-        Raises:
-            ValueError: If an entry breaks a rule; the message gives the first such entry.
-        """
+        """Check the rules that the decoding loop relies on. Reads the tensors, so it is for tests and new drafters."""
         self._validate_shapes()
         nodes = torch.arange(self.num_nodes, device=self.tokens.device)
         parents, valid, drafted = self.parents, self.valid, self.valid & (nodes > 0)
@@ -162,13 +157,10 @@ class DraftTree:
 
 
 def tree_mask(parents: Tensor, valid: Tensor | None = None, max_depth: int | None = None) -> Tensor:
-    """Return which nodes of a draft tree each node attends to: itself and its ancestors.
+    """Return which nodes each node attends to, itself and its ancestors, `(batch_size, num_nodes, num_nodes)`.
 
     The prefix is not part of the mask, as all of it is visible to every node. The arguments are those of
     [`DraftTree`]; a smaller `max_depth` saves matrix products.
-
-    Returns:
-        `torch.BoolTensor` of shape `(batch_size, num_nodes, num_nodes)`, query node first.
 
     >>> tree_mask(torch.tensor([[-1, 0, 1, 0]]))[0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
@@ -193,19 +185,10 @@ def tree_depths(mask: Tensor) -> Tensor:
 def trie_table(paths: Sequence[Sequence[Sequence[int]]], root: Tensor, num_nodes: int, max_depth: int) -> Tensor:
     """Merge candidate paths into tries, in which paths with a common beginning share its nodes. Runs on the host.
 
-    Args:
-        paths (`list[list[list[int]]]`):
-            For each batch row its candidate continuations, without the root, best first.
-        root (`torch.LongTensor` of shape `(batch_size,)`): Last emitted tokens.
-        num_nodes (`int`): Size of the trees, root included. Tokens that do not fit are dropped, later paths first.
-        max_depth (`int`): Longer paths are cut to this length.
-
-    Returns:
-        `torch.LongTensor` of shape `(batch_size, 3, num_nodes)`: Tokens, parents and validity, see [`trie_of`]. The
-        tokens of the roots are 0. The table reaches the device of the roots in one copy.
-
-    Raises:
-        ValueError: If `num_nodes` is below 1, or the number of rows differs from that of `root`.
+    `paths` has for each row its candidate continuations, without the root, best first. Those longer than `max_depth`
+    are cut, and tokens that do not fit into `num_nodes`, root included, are dropped, later paths first. The result
+    `(batch_size, 3, num_nodes)` has tokens (0 for the roots), parents and validity, see [`trie_of`], and reaches the
+    device of the roots in one copy.
 
     >>> trie_table([[[7, 9], [7, 3]]], torch.tensor([5]), num_nodes=5, max_depth=4).tolist()
     [[[0, 7, 9, 3, 0], [-1, 0, 1, 1, 0], [1, 1, 1, 1, 0]]]
@@ -230,9 +213,6 @@ def merge_trees(first: DraftTree, second: DraftTree) -> DraftTree:
 
     Every node keeps its place: node i of the first tree is node i, and the nodes of the second tree follow without
     their root. Nodes that repeat a path become padding.
-
-    Raises:
-        ValueError: If a tree has `q`.
 
     >>> root = torch.tensor([5])
     >>> beams = trie_of(trie_table([[[7, 9]]], root, 3, 2), root, 2)
@@ -387,26 +367,16 @@ class Beam:
 
     No node is discarded: a node without a continuation in the next level stays as a leaf. The number of nodes depends
     on the widths alone, and there is no host sync.
-
-    Args:
-        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
-
-    Attributes:
-        tokens (`torch.LongTensor` of shape `(B, n)`): The newest level.
-        ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Rows of the tree mask for the newest level: each node's
-            ancestors among all N nodes so far, and the node itself.
-        levels (`list[torch.LongTensor]`): Tokens of every level, the root's first.
-        parents (`list[torch.LongTensor]`): Parents of the nodes of every level, as indices into the tree.
-        scores (`torch.Tensor` of shape `(B, n)`): Sum of the draft's log-probabilities along each path of the newest
-            level.
     """
 
     def __init__(self, root: Tensor):
-        self.tokens = root[:, None]
+        self.tokens = root[:, None]  # `(B, n)`, of the newest level
+        # `(B, n, N)`, rows of the tree mask: each node's ancestors among all N nodes so far, and the node itself
         self.ancestor_mask = torch.ones(*self.tokens.shape, 1, dtype=torch.bool, device=root.device)
+        # `(B, n)`, sum of the draft's log-probabilities along each path
         self.scores = torch.zeros(self.tokens.shape, device=root.device)
-        self.levels = [self.tokens]
-        self.parents = [torch.full_like(self.tokens, -1)]
+        self.levels = [self.tokens]  # of every level, the root's first
+        self.parents = [torch.full_like(self.tokens, -1)]  # likewise, as indices into the tree
         self._ancestor_masks = [self.ancestor_mask]
 
     def paths(self) -> Tensor:
@@ -434,12 +404,10 @@ class Beam:
         return self.parents[-1] - (self.first_node - self.levels[-2].shape[1])
 
     def grow(self, logits: Tensor, width: int) -> None:
-        """Add the best `width` continuations of the newest level as the next level.
+        """Add the best `width` continuations of the newest level as the next level; fewer if there are fewer.
 
-        Args:
-            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's logits after each node of the newest level, or
-                other log-probabilities up to a constant per node.
-            width (`int`): Nodes of the next level; fewer if there are fewer continuations.
+        `logits` `(B, n, V)` are the draft's after each node of the newest level, or log-probabilities up to a constant
+        per node.
         """
         each = min(width, logits.shape[-1])
         best, tokens = logits.topk(each, dim=-1)

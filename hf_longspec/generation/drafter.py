@@ -28,50 +28,32 @@ KV_FACTOR = 16
 
 @dataclass
 class Binding:
-    """Inputs of a drafter for one call of `generate`.
+    """Inputs of a drafter for one call of `generate`."""
 
-    Args:
-        target ([`TargetView`]): The target model.
-        cache ([`SpeculativeCache`]): The target's cache, which holds only committed tokens between steps.
-        rule ([`TokenRule`], *optional*): The target's token rule, for drafters that sample under it. `None` if the
-            drafter runs inside transformers' own assisted decoding.
-        max_length (`int`): Maximum number of tokens of a row.
-        part (`Callable`, *optional*): Function of a key and of a function that makes buffers. It returns the buffers of
-            this key that an earlier call left, if there are any.
-    """
-
-    target: TargetView
-    cache: SpeculativeCache
+    target: TargetView  # the target model
+    cache: SpeculativeCache  # the target's cache, which holds only committed tokens between steps
+    # the target's token rule, for drafters that sample under it. `None` if the drafter runs inside transformers' own
+    # assisted decoding.
     rule: TokenRule | None
-    max_length: int
+    max_length: int  # maximum number of tokens of a row
+    # function of a key and of a function that makes buffers. It returns the buffers of this key that an earlier call
+    # left, if there are any.
     part: Callable[[tuple, Callable[[], Any]], Any] = lambda key, make: make()
 
 
 @dataclass
 class Verification:
-    """Result of the last verification, which the drafter gets after the commit.
+    """Result of the last verification, which the drafter gets after the commit."""
 
-    Args:
-        path (`torch.LongTensor` of shape `(batch, M)`): Indices of the accepted nodes, node 0 first.
-        num_nodes ([`SeqLens`]): Number of nodes that each row kept; 0 for rows that have ended.
-        prefix_lengths ([`SeqLens`]): Number of committed tokens of each row before this commit.
-        capture (*optional*): The result of [`Drafter.capture`], filled.
-        tokens (`list[list[int]]`, *optional*): Tokens that each row emitted, on the host. The last one is the next
-            root. Empty for rows that have ended.
-        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): What `wants_hidden` of the drafter names, at
-            every node.
-        tree ([`DraftTree`], *optional*): The verified tree.
-        logits (`torch.Tensor` of shape `(batch, N, vocab)`, *optional*): The target's logits after every node.
-    """
-
-    path: torch.Tensor
-    num_nodes: SeqLens
-    prefix_lengths: SeqLens
-    capture: Any = None
+    path: torch.Tensor  # `(batch, M)`: indices of the accepted nodes, node 0 first
+    num_nodes: SeqLens  # number of nodes that each row kept; 0 for rows that have ended
+    prefix_lengths: SeqLens  # number of committed tokens of each row before this commit
+    capture: Any = None  # the result of [`Drafter.capture`], filled
+    # tokens that each row emitted, on the host. The last one is the next root. Empty for rows that have ended.
     tokens: list[list[int]] = field(default_factory=list)
-    hidden: torch.Tensor | None = None
-    tree: DraftTree | None = None
-    logits: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None  # `(batch, N, hidden)`: what `wants_hidden` of the drafter names, at every node
+    tree: DraftTree | None = None  # the verified tree
+    logits: torch.Tensor | None = None  # `(batch, N, vocab)`: the target's logits after every node
 
     @cached_property
     def last_nodes(self) -> torch.Tensor:
@@ -140,12 +122,7 @@ class Drafter(CandidateGenerator):
         return 0
 
     def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
-        """Return a context in which the target reads the prompts. It does nothing by default.
-
-        Args:
-            lengths (`Sequence[int]`): Number of tokens of every row.
-            starts (`Sequence[int]`): Number of tokens of every row that are in the cache already.
-        """
+        """Return a context in which the target reads the prompts. It does nothing by default."""
         return nullcontext()
 
     def attention(self) -> AbstractContextManager[None]:
@@ -153,12 +130,7 @@ class Drafter(CandidateGenerator):
         return nullcontext()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Begin to draft after the prompts.
-
-        Args:
-            texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row, all committed.
-            verification ([`Verification`]): Verification of their last `seed_tokens` tokens as a chain.
-        """
+        """Begin to draft after committed `texts` `(T,)` of every row; the last `seed_tokens` tokens were verified."""
         self.observe(verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
@@ -187,9 +159,6 @@ class Drafter(CandidateGenerator):
         """Return `input_ids` with the best chain of [`Drafter.propose`], as transformers' candidate generators do.
 
         The cache is first extended to the sequence, so this works inside any assisted decoding with batch size 1.
-
-        Raises:
-            ValueError: For more than one row, or more tokens than the drafter was made for.
         """
         if input_ids.shape[0] != 1 or input_ids.shape[1] > self.binding.max_length:
             raise ValueError(
@@ -228,18 +197,9 @@ class BeamDrafter(Drafter):
 
     Subclasses set `rings` and implement `inputs`, `begin`, `level_inputs`, `level` and `observe`. Those that read the
     target's cache also define `prefix`, `graph_of` and `prefix_in_graph`.
-
-    Args:
-        draft (`DraftModel`): The draft. It owns the compiled functions, which later calls use again.
-
-    Attributes:
-        draft (`DraftModel`): The draft, or a copy of it on the device and in the dtype that it drafts with.
-        rings (`list[WindowRing]`): Keys and values of the committed text, for each layer of the draft.
-        coupling ([`Coupling`]): Ranks the candidates.
-        scaling (`float`): Factor of the attention scores.
     """
 
-    rings: list[WindowRing]
+    rings: list[WindowRing]  # keys and values of the committed text, for each layer of the draft
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
@@ -256,7 +216,6 @@ class BeamDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the rings, the same at every context length."""
         return sum(ring.nbytes for ring in self.rings)
 
     @property
@@ -385,19 +344,10 @@ def drafted_tokens(
     noise: torch.Tensor | None,
     with_q: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draft the tokens of a chain under the target's rule. It may be part of a graph if the rule `fits_graphs`.
+    """Draft a chain by the target's rule: roots and drafted tokens `(B, count + 1)`, if `with_q` their distributions.
 
-    Args:
-        rule ([`TokenRule`], *optional*): The target's rule; the argmax without one.
-        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
-        count (`int`): Number of tokens to draft.
-        logits_after (`Callable`): Function of a depth and of the tokens `(B,)` there, to the logits `(B, vocab)` that
-            follow.
-        noise (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Result of [`noise_of_chain`].
-        with_q (`bool`): Whether to return the distributions that the tokens were drawn from.
-
-    Returns:
-        `tuple`: The roots and the drafted tokens `(B, count + 1)`, and distributions `(B, count + 1, vocab)` or `None`.
+    `logits_after` returns the logits `(B, vocab)` after tokens `(B,)` at a depth, and `noise` is that of
+    [`noise_of_chain`]. It may be part of a graph if the rule `fits_graphs`.
     """
     tokens, distributions = [root], []
     for depth in range(count):
@@ -416,11 +366,8 @@ def drafted_tokens(
 def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
     """Return an upper bound on the tokens per second of speculation, relative to plain steps.
 
-    Args:
-        gamma (`int`): Number of drafted tokens.
-        share (`float`): Share of the keys and values that a drafting step reads, from 0 to 1.
-        weights (`float`): Bytes of weights that a plain step reads.
-        kv (`float`): Bytes of keys and values that a plain step reads, all rows together.
+    A plain step reads `weights` bytes of weights, and `kv` bytes of keys and values for all rows together, of which a
+    drafting step reads the `share` from 0 to 1.
 
     >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0), speedup_bound(4, 1.0, 1.0, 1e9)
     (1.0, 1.0)
@@ -453,12 +400,9 @@ def entry_bytes(layers: Sequence[Any]) -> int:
 
 
 class SelfDrafter(Drafter):
-    """Draft chains with the target itself on a part of its cache.
+    """Draft chains with the target itself on a part of its cache, `sparse`.
 
     Subclasses set `sparse` and implement `graph_of` and `observe`.
-
-    Attributes:
-        sparse ([`CompactCache`]): What drafting steps read of the target's cache.
     """
 
     sparse: Any
@@ -474,7 +418,6 @@ class SelfDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that are kept beside the target's cache."""
         return int(self.sparse.nbytes)
 
     def num_selected(self, length: int) -> int:
@@ -482,7 +425,6 @@ class SelfDrafter(Drafter):
         return budget(length, self.sparse_ratio, self.sparse_min_tokens)
 
     def speedup_bound(self) -> float:
-        """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
         lengths = self.binding.cache.lengths.host
         share = sum(map(self.num_selected, lengths)) / max(1, sum(lengths))
         layers = [self.binding.cache.layers[index] for index in self.sparse.sparse_layers]

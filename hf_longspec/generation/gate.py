@@ -116,17 +116,8 @@ class StepStatistics:
 class SpeculationGate:
     """Choose between plain steps and speculation, step by step.
 
-    `speculates` is read when a step begins, and `record` is called when it has ended.
-
-    Args:
-        most_tokens (`int`): Tokens that a speculative step emits per row if everything is accepted.
-        speedup_bound (`Callable[[], float]`, *optional*): Upper bound of the gain of the next step, as far as it can be
-            computed. Nothing is tried while the bound is below the cost of trying.
-        clock (`Callable[[], float]`, *optional*): Time in seconds.
-
-    Attributes:
-        ranks ([`Ranks`], *optional*): Processes that share the target. Their steps must be the same, so the first one
-            measures and decides for all.
+    `speculates` is read when a step begins, and `record` is called when it has ended. Nothing is tried while
+    `speedup_bound`, an upper bound of the gain of the next step, is below the cost of trying.
     """
 
     def __init__(
@@ -137,7 +128,7 @@ class SpeculationGate:
     ):
         self.most_tokens = most_tokens
         self.clock = clock
-        self.ranks: Any = None
+        self.ranks: Any = None  # share the target, and so must their steps: the first measures and decides for all
         self.choice = PLAIN  # of the present phase
         self._speedup_bound = speedup_bound
         self._plain, self._draft = StepStatistics(), StepStatistics()
@@ -169,13 +160,7 @@ class SpeculationGate:
         return bool(self.ranks.first([self.choice == DRAFT])[0])
 
     def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
-        """Count the step that has ended, and return a decision if it changed.
-
-        Args:
-            tokens (`int`): Emitted by all rows.
-            rows (`int`): Rows that were growing.
-            length (`int`): Tokens of the longest row.
-        """
+        """Count the step that has ended, and return a decision if it changed."""
         if self.ranks is not None and self.ranks.rank:
             return None  # the first process measures
         seconds = self.clock() - self._started
@@ -245,15 +230,8 @@ class GatedDrafter:
 
     Plain steps are hidden from the other drafter: it neither captures nor observes them. Before it proposes again, it
     is resumed with the text so far and the verification of one more root. So the first step after a pause is plain.
-    All that is not defined here is that of the other drafter.
-
-    Args:
-        inner ([`Drafter`]): The other drafter.
-        gate ([`SpeculationGate`], *optional*): Decides step by step; without one every step may speculate.
-        may_speculate (`Callable[[int], bool]`, *optional*): Whether the target can verify a tree of this depth in the
-            next step. By default it always can.
-        stats ([`SpeculationStats`]): Statistics of the call, which get every new decision of the gate.
-        keep (`Callable[[], None]`): Called when the text is complete, to keep the gate for another call.
+    All that is not defined here is that of the other drafter. `may_speculate` says whether the target can verify a tree
+    of a depth in the next step, by default always, and `keep` is called when the text is complete.
     """
 
     def __init__(
@@ -343,14 +321,9 @@ _reported: set[str] = set()
 
 
 def gate_of(is_on: bool, drafter: Drafter, ranks: Any, last: SpeculationGate | None = None) -> SpeculationGate | None:
-    """Return the gate of one call; None if every step may speculate.
+    """Return the gate of one call, the `last` of its kind; None if every step may speculate.
 
-    Args:
-        is_on (`bool`): The setting `gate`.
-        drafter ([`Drafter`]): Of the call.
-        ranks ([`Ranks`], *optional*): Processes that share the target. Without a gate if there are others besides, as
-            where several copies of a sharded target run side by side: that was never tried.
-        last ([`SpeculationGate`], *optional*): The gate of an earlier call of the same kind.
+    Copies of a sharded target that run side by side, which was never tried, have no gate.
     """
     if not is_on or drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
         return None

@@ -82,12 +82,6 @@ def of_every_forward(target: TargetView, input_ids: torch.Tensor, inputs: dict[s
 class Prompts:
     """Prompts of a call without their padding, and inputs of the first forward beside them.
 
-    Args:
-        input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts with their padding on the left.
-        model_kwargs (`dict[str, Any]`): Keyword arguments for the model. `past_key_values` may hold the beginning of
-            every row.
-        max_length (`int`): Maximum number of tokens of a row, prompt included.
-
     Attributes:
         inputs (`dict[str, Any]`): Inputs beside the tokens; empty for text alone.
         mask (`torch.LongTensor` of shape `(batch, P)`, *optional*): 0 at padding; `None` if there is none.
@@ -218,9 +212,10 @@ def decoder_arguments(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[st
     caught: dict[str, Any] = {}
     own_thread = threading.get_ident()  # another thread may be generating on the same model
 
-    def catch(module: nn.Module, positional: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+    # Another thread's forward passes no keywords to a hook that is removed meanwhile.
+    def catch(module: nn.Module, positional: tuple[Any, ...], arguments: dict[str, Any] | None = None) -> None:
         if threading.get_ident() == own_thread:
-            caught.update(arguments)
+            caught.update(arguments or {})
             raise _Reached
 
     handle = model.get_decoder().register_forward_pre_hook(catch, with_kwargs=True)

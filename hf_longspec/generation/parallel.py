@@ -13,12 +13,7 @@ from transformers import PreTrainedModel
 
 
 class Ranks:
-    """Communicate between the ranks that share the heads of a target.
-
-    Args:
-        group (`torch.distributed.ProcessGroup`): Process group of the ranks, in the order of the heads.
-        device (`torch.device`): Device of this rank's tensors.
-    """
+    """Communicate between the ranks that share the heads of a target."""
 
     def __init__(self, group: Any, device: torch.device):
         self.group = group

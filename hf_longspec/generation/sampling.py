@@ -49,10 +49,8 @@ class ContextualPenaltyLogitsProcessor(LogitsProcessor):
     emit, such as the end of the text.
 
     Args:
-        penalty (`float`):
-            Values above 1 make repetition less likely, values below 1 more likely.
-        window (`int`):
-            Number of last tokens in which a repetition counts, at least 1.
+        penalty (`float`): Values above 1 make repetition less likely, values below 1 more likely.
+        window (`int`): Number of last tokens in which a repetition counts, at least 1.
         pad_token_id (`int`, *optional*):
             Id that is never penalised. If it is the padding id, a row's scores do not depend on its padding.
 
@@ -103,14 +101,6 @@ class NoiseRows:
     Every batch row has its own generator, seeded from the default one, and draws its noise rows in the order of its
     positions. Rows that a step did not use are kept. The sampled text therefore depends on the seed alone, not on the
     draft tree, the other rows or where a rejection happened.
-
-    Args:
-        vocab_size (`int`): Length of a noise row.
-        device (`torch.device`): Device of the noise.
-        ranks ([`Ranks`], *optional*): Processes that must draw the same noise; they use the first one's seeds.
-
-    Attributes:
-        generator (`torch.Generator`): For draws that need not be tied to a position.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device, ranks: Any = None):
@@ -119,7 +109,7 @@ class NoiseRows:
             seeds = ranks.first(seeds)
         self.vocab_size = vocab_size
         self.device = device
-        self.generator = torch.Generator(device).manual_seed(seeds[0])
+        self.generator = torch.Generator(device).manual_seed(seeds[0])  # of draws that are not tied to a position
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds[1:]]
         self._noise: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
 
@@ -175,14 +165,7 @@ STATEFUL = {
 
 
 class TokenRule:
-    """Choose tokens as the target does, and accept the nodes of a draft tree under this rule.
-
-    Args:
-        processors (`LogitsProcessorList`): Processors of the call, in the order of `generate`.
-        do_sample (`bool`): Whether to draw from the processed distribution instead of taking its argmax.
-        sequences ([`Sequences`]): Emitted tokens, which are the input of the processors.
-        noise ([`NoiseRows`], *optional*): Noise, required for sampling.
-    """
+    """Choose tokens as the target does, and accept the nodes of a draft tree under this rule."""
 
     def __init__(
         self,
@@ -260,11 +243,9 @@ class TokenRule:
     def accept(
         self, tree: DraftTree, logits: torch.Tensor, with_scores: bool = False
     ) -> tuple[Acceptance, torch.Tensor | None]:
-        """Accept the nodes of a tree up to the first token that the target does not choose.
+        """Accept nodes by raw logits `(batch, N, vocab)`, up to the first token that the target does not choose.
 
-        Returns:
-            `tuple`: [`Acceptance`] by the target's raw logits `(batch, N, vocab)`, and the processed scores
-            `(batch, M, vocab)` along the path if `with_scores`, else `None`.
+        With `with_scores`, return also the processed scores `(batch, M, vocab)` along the path.
         """
         texts = None
         if not self.history_free:
@@ -278,12 +259,10 @@ class TokenRule:
         return acceptance, along_path(scores, acceptance.path) if with_scores else None
 
     def draws_for(self, tree: DraftTree) -> tuple[torch.Tensor, ...]:
-        """Return the random numbers that the acceptance of a tree depends on.
+        """Return the random numbers that the acceptance of a tree depends on; none if the rule is greedy.
 
-        Returns:
-            `tuple[torch.Tensor, ...]`: Nothing if the rule is greedy. The noise `(batch, max_depth + 1, vocab)` of the
-            next tokens if candidates are coupled. Uniform numbers `(batch, N - 1)` and noise `(batch, vocab)` for a
-            tree with `q`.
+        The noise `(batch, max_depth + 1, vocab)` of the next tokens if candidates are coupled. Uniform numbers
+        `(batch, N - 1)` and noise `(batch, vocab)` for a tree with `q`.
         """
         if not self.do_sample:
             return ()
@@ -373,10 +352,8 @@ def warped(
 def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:
     """Refuse processors that keep state, as they cannot be called on a path that may be rejected.
 
-    State is detected by calling a copy of the processor twice on the same input. State that takes effect only in later
-    calls or in other texts is not detected.
-
-    `input_ids` `(batch, P)` are the prompts.
+    State is detected by calling a copy of the processor twice on the prompts `input_ids` `(batch, P)`. State that takes
+    effect only in later calls or in other texts is not detected.
     """
     for processor in processors:
         name = type(processor).__name__
@@ -444,11 +421,7 @@ Paths = torch.Tensor | Callable[[], torch.Tensor]
 
 
 class Coupling:
-    """Compute the scores that candidates are ranked by.
-
-    Args:
-        rule ([`TokenRule`], *optional*): The target's. Without one, logits are taken as they are, as by an argmax.
-    """
+    """Compute the scores that candidates are ranked by."""
 
     def __init__(self, rule: TokenRule | None):
         self._rule = rule if rule is not None and (rule.do_sample or rule.processors) else None
@@ -468,9 +441,7 @@ class Coupling:
     def known(self, depths: int) -> tuple[torch.Tensor, ...]:
         """Return the tensors besides logits that decide the next `depths` tokens.
 
-        Returns:
-            `tuple[torch.Tensor, ...]`: The noise `(B, depths, V)` if the target samples, and the last tokens of the
-            texts `(B, window)` if processors depend on these alone.
+        Noise `(B, depths, V)` if the target samples, and last tokens `(B, window)` if processors depend on them alone.
         """
         if self._rule is None:
             return ()
@@ -479,17 +450,10 @@ class Coupling:
         return noise if recent is None else (*noise, recent)
 
     def scores(self, logits: torch.Tensor, known: Sequence[torch.Tensor], depth: int, paths: Paths) -> torch.Tensor:
-        """Return the log-probability that each token is chosen, up to a constant per node.
+        """Return the log-probability `(B, n, V)` that each token is chosen, up to a constant per node.
 
-        Args:
-            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's, after nodes of one depth.
-            known (sequence of `torch.Tensor`): Result of [`Coupling.known`].
-            depth (`int`): Drafted tokens that lead to these nodes.
-            paths (`torch.Tensor` of shape `(B, n, depth)` or `Callable`): Those tokens, or a function that returns
-                them, which is called only if a processor needs them.
-
-        Returns:
-            `torch.Tensor` of shape `(B, n, V)`.
+        `logits` `(B, n, V)` are the draft's, after nodes of one depth, and `paths` the drafted tokens `(B, n, depth)`
+        that lead to them, or a function that returns these, which is called only if a processor needs them.
         """
         rule = self._rule
         if rule is None:

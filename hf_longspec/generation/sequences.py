@@ -22,21 +22,14 @@ from .verification import along_path
 
 @dataclass(frozen=True)
 class GateDecision:
-    """A decision of the gate, recorded when it differs from the one before.
+    """A decision of the gate, recorded when it differs from the one before."""
 
-    Args:
-        choice (`str`): The fastest choice: `plain` or `draft`.
-        length (`int`): Tokens of the longest row at that time, prompt included.
-        plain_tokens_per_second (`float`): Speed of steps without drafting, all growing rows together.
-        draft_tokens_per_second (`float`): Speed of speculation.
-        tau (`float`): Tokens per verification and row in the steps that this speed was measured on. 0 if speculation
-            was not tried. The speed then is the bound that holds if every draft is accepted.
-    """
-
-    choice: str
-    length: int
-    plain_tokens_per_second: float
-    draft_tokens_per_second: float
+    choice: str  # the fastest choice: `plain` or `draft`
+    length: int  # tokens of the longest row at that time, prompt included
+    plain_tokens_per_second: float  # speed of steps without drafting, all growing rows together
+    draft_tokens_per_second: float  # speed of speculation
+    # tokens per verification and row in the steps that this speed was measured on. 0 if speculation was not tried.
+    # The speed then is the bound that holds if every draft is accepted.
     tau: float
 
 
@@ -47,59 +40,42 @@ class SpeculationStats:
     The first token comes from the forward of the prompt and belongs to the prefill. All later tokens are counted here.
     A *row-step* is one row of one verification in which the row was still growing. It is *plain* if the gate had the
     root alone verified; such a step emits one token and is counted in `num_plain_steps` only.
-
-    Args:
-        method (`str`): Name of the draft on the command line, such as `ngram`.
-        reason (`str`, *optional*): Why the call was decoded without the draft, see `on_unsupported`. All counts are 0.
-        num_spec_steps (`int`): Number of row-steps, without plain ones.
-        num_plain_steps (`int`): Number of plain row-steps.
-        num_forwards (`int`): Number of verification forwards of the target, plain ones included. One serves all rows.
-        num_draft_tokens (`int`): Number of drafted tokens that were verified, padding excluded.
-        num_accepted_draft_tokens (`int`): Number of drafted tokens that were emitted.
-        num_accepted_ngram_tokens (`int`): Number of these that only n-grams proposed. TokenSwift's beta also credits
-            n-grams with tokens that another candidate proposed too.
-        num_out_of_draft_vocabulary (`int`): Number of tokens of the text that the draft cannot propose, because its
-            vocabulary is smaller than the target's.
-        num_emitted_tokens (`int`): Number of tokens that verifications emitted, bonus tokens included, without those
-            of plain steps. Tokens of earlier steps that a stopping criterion cut off are included.
-        acceptance_histogram (`list[int]`): Entry k is the number of row-steps that emitted k drafted tokens.
-        prefill_seconds (`float`): Time to the first token.
-        draft_seconds (`float`): Time in the drafter, its update after each verification included.
-        verify_seconds (`float`): Time in verification forwards. On a GPU these return before their kernels have
-            finished, and the wait for the kernels is part of `rest_seconds`.
-        decode_seconds (`float`): Time after the first token.
-        draft_state_bytes (`int`): Bytes that the drafter kept besides the target's cache.
-        gate_decisions (`list[GateDecision]`): Decisions of the gate, one for each change.
-        interrupted (`bool`): Whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call.
-        partial_sequences (`torch.LongTensor` of shape `(batch, length)`, *optional*): After Ctrl-C, prompts and
-            generated tokens, as `generate` would have returned them. `None` if no token was generated.
-        emitted_per_step (`list[array]`): For each row of the batch, the number of tokens that each of its row-steps
-            emitted. The last token of a step is the target's own, those before it were drafted. Rows after the last
-            one that had a row-step are missing.
-        drafted_per_step (`list[array]`): Likewise, the number of drafted tokens that were verified.
     """
 
-    method: str = ""
-    reason: str | None = None
-    num_spec_steps: int = 0
-    num_plain_steps: int = 0
-    num_forwards: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
+    method: str = ""  # name of the draft on the command line, such as `ngram`
+    reason: str | None = None  # why the call was decoded without the draft, see `on_unsupported`. All counts are 0.
+    num_spec_steps: int = 0  # number of row-steps, without plain ones
+    num_plain_steps: int = 0  # number of plain row-steps
+    num_forwards: int = 0  # number of verification forwards of the target, plain ones included. One serves all rows.
+    num_draft_tokens: int = 0  # number of drafted tokens that were verified, padding excluded
+    num_accepted_draft_tokens: int = 0  # number of drafted tokens that were emitted
+    # number of these that only n-grams proposed. TokenSwift's beta also credits n-grams with tokens that another
+    # candidate proposed too.
     num_accepted_ngram_tokens: int = 0
+    # number of tokens of the text that the draft cannot propose, because its vocabulary is smaller than the target's
     num_out_of_draft_vocabulary: int = 0
+    # number of tokens that verifications emitted, bonus tokens included, without those of plain steps. Tokens of
+    # earlier steps that a stopping criterion cut off are included.
     num_emitted_tokens: int = 0
+    # entry k is the number of row-steps that emitted k drafted tokens
     acceptance_histogram: list[int] = field(default_factory=list)
-    prefill_seconds: float = 0.0
-    draft_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # time to the first token
+    draft_seconds: float = 0.0  # time in the drafter, its update after each verification included
+    # time in verification forwards. On a GPU these return before their kernels have finished, and the wait for the
+    # kernels is part of `rest_seconds`.
     verify_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    draft_state_bytes: int = 0
-    gate_decisions: list[GateDecision] = field(default_factory=list)
-    interrupted: bool = False
+    decode_seconds: float = 0.0  # time after the first token
+    draft_state_bytes: int = 0  # bytes that the drafter kept besides the target's cache
+    gate_decisions: list[GateDecision] = field(default_factory=list)  # decisions of the gate, one for each change
+    interrupted: bool = False  # whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call
+    # `(batch, length)`: after Ctrl-C, prompts and generated tokens, as `generate` would have returned them. `None` if
+    # no token was generated.
     partial_sequences: torch.Tensor | None = field(default=None, repr=False, compare=False)
     # 2 bytes per step each: 0.4 MB for 100,000 steps
+    # for each row of the batch, the number of tokens that each of its row-steps emitted. The last token of a step is
+    # the target's own, those before it were drafted. Rows after the last one that had a row-step are missing.
     emitted_per_step: list["array[int]"] = field(default_factory=list, repr=False)
+    # likewise, the number of drafted tokens that were verified
     drafted_per_step: list["array[int]"] = field(default_factory=list, repr=False)
 
     @property
@@ -124,13 +100,7 @@ class SpeculationStats:
         return tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def record(self, emitted: Sequence[int], drafted: Sequence[int] | None, ngrams: Sequence[int]) -> None:
-        """Count one verification. All lists have one entry per row.
-
-        Args:
-            emitted (`Sequence[int]`): Number of tokens that each row emitted; 0 in rows that took no part.
-            drafted (`Sequence[int]`, *optional*): Number of drafted tokens that were verified; `None` for a plain step.
-            ngrams (`Sequence[int]`): Number of emitted tokens that only n-grams had proposed.
-        """
+        """Count one verification. All lists have one entry per row; `drafted` is `None` for a plain step."""
         self.num_forwards += 1
         while len(self.emitted_per_step) < max((row + 1 for row, count in enumerate(emitted) if count), default=0):
             self.emitted_per_step.append(array("H"))
@@ -226,21 +196,14 @@ class Sequences:
     """Prompts and generated tokens, one row per prompt. Each row grows at its own pace.
 
     Args:
-        input_ids (`torch.LongTensor` of shape `(batch, P)`):
-            Prompts of the user, left padding included, so that processors and criteria get the same input as in plain
-            `generate`.
-        stopping_criteria (`StoppingCriteriaList`):
-            Criteria other than length and end of sequence are shown the batch column by column, as in `generate`: the
-            first columns `(batch, length)`, once all rows that have not ended have reached this length. Finished rows
-            are padded, and rows that are ahead lose their further tokens if they are stopped here. A result per row
-            stops these rows, a single result all of them. A criterion that raises StopIteration ends all rows here.
-
-            Without a criterion that has an `eos_token_id`, a stopped row keeps growing until all rows have been
-            stopped, as in `generate`, which has no token to pad with then.
-        pad_token_id (`int`): Token that fills finished rows.
-        max_length (`int`): Maximum number of tokens of a row, prompt included.
-        streamer (`BaseStreamer`, *optional*): Receives the prompt's continuation, each token once.
-        ranks ([`Ranks`], *optional*): Processes that must stop together. The criteria of the first one decide.
+        input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts of the user, left padding included, so that
+            processors and criteria get the same input as in plain `generate`.
+        stopping_criteria (`StoppingCriteriaList`): Criteria other than length and end of sequence are shown the batch
+            column by column, as in `generate`: the first columns `(batch, length)`, once all rows that have not ended
+            have reached this length. Finished rows are padded, and rows that are ahead lose their further tokens if
+            they are stopped here. A result per row stops these rows, a single result all of them. A criterion that
+            raises StopIteration ends all rows here. Without a criterion that has an `eos_token_id`, a stopped row keeps
+            growing until all rows have been stopped, as in `generate`, which has no token to pad with then.
     """
 
     def __init__(
@@ -279,12 +242,10 @@ class Sequences:
 
     @property
     def batch_size(self) -> int:
-        """Number of rows."""
         return len(self.done)
 
     @property
     def device(self) -> torch.device:
-        """Device of the prompts."""
         return self.buffer.tokens.device
 
     @property
@@ -294,7 +255,6 @@ class Sequences:
 
     @property
     def finished(self) -> bool:
-        """Whether every row is done."""
         return all(self.done)
 
     @property
@@ -313,13 +273,8 @@ class Sequences:
     def append(self, accepted: Sequence[Sequence[int]], scores: Callable[..., Any] | None = None) -> list[int]:
         """Emit the tokens of each row up to its stop, and return how many each row emitted.
 
-        Args:
-            accepted (`Sequence[Sequence[int]]`): Tokens of each row, in order; -1 for one that could not be drawn.
-            scores (`Callable`, *optional*): Function of the sequences and of a number of generated tokens, to the
-                argument `scores` of custom criteria.
-
-        Raises:
-            RuntimeError: If the text needs a token that could not be drawn, as in `generate`.
+        `accepted` has -1 for a token that could not be drawn. `scores` is a function of the sequences and of a number
+        of generated tokens, to the argument `scores` of custom criteria.
         """
         before = list(map(len, self.generated))
         for row, tokens in enumerate(accepted):
@@ -430,12 +385,7 @@ PerRow = list[list[torch.Tensor]]
 
 
 class Outputs:
-    """Keep scores and logits of emitted tokens, row by row, and build the result of `generate`.
-
-    Args:
-        config (`GenerationConfig`): Its `return_dict_in_generate`, `output_scores` and `output_logits` are read.
-        batch_size (`int`): Number of rows.
-    """
+    """Keep scores and logits of emitted tokens, row by row, and build the result of `generate`."""
 
     def __init__(self, config: GenerationConfig, batch_size: int):
         self.as_dict = bool(config.return_dict_in_generate)

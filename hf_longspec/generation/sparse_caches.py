@@ -29,19 +29,11 @@ class CompactCache(Cache):
     A subclass chooses the entries of each layer, writes them to `keys` and `values` of the layer, and sets `used`.
     Layers in `dense_layers` read the target's cache. Their drafted tokens are written to the slots after the committed
     tokens, where the next verification overwrites them.
-
-    Args:
-        cache ([`SpeculativeCache`]): The target's cache.
-        dense_layers (`frozenset[int]`): Indices of the layers that attend to the full cache.
-
-    Attributes:
-        used ([`Rows`]): Number of entries of every row in the buffers.
-        dense_used ([`Rows`]): Number of entries of every row in dense layers.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int]):
         self.cache = cache
-        self.dense_layers = dense_layers
+        self.dense_layers = self._other_layers = dense_layers
         self.used = Rows(cache.batch_size)
         self.dense_used = Rows(cache.batch_size)
         self.used.staged = self.dense_used.staged = True
@@ -55,15 +47,11 @@ class CompactCache(Cache):
     @property
     def sparse_layers(self) -> list[int]:
         """Indices of the layers whose entries are selected, without layers that share the cache of another layer."""
-        return [
-            index
-            for index, layer in enumerate(self.cache.layers)
-            if layer.is_initialized and index not in self.dense_layers
-        ]
+        layers = enumerate(self.cache.layers)
+        return [index for index, layer in layers if layer.is_initialized and index not in self._other_layers]
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Numbers that change when a buffer is replaced."""
         return self.used.layout, self.dense_used.layout
 
     @property
@@ -102,10 +90,6 @@ class CompactCache(Cache):
 
         Its keys and values are written to the slot after the used entries. Its true position is clamped below
         `max_length`. See [`TargetView.step`] for `with_hidden` and `fixed_shape`.
-
-        Returns:
-            `tuple`: Logits `(batch_size, vocab_size)`, and the input of the final norm `(batch_size, hidden_size)` if
-            `with_hidden`, else `None`.
         """
         device = token.device
         dense = self.dense_used.lengths
@@ -119,13 +103,7 @@ class CompactCache(Cache):
 
 
 def gather_entries(buffer: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `buffer[b, h, slots[b, h]]` as one copy of whole rows, `(B, K, n, D)`.
-
-    Args:
-        buffer (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys or values.
-        slots (`torch.LongTensor` of shape `(B, K, n)` or `(B, 1, n)`): Slots to copy.
-        out (`torch.Tensor` of shape `(B, K, n, D)`, *optional*): Contiguous memory of the result.
-    """
+    """Return `buffer[b, h, slots[b, h]]` as one copy of whole rows, `(B, K, n, D)`."""
     batch, heads, capacity, width = buffer.shape
     row = torch.arange(batch * heads, device=buffer.device).view(batch, heads, 1) * capacity
     flat = (row + slots).flatten()
@@ -143,16 +121,10 @@ def budget(prefix_length: int, ratio: float, floor: int) -> int:
 
 
 def select_top(scores: torch.Tensor, prefix_lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the `count` best entries of every row and head, sinks first, then the others by falling score.
+    """Return the slots `(B, K, count)` of the best entries of every row and head, sinks first, then by falling score.
 
-    Args:
-        scores (`torch.Tensor` of shape `(B, K, S)`): Scores of the entries, which are overwritten. Entries after a
-            row's prefix are selected last. S is at least the longest prefix.
-        prefix_lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's prefix.
-        count (`int`): Number of entries to select, at most S.
-
-    Returns:
-        `torch.LongTensor` of shape `(B, K, count)`: Slots of the entries.
+    The scores `(B, K, S)` are overwritten. Entries after a row's prefix are selected last. S is at least the longest
+    prefix.
     """
     slots = torch.arange(scores.shape[-1], device=scores.device)
     scores[..., :SINK_TOKENS] = torch.inf
@@ -257,19 +229,11 @@ class SelectedCache(CompactCache):
 
 
 class WindowedCache(SpeculativeCache):
-    """Hold the first `sinks` and at least the last `window` tokens of every row.
+    """Hold the first `sinks` and at least the last `window` tokens of every row; all tokens without a window.
 
     A row drops tokens when it holds a quarter of the window more than that, all at once, so that few steps move
     entries. Every row decides by its own length. Kept tokens lie side by side in the order of the text: the token at
     position p lies in slot `p - dropped`, except for the sinks.
-
-    Args:
-        max_length (`int`): Maximum number of tokens of a row.
-        window (`int`, *optional*): Number of last tokens to keep. All tokens are kept by default.
-        sinks (`int`, *optional*, defaults to 4): Number of first tokens to keep.
-
-    Attributes:
-        dropped ([`SeqLens`]): Number of tokens that each row has dropped.
     """
 
     def __init__(
@@ -316,7 +280,6 @@ class WindowedCache(SpeculativeCache):
         self.set_lengths(SeqLens(lengths, numbers[1]))
 
     def reset(self) -> None:
-        """Remove all tokens, and keep the buffers."""
         super().reset()
         self.dropped = SeqLens((0,) * self.batch_size)
 
@@ -324,24 +287,11 @@ class WindowedCache(SpeculativeCache):
 class WindowRing:
     """Store keys and values of the first and the last committed tokens of every row, and those of a draft tree.
 
-    The `sinks` first tokens of a text stay in the first slots. The token at a later position p lies in slot
-    `sinks + (p - sinks) % (window + room)`, node i of the tree in slot `size + i`. One spare slot takes the writes that
-    a row does not keep, so that all rows run the same operations.
-
-    Args:
-        window (`int`): Positions that a query attends to, its own included.
-        tree_slots (`int`): Number of nodes of the tree.
-        batch_size (`int`): Number of rows.
-        num_heads (`int`): Number of key/value heads.
-        head_dim (`int`): Size of a head.
-        dtype (`torch.dtype`): Type of keys and values.
-        device (`torch.device`): Device of all tensors.
-        sinks (`int`, *optional*, defaults to 0): First positions of a text that all queries attend to.
-        room (`int`, *optional*, defaults to 0): Tokens that may be stored before the queries of the first of them run.
-        value_dim (`int`, *optional*): Size of the values of a head, if it differs from that of the keys.
-
-    Attributes:
-        size (`int`): Number of slots before those of the tree.
+    The `sinks` first tokens of a text stay in the first slots, and all queries attend to them. The token at a later
+    position p lies in slot `sinks + (p - sinks) % (window + room)`, node i of the tree in slot `size + i`. A query
+    attends to `window` positions, its own included; up to `room` tokens may be stored before the query of the first of
+    them runs. One spare slot takes the writes that a row does not keep, so that all rows run the same operations.
+    `value_dim` is the size of the values of a head, if it differs from that of the keys.
     """
 
     def __init__(
@@ -374,16 +324,12 @@ class WindowRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and positions."""
         return self.keys.nbytes + self.values.nbytes + self.positions.nbytes
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store T tokens per row at their positions.
+        """Store T tokens per row, `(B, K, T, D)`, at their positions `(B, T)`, of which a negative one marks padding.
 
-        Args:
-            keys (`torch.Tensor` of shape `(B, K, T, D)`): Keys. If there are too many, the newest are kept.
-            values (`torch.Tensor` of shape `(B, K, T, D)`): Values of these tokens.
-            positions (`torch.LongTensor` of shape `(B, T)`): Positions of these tokens; a negative one marks padding.
+        If there are too many, the newest are kept.
         """
         capacity = self.size - self.sinks
         if positions.shape[1] > capacity:

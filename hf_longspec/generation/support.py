@@ -281,16 +281,11 @@ def check_target(
     """Compare verification and plain forward after the longest row of `cache`, once per process and kind of target.
 
     A kind is given by class, config, dtype of the weights and attention implementation, and by whether there is room
-    for a tree of more than a root. The check writes only to free slots of the cache. Call it outside of
-    [`TargetView.attention`].
+    for a tree of more than a root. The check runs the last few tokens of one of the `texts`, at positions below
+    `limit`, and writes only to free slots of the cache. Call it outside of [`TargetView.attention`].
 
-    Args:
-        cache ([`SpeculativeCache`]): The target's cache, with the prefix of every row.
-        texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row. The check runs the last few of one row.
-        limit (`int`): Upper bound of the positions of the check.
-        logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*):
-            Logits of the last token of every text, from one forward over the text with images and the like. With them,
-            the check also verifies the end of a text that is not in the cache, which must run without these inputs.
+    With `logits` `(batch, vocab)` of the last token of every text, from one forward over the text with images and the
+    like, it also verifies the end of a text that is not in the cache, which must run without these inputs.
 
     Raises:
         ValueError: If the logits disagree in float32. In other precisions a warning is logged.

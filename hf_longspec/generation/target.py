@@ -44,8 +44,6 @@ class TargetView:
     """Run an unmodified target model for the decoding loop.
 
     Args:
-        model (`PreTrainedModel`):
-            A causal language model. It is not modified.
         runner ([`CompiledRunner`] or [`CapturedRunner`], *optional*):
             Compiles or captures steps of fixed shapes. Not used under tensor parallelism.
     """
@@ -63,7 +61,6 @@ class TargetView:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the target's vocabulary."""
         return self.config.vocab_size
 
     @property
@@ -83,7 +80,6 @@ class TargetView:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
         return self.config.num_hidden_layers
 
     @cached_property
@@ -125,12 +121,7 @@ class TargetView:
         return shape_of(self.config, "kv_lora_rank") is not None
 
     def why_not(self, max_length: int | None = None) -> list[str]:
-        """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can.
-
-        Args:
-            max_length (`int`, *optional*): Maximum number of tokens of a row. Reasons that depend on it are left out
-                without it.
-        """
+        """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can."""
         reasons = []
         if self.model.config.is_encoder_decoder:
             reasons.append("it is an encoder-decoder model, and the loop runs decoder-only models")
@@ -216,11 +207,8 @@ class TargetView:
     def prefill(self, input_ids: torch.Tensor, cache: SpeculativeCache, chunk_size: int | None) -> None:
         """Append keys and values of right-padded prompts to `cache`, under the model's own attention.
 
-        Args:
-            input_ids (`torch.LongTensor` of shape `(batch, T)`):
-                Prompt tokens that are not in the cache yet. All rows of the cache have the same length.
-            chunk_size (`int`, *optional*):
-                Tokens per forward. All tokens run in one forward by default.
+        The tokens `(batch, T)` are not in the cache yet, whose rows all have the same length. A forward has
+        `chunk_size` tokens; by default, all of them.
         """
         start, total = cache.get_seq_length(), input_ids.shape[1]
         extra = self.keeping(torch.zeros(1, dtype=torch.long, device=input_ids.device))
@@ -245,14 +233,8 @@ class TargetView:
         """Append keys and values of prompts to rows of any lengths, as chains that are verified.
 
         The model's own attention has one length for all rows, and its windows count slots. Call it inside of
-        [`TargetView.attention`].
-
-        Args:
-            prompts (`Sequence[torch.LongTensor]`): Tokens `(T,)` of every row that are not in the cache yet.
-            cache ([`SpeculativeCache`]): Cache with the tokens before them.
-            chunk_size (`int`, *optional*): Most tokens per forward. No forward has more than the cache has slots for a
-                tree.
-            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`TreeContext`].
+        [`TargetView.attention`]. No forward has more tokens than `chunk_size`, or than the cache has slots for a tree.
+        See [`TreeContext`] for `columns`.
         """
         tokens = pad_sequence(list(prompts), batch_first=True)
         size = min(chunk_size or cache.tree_slots, cache.tree_slots)
@@ -283,8 +265,6 @@ class TargetView:
         """Run all nodes of the tree in one forward, and stage their keys and values in `cache`.
 
         Args:
-            tree ([`DraftTree`]): Tree to verify.
-            cache ([`SpeculativeCache`]): Cache with the committed tokens.
             capture (*optional*): Collects scores or queries of the attention layers, see
                 `attention_backends/scores.py`.
             limit (`int`, *optional*): Positions are clamped below it. Nodes there are never emitted, but models with a

@@ -39,11 +39,13 @@ def passed_on(model: nn.Module) -> Iterator[None]:
         return
     of_layer = threading.local()  # another thread may be using the same model
 
-    def note(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        of_layer.keywords = {name: kwargs[name] for name in KEYWORDS if name in kwargs}
+    # A forward of another thread that has begun to call the hooks of a module passes no keywords to one that is
+    # removed meanwhile (`torch.nn.Module._call_impl`).
+    def note(_: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+        of_layer.keywords = {name: kwargs[name] for name in KEYWORDS if name in kwargs} if kwargs else {}
 
-    def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, getattr(of_layer, "keywords", {}) | kwargs
+    def add(_: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]] | None:
+        return None if kwargs is None else (args, getattr(of_layer, "keywords", {}) | kwargs)
 
     with ExitStack() as hooks:
         for layer, attention in pairs:
@@ -338,9 +340,12 @@ class LayerInputs:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, place: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def catch(module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-            states = inputs[0] if inputs else arguments["hidden_states"]
+    def _hook(self, place: int) -> Callable[..., None]:
+        # Another thread's forward passes no keywords to a hook that is removed meanwhile.
+        def catch(module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any] | None = None) -> None:
+            if not torch.compiler.is_compiling() and threading.get_ident() != self._thread:
+                return
+            states = inputs[0] if inputs else arguments["hidden_states"]  # type: ignore[index]
             if states.dim() != 3:
                 raise ValueError(
                     f"the layers of {self._name} pass states of shape {tuple(states.shape)}, and the draft reads one "
@@ -349,7 +354,7 @@ class LayerInputs:
             if torch.compiler.is_compiling():
                 if _traced.wanted:
                     _traced.caught[place] = states
-            elif threading.get_ident() == self._thread:
+            else:
                 self._keep(place, states)
 
         return catch

@@ -42,15 +42,10 @@ KEEPS, RECOMPUTES, FORGETS = "keeps", "recomputes", "forgets"
 
 @dataclass(frozen=True, order=True)
 class FrequencyChange:
-    """Column at which the frequencies of a target change.
+    """Column at which the frequencies of a target change."""
 
-    Args:
-        column (`int` or `float`): The first column under other frequencies; infinity if they never change.
-        is_repeated (`bool`): Whether they change again in every column after it.
-    """
-
-    column: float
-    is_repeated: bool
+    column: float  # the first column under other frequencies; infinity if they never change
+    is_repeated: bool  # whether they change again in every column after it
 
     @classmethod
     def of(cls, config: Any) -> "FrequencyChange":
@@ -78,13 +73,10 @@ def _change_of(parameters: dict[str, Any], config: Any) -> FrequencyChange | Non
 
 
 def cache_at(model: PreTrainedModel, column: int) -> str:
-    """Return what plain `generate` does with the cache in the forward of `column`.
+    """Return what plain `generate` does with the cache in the forward of `column`, by preparing its inputs.
 
-    The answer is found with the model's `prepare_inputs_for_generation`.
-
-    Returns:
-        `str`: `"keeps"`, `"recomputes"` (all tokens run again), or `"forgets"` (the cache is dropped and only the last
-        token runs, as with phi3 in transformers 5.17).
+    It keeps it, recomputes it (all tokens run again), or forgets it: the cache is dropped and only the last token runs,
+    as with phi3 in transformers 5.17.
     """
     cache = SpeculativeCache(model.config, batch_size=1, max_length=column)
     cache.set_lengths([column])
@@ -117,13 +109,7 @@ def rotary_state_kept(model: PreTrainedModel) -> Iterator[None]:
 class RotaryLimit:
     """The columns of one call: where it may speculate, which rows wait, and whether the cache is recomputed.
 
-    Args:
-        model (`PreTrainedModel`): The target.
-        change ([`FrequencyChange`]): Its change.
-        prompt_lengths (`Sequence[int]`): Number of tokens of every row's prompt, without padding.
-
-    Attributes:
-        is_passed (`bool`): Whether the frequencies have changed.
+    Lengths of prompts are without padding.
     """
 
     def __init__(self, model: PreTrainedModel, change: FrequencyChange, prompt_lengths: Sequence[int]):
@@ -181,13 +167,7 @@ class RotaryLimit:
         return None
 
     def may_speculate(self, lengths: Sequence[int], done: Sequence[bool], depth: int) -> bool:
-        """Return whether a tree may be drafted and verified, because all its positions have the same frequencies.
-
-        Args:
-            lengths (`Sequence[int]`): Number of committed tokens of each row, which is the position of its root.
-            done (`Sequence[bool]`): Whether each row has ended. Such rows are still part of every forward.
-            depth (`int`): Depth of the deepest node.
-        """
+        """Return whether a tree may be drafted and verified, because all its positions have the same frequencies."""
         if self.is_passed:
             return not self.never_speculates
         rows = zip(lengths, self.lags, done, strict=True)
@@ -226,20 +206,14 @@ MOST_NAMED = 4
 
 @dataclass
 class LayerTraits:
-    """Traits of a model's attention layers.
+    """Traits of a model's attention layers."""
 
-    Args:
-        windows (`tuple[int | None, ...]`): Sliding window of every layer; `None` for a layer that attends to all keys.
-        reasons (`list[str]`): Reasons why a tree cannot be verified with these layers; empty if it can.
-        forgotten_window (`int`, *optional*):
-            A window that transformers' cache applies and the layers do not. After this many tokens, the text of plain
-            `generate` depends on where its prompt ended.
-        ignored (`dict[str, bool]`): Whether zeros change nothing, for every input that was tried.
-    """
-
-    windows: tuple[int | None, ...]
-    reasons: list[str]
+    windows: tuple[int | None, ...]  # sliding window of every layer; `None` for a layer that attends to all keys
+    reasons: list[str]  # reasons why a tree cannot be verified with these layers; empty if it can
+    # a window that transformers' cache applies and the layers do not. After this many tokens, the text of plain
+    # `generate` depends on where its prompt ended.
     forgotten_window: int | None
+    # whether zeros change nothing, for every input that was tried
     ignored: dict[str, bool] = field(default_factory=dict)
 
 
@@ -360,17 +334,11 @@ def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, A
 
 @dataclass
 class LayerMask:
-    """Inputs of one layer.
+    """Inputs of one layer."""
 
-    Args:
-        window (`int`, *optional*): Sliding window of the layer.
-        query (`torch.Tensor` of shape `(1, H, 2, D)`): Queries of the layer.
-        reasons (`tuple[str, ...]`): Reasons why a tree cannot be verified with it, as predicates of the layer.
-    """
-
-    window: int | None
-    query: torch.Tensor
-    reasons: tuple[str, ...]
+    window: int | None  # sliding window of the layer
+    query: torch.Tensor  # `(1, H, 2, D)`: queries of the layer
+    reasons: tuple[str, ...]  # reasons why a tree cannot be verified with it, as predicates of the layer
 
 
 class AttentionProbe:
@@ -451,22 +419,16 @@ class DummyLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the right shapes."""
         count = self.offset + key_states.shape[2]
         keys, values = (states[:, :, :1].expand(-1, -1, count, -1) for states in (key_states, value_states))
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Return the claimed number of tokens."""
         return self.offset
 
 
 class DummyCache(Cache):
-    """Cache that claims to hold `offset` tokens in every layer and holds none.
-
-    Attributes:
-        updated (`set[int]`): Indices of the layers that wrote to it.
-    """
+    """Cache that claims to hold `offset` tokens in every layer and holds none."""
 
     def __init__(self, num_layers: int, offset: int):
         super().__init__(layers=[DummyLayer(offset)] * num_layers)
@@ -475,7 +437,6 @@ class DummyCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the right shapes."""
         self.updated.add(layer_idx)
         return self.layers[0].update(key_states, value_states)
 

@@ -30,19 +30,12 @@ from .draft_tree import DraftTree
 class Acceptance:
     """
     Result of one verification. With M = `tree.max_depth + 1`:
-
-    Args:
-        path (`torch.LongTensor` of shape `(batch_size, M)`):
-            Accepted nodes, beginning with node 0; from place n on, the last one is repeated.
-        num_nodes (`torch.LongTensor` of shape `(batch_size,)`):
-            n of each row: nodes to commit, and tokens emitted.
-        tokens (`torch.LongTensor` of shape `(batch_size, M)`):
-            Tokens emitted, the bonus token last; from place n on, 0. The bonus token is -1 if it could not be drawn,
-            see [`drawn`].
     """
 
-    path: Tensor
-    num_nodes: Tensor
+    path: Tensor  # `(batch_size, M)`: accepted nodes, beginning with node 0; from place n on, the last one is repeated
+    num_nodes: Tensor  # `(batch_size,)`: n of each row: nodes to commit, and tokens emitted
+    # `(batch_size, M)`: tokens emitted, the bonus token last; from place n on, 0. The bonus token is -1 if it could
+    # not be drawn, see [`drawn`].
     tokens: Tensor
 
     @cached_property
@@ -65,12 +58,8 @@ def packed(acceptance: Acceptance, valid: Tensor) -> Tensor:
 def walk_lazily(tree: DraftTree, choose: Callable[[int, Tensor], Tensor]) -> Acceptance:
     """Follow the target's choices down the tree, and compute each choice only when its node is reached.
 
-    If siblings carry the same token, the first of them is taken.
-
-    Args:
-        choose (`Callable[[int, torch.LongTensor], torch.LongTensor]`):
-            Given a depth and the node of every row, the token the target emits after that node. Called for depths
-            0 to `tree.max_depth`; the result is ignored in rows that stopped earlier.
+    Given a depth from 0 to `tree.max_depth` and the node of every row, `choose` returns the token that the target emits
+    after that node; in rows that stopped earlier it is ignored. Of siblings with the same token, the first is taken.
 
     >>> tree = DraftTree.chain(torch.tensor([[5, 8, 2]]))
     >>> walk_lazily(tree, lambda depth, node: torch.tensor([[8, 4, 6][depth]])).tokens.tolist()
@@ -134,21 +123,13 @@ def draw_noise(*shape: int, generator: torch.Generator | None = None, device: to
 
 
 def gumbel_max_sample(scores: Tensor, noise: Tensor) -> Tensor:
-    """Draw one token per row from the distribution `softmax(scores)`, as a function of the noise.
+    """Draw one token per row from the distribution `softmax(scores)`, as a function of the noise `(..., vocab_size)`.
 
     This is the Gumbel-max trick in its exponential form: token i arrives at time `noise[i] / p[i]`, an exponential time
     of rate p[i], and the first to arrive is drawn. The minimum of independent exponential times belongs to i with
     probability p[i] / sum(p), so the result is distributed as that of `torch.multinomial`. Two similar distributions
-    mostly draw the same token from the same noise; coupled candidates rely on that. Pass `p.log()` for probabilities.
-
-    Args:
-        scores (`torch.Tensor` of shape `(..., vocab_size)`):
-            Log-probabilities up to a constant. A token at -inf is never drawn, unless all are.
-        noise (`torch.Tensor` of shape `(..., vocab_size)`):
-            Standard exponential noise, see [`draw_noise`].
-
-    Returns:
-        `torch.LongTensor` of shape `(...)`.
+    mostly draw the same token from the same noise; coupled candidates rely on that. Pass `p.log()` for probabilities. A
+    token at -inf is never drawn, unless all are.
 
     >>> gumbel_max_sample(torch.tensor([0.9, 0.1, 0.0]).log(), torch.tensor([1.0, 0.1, 1e-9])).item()
     1
@@ -187,14 +168,9 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
     """Accept the tokens that the target would sample: draw once after a node, and go on if a child carries the token.
 
     No rule accepts more often when candidates are not random. A second draw for the next sibling would favour drafted
-    tokens and change the distribution of the text.
-
-    Args:
-        tree (`DraftTree`):
-            The tree to walk. Its `q` is not used, so it may be chosen in any way, even by the same noise.
-        noise (`torch.Tensor` of shape `(batch_size, max_depth + 1, vocab_size)`):
-            Row d decides the draw after a node of depth d. With one row per position of the text, kept until that
-            position is committed, the text does not depend on the trees.
+    tokens and change the distribution of the text. The tree's `q` is not used, so it may be chosen in any way, even by
+    the same noise `(batch_size, max_depth + 1, vocab_size)`, whose row d decides the draw after a node of depth d. With
+    one row per position of the text, kept until that position is committed, the text does not depend on the trees.
 
     >>> tree, noise = DraftTree.chain(torch.tensor([[0, 2]])), torch.ones(1, 2, 4)
     >>> accept_sampled(tree, torch.eye(4)[None, [2, 3]], noise).tokens.tolist()
@@ -220,14 +196,9 @@ def accept_rejection(tree: DraftTree, scores: Tensor, uniforms: Tensor, noise: T
     """Accept each token of a chain with probability min(1, p / q), up to the first that is refused.
 
     A refused token is replaced by a draw from the normalised (p - q)+. After a chain that is accepted whole, the bonus
-    token is drawn from p. See https://huggingface.co/papers/2211.17192.
-
-    Args:
-        tree (`DraftTree`):
-            A chain with `q`, the distributions its tokens were drawn from, independently of `uniforms` and `noise`.
-        uniforms (`torch.Tensor` of shape `(batch_size, num_nodes - 1)`):
-            Uniform draws from [0, 1), one per drafted token.
-        noise (`torch.Tensor` of shape `(batch_size, vocab_size)`): Noise for the draw of the bonus token.
+    token is drawn from p. See https://huggingface.co/papers/2211.17192. The tokens were drawn from the tree's `q`,
+    independently of `uniforms` `(batch_size, num_nodes - 1)` and of the `noise` `(batch_size, vocab_size)` of the
+    bonus.
     """
     if not tree.is_chain or (tree.q is None and tree.num_nodes > 1):
         raise ValueError(

@@ -95,12 +95,6 @@ def flatten(
 ) -> dict[str, str]:
     """Return the sources of the named classes and of all that they need, by file name.
 
-    Args:
-        symbols (`Sequence[tuple[str, str]]`): Modules, as paths below `root` without ending, and names in them.
-        root (`Path`): Root of the package.
-        left_out (`Sequence[str]`): Modules and folders that are not copied.
-        files (`Mapping[str, Sequence[str]]`): Modules by the file that they are joined in.
-
     Raises:
         ValueError: If a part that is left out is imported without `try`, modules or files import each other in a
             circle, or two modules of one file use a name for different things.
@@ -238,11 +232,7 @@ def _short_docstrings(text: str, tree: ast.Module) -> list[str | None]:
 
 
 def _joined(file: str, modules: Sequence[Module], file_of: Mapping[str, str]) -> str:
-    """Return the source of one file of the copy.
-
-    Raises:
-        ValueError: If a name means different things in two of its modules.
-    """
+    """Return the source of one file of the copy."""
     meaning: dict[str, tuple[str, str]] = {}
 
     def claim(name: str, value: tuple[str, str], module: Module) -> bool:

@@ -57,46 +57,27 @@ LISTS = ("datasets", "language")  # fields that may hold several values on the H
 
 @dataclass(frozen=True)
 class Card:
-    """Values on a model card that cannot be read from the draft. Missing values are omitted or marked as missing.
+    """Values on a model card that cannot be read from the draft. Missing values are omitted or marked as missing."""
 
-    Args:
-        repo (`str`, *optional*): Id or folder from which the usage example loads the draft. Defaults to the repository
-            that it is pushed to.
-        base_model (`str`, *optional*): Hub id of the target. Defaults to the `target_name_or_path` of the draft.
-        target (`str`, *optional*): Id or folder from which the usage example loads the target. Defaults to
-            `base_model`.
-        license (`str`, *optional*): License of the weights, as the Hub spells it: it refuses the upload of another.
-            Defaults to that of the code for drafts without weights.
-        language (`str` or `list[str]`, *optional*): Language of the training text.
-        datasets (`list[str]`): Hub ids of the training data.
-        settings (`str`): Reasons for the values in the draft's `generation_config`.
-        acceptance (`str`): Markdown table of tau by context length, with the method of measurement.
-        training (`str`): Steps, tokens, loss.
-        command (`str`): The training command.
-        commit (`str`, *optional*): Commit of the training code.
-        limits (`str`): Further limits of the draft.
-    """
-
+    # id or folder from which the usage example loads the draft. Defaults to the repository that it is pushed to.
     repo: str | None = None
-    base_model: str | None = None
-    target: str | None = None
+    base_model: str | None = None  # Hub id of the target. Defaults to the `target_name_or_path` of the draft.
+    target: str | None = None  # id or folder from which the usage example loads the target. Defaults to `base_model`.
+    # license of the weights, as the Hub spells it: it refuses the upload of another. Defaults to that of the code for
+    # drafts without weights.
     license: str | None = None
-    language: str | list[str] | None = None
-    datasets: list[str] = field(default_factory=list)
-    settings: str = ""
-    acceptance: str = ""
-    training: str = ""
-    command: str = ""
-    commit: str | None = None
-    limits: str = ""
+    language: str | list[str] | None = None  # language of the training text
+    datasets: list[str] = field(default_factory=list)  # Hub ids of the training data
+    settings: str = ""  # reasons for the values in the draft's `generation_config`
+    acceptance: str = ""  # Markdown table of tau by context length, with the method of measurement
+    training: str = ""  # steps, tokens, loss
+    command: str = ""  # the training command
+    commit: str | None = None  # commit of the training code
+    limits: str = ""  # further limits of the draft
 
     @classmethod
     def read(cls, facts: dict[str, Any]) -> "Card":
-        """Build a card from facts by name.
-
-        Raises:
-            ValueError: If a name is unknown, or a value has a wrong type.
-        """
+        """Build a card from facts by name."""
         defaults = {fact.name: fact.default for fact in fields(cls)}
         if unknown := sorted(set(facts) - set(defaults)):
             raise ValueError(f"unknown on a model card: {', '.join(unknown)}. Expected some of {', '.join(defaults)}.")
@@ -109,15 +90,7 @@ class Card:
         return cls(**facts)
 
     def complete(self, draft: Any, repo: str) -> "Card":
-        """Return the card with missing facts filled in from the draft and the repository.
-
-        Args:
-            draft ([`DraftModel`]): The draft to publish.
-            repo (`str`): Id of its repository, or name of its folder.
-
-        Raises:
-            ValueError: If the target has no Hub id.
-        """
+        """Return the card with missing facts filled in from the draft and the repository."""
         base_model = self.base_model or draft.config.target_name_or_path
         if not is_hub_id(base_model) or (not self.base_model and Path(str(base_model)).is_dir()):
             raise ValueError(
@@ -130,13 +103,7 @@ class Card:
 
 
 def render(draft: Any, card: Card, engine: str | None = None) -> str:
-    """Return the README.md of a draft.
-
-    Args:
-        draft ([`DraftModel`]): The draft.
-        card ([`Card`]): A result of [`Card.complete`].
-        engine (`str`, *optional*): Repository that holds the code of the draft.
-    """
+    """Return the README.md of a draft."""
     kind = draft.config.model_type
     tags = ["speculative-decoding", kind.replace("_", "-"), "draft-model", "long-context", "custom_code"]
     data = ModelCardData(
@@ -213,20 +180,13 @@ def push(
     """Upload the complete repository of a draft.
 
     Args:
-        draft ([`DraftModel`]): The draft to publish.
         repo_id (`str`): `"owner/name"`; created if it does not exist.
-        card ([`Card`], *optional*): Facts for the model card.
-        private (`bool`, *optional*): Whether a new repository is private.
         token (`str` or `bool`, *optional*): Access token. Defaults to the one that `hf auth login` stored.
         revision (`str`, *optional*): Branch to commit to.
         create_pr (`bool`, *optional*, defaults to `False`): Whether to open a pull request instead of committing.
-        commit_message (`str`, *optional*, defaults to `"Upload draft"`): Title of the commit.
         engine (`str`, *optional*): `"owner/name"` of a repository that holds the code. The draft's own repository then
             holds none. It is created with its code if it does not exist, and never changed if it does.
         facts (`Any`): Facts for the model card by name, such as `license="apache-2.0"`, instead of `card`.
-
-    Returns:
-        `huggingface_hub.CommitInfo`: The commit.
 
     Raises:
         ValueError: If `repo_id` has no owner, if both `card` and `facts` are given, or if the draft cannot be
@@ -253,21 +213,13 @@ def push(
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Check that a repository is named with its owner, so that nothing is uploaded to a default owner.
-
-    Raises:
-        ValueError: If `repo_id` is not a valid `"owner/name"`.
-    """
+    """Check that a repository is named with its owner, so that nothing is uploaded to a default owner."""
     if "/" not in repo_id or not is_hub_id(repo_id):
         raise ValueError(f"repository {repo_id!r}: expected owner/name, with letters, digits, -, _ and . only.")
 
 
 def check_engine(engine: str, repo_id: str | None) -> None:
-    """Check the name of an engine repository.
-
-    Raises:
-        ValueError: If it is not a valid `"owner/name"`, holds `--`, or is the draft's own repository.
-    """
+    """Check the name of an engine repository."""
     if "--" in engine:
         raise ValueError(f"engine {engine!r}: `auto_map` separates repository and class by --. Choose another name.")
     check_repo_id(engine)
@@ -276,15 +228,7 @@ def check_engine(engine: str, repo_id: str | None) -> None:
 
 
 def write_engine(folder: Path, engine: str) -> list[Path]:
-    """Write the code that drafts of every kind share into a new folder.
-
-    Args:
-        folder (`Path`): Folder to write to.
-        engine (`str`): `"owner/name"` of the repository, for its README.md.
-
-    Returns:
-        `list[Path]`: The files, relative to `folder`.
-    """
+    """Write the code that drafts of every kind share into a new folder."""
     texts = engine_code() | {"README.md": _template("engine.md").format(engine=engine)}
     _write(texts, folder)
     return sorted(map(Path, texts))
@@ -296,20 +240,8 @@ def write_repository(
     """Write the complete repository of a draft into `folder`.
 
     Existing files of the same names are replaced atomically. Code that an earlier call wrote and that is no longer
-    needed is removed. All other files in the folder stay. The folder may be the one that the draft was loaded from.
-
-    Args:
-        draft ([`DraftModel`]): The draft to publish.
-        folder (`Path`): Folder to write to; created if it does not exist.
-        card ([`Card`]): Facts for the model card.
-        repo_id (`str`, *optional*): `"owner/name"` for the card. Defaults to the name of the folder.
-        engine (`str`, *optional*): Repository that holds the code, which this one then refers to.
-
-    Returns:
-        `list[Path]`: The files, relative to `folder`.
-
-    Raises:
-        ValueError: If the draft cannot be published. Nothing is written then.
+    needed is removed. All other files in the folder stay. The folder may be the one that the draft was loaded from. If
+    the draft cannot be published, nothing is written. With an `engine`, that repository holds the code.
     """
     _check(draft)
     if engine is not None:
@@ -341,11 +273,7 @@ def _write(texts: dict[str, str], folder: Path) -> None:
 
 
 def draft_code(draft: Any) -> dict[str, str]:
-    """Return the sources that a draft runs on without this package, by file name.
-
-    Raises:
-        ValueError: If a class is not defined in a file of the package, or an import cannot be followed.
-    """
+    """Return the sources that a draft runs on without this package, by file name."""
     file = _file_of(type(draft))
     if file.read_text(encoding="utf-8").startswith(MARK):  # loaded from such a repository
         files = [file, *sorted(map(Path, get_relative_import_files(file)))]

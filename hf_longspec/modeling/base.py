@@ -94,12 +94,7 @@ class DraftModel(PreTrainedModel):
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
         """Return a draft for `target`. If it has weights, they are untrained, and it is in eval mode at its `place`.
 
-        Args:
-            target (`PreTrainedModel`): The target.
-            overrides (`Any`): Fields of the draft's config, or of its `generation_config`, by name.
-
-        Raises:
-            ValueError: If an override is unknown, or the target is not supported.
+        Overrides are fields of the draft's config, or of its `generation_config`, by name.
         """
         view = TargetView(target)
         settings = cls._settings_of(overrides)
@@ -176,10 +171,6 @@ class DraftModel(PreTrainedModel):
         plain logits: logits processors and sampling are left to the loop. The loop verifies every token. The gate, the
         check of the first verification and the limits for rotary frequencies are parts of this package's loop and do
         not apply. Use a new one for every text, which begins without padding.
-
-        Args:
-            target (`PreTrainedModel`): The target.
-            max_length (`int`): Most tokens of the text, prompt included.
 
         Raises:
             ValueError: If the target cannot be drafted for, or its rotary frequencies change before the longest draft
@@ -316,14 +307,7 @@ class DraftModel(PreTrainedModel):
         """Write config.json, generation_config.json and, if there are any, the weights.
 
         The code of a draft that was loaded as remote code is written too. For an installed draft, `push_to_hub` adds
-        the code.
-
-        Args:
-            save_directory (`str` or `os.PathLike`): Folder to write to.
-            kwargs (`Any`): Arguments of `PreTrainedModel.save_pretrained`.
-
-        Raises:
-            ValueError: If `push_to_hub=True`, which would upload a draft without its code.
+        the code; `push_to_hub=True` is refused, as it would upload a draft without it.
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError(
@@ -343,15 +327,10 @@ class DraftModel(PreTrainedModel):
         self.generation_config.save_pretrained(save_directory)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Publish this draft as a repository that transformers loads without this package.
+        """Publish this draft as `"owner/name"`, a repository that transformers loads without this package.
 
-        Args:
-            repo_id (`str`): `"owner/name"`.
-            kwargs (`Any`): Arguments of `hf_longspec.hub.push`: `private`, `token`, and facts for the card, such as
-                `license`.
-
-        Raises:
-            ValueError: If the draft cannot be published. Nothing is uploaded then.
+        Further arguments are those of `hf_longspec.hub.push`: `private`, `token`, and facts for the card, such as
+        `license`.
         """
         try:
             push = resolve_name("hf_longspec.hub:push")  # by name, as published copies of this file lack it
@@ -421,5 +400,4 @@ class SelfDraftModel(DraftModel):
     }
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of the chain, root included."""
         return int(self.setting("num_assistant_tokens")) + 1

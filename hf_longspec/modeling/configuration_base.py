@@ -37,15 +37,7 @@ def is_packaged(cls: type) -> bool:
 
 
 class DraftConfig(PreTrainedConfig):
-    """
-    Configuration of a draft.
-
-    Args:
-        vocab_size (`int`, *optional*, defaults to 0): Vocabulary size of the target, which transformers compares before
-            assisted decoding.
-        target (`dict[str, Any]`, *optional*): Shapes and `model_type` of the target.
-        target_name_or_path (`str`, *optional*): Id or folder that the target was loaded from.
-    """
+    """Configuration of a draft."""
 
     model_type = "longspec_draft"
 
@@ -61,18 +53,12 @@ class DraftConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Let `save_pretrained` write the code too, except for a class of the installed package."""
         if not is_packaged(cls):
             super().register_for_auto_class(auto_class)
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
-        """Return the configuration of a draft for `target`.
-
-        Args:
-            target (`PreTrainedModel` or `PreTrainedConfig`): The target or its configuration.
-            overrides (`Any`): Fields of the configuration by name.
-        """
+        """Return the configuration of a draft for `target`."""
         return cls(**(cls.facts_of(target) | overrides))
 
     @classmethod

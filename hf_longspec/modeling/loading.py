@@ -23,12 +23,7 @@ HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder",
 
 @contextmanager
 def readable_errors(path: Any) -> Iterator[None]:
-    """Replace errors of loading weights by errors with the folder and the remedy.
-
-    Raises:
-        OSError: If a file is truncated or is not a safetensors file.
-        ValueError: If the weights do not have the shapes of the configuration.
-    """
+    """Replace errors of loading weights by errors with the folder and the remedy."""
     try:
         yield
     except SafetensorError as error:
@@ -57,12 +52,7 @@ def require_complete(path: Any, missing: Any, vocab_size: int) -> None:
 
 
 def refuse_missing_weights(model: PreTrainedModel, info: Mapping[str, Any]) -> None:
-    """Refuse weights of another architecture: transformers initialises missing weights at random and continues.
-
-    Args:
-        model (`PreTrainedModel`): A model that was just loaded.
-        info (`Mapping[str, Any]`): The loading info that its `from_pretrained` returned.
-    """
+    """Refuse weights of another architecture: transformers initialises missing weights at random and continues."""
     for kind in ("missing", "mismatched"):
         if names := sorted(map(str, info.get(f"{kind}_keys") or ())):
             raise ValueError(
@@ -76,16 +66,7 @@ REMOVED_SETTINGS = ("tree_choices",)
 
 
 def read_settings(draft: Any, path: Any, **hub: Any) -> None:
-    """Set the settings of a draft to the saved ones, with defaults for missing settings.
-
-    Args:
-        draft (`DraftModel`): The draft.
-        path (`str` or `os.PathLike`): Folder or Hub id.
-        hub (`Any`): Arguments named in `HUB_KWARGS`.
-
-    Raises:
-        OSError: If generation_config.json cannot be read.
-    """
+    """Set the settings of a draft to the saved ones, with defaults for missing settings."""
     try:
         draft.generation_config = GenerationConfig.from_pretrained(path, **hub)
     except OSError as error:
@@ -128,18 +109,8 @@ UNREADABLE = SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, Va
 class Checkpoint:
     """Tensors of a checkpoint by name.
 
-    Shards without a requested tensor are neither opened nor downloaded.
-
-    Args:
-        source (`str`): Hub id, folder or weight file.
-        formats (`Sequence[str]`, *optional*): Names of weight files to look for, in order of preference.
-        hub (`Any`): Arguments named in `HUB_KWARGS`.
-
-    Attributes:
-        names (`list[str]`): Names of all tensors.
-
-    Raises:
-        ValueError: If `source` holds no weight file, or one that cannot be read.
+    Shards without a requested tensor are neither opened nor downloaded. `formats` are the names of weight files to look
+    for, in order of preference.
     """
 
     def __init__(self, source: str, formats: Sequence[str] = WEIGHT_FILES, **hub: Any):
@@ -180,14 +151,9 @@ class Checkpoint:
     def tensors(
         self, names: Mapping[str, str], expected: Mapping[str, torch.Tensor], what: str
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors of a module, with zeros for biases that the checkpoint does not have.
+        """Return the tensors of a module, by the `names` of the checkpoint's; zeros for biases that it does not have.
 
         Other names or shapes than expected are refused before a tensor is read.
-
-        Args:
-            names (`Mapping[str, str]`): Name in the module of every tensor, by its name in the checkpoint.
-            expected (`Mapping[str, torch.Tensor]`): Tensors with the expected names and shapes.
-            what (`str`): Name of the module, for the message.
         """
         sources = tuple(names)
         shapes = {names[name]: value.shape for name, value in self.read(sources, "meta").items() if name in names}

@@ -20,16 +20,19 @@ from .loading import Checkpoint
 
 @dataclass(frozen=True)
 class RegisteredDraft:
-    """A row of the registry; see [`register_draft`]."""
+    """A row of the registry. Its optional parts are named as `"module:attribute"` and imported when they are used."""
 
     config: type[DraftConfig]
     model: type[DraftModel]
-    training: str | None = None
-    convert: str | None = None
+    training: str | None = None  # a [`TrainingMethod`]
+    convert: str | None = None  # a [`Converter`] of the checkpoints that the authors of the method published
+    # a function `(draft, target, context, measure) -> settings`, which chooses settings for `hf-longspec tune`
     tune: str | None = None
-    card: str | None = None
+    card: str | None = None  # template of the model card as `"package:file.md"`, needed to publish the draft
+    # a function of the contents of a config.json: whether `from_pretrained(path, target=)` of the draft reads this
+    # checkpoint of another project
     reads: str | None = None
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # further names on the command line, for drafts without weights
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -41,11 +44,7 @@ class RegisteredDraft:
         return resolve_name(getattr(self, role))
 
     def card_template(self) -> str:
-        """Return the text of the draft's part of the model card.
-
-        Raises:
-            ValueError: If the draft was registered without one.
-        """
+        """Return the text of the draft's part of the model card, or refuse a draft that was registered without one."""
         if self.card is None:
             raise ValueError(
                 f"{self.model.__name__} was registered without a model card: pass card='package:file.md' to "
@@ -59,44 +58,15 @@ class RegisteredDraft:
 DRAFTS: dict[str, RegisteredDraft] = {}
 
 
-def register_draft(
-    config: type[DraftConfig],
-    model: type[DraftModel],
-    *,
-    training: str | None = None,
-    convert: str | None = None,
-    tune: str | None = None,
-    card: str | None = None,
-    reads: str | None = None,
-    aliases: tuple[str, ...] = (),
-) -> None:
-    """Register a draft under the `model_type` of its config.
+def register_draft(config: type[DraftConfig], model: type[DraftModel], **parts: Any) -> None:
+    """Register a draft under the `model_type` of its config, with the optional parts of a [`RegisteredDraft`].
 
     `AutoConfig` and `AutoModel` load it from then on, and so do the commands. A draft without weights can also be given
     to the commands by its name, which is its `model_type`. Registering a `model_type` again replaces the former draft.
-
-    The optional parts are named as `"module:attribute"` and imported when they are used. A published copy of the draft
-    does not hold them.
-
-    Args:
-        config (`type[DraftConfig]`): Class of the configuration.
-        model (`type[DraftModel]`): Class of the draft.
-        training (`str`, *optional*): Its [`TrainingMethod`].
-        convert (`str`, *optional*): A [`Converter`] of the checkpoints that the authors of the method published.
-        tune (`str`, *optional*):
-            A function `(draft, target, context, measure) -> settings`, which chooses settings for `hf-longspec tune`.
-        card (`str`, *optional*): Template of the model card as `"package:file.md"`. Needed to publish the draft.
-        reads (`str`, *optional*):
-            A function of the contents of a config.json. It returns whether the draft's `from_pretrained(path, target=)`
-            reads this checkpoint of another project.
-        aliases (`tuple[str, ...]`, *optional*): Further names on the command line, for drafts without weights.
-
-    Raises:
-        ValueError: If the model is not of this config, if a name has no colon, or if `model_type` or a name on the
-            command line is taken.
+    A published copy of the draft does not hold the parts. Names that are taken are refused.
     """
     kind = config.model_type
-    draft = RegisteredDraft(config, model, training, convert, tune, card, reads, aliases)
+    draft = RegisteredDraft(config, model, **parts)
     if model.config_class is not config:
         raise ValueError(
             f"{model.__name__}.config_class is {model.config_class.__name__}, but {config.__name__} was passed: pass "
@@ -126,11 +96,7 @@ def weightless_drafts() -> dict[str, type[DraftModel]]:
 
 
 def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:
-    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project, or `None`.
-
-    Args:
-        config (`dict[str, Any]`): Contents of its config.json.
-    """
+    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project, or `None`."""
     if config.get("model_type") in DRAFTS:
         return None
     readers = (draft for draft in DRAFTS.values() if draft.reads is not None)
@@ -139,16 +105,11 @@ def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:
 
 @dataclass(frozen=True)
 class Converter:
-    """How checkpoints of a method's authors become drafts. A registered draft names its converter.
+    """How checkpoints of a method's authors become drafts. A registered draft names its converter."""
 
-    Args:
-        published (`Mapping[str, str]`): Id of each published draft, and of the target that it was trained for.
-        marker (`str`): A part of a tensor's name that only checkpoints of this method have.
-        draft (`Callable`): Function of the [`Checkpoint`] and the config of the target that returns the draft.
-    """
-
-    published: Mapping[str, str]
-    marker: str
+    published: Mapping[str, str]  # id of each published draft, and of the target that it was trained for
+    marker: str  # a part of a tensor's name that only checkpoints of this method have
+    # function of the [`Checkpoint`] and the config of the target that returns the draft
     draft: Callable[[Checkpoint, PreTrainedConfig], DraftModel]
 
 
@@ -163,19 +124,13 @@ def published_targets() -> dict[str, str]:
 
 
 def convert(source: str, target: str | None = None) -> DraftModel:
-    """Convert a checkpoint of the authors of a method; the names of its tensors decide which.
+    """Convert a checkpoint of a method's authors, in its dtype; the names of its tensors decide which method it is.
 
     Args:
         source (`str`): Id of a published draft, a folder, or a weight file.
-        target (`str`, *optional*):
-            Id, folder or config.json of the target. Defaults to the target of the published draft.
+        target (`str`, *optional*): Id, folder or config.json of the target. Defaults to that of the published draft.
 
-    Returns:
-        [`DraftModel`]: The draft, in the dtype of the checkpoint.
-
-    Raises:
-        ValueError: If `source` is not published and has no target, if there are no weights, if the tensors are of no
-            method, missing or unknown, or if their shapes are not the target's.
+    Tensors that are missing, unknown or of other shapes than the target's are refused.
     """
     targets = published_targets()
     if target is None and source not in targets:

@@ -8,28 +8,20 @@ from typing import Any
 class Setting:
     """A setting of a draft, which is an attribute of `draft.generation_config`. `None` there stands for the default.
 
-    Args:
-        default (`Any`): Its value unless another one is set.
-        meaning (`str`): What it decides, a sentence of the message about other values.
-        kind (`type`, *optional*): `int`, `float`, `bool`, or `list` for a list of positive integers. By default the
-            value is one of `choices`, or anything if there are none.
-        least (`int`, *optional*, defaults to 1): Smallest integer.
-        above (`float`, *optional*, defaults to 0): Number below all numbers that are no integers.
-        most (`float`, *optional*): Largest number.
-        choices (`tuple[str, ...]`, *optional*): Further values.
-
     >>> Setting(4, "Drafted tokens.", int).check("gamma", 0)
     Traceback (most recent call last):
     ValueError: gamma=0: expected an integer of at least 1. Drafted tokens.
     """
 
     default: Any
-    meaning: str = ""
+    meaning: str = ""  # what it decides, a sentence of the message about other values
+    # `int`, `float`, `bool`, or `list` for a list of positive integers. By default the value is one of `choices`, or
+    # anything if there are none.
     kind: type | None = None
-    least: int = 1
-    above: float = 0
+    least: int = 1  # smallest integer
+    above: float = 0  # bound of numbers that are no integers
     most: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # further values
 
     @property
     def rule(self) -> str:

@@ -21,10 +21,11 @@ class DraftTrainingArguments(TrainingArguments):
 
     Without an accelerator `use_cpu` is set.
 
+    The `help` of every field describes it. These need more words:
+
     Args:
-        loss (`str`, *optional*, defaults to `"kl"`):
-            `"kl"` is the Kullback-Leibler divergence from the target's distribution to the draft's. `"ce"` is the
-            cross-entropy of the text's tokens, as in the papers.
+        loss (`str`, *optional*, defaults to `"kl"`): `"kl"` is the Kullback-Leibler divergence from the target's
+            distribution to the draft's. `"ce"` is the cross-entropy of the text's tokens, as in the papers.
         anchors (`int`, *optional*, defaults to 4):
             LongSpec only: number of positions at the start of a row that are not shifted by the offset.
         max_offset (`int`, *optional*):
@@ -33,25 +34,8 @@ class DraftTrainingArguments(TrainingArguments):
         noise_distribution (`str`, *optional*, defaults to `"uniform"`):
             LongSpec only: how a row's gap is drawn from `noise_range`: `"uniform"`, as in the paper, or `"reached"`, by
             the probability that drafting reaches the gap's level if 60 % of the drafted tokens are accepted.
-        max_length (`int`, *optional*):
-            Number of tokens to which a text or a conversation is truncated. The default is `max_position_embeddings` of
-            the target.
-        text_column (`str`, *optional*, defaults to `"text"`):
-            Column with texts.
-        messages_column (`str`, *optional*, defaults to `"messages"`):
-            Column with conversations, which are formatted with the tokenizer's chat template.
-        assistant_only (`bool`, *optional*, defaults to `False`):
-            Whether to train only on the assistant's messages of a conversation. The chat template has to mark them.
-        loss_chunk_size (`int`, *optional*, defaults to 1024):
-            Number of tokens whose logits are in memory at a time.
-        target_chunk_size (`int`, *optional*):
-            Number of tokens per forward of the target. The default is a whole row.
-        target_kv_dir (`str`, *optional*):
-            Folder for the target's states on the training rows (keys, values and hidden states). The first run writes
-            them. They are then read instead of running the target.
-
-    Raises:
-        ValueError: If a value is out of range.
+        target_kv_dir (`str`, *optional*): Folder for the target's states on the training rows (keys, values and hidden
+            states). The first run writes them. They are then read instead of running the target.
 
     Source: LongSpec (https://huggingface.co/papers/2502.17421), sections 3.2 and 4; TokenSwift
     (https://huggingface.co/papers/2502.18890), appendix B.1.
@@ -61,12 +45,12 @@ class DraftTrainingArguments(TrainingArguments):
     anchors: int = field(default=4, metadata={"help": "Number of first positions that are not shifted."})
     max_offset: int | None = field(default=None, metadata={"help": "Largest offset; default: the target's limit."})
     noise_distribution: str = field(default="uniform", metadata={"help": "How gaps are drawn: uniform or reached."})
-    max_length: int | None = field(default=None, metadata={"help": "Tokens to which a text is truncated."})
+    max_length: int | None = field(default=None, metadata={"help": "Tokens of a text at most; default: the target's."})
     text_column: str = field(default="text", metadata={"help": "Column with texts."})
-    messages_column: str = field(default="messages", metadata={"help": "Column with conversations."})
-    assistant_only: bool = field(default=False, metadata={"help": "Train only on the assistant's messages."})
+    messages_column: str = field(default="messages", metadata={"help": "Column with chats, for the template."})
+    assistant_only: bool = field(default=False, metadata={"help": "Train only on the assistant's marked messages."})
     loss_chunk_size: int = field(default=1024, metadata={"help": "Tokens whose logits are in memory at a time."})
-    target_chunk_size: int | None = field(default=None, metadata={"help": "Tokens per forward of the target."})
+    target_chunk_size: int | None = field(default=None, metadata={"help": "Tokens per target forward; default: a row."})
     target_kv_dir: str | None = field(default=None, metadata={"help": "Folder for the target's states."})
 
     # Defaults that differ from TrainingArguments. remove_unused_columns=True would empty every batch. A loss of NaN

@@ -25,11 +25,8 @@ def document_ids(tokenizer: Any, text: str) -> list[int]:
 class DocumentEncoder:
     """Tokenizes rows: a text, a conversation, or `input_ids` (and optionally `labels`), which are used as they are.
 
-    The end-of-text token is appended to a text and predicted like any other token.
-
-    Args:
-        args ([`DraftTrainingArguments`]): Names of the columns, `max_length` and `assistant_only`.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Not needed if the rows have `input_ids`.
+    The end-of-text token is appended to a text and predicted like any other token. Rows with `input_ids` need no
+    tokenizer.
     """
 
     def __init__(self, args: DraftTrainingArguments, tokenizer: Any = None):
@@ -40,11 +37,7 @@ class DocumentEncoder:
         self.tokenizer = tokenizer
 
     def __call__(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens and the labels of a row, `(L,)` each. The labels are not shifted.
-
-        Raises:
-            ValueError: If the row has none of the columns, or cannot be tokenized.
-        """
+        """Return the tokens and the labels of a row, `(L,)` each. The labels are not shifted."""
         if "input_ids" in row:
             tokens = torch.as_tensor(row["input_ids"], dtype=torch.long)
             labels = torch.as_tensor(row["labels"], dtype=torch.long) if "labels" in row else tokens
@@ -54,11 +47,7 @@ class DocumentEncoder:
         return tokens[: self.max_length], labels[: self.max_length]
 
     def check(self, columns: Any) -> None:
-        """Refuse a dataset if none of its columns can be trained on.
-
-        Raises:
-            ValueError: With the columns of the dataset.
-        """
+        """Refuse a dataset if none of its columns can be trained on."""
         if "input_ids" in columns:
             return
         if self.text_column not in columns and self.messages_column not in columns:
@@ -98,13 +87,9 @@ class TokenWindows(Dataset):
     """Rows of equal length, cut one after the other from a stream of tokenized documents.
 
     Args:
-        tokens (`Sequence[int]`):
-            Documents, each followed by the end-of-text token. A tensor or a `numpy.ndarray`, which may be
-            memory-mapped, is read row by row.
+        tokens (`Sequence[int]`): Documents, each followed by the end-of-text token. A tensor or a `numpy.ndarray`,
+            which may be memory-mapped, is read row by row.
         length (`int`): Tokens per row. An incomplete last row is dropped.
-
-    Raises:
-        ValueError: If the stream has fewer tokens than one row.
 
     >>> TokenWindows([5, 6, 7, 8, 9], 2)[1]["input_ids"].tolist()
     [7, 8]
@@ -135,19 +120,8 @@ def pack(dataset: Any, tokenizer: Any, args: DraftTrainingArguments, length: int
     """Concatenate tokenized documents and cut them into rows of equal length.
 
     The end-of-text token is appended to every document. A row holds several documents or part of one. Documents are
-    packed 1,000 at a time, and the last row of each 1,000 may be shorter.
-
-    Args:
-        dataset (`datasets.Dataset` or `datasets.IterableDataset`): Texts or conversations.
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        args ([`DraftTrainingArguments`]): Names of the columns.
-        length (`int`): Tokens of a row.
-
-    Returns:
-        A dataset of the same kind, with `input_ids` and `labels`.
-
-    Raises:
-        ValueError: If the columns do not exist.
+    packed 1,000 at a time, and the last row of each 1,000 may be shorter. Returns a dataset of the same kind,
+    `datasets.Dataset` or `datasets.IterableDataset`, with `input_ids` and `labels`.
     """
     _check_row_length(length)
     encoder = DocumentEncoder(args, tokenizer)
@@ -177,11 +151,6 @@ class DraftCollator:
 
     Every token attends to all earlier tokens of its row, also across documents, because a draft reads the target's
     whole cache at inference. No mask is needed for the padding either: it comes after all tokens that are trained on.
-
-    Args:
-        encoder ([`DocumentEncoder`]): Converts a row into tokens and labels.
-        vocab_size (`int`): Size of the target's vocabulary.
-        pad_token_id (`int`, *optional*, defaults to 0): Any token of the vocabulary.
     """
 
     def __init__(self, encoder: DocumentEncoder, vocab_size: int, pad_token_id: int = 0):
@@ -193,9 +162,6 @@ class DraftCollator:
         """Return `input_ids`, `labels` (not shifted, -100 where nothing is predicted) and `attention_mask`, `(B, L)`.
 
         For rows of a [`KVStore`], the batch also holds their positions and the target's states.
-
-        Raises:
-            ValueError: If a row is empty or has a token outside the target's vocabulary.
         """
         tokens, labels = zip(*(self.encoder(row) for row in rows), strict=True)
         if not all(map(len, tokens)):

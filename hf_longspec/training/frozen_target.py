@@ -47,27 +47,18 @@ SAMPLED_PLACES = 1024
 
 @dataclass
 class TargetStates:
-    """Keys, values and hidden states of a target on whole rows.
+    """Keys, values and hidden states of a target on whole rows."""
 
-    Args:
-        keys (`torch.Tensor` of shape `(B, K, L, D)`): Keys of the KV layer, as in the target's cache.
-        values (`torch.Tensor` of shape `(B, K, L, D)`): Values of the KV layer.
-        hidden (`torch.Tensor` of shape `(B, L, hidden)`, *optional*): Input of the target's language-model head.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    hidden: torch.Tensor | None
+    keys: torch.Tensor  # `(B, K, L, D)`: keys of the KV layer, as in the target's cache
+    values: torch.Tensor  # `(B, K, L, D)`: values of the KV layer
+    hidden: torch.Tensor | None  # `(B, L, hidden)`: input of the target's language-model head
 
 
 class TargetPass:
     """Runs the frozen target over whole rows, without its head, and keeps the keys and values of one layer.
 
-    Args:
-        parts ([`TargetParts`]): The target, and the layer to keep.
-        chunk_size (`int`, *optional*): Tokens per forward; by default a whole row. Between chunks the cache of every
-            layer is in memory, after the last chunk only that of the KV layer.
-        hidden (`bool`, *optional*, defaults to `False`): Whether to return the final hidden states.
+    A forward has `chunk_size` tokens, by default a whole row. Between chunks the cache of every layer is in memory,
+    after the last chunk only that of the KV layer. The final hidden states are returned if `hidden`.
     """
 
     def __init__(self, parts: TargetParts, chunk_size: int | None = None, hidden: bool = False):
@@ -95,9 +86,6 @@ class HiddenPass:
     """Runs the frozen target over whole rows, without its head, and keeps the input of its final norm, or of layers.
 
     Args:
-        target (`PreTrainedModel`): The target.
-        chunk_size (`int`, *optional*): Tokens per forward; by default a whole row. Between chunks the cache of every
-            layer is in memory; without chunks no cache is used.
         layers (`bool` or `tuple[int, ...]`, *optional*, defaults to `True`): Layers whose inputs are concatenated;
             `True` is the final norm.
     """
@@ -136,12 +124,7 @@ def forwards(
 
 
 class OneLayerCache(Cache):
-    """A cache for a single forward that keeps the keys and values of one layer.
-
-    Args:
-        num_layers (`int`): Number of layers of the model.
-        kv_layer (`int`): The layer to keep.
-    """
+    """A cache for a single forward that keeps the keys and values of one layer."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -166,15 +149,8 @@ class KVStore(Dataset):
     `hidden` `(L, hidden)`, or `keys` and `values` `(K, L, D)` with the `position_ids` `(L,)` that the keys are rotated
     by.
 
-    For an 8B target in bfloat16, a token takes 8 to 12 KB. A store pays for rows that are trained on several times.
-
-    Args:
-        folder (`str` or `os.PathLike`): Folder of the files; [`~KVStore.fill`] creates it.
-        num_rows (`int`): Number of rows of the dataset.
-        facts (`dict[str, Any]`): Everything that the states depend on. A folder is only used with equal facts.
-
-    Raises:
-        ValueError: If the folder was written with other facts.
+    For an 8B target in bfloat16, a token takes 8 to 12 KB. A store pays for rows that are trained on several times. A
+    folder is only used with equal `facts`, which are everything that the states depend on.
     """
 
     def __init__(self, folder: str | os.PathLike, num_rows: int, facts: dict[str, Any]):
@@ -200,13 +176,9 @@ class KVStore(Dataset):
         return load_file(self._file(index))
 
     def fill(self, row: Callable[[int], Row], share: tuple[int, int], silent: bool = False) -> None:
-        """Write the files that are missing.
+        """Write the files that are missing, of the tensors that `row` returns for a number.
 
-        Args:
-            row (`Callable`): Returns the tensors of a row, given its number.
-            share (`tuple[int, int]`): Index of this process, and the number of processes. Each process writes every
-                n-th row.
-            silent (`bool`, *optional*, defaults to `False`): Whether to hide the progress bar.
+        `share` is the index of this process, and the number of processes, each of which writes every n-th row.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if share[0] == 0:
@@ -245,12 +217,8 @@ class DraftObjective:
     """Sums the loss over the predicted tokens of a batch, from the draft's hidden states through the target's head.
 
     With the target's hidden states, the loss is the divergence from the target's distribution. Without them, it is the
-    cross-entropy of the labels, computed by Liger's kernel where that runs.
-
-    Args:
-        ends ([`TargetEnds`]): The target's head.
-        chunk_size (`int`): Tokens whose logits are in memory at a time.
-        norm (`torch.nn.Module`, *optional*): Norm to apply to the target's hidden states before the head.
+    cross-entropy of the labels, computed by Liger's kernel where that runs. `norm` is applied to the target's hidden
+    states before the head.
     """
 
     def __init__(self, ends: TargetEnds, chunk_size: int, norm: torch.nn.Module | None = None):
@@ -267,11 +235,8 @@ class DraftObjective:
     ) -> tuple[torch.Tensor, torch.Tensor, slice]:
         """Return the summed losses of `n` tokens, and the ranks of the correct tokens.
 
-        Args:
-            hidden (`torch.Tensor` of shape `(levels, n, hidden)`): Hidden states of the draft, input of the head.
-            labels (`torch.LongTensor` of shape `(n,)`): The tokens of the text.
-            counts (`torch.BoolTensor` of shape `(levels, n)`, *optional*): Tokens that count; by default all.
-            target_hidden (`torch.Tensor` of shape `(n, hidden)`, *optional*): Hidden states of the target.
+        The draft's hidden states, input of the head, are `(levels, n, hidden)`, those of the target `(n, hidden)`, the
+        labels `(n,)`. Tokens add to the loss where `counts` `(levels, n)` is true, by default all.
 
         Returns:
             The sums `(levels,)`. For `m` of the tokens, the number of tokens that the draft finds more likely than the
@@ -340,10 +305,8 @@ def head_loss(
     """Sum an objective over tokens, through the head, for one or several levels of hidden states.
 
     Args:
-        hidden (`torch.Tensor` of shape `(levels, n, hidden)`): Hidden states of the draft; only they get a gradient.
         head (`Callable`): Maps `(m, hidden)` to logits `(m, vocab)`.
         objective (`Callable`): [`cross_entropy`] or [`forward_kl`], bound to what the draft is compared with.
-        chunk_size (`int`): Tokens whose logits are in memory at a time.
         counts (`torch.BoolTensor` of shape `(levels, n)`, *optional*): Tokens that add to the sum; by default all.
 
     Returns:
@@ -377,9 +340,7 @@ def cross_entropy(labels: torch.Tensor) -> Objective:
 def forward_kl(target_hidden: torch.Tensor, head: Head) -> Objective:
     """Return the Kullback-Leibler divergence from the target's distribution to the draft's as an objective.
 
-    Args:
-        target_hidden (`torch.Tensor` of shape `(n, hidden)`): Hidden states of the target for the same tokens.
-        head (`Callable`): Maps them to the target's logits.
+    `head` maps hidden states `(n, hidden)` of the target for the same tokens to its logits.
     """
 
     def objective(chunk: slice, dtype: torch.dtype) -> Score:

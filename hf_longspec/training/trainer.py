@@ -23,23 +23,10 @@ class TrainingMethod:
 
     The loss of a step is a sum of terms. Each term is a mean over the tokens that the whole step predicts for it, no
     matter how the step is divided into batches and processes.
-
-    Args:
-        draft ([`DraftModel`]): The draft.
-        target (`PreTrainedModel`): The target.
-        args ([`DraftTrainingArguments`]): Settings of the run.
-
-    Attributes:
-        count_shape (`tuple[int, int]`): Shape of the counts that are logged: levels of the draft, counts per level.
-        max_length (`int`, *optional*): Largest number of tokens of a row.
-        longest_position (`int`): What is recorded as `trained_max_length` in the draft's config, unless it is 0.
-
-    Raises:
-        ValueError: If the settings do not fit the draft or the target.
     """
 
-    count_shape: tuple[int, int]
-    longest_position = 0
+    count_shape: tuple[int, int]  # of the counts that are logged: levels of the draft, counts per level
+    longest_position = 0  # recorded as `trained_max_length` in the draft's config, unless it is 0
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         self.draft = draft
@@ -52,11 +39,7 @@ class TrainingMethod:
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
         """Add what the training rows need besides tokens and labels, such as positions.
 
-        Args:
-            batch (`dict[str, Any]`): Output of the collator.
-            step (`int`): Number of the step.
-            total (`int`): Number of rows of the step, in all processes.
-            rows (`Sequence[int]`): Indices of the batch's rows among them.
+        A step has `total` rows in all processes; `rows` are the indices of the batch's rows among them.
         """
         raise NotImplementedError
 
@@ -65,12 +48,7 @@ class TrainingMethod:
         raise NotImplementedError
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of the terms `(terms,)` and the counts `count_shape` of a prepared batch.
-
-        Args:
-            model (`Callable`): The draft, which may be wrapped for training in several processes.
-            inputs (`dict[str, Any]`): The batch, on the device.
-        """
+        """Return the sums of the terms `(terms,)` and the counts `count_shape` of a prepared batch."""
         raise NotImplementedError
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,12 +64,7 @@ class TrainingMethod:
         raise NotImplementedError
 
     def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """Compute the states of the target that are stored for a training row.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(L,)`): The row.
-            number (`int`): Its index in the dataset.
-        """
+        """Compute the states of the target that are stored for the training row `number`, tokens `(L,)`."""
         raise NotImplementedError
 
     def resume(self, checkpoint: str) -> None:
@@ -112,9 +85,6 @@ class LevelsMethod(TrainingMethod):
 
     The loss has one term and the counts one row per level. Level i (from 0) predicts the tokens from index i + 2 on.
     Subclasses implement `run`.
-
-    Args:
-        layers (`bool` or `tuple[int, ...]`): Layers whose inputs are read, see [`HiddenPass`].
     """
 
     def __init__(
@@ -130,15 +100,7 @@ class LevelsMethod(TrainingMethod):
         self.hidden_pass = HiddenPass(target, args.target_chunk_size, layers)
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the levels over a batch.
-
-        Args:
-            inputs (`dict[str, Any]`): The batch. In evaluation it has `input_ids` and `labels` alone.
-            hidden (`torch.Tensor` of shape `(B, L, hidden)`): The target's states.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Sums of the losses `(levels,)`, and counts `(B, *count_shape)`.
-        """
+        """Return the sums of the losses `(levels,)`, and counts `(B, *count_shape)`, on states `(B, L, hidden)`."""
         raise NotImplementedError
 
     def is_trained(self, labels: torch.Tensor) -> torch.Tensor:
@@ -146,17 +108,14 @@ class LevelsMethod(TrainingMethod):
         return labels != IGNORED
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
-        """Count the labels that each level predicts."""
         present = self.is_trained(labels)
         return torch.stack([present[:, level + 2 :].sum() for level in range(self.count_shape[0])])
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each level's summed loss, and the counts."""
         totals, counts = self.run(model, inputs, self._hidden(inputs))
         return totals, counts.sum(0)
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the levels' mean losses, and the counts of each row."""
         bare = {name: inputs[name] for name in ("input_ids", "labels")}
         totals, counts = self.run(model, bare, self._hidden(inputs))
         return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
@@ -166,7 +125,6 @@ class LevelsMethod(TrainingMethod):
         return self.hidden_pass(inputs["input_ids"]) if hidden is None else hidden
 
     def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """Compute the target's states for a row."""
         check_length(len(tokens), self.position_limit)
         return {"hidden": self.hidden_pass(tokens[None].to(self.args.device))[0]}
 
@@ -177,11 +135,7 @@ def trained_drafts() -> dict[str, type[PreTrainedModel]]:
 
 
 def method_of(draft: Any) -> type[TrainingMethod]:
-    """Return the method that trains `draft`.
-
-    Raises:
-        ValueError: If `draft` is not a draft that can be trained.
-    """
+    """Return the method that trains `draft`."""
     drafts = trained_drafts()
     for kind, draft_class in drafts.items():
         if isinstance(draft, draft_class):
@@ -203,14 +157,6 @@ def check_length(length: int, limit: int | None) -> None:
 def counted(hits: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.Tensor:
     """Count the hits and the predicted tokens of each group.
 
-    Args:
-        hits (`torch.BoolTensor` of shape `(n,)`): Whether the draft's most likely token is the correct one.
-        groups (`torch.LongTensor` of shape `(n,)`): Group of each predicted token.
-        num_groups (`int`): Number of groups.
-
-    Returns:
-        `torch.DoubleTensor` of shape `(num_groups, 2)`.
-
     >>> counted(torch.tensor([True, False, True]), torch.tensor([1, 1, 2]), 3).tolist()
     [[0.0, 0.0], [1.0, 2.0], [1.0, 1.0]]
     """
@@ -219,15 +165,10 @@ def counted(hits: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.
 
 
 def acceptance(counts: Sequence[Sequence[float]], name: str, first: int = 1) -> dict[str, float]:
-    """Compute the share of hits of every level, and an estimate of tau.
+    """Compute the share of hits of every level, from hits and predicted tokens of each, and an estimate of tau.
 
     The shares are those of the levels of a draft tree with one branch. The estimate `1 + a1 + a1 a2 + ...`, bonus token
     included, assumes that the levels are independent. It is omitted unless every level from 1 on has counts.
-
-    Args:
-        counts (`Sequence`): Hits and predicted tokens of each level.
-        name (`str`): Name of a level in the log.
-        first (`int`, *optional*, defaults to 1): Number of the first level.
 
     >>> acceptance([(3, 4), (2, 4)], "gap")
     {'acceptance_gap_1': 0.75, 'acceptance_gap_2': 0.5, 'estimated_tau': 2.125}
@@ -263,14 +204,10 @@ class DraftTrainer(Trainer):
             it.
         target (`PreTrainedModel`): The causal language model that the draft was created for.
         args ([`DraftTrainingArguments`]): Settings of the run.
-        train_dataset (*optional*): Rows with `input_ids`, a text or a conversation, see [`DocumentEncoder`].
-        eval_dataset (*optional*): Rows of the same kinds.
+        train_dataset, eval_dataset (*optional*): See [`DocumentEncoder`]: `input_ids`, a text or a conversation.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; not needed for `input_ids`.
         peft_config (`peft.PeftConfig`, *optional*): Train an adapter on the draft instead of the draft.
         **kwargs: Passed to `Trainer`.
-
-    Raises:
-        ValueError: If draft, target, data and settings do not fit together.
     """
 
     # compute_loss divides the loss by the predicted tokens of the whole step
@@ -322,14 +259,9 @@ class DraftTrainer(Trainer):
         self.counts = torch.zeros(self.method.count_shape, dtype=torch.float64, device=args.device)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train, optionally from a checkpoint.
-
-        Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*): A checkpoint's folder, or `True` for the last complete
-                one in `output_dir`.
+        """Train, optionally from a checkpoint's folder; `True` stands for the last complete one in `output_dir`.
 
         Raises:
-            ValueError: If there is no such checkpoint.
             FloatingPointError: If the loss is infinite or NaN. The weights are those before the step.
         """
         if resume_from_checkpoint is True:
@@ -395,11 +327,7 @@ class DraftTrainer(Trainer):
         super().save_model(*args, **kwargs)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: `Trainer` would upload the draft without its code and its model card.
-
-        Raises:
-            ValueError: With the call to use instead.
-        """
+        """Refuse: `Trainer` would upload the draft without its code and its model card."""
         raise ValueError(
             "a trainer cannot upload drafts: call draft.push_to_hub('owner/name'), or run hf-longspec publish."
         )
@@ -474,11 +402,7 @@ def check_data(name: str, dataset: Any, encoder: DocumentEncoder) -> None:
 
 
 def last_complete_checkpoint(folder: str | Path) -> str:
-    """Return the newest complete checkpoint in `folder`. `Trainer` writes trainer_state.json last.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the newest complete checkpoint in `folder`. `Trainer` writes trainer_state.json last."""
     states = Path(folder).glob("checkpoint-*/trainer_state.json")
     complete = [path.parent for path in states if path.parent.name.removeprefix("checkpoint-").isdigit()]
     if not complete:

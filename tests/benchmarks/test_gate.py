@@ -1,14 +1,8 @@
 """The gate: every way to decode runs as it is named, and changes no text; the account of times."""
 
-import pytest
-
 import hf_longspec
 from benchmarks.gate import (
-    PLAIN_STEP,
-    SPECULATION,
     GateBenchmark,
-    TimedStep,
-    accounted,
 )
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import PLAIN
@@ -34,21 +28,3 @@ def test_ways_run_as_named(target, prompts, tmp_path):
     assert rows["useless, gated"]["faster"] == PLAIN
     table = (tmp_path / "gate.md").read_text()
     assert all(f"| 30 | {name} |" in table for name in rows)
-
-
-def steps(turn, *seconds, kind=PLAIN_STEP):
-    return [TimedStep(turn, kind, time, 0.0) for time in seconds]
-
-
-def test_the_account_follows_the_machine_and_leaves_out_disturbances():
-    """In the second turn everything takes ten times as long, and one step of each run is disturbed."""
-    base = steps(0, 1.0, 1.0, 1.0, 50.0) + steps(1, 10.0, 10.0, 10.0, 10.0)
-    run = steps(0, 1.1, 1.1) + steps(0, 3.0, kind=SPECULATION)
-    run += steps(1, 11.0, 99.0, 11.0) + steps(1, 30.0, kind=SPECULATION)
-    ratio, kinds = accounted([run], [base])
-    assert kinds == {
-        PLAIN_STEP: {"steps": 5, "cost": pytest.approx(1.1)},
-        SPECULATION: {"steps": 2, "cost": pytest.approx(3.0)},
-    }
-    assert ratio == pytest.approx((5 * 1.1 + 2 * 3.0) / 8)
-    assert accounted([base, base], [base, base])[0] == pytest.approx(1.0)

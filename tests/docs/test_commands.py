@@ -19,7 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWa
 SHELL = ("", "bash", "text")
 PROGRAMS = {"make", "pip", "python", "hf-longspec", "torchrun", "accelerate", ".venv/bin/pre-commit"}
 EXTRAS = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
 # Programs that others wrote, and the one argument of ours that these lines have.
 TAKEN_AS_IT_IS = {".venv/bin/pre-commit install"}
 
@@ -67,9 +66,15 @@ def understand_torchrun(arguments):
 
 
 def understand_make(arguments):
-    for argument in arguments:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-f", default="Makefile")
+    parser.add_argument("-j", type=int)
+    parser.add_argument("names", nargs="+")
+    parsed = parser.parse_args(arguments)
+    makefile = (PROJECT / parsed.f).read_text(encoding="utf-8")
+    for argument in parsed.names:
         name, variable, _ = argument.partition("=")
-        assert re.search(rf"^{name} \?=|\$\({name}\)" if variable else rf"^{name}: ", MAKEFILE, re.MULTILINE), name
+        assert re.search(rf"^{name} \?=|\$\({name}\)" if variable else rf"^{name}:", makefile, re.MULTILINE), name
 
 
 def understand_typer(arguments):

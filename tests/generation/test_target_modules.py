@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -184,6 +185,29 @@ def test_a_forward_of_another_thread_is_not_caught():
         thread.start()
         thread.join()
     assert caught.hidden.shape[1] == 5
+
+
+@pytest.mark.parametrize(
+    ("context", "module_of"),
+    [
+        (lambda model: LayerInputs(model, True), final_norm_of),
+        (passed_on, lambda model: withheld(model)[0][0]),
+        (passed_on, lambda model: withheld(model)[0][1]),
+    ],
+    ids=["norm", "layer", "attention"],
+)
+def test_a_hook_may_be_removed_while_another_thread_calls_it(context, module_of):
+    """Torch lists the hooks of a module first, and asks for each in turn whether it takes keywords."""
+    model = build("stablelm")
+    found, tokens, contexts = [], tiny_prompts(128, (5,))[0], ExitStack()
+    module_of(model).register_forward_pre_hook(lambda *_: contexts.close())
+    contexts.enter_context(context(model))
+    assert len(module_of(model)._forward_pre_hooks) == 2
+    thread = threading.Thread(target=lambda: found.append(model(tokens).logits))
+    thread.start()
+    thread.join()
+    assert len(module_of(model)._forward_pre_hooks) == 1
+    torch.testing.assert_close(found, [model(tokens).logits], **EQUAL)
 
 
 @pytest.mark.parametrize("compiles", [False, True])

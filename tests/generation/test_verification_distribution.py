@@ -17,14 +17,12 @@ from transformers import (
 )
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
-from hf_longspec.generation import verification
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.verification import (
     accept_rejection,
     accept_sampled,
     draw_noise,
     gumbel_max_sample,
-    walk_lazily,
 )
 from tests.distributions import LONG_ROWS, SHORT_ROWS, MarkovTarget, p_value
 
@@ -34,8 +32,7 @@ BRANCHING = torch.tensor([-1, 0, 0, 1, 1, 2, 4])
 BRANCHING_PATHS = [[0], [1], [2], [1, 3], [1, 4], [2, 5], [1, 4, 6]]
 LEFTMOST = [0, 1, 4, 6]
 DEPTH = 3  # of BRANCHING, and of chains
-# A right sampler is below the first once in 10,000 comparisons, of fixed seeds; a wrong rule must fail by a margin.
-RIGHT, CLEARLY_WRONG = 1e-4, 1e-20
+RIGHT = 1e-4  # A right sampler is below it once in 10,000 comparisons, of fixed seeds.
 PROCESSORS = {
     "plain": [],
     "temperature": [TemperatureLogitsWarper(0.6)],
@@ -134,55 +131,6 @@ def test_sampled_text_follows_the_target_distribution(scheme, depth, processors,
     run = Speculation(processors, rows, depth)
     assert run.p_value(getattr(run, scheme)) > RIGHT
     assert 1.1 < min(run.lengths) and max(run.lengths) < depth + 0.9  # drafted tokens are both accepted and refused
-
-
-def resample_from_p(run, monkeypatch):
-    monkeypatch.setattr(verification, "_bonus_distribution", lambda p, q, valid, n: verification._row(p, n - 1))
-    return run.rejection
-
-
-def resample_from_p_minus_q_after_a_whole_chain(run, monkeypatch):
-    def always_residual(p, q, valid, n):
-        return (verification._row(p, n - 1) - verification._row(q, n.clamp_max(1))).clamp_min(0) + 1e-9
-
-    run.depth = 1
-    monkeypatch.setattr(verification, "_bonus_distribution", always_residual)
-    return run.rejection
-
-
-def draw_again_for_every_sibling(run, monkeypatch):
-    def accept(tree, scores, noise):
-        def choose(depth, node):
-            here = verification._row(scores, node)
-            token, found = gumbel_max_sample(here, run.fresh(len(here), V)), torch.zeros(len(here), dtype=torch.bool)
-            for child in range(1, tree.num_nodes):
-                drawn = gumbel_max_sample(here, run.fresh(len(here), V)) == tree.tokens[:, child]
-                hit = drawn & (tree.parents[:, child] == node) & tree.valid[:, child] & ~found
-                token, found = torch.where(hit, tree.tokens[:, child], token), found | hit
-            return token
-
-        return walk_lazily(tree, choose)
-
-    monkeypatch.setitem(globals(), "accept_sampled", accept)
-    return run.tree
-
-
-def use_one_noise_row_at_every_depth(run, monkeypatch):
-    return lambda ids, noise: run.coupled(ids, noise[:, :1].expand_as(noise))
-
-
-WRONG_RULES = [
-    (resample_from_p, "temperature"),
-    (resample_from_p_minus_q_after_a_whole_chain, "top_p"),
-    (draw_again_for_every_sibling, "contextual"),
-    (use_one_noise_row_at_every_depth, "min_p"),
-]
-
-
-@pytest.mark.parametrize(("break_rule", "processors"), WRONG_RULES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_broken_rule_is_detected(break_rule, processors, monkeypatch):
-    run = Speculation(processors)
-    assert run.p_value(break_rule(run, monkeypatch)) < CLEARLY_WRONG
 
 
 def test_rejection_accepts_with_the_theoretical_rate():

@@ -51,12 +51,6 @@ def test_many_calls():
     check(36)
 
 
-def test_a_leak_is_noticed():
-    """The check again, with what the calls return kept. The process need not grow: its heap may have had the room."""
-    _, tensors = growth(12, keep=True, warm_up=1)
-    assert tensors > 12
-
-
 @pytest.mark.soak
 def test_two_thousand_calls():
     check(2000)

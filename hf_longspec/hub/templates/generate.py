@@ -10,17 +10,7 @@ from typing import Any
 
 
 def generate(model: Any, assistant_model: Any = None, streamer: Any = None, **kwargs: Any) -> Any:
-    """Generate like `model.generate(assistant_model=draft)` with the route installed.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        assistant_model (`PreTrainedModel`): The draft.
-        streamer (`BaseStreamer`, *optional*): Receives the prompt, then every token.
-        kwargs (`Any`): Further arguments of `model.generate`.
-
-    Raises:
-        ValueError: If `assistant_model` is not a draft of this package.
-    """
+    """Generate like `model.generate(assistant_model=draft)` with the route installed; refuse any other assistant."""
     if not getattr(assistant_model, "_is_longspec_draft", False):
         raise ValueError(
             f"assistant_model={type(assistant_model).__name__}: expected the draft of this repository. Load it with "

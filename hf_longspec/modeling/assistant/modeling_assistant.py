@@ -151,7 +151,6 @@ class AssistantDraftModel(DraftModel):
         """Write the settings, and the name of the model or its weights.
 
         Args:
-            save_directory (`str` or `os.PathLike`): Folder to write to.
             assistant_weights (`bool`, *optional*): Whether to write the model's weights, in the folder `assistant`. By
                 default they are written if the model has no Hub id by which others could load it.
             kwargs (`Any`): Arguments of `PreTrainedModel.save_pretrained` for the weights.

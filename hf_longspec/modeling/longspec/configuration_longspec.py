@@ -9,47 +9,30 @@ from ..configuration_base import DraftConfig, text_config
 
 
 class LongSpecConfig(DraftConfig):
-    """Configuration of [`LongSpecDraftModel`]: shape of its one block, and the target layer that it reads.
-
-    Args:
-        hidden_size (`int`): Width of the target's embeddings.
-        intermediate_size (`int`): Width of the SwiGLU.
-        num_attention_heads (`int`): Number of query heads of both attentions.
-        num_key_value_heads (`int`): Number of key/value heads, equal to the target's.
-        head_dim (`int`): Size of a head, equal to the target's.
-        hidden_act (`str`): Activation of the SwiGLU.
-        rms_norm_eps (`float`): Epsilon of the three norms.
-        initializer_range (`float`): Standard deviation of the initial weights.
-        qkv_bias (`bool`): Whether the query, key and value projections have a bias, as in the authors' checkpoints.
-        window (`int`): Number of positions that a self-attention query attends to, its own included.
-        kv_layer (`int`): Index of the target's layer whose keys and values are read.
-        cross_attention (`bool`): Whether the draft attends to the target's cache. Otherwise it attends to its window
-            only.
-        noise_range (`list[int]`): Smallest and largest gap between a query and its newest visible target key in
-            training. Drafting at depth d has gap d + 1, so the second number is the depth of the tree.
-        trained_max_length (`int`, *optional*): Largest position in training.
-    """
+    """Configuration of [`LongSpecDraftModel`]: shape of its one block, and the target layer that it reads."""
 
     model_type = "longspec"
 
-    hidden_size: int = 0
-    intermediate_size: int = 0
-    num_attention_heads: int = 1
-    num_key_value_heads: int = 1
-    head_dim: int = 0
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    qkv_bias: bool = False
-    window: int = 512
-    kv_layer: int = 0
+    hidden_size: int = 0  # width of the target's embeddings
+    intermediate_size: int = 0  # width of the SwiGLU
+    num_attention_heads: int = 1  # number of query heads of both attentions
+    num_key_value_heads: int = 1  # number of key/value heads, equal to the target's
+    head_dim: int = 0  # size of a head, equal to the target's
+    hidden_act: str = "silu"  # activation of the SwiGLU
+    rms_norm_eps: float = 1e-6  # epsilon of the three norms
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+    qkv_bias: bool = False  # whether the query, key and value projections have a bias, as in the authors' checkpoints
+    window: int = 512  # number of positions that a self-attention query attends to, its own included
+    kv_layer: int = 0  # index of the target's layer whose keys and values are read
+    # whether the draft attends to the target's cache. Otherwise it attends to its window only.
     cross_attention: bool = True
+    # smallest and largest gap between a query and its newest visible target key in training. Drafting at depth d has
+    # gap d + 1, so the second number is the depth of the tree.
     noise_range: list[int] | tuple[int, ...] = (1, 5)
-    trained_max_length: int | None = None
+    trained_max_length: int | None = None  # largest position in training
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
-        """Return the configuration of a draft for `target`, with the shapes of the layer it reads unless overridden."""
         text = text_config(target)
         kv_layer = overrides.get("kv_layer", last_full_layer(text))
         # shapes of the layer that is read, if layers differ

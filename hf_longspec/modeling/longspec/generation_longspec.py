@@ -27,18 +27,12 @@ ANCHORS = 4
 class Prefix:
     """
     The prefix in one layer of the target, for a block that is not part of the target.
-
-    Args:
-        keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys of the target's cache.
-        values (`torch.Tensor` of shape `(B, K, capacity, D)`): Values of the target's cache.
-        lengths ([`SeqLens`]): Number of committed tokens per row.
-        window (`int`, *optional*): Read only the first `ANCHORS` entries and so many of the newest. Default: all.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    lengths: SeqLens
-    window: int | None = None
+    keys: torch.Tensor  # `(B, K, capacity, D)`, of the target's cache
+    values: torch.Tensor  # `(B, K, capacity, D)`, likewise
+    lengths: SeqLens  # committed tokens per row
+    window: int | None = None  # read only the first `ANCHORS` entries and so many of the newest. Default: all.
 
     def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the entries of the prefix."""
@@ -96,7 +90,6 @@ class LongSpecDrafter(BeamDrafter):
         return root, self.last_token
 
     def prefix(self) -> Prefix:
-        """Return keys and values of the target."""
         cache = self.binding.cache
         layer = cache.layers[self.parts.kv_layer]
         return Prefix(layer.keys, layer.values, cache.lengths, self.cross_attention_window)
@@ -110,7 +103,6 @@ class LongSpecDrafter(BeamDrafter):
         return (prefix.lengths.on(self.device),), fixed, (prefix.window, known, graph)
 
     def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Prefix:
-        """Return keys and values of the target inside a graph."""
         known, sizes, keys, values = fixed
         return Prefix(keys, values, SeqLens.in_graph(changing[0], sizes, known), self.cross_attention_window)
 
@@ -161,7 +153,6 @@ class LongSpecDrafter(BeamDrafter):
             )
 
     def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Prefix) -> tuple[torch.Tensor, ...]:
-        """Return the logits `(B, n, V)` after the newest level of a beam; see [`BeamDrafter.level`]."""
         level, ancestor_mask, last_token, positions, cos, sin = changing
         first = 0 if depth == 0 else depth + 1
         columns = slice(first, depth + 2)

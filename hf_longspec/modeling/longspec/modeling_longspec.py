@@ -50,7 +50,6 @@ class LongSpecDraftModel(DraftModel):
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
-        """Refuse targets without rotary positions."""
         decoder_of(target)
 
     def place(self, target: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
@@ -66,19 +65,11 @@ class LongSpecDraftModel(DraftModel):
         gaps: list[int],
         parts: TargetParts,
     ) -> torch.Tensor:
-        """Return the hidden states of whole texts, for training.
+        """Return the input `(B, L, hidden)` of the target's head on whole texts, for training.
 
-        Args:
-            input_ids (`torch.LongTensor` of shape `(B, L)`): Tokens.
-            position_ids (`torch.LongTensor` of shape `(B, L)`): Positions of the tokens in the target's forward.
-            keys (`torch.Tensor` of shape `(B, K, L, D)`): Keys of the target's KV layer for these tokens.
-            values (`torch.Tensor` of shape `(B, K, L, D)`): Values of the target's KV layer for these tokens.
-            gaps (`list[int]`): Distance of each row's queries to their newest visible key, at least 1.
-            parts ([`TargetParts`]): Embedding, head and rotary embedding of the target.
-
-        Returns:
-            `torch.Tensor` of shape `(B, L, hidden)`: Input of the target's head. The first `gaps[b]` places of a row
-            attend to no key of the target and must not contribute to the loss.
+        Keys and values `(B, K, L, D)` are those of the target's KV layer for these tokens, and gaps the distances, at
+        least 1, of each row's queries to their newest visible key. The first `gaps[b]` places of a row attend to no
+        key of the target and must not contribute to the loss.
         """
         hidden = parts.embed(input_ids).to(self.block.input_layernorm.weight.dtype)
         rotary = parts.rotary(position_ids, hidden)
@@ -93,7 +84,6 @@ class LongSpecDraftModel(DraftModel):
         return hidden_states
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
         return 1 + sum(self.setting("tree_widths"))
 
     def check_settings(self, target: TargetView) -> None:
@@ -155,16 +145,9 @@ class LongSpecBlock(GradientCheckpointingLayer):
         attend_target: Callable[[torch.Tensor], torch.Tensor],
         num_queries: int | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states `(B, Q, hidden)` of the last Q tokens.
+        """Return the hidden states `(B, Q, hidden)` of the last Q = `num_queries` tokens, by default of all N.
 
-        Args:
-            hidden (`torch.Tensor` of shape `(B, N, hidden)`): Embeddings.
-            rotary (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of the N positions.
-            parts ([`TargetParts`]): Modules of the target, which rotate queries and keys.
-            attend_self (`Callable`): Self-attention, from query `(B, H, Q, D)`, key and value `(B, K, N, D)` to
-                `(B, H, Q, D)`.
-            attend_target (`Callable`): Cross-attention, from query `(B, H, Q, D)` to `(B, H, Q, D)`.
-            num_queries (`int`, *optional*): Q. All N tokens by default.
+        Attention takes queries `(B, H, Q, D)`, that of the draft also keys and values `(B, K, N, D)`.
         """
         normed = self.input_layernorm(hidden)
         key, value = self.self_attn.key_value(normed)
@@ -226,9 +209,6 @@ def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
     The text is cut into blocks of `window` positions. A block sees itself and the previous block, so memory and time
     grow with the length, not with its square.
-
-    Args:
-        window (`int`): Number of positions that a query sees.
     """
     length = query.shape[2]
     if length <= window:
@@ -255,10 +235,7 @@ def shifted_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     """Compute attention in which the query at position t of row b sees the keys at positions up to `t - gaps[b]`.
 
     This is Flash Noisy Training (LongSpec, https://huggingface.co/papers/2502.17421, section 3.2). Without the
-    first queries and the last keys it is ordinary causal attention, which any flash kernel computes.
-
-    Args:
-        gaps (`Sequence[int]`): One per row, at least 0. The first queries see no key and get zeros.
+    first queries, which get zeros, and the last keys it is ordinary causal attention, which any flash kernel computes.
     """
     length, rows = query.shape[2], []
     for row, gap in enumerate(gaps):

@@ -100,12 +100,7 @@ class LongSpecMethod(TrainingMethod):
     def _run(
         self, model: Any, inputs: dict[str, Any], states: TargetStates, gaps: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the draft over a batch.
-
-        Returns:
-            The summed loss `(1,)`. For the predicted tokens, or a sample of them, whether the draft's most likely token
-            is the wanted one, and the index of the row.
-        """
+        """Return the summed loss `(1,)` of a batch; for the predicted tokens, or a sample, hits and indices of rows."""
         tokens, positions = inputs["input_ids"], inputs["position_ids"]
         hidden = model(
             input_ids=tokens,
@@ -128,18 +123,7 @@ class RowNoise:
     A generator that is seeded with the run's seed and the number of the step draws for all rows of the step. Each
     process uses the draws of its own rows, by their index in the step. So a resumed run draws the same as an
     uninterrupted one, no two rows share a draw, and the result does not depend on how a step is divided over processes
-    and gradient accumulation.
-
-    Args:
-        seed (`int`): Seed of the run.
-        gaps (`Sequence[int]`): Smallest and largest gap.
-        position_limit (`int`, *optional*): Number of positions of the target.
-        max_offset (`int`, *optional*): Largest offset. Offsets are drawn uniformly from 0 on, within `position_limit`.
-        distribution (`str`, *optional*, defaults to `"uniform"`): Distribution of the gaps, see
-            [`DraftTrainingArguments`].
-
-    Raises:
-        ValueError: If the gaps or the offsets have no valid range.
+    and gradient accumulation. Offsets are drawn uniformly from 0 to `max_offset`, within `position_limit`.
     """
 
     def __init__(
@@ -165,14 +149,7 @@ class RowNoise:
         self.max_offset = max_offset
 
     def draw(self, step: int, total: int, rows: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the gaps and the offsets of some rows of a step.
-
-        Args:
-            step (`int`): Number of the step.
-            total (`int`): Number of rows of the step, in all processes.
-            rows (`Sequence[int]`): Indices of the wanted rows among them.
-            lengths (`Sequence[int]`): Numbers of tokens of the wanted rows.
-        """
+        """Return the gaps and the offsets of some rows of a step."""
         generator = torch.Generator().manual_seed(mixed(self.seed, step))
         table = torch.rand(total, 2, generator=generator, dtype=torch.float64)[list(rows)].tolist()
         total_weight = self._cumulative[-1]
@@ -181,11 +158,7 @@ class RowNoise:
         return gaps, offsets
 
     def room(self, length: int) -> int:
-        """Return the largest offset of a row of `length` tokens.
-
-        Raises:
-            ValueError: If the target has fewer than `length` positions.
-        """
+        """Return the largest offset of a row of `length` tokens."""
         check_length(length, self.position_limit)
         if self.position_limit is None:
             return self.max_offset or 0
@@ -199,18 +172,10 @@ def mixed(*numbers: int) -> int:
 
 
 def anchor_offset_positions(length: int, offsets: Sequence[int], anchors: int) -> torch.Tensor:
-    """Compute positions of which the first `anchors` are unchanged and all later ones are shifted by an offset.
+    """Compute positions `(B, length)`: the first `anchors` are unchanged, later ones shifted by the row's offset.
 
     The first tokens of a text attract attention at every length (attention sinks). They keep the positions at which the
     target expects them, while the other tokens get positions that short rows would never reach.
-
-    Args:
-        length (`int`): Number of tokens of a row.
-        offsets (`Sequence[int]`): One per row, at least 0.
-        anchors (`int`): Number of positions that are not shifted.
-
-    Returns:
-        `torch.LongTensor` of shape `(B, length)`.
 
     Source: LongSpec (https://huggingface.co/papers/2502.17421), section 3.2, Anchor-Offset Indices.
 

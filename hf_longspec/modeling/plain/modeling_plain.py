@@ -21,7 +21,6 @@ class PlainDrafter(Drafter):
     """Propose the root alone, so that every verification emits one token."""
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """Return the tree of `root` `(batch,)` alone."""
         return DraftTree.root_only(root)
 
 
@@ -39,9 +38,7 @@ class PlainDraftModel(DraftModel):
     takes_ngrams: ClassVar[bool] = False  # the baseline stays one token per forward
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """Return a drafter that proposes the root alone."""
         return PlainDrafter(binding)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return 1, the root."""
         return 1

@@ -24,45 +24,24 @@ from ..settings import Setting
 
 
 class PagedCache(CompactCache):
-    """The target's own cache as drafting steps read it: by pages, with drafted tokens after the committed ones.
-
-    Args:
-        cache ([`SpeculativeCache`]): The target's cache.
-        dense_layers (`frozenset[int]`): Indices of the layers that read the whole cache.
-        page_size (`int`): Tokens of a page.
-        room (`int`): Largest number of tokens drafted per iteration.
-
-    Attributes:
-        pages ([`KeyPages`]): Bounds of the full pages of committed tokens.
-    """
+    """The target's own cache as drafting steps read it: by pages, with drafted tokens after the committed ones."""
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], page_size: int, room: int):
         # no layer has copies, so for the base all are dense
         super().__init__(cache, frozenset(range(len(cache.layers))))
         self.pages = KeyPages(page_size, SINK_TOKENS)
         self.room = room
-        self._unpaged = dense_layers
+        self._other_layers = dense_layers
         self._rows: list[list[int]] = []
         self._tables: dict[torch.device, torch.Tensor] = {}
         self.forget()
 
     @property
-    def sparse_layers(self) -> list[int]:
-        """Indices of the layers that read pages, without layers that share the cache of another layer."""
-        return [
-            index
-            for index, layer in enumerate(self.cache.layers)
-            if layer.is_initialized and index not in self._unpaged
-        ]
-
-    @property
     def layout(self) -> tuple[int, ...]:
-        """Numbers that change when a buffer is replaced."""
         return *super().layout, self.pages.layout
 
     @property
     def nbytes(self) -> int:
-        """Size of the bounds in bytes."""
         return self.pages.nbytes
 
     def forget(self) -> None:
@@ -70,12 +49,9 @@ class PagedCache(CompactCache):
         self.full = [0] * self.cache.batch_size
 
     def extend(self, target: TargetView, num_pages: Sequence[int], most: int) -> None:
-        """Compute the bounds of pages that were filled since the last call.
+        """Compute the bounds of pages that were filled since the last call: at most `most` by a commit.
 
-        Args:
-            target ([`TargetView`]): The target.
-            num_pages (`Sequence[int]`): Number of pages that each row will read.
-            most (`int`): Largest number of pages that a commit fills.
+        `num_pages` are those that each row will read.
         """
         self.share_dense()
         before = self.pages.layout
@@ -107,7 +83,6 @@ class PagedCache(CompactCache):
             self.pages.update(index, keys, first, full, count)
 
     def context(self, target: TargetView, positions: torch.Tensor) -> StepContext:
-        """Return the context of a drafting step at `positions` `(B, 1)`."""
         _, full, chosen = self.table(positions.device)
         lengths = self.dense_used.lengths.plus(1)
         return PageContext(lengths, positions, full, chosen, self.pages, self.sizes, windows=target.windows)
@@ -166,7 +141,6 @@ class QuestDrafter(SelfDrafter):
         self.sparse.extend(self.binding.target, num_pages, most)
 
     def graph_of(self, root: torch.Tensor) -> tuple[Any, Any, tuple[torch.Tensor, ...], tuple, tuple]:
-        """Return what a graph of a whole chain consists of; see [`SelfDrafter.graph_of`]."""
         paged, cache = self.sparse, self.binding.cache
         paged.share_dense()
         tensors = root, cache.lengths.on(root.device), paged.table(root.device)

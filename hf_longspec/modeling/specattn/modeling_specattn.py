@@ -46,7 +46,6 @@ class SpecAttnDrafter(SelfDrafter):
         return self.num_nodes
 
     def graph_of(self, root: torch.Tensor) -> tuple[Any, Any, tuple[torch.Tensor, ...], tuple, tuple]:
-        """Return what a graph of a whole chain consists of; see [`SelfDrafter.graph_of`]."""
         dense = self.sparse.dense_layers
         return _context, self.sparse, (root, self.sparse.dense_used.lengths.on(root.device)), (dense,), (dense,)
 

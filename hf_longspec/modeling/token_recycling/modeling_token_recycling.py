@@ -55,27 +55,15 @@ def likely_tree(num_nodes: int, max_depth: int, num_candidates: int) -> tuple[No
 
 
 class CandidateTable:
-    """Candidates after each token of each row, best first; -1 for none. Graphs that read or write it go with it.
-
-    Args:
-        batch_size (`int`): Number of rows.
-        vocab_size (`int`): Number of tokens.
-        num_candidates (`int`): Number of candidates after each token.
-        device (`torch.device`): Device of the table.
-
-    Attributes:
-        entries (`torch.IntTensor` of shape `(B, V + 1, k)`): The candidates. The last entry of a row takes writes that
-            are not kept.
-    """
+    """Candidates after each token of each row, best first; -1 for none. Graphs that read or write it go with it."""
 
     def __init__(self, batch_size: int, vocab_size: int, num_candidates: int, device: torch.device):
-        shape = batch_size, vocab_size + 1, num_candidates
+        shape = batch_size, vocab_size + 1, num_candidates  # the last entry of a row takes writes that are not kept
         self.entries = torch.empty(shape, dtype=torch.int32, device=device)
         self._structures: dict[tuple[Node, ...], tuple] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table."""
         return self.entries.numel() * self.entries.element_size()
 
     def fill(self, texts: Sequence[torch.Tensor]) -> None:
@@ -103,11 +91,7 @@ class CandidateTable:
 
 
 class TokenRecyclingDrafter(Drafter):
-    """Propose static trees from a table of candidates.
-
-    Args:
-        draft (`TokenRecyclingDraftModel`): The draft, whose settings are read.
-    """
+    """Propose static trees from a table of candidates."""
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
@@ -124,7 +108,6 @@ class TokenRecyclingDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the table."""
         return 0 if self.table is None else self.table.nbytes
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
@@ -236,5 +219,4 @@ class TokenRecyclingDraftModel(DraftModel):
     }
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
         return int(self.setting("num_nodes"))

@@ -39,16 +39,11 @@ class PartialKVPolicy:
     are left to replace. The buffer therefore always holds the last `recent` tokens and all tokens since the build.
 
     Source: https://huggingface.co/papers/2502.18890, section 3.3. The paper does not guarantee recent tokens.
-
-    Args:
-        budget (`int`): Number of entries in the buffer.
-        recent (`int`): Number of newest entries that a build keeps regardless of their score.
-        dynamic (`bool`): Whether tokens after the first build enter the buffer.
     """
 
-    budget: int
-    recent: int
-    dynamic: bool = True
+    budget: int  # number of entries in the buffer
+    recent: int  # number of newest entries that a build keeps regardless of their score
+    dynamic: bool = True  # whether tokens after the first build enter the buffer
 
     def size(self, built: int) -> int:
         """Return the number of entries that a build of the first `built` tokens keeps."""
@@ -72,14 +67,7 @@ class PartialKVPolicy:
         return free if free < self.budget else self.budget - 1 - (token - built)
 
     def select(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the tokens that a build keeps, the most important first.
-
-        Args:
-            scores (`torch.Tensor` of shape `(K, built)`): Scores of every token, per KV head.
-
-        Returns:
-            `torch.LongTensor` of shape `(K, size(built))`: Token numbers.
-        """
+        """Return the tokens `(K, size(built))` that a build keeps by scores `(K, built)`, most important first."""
         heads, built = scores.shape
         size = self.size(built)
         sinks = min(SINK_TOKENS, size)
@@ -95,22 +83,13 @@ class PartialCache(CompactCache):
     """Copies of entries of the target's cache that a [`PartialKVPolicy`] chooses per row, layer and KV head.
 
     After every commit the entries of new tokens are copied. Other entries do not move until the next build.
-
-    Args:
-        cache ([`SpeculativeCache`]): The target's cache.
-        dense_layers (`frozenset[int]`): Indices of the layers that attend to the full cache.
-        policy ([`PartialKVPolicy`]): Policy that assigns tokens to slots.
-
-    Attributes:
-        built (`list[int | None]`): Number of tokens of each row at its last build.
-        held (`list[int]`): Number of tokens of each row at the last `catch_up`.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], policy: PartialKVPolicy):
         super().__init__(cache, dense_layers)
         self.policy = policy
-        self.built: list[int | None]
-        self.held: list[int]
+        self.built: list[int | None]  # tokens of each row at its last build
+        self.held: list[int]  # tokens of each row at the last `catch_up`
         self.forget()
 
     def forget(self) -> None:
@@ -128,8 +107,6 @@ class PartialCache(CompactCache):
         """Choose the entries of a row again among its first `length` tokens.
 
         Args:
-            row (`int`): Index of the row.
-            length (`int`): Number of tokens to choose from.
             scores_of (`Callable`): Function from the index of a layer to the scores `(1 or K, length)` of these tokens.
         """
         one = slice(row, row + 1)
@@ -150,7 +127,6 @@ class PartialCache(CompactCache):
 
         Args:
             width (`int`): Most tokens that a step commits. Steps that commit fewer run the same graph.
-            target ([`TargetView`]): Runs the copy.
         """
         self.share_dense()
         lengths = self.cache.lengths.host
@@ -216,11 +192,7 @@ SELF_DRAFTS = ("verify_hidden", "partial_kv")
 
 
 class TokenSwiftDrafter(Drafter):
-    """Draft a tree of fixed shape from one hidden state.
-
-    Args:
-        draft (`TokenSwiftDraftModel`): The draft. It owns the compiled functions, which later calls use again.
-    """
+    """Draft a tree of fixed shape from one hidden state."""
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
@@ -238,7 +210,6 @@ class TokenSwiftDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the partial cache, the same at every context length."""
         return 0 if self.partial is None else self.partial.nbytes
 
     def propose(self, root: torch.Tensor) -> DraftTree:
@@ -348,12 +319,8 @@ def _levels(
     Args:
         changing (`tuple[torch.Tensor, ...]`): Roots `(B,)`, hidden states `(B, hidden)`, `num_own` logits
             `(B, vocab)` of the target for the first level, and the result of [`Coupling.known`].
-        heads (`TokenSwiftHeads`): The heads.
-        ends ([`TargetEnds`]): Embedding and language-model head of the target.
         widths (`Sequence[int]`): Number of candidates of each level.
         num_own (`int`): Number of levels that the target's own logits decide: 0 or 1.
-        coupling ([`Coupling`]): Ranks the candidates.
-        logits (`torch.Tensor`, *optional*): Result of [`_logits`], if it has been computed.
 
     Returns:
         `tuple[torch.Tensor, ...]`: Tokens `(B, n * width)` of each level. With sequential heads they are `width`

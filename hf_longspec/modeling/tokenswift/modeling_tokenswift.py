@@ -17,27 +17,20 @@ from .generation_tokenswift import POLICIES, SELF_DRAFTS, TokenSwiftDrafter
 
 
 class TokenSwiftConfig(DraftConfig):
-    """Configuration of [`TokenSwiftDraftModel`]: number and kind of its heads.
-
-    Args:
-        hidden_size (`int`): Width of the target's residual stream.
-        num_heads (`int`): Number of heads. Head i predicts the token i places after the one that the target predicts.
-        chained (`bool`): Whether the input of a head is the output of the head before it. Otherwise it is the target's
-            own state, as the input of Medusa's heads is.
-        sequential (`bool`): Whether a head also reads the token before the one that it predicts, as in Hydra and
-            unlike in the paper. Such heads are chained.
-        rms_norm_eps (`float`): Epsilon of the two norms of a head.
-        initializer_range (`float`): Standard deviation of the initial weights of the linear layers.
-    """
+    """Configuration of [`TokenSwiftDraftModel`]: number and kind of its heads."""
 
     model_type = "tokenswift"
 
-    hidden_size: int = 0
-    num_heads: int = 3
+    hidden_size: int = 0  # width of the target's residual stream
+    num_heads: int = 3  # number of heads. Head i predicts the token i places after the one that the target predicts.
+    # whether the input of a head is the output of the head before it. Otherwise it is the target's own state, as the
+    # input of Medusa's heads is.
     chained: bool = True
+    # whether a head also reads the token before the one that it predicts, as in Hydra and unlike in the paper. Such
+    # heads are chained.
     sequential: bool = False
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6  # epsilon of the two norms of a head
+    initializer_range: float = 0.02  # standard deviation of the initial weights of the linear layers
 
     @property
     def kind_of_heads(self) -> str:
@@ -46,7 +39,6 @@ class TokenSwiftConfig(DraftConfig):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
-        """Return the configuration of heads for `target`, with the target's width."""
         text = text_config(target)
         values = {
             "hidden_size": text.hidden_size,
@@ -95,7 +87,6 @@ class TokenSwiftDraftModel(DraftModel):
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
-        """Refuse targets without a final norm."""
         final_norm_of(target)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,7 +110,6 @@ class TokenSwiftDraftModel(DraftModel):
         return states
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
         return num_static_nodes(self.levels())
 
     def levels(self) -> list[int]:
@@ -218,7 +208,6 @@ class TokenSwiftHead(nn.Module):
         """Return the residual stream `(..., hidden)` after this head, not normalised.
 
         Args:
-            hidden (`torch.Tensor` of shape `(..., hidden)`): Residual stream before this head.
             embedded (`torch.Tensor` of shape `(..., hidden)`, *optional*): For sequential heads, the embedding of the
                 token before the one that this head predicts.
         """

