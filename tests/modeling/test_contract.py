@@ -70,9 +70,7 @@ def check_drafted(draft, model):
 
 
 # They read tokens, logits or hidden states, whatever the attention of the target is.
-WITHOUT_KEYS = (
-    *("longspec_ngram", "longspec_eagle3", "tokenswift", "longspec_token_recycling", "longspec_plain"),
-)
+WITHOUT_KEYS = (*("longspec_ngram", "longspec_eagle3", "tokenswift", "longspec_token_recycling", "longspec_plain"),)
 # The other drafts on every kind of attention, and one of these on every target; `make models` runs all on all.
 GREEDY = [*product(sorted(DRAFTS.keys() - {*WITHOUT_KEYS}), ATTENTION), *zip(cycle(WITHOUT_KEYS), TINY_TARGETS)]
 

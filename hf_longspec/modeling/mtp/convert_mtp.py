@@ -224,7 +224,9 @@ def _renamed(family: Family, stripped: Mapping[str, str], num_layers: int) -> tu
         parts = {old.format(**places): f"layers.{depth}.{new}" for old, new in family.parts.items()}
         block = family.block.format(**places)
         of_layer = [name for name in stripped.values() if name.startswith(block)]
-        has_projection = any(name.startswith(old) for old, new in parts.items() for name in stripped.values() if new.endswith("eh_proj."))
+        has_projection = any(
+            name.startswith(old) for old, new in parts.items() for name in stripped.values() if new.endswith("eh_proj.")
+        )
         if not of_layer or not has_projection:
             return names, depth
         parts[block] = f"layers.{depth}.block."  # last, as the others may begin with it

@@ -59,7 +59,7 @@ class MtpDraftModel(DraftModel):
 
         Args:
             target (`PreTrainedModel`): The target.
-            checkpoint (`str`, *optional*): Folder or Hub id of the checkpoint, for a target that was not loaded from it.
+            checkpoint (`str`, *optional*): Folder or Hub id of the checkpoint, if the target was not loaded from it.
             overrides (`Any`): Settings of the draft by name.
 
         Raises:
@@ -128,7 +128,7 @@ class MtpDraftModel(DraftModel):
             hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at each of the T
                 entries.
             tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the state.
-            steps (`int`, *optional*, defaults to 1): Number of steps, at most the number of layers if there are several.
+            steps (`int`, *optional*, defaults to 1): Number of steps, at most that of layers if there are several.
             target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
             position_ids (`torch.LongTensor` of shape `(B, T)`, *optional*): Positions of the entries. 0, 1, 2, ... by
                 default.
