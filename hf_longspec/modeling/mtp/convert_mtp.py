@@ -179,7 +179,8 @@ def stacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     >>> {name: tuple(x.shape) for name, x in stacked({name: torch.zeros(3, 3) for name in names}).items()}
     {'mlp.experts.gate_up_proj': (2, 6, 3), 'mlp.experts.down_proj': (2, 3, 3)}
     """
-    joined, experts = {}, {}
+    joined: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
     for name, value in weights.items():
         if match := EXPERT.match(name):
             experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = value

@@ -1,7 +1,7 @@
 """MTP: the layers of the target's checkpoint grow a beam from states of the target, then from their own.
 
-DeepSeek-V3, https://huggingface.co/papers/2412.19437, section 2.2. Entries, rings and trees are those of EAGLE-3, with the
-output of the target's final norm as the state. What a layer of the target's own class stores is a ring per layer.
+DeepSeek-V3, https://huggingface.co/papers/2412.19437, section 2.2. Entries, rings and trees are those of EAGLE-3, with
+the output of the target's final norm as the state. What a layer of the target's own class stores is a ring per layer.
 
 With one layer, an entry depends on a state and a token alone, and a node of the tree is an entry with the output at its
 parent as the state. With several, layer j reads the output of layer j - 1 at the token before: it runs on all nodes up
@@ -38,7 +38,7 @@ class MtpDrafter(Eagle3Drafter):
     @cached_property
     def rings(self) -> list[WindowRing]:  # type: ignore[override]
         """What each layer stores of the committed text."""
-        size, batch = self.draft.config.layer.hidden_size, self.binding.cache.batch_size  # type: ignore[attr-defined]
+        size, batch = self.draft.config.layer.hidden_size, self.binding.cache.batch_size
         shapes: list[torch.Size] = []
 
         def note(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -107,7 +107,7 @@ class MtpDrafter(Eagle3Drafter):
     def level_inputs(
         self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Return the inputs of `first_level` or `next_level`: those of the newest level, or of all with several layers."""
+        """Return the inputs of the newest level, or those of all levels with several layers."""
         if not depth or self.depth == 1:
             return super().level_inputs(beam, depth, shared, states)
         tokens, parents, _, depths, masks = (part[:, 1:] for part in beam.fields())

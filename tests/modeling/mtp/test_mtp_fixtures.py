@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import MtpDraftModel
+from tests.tiny_targets import write_mtp_layers
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # Their targets have recurrent layers.
@@ -61,3 +62,23 @@ def test_a_saved_draft_needs_no_files_of_the_target(tmp_path):
     loaded = MtpDraftModel.from_pretrained(tmp_path)
     assert loaded.state_dict().keys() == draft.state_dict().keys()
     assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_recurrent_targets_are_refused(family):
+    target = AutoModelForCausalLM.from_pretrained(FIXTURES / family).eval()
+    draft = MtpDraftModel.from_target(target, on_unsupported="error")
+    with pytest.raises(ValueError, match=type(target).__name__):
+        target.generate(torch.arange(1, 9)[None], assistant_model=draft, max_new_tokens=3, pad_token_id=0)
+
+
+def test_layers_in_turn(tmp_path):
+    target = AutoModelForCausalLM.from_pretrained(FIXTURES / "deepseek_v3").eval()
+    write_mtp_layers(target, tmp_path, count=2)
+    draft = MtpDraftModel.from_target(target, str(tmp_path), tree_widths=[4, 2], window=8, on_unsupported="error")
+    prompt = torch.arange(1, 25).view(2, 12)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = target.generate(prompt, **options)
+    assert torch.equal(target.generate(prompt, assistant_model=draft, **options), expected)
+    with pytest.raises(ValueError, match="2 layers"):
+        MtpDraftModel.from_target(target, str(tmp_path), tree_widths=[4, 2, 2])
