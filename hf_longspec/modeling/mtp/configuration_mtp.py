@@ -38,7 +38,8 @@ class MtpConfig(DraftConfig):
         """Return the configuration of one layer like the target's last one with full attention."""
         text = text_config(target)
         # the config class of a model with code of its own may extend one of transformers, whose layers it then has
-        kinds = [kind.model_type for kind in type(text).__mro__ if getattr(kind, "model_type", "") in CONFIG_MAPPING]
+        names = (getattr(kind, "model_type", "") for kind in type(text).__mro__)
+        kinds = [name for name in names if name in CONFIG_MAPPING]
         layer_config = text.to_dict() | {"model_type": (kinds or [text.model_type])[0]}
         for name in ("quantization_config", "auto_map", "dtype", "architectures", "_name_or_path"):
             layer_config.pop(name, None)
