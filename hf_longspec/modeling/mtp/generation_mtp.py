@@ -17,13 +17,13 @@ import torch
 from ...generation.draft_tree import Beam
 from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import TargetParts, final_norm_of
-from ..eagle3.generation_eagle3 import Eagle3Drafter
+from ..aux_drafter import AuxDrafter
 
 # Entries of a prompt that several layers run at a time.
 PIECE = 256
 
 
-class MtpDrafter(Eagle3Drafter):
+class MtpDrafter(AuxDrafter):
     """Draft a tree of fixed size with one layer, or with several, a level each."""
 
     def make_rotary(self) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
@@ -61,14 +61,14 @@ class MtpDrafter(Eagle3Drafter):
         return rings
 
     def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store entries in the rings; see [`Eagle3Drafter.remember`]."""
+        """Store entries in the rings; see [`AuxDrafter.remember`]."""
         size = tokens.shape[1] if self.depth == 1 else PIECE
         for pieces in zip(*(x.split(max(size, 1), 1) for x in (aux_hidden_states, tokens, positions)), strict=True):
-            super().remember(*pieces)
+            self._enter(*pieces, positions[:, :0])
 
     def _enter(
         self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, query_places: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """Store entries in the rings; return outputs `(B, depth, hidden)` of all layers at the place of each row."""
         states = self.norm(aux_hidden_states).to(self.device, self.dtype)
         embedded = self.parts.embed(tokens).to(self.device, self.dtype)
@@ -81,8 +81,7 @@ class MtpDrafter(Eagle3Drafter):
             newest.append(states.gather(1, last))
             if index < self.depth - 1:
                 states, places = self._shifted(index, states, places)
-        outputs = torch.cat(newest, 1)
-        return outputs[:, :1], outputs
+        return torch.cat(newest, 1)
 
     def _fill(
         self, index: int, places: torch.Tensor, queries: torch.Tensor, is_read: bool, keys: Any, values: Any
@@ -108,27 +107,30 @@ class MtpDrafter(Eagle3Drafter):
         self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """Return the inputs of the newest level, or those of all levels with several layers."""
-        if not depth or self.depth == 1:
-            return super().level_inputs(beam, depth, shared, states)
-        tokens, parents, _, depths, masks = (part[:, 1:] for part in beam.fields())
+        if not depth:
+            return shared[:4]
+        if self.depth == 1:
+            tokens, parents, positions, masks = beam.tokens, beam.parent_places, shared[4] + depth, beam.ancestor_mask
+            further: tuple[torch.Tensor, ...] = ()
+        else:
+            tokens, parents, _, depths, masks = (part[:, 1:] for part in beam.fields())
+            positions, further = shared[4] + depths.to(self.device), (beam.tokens, states[1])
         above = parents.to(self.device)[..., None].expand(-1, -1, states[0].shape[2])
-        positions = shared[4] + depths.to(self.device)
-        return states[0].gather(1, above), tokens, masks, positions, shared[4], beam.tokens, states[1]
+        return states[0].gather(1, above), tokens, masks, positions, shared[4], *further
 
     def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: None) -> tuple[torch.Tensor, ...]:
         """Return logits `(B, n, V)` after the newest level of a beam, and states."""
-        if self.depth == 1:
-            return super().level(changing, depth, prefix)
         if not depth:
-            logits, outputs = self.first_level(*changing)
-            return logits, outputs[:, :1], outputs
+            outputs = self._enter(*changing)
+            further = (outputs,) if self.depth > 1 else ()
+            return self.parts.head(outputs[:, :1]), outputs[:, :1], *further
+        if self.depth == 1:
+            states = self._next(0, *changing)
+            return self.parts.head(states), states
         *inputs, newest, outputs = changing
-        logits, states = self._next(depth, *inputs)
-        return logits[:, -newest.shape[1] :], torch.cat([outputs[:, depth : depth + 1], states], 1), outputs
-
-    def next_level(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits and states `(B, n, hidden)` after the newest level; see [`Eagle3Drafter.next_level`]."""
-        return self._next(0, *inputs)
+        states = self._next(depth, *inputs)
+        logits = self.parts.head(states[:, -newest.shape[1] :])
+        return logits, torch.cat([outputs[:, depth : depth + 1], states], 1), outputs
 
     def _next(
         self,
@@ -138,7 +140,18 @@ class MtpDrafter(Eagle3Drafter):
         ancestor_mask: torch.Tensor,
         positions: torch.Tensor,
         end: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
+        """Return outputs `(B, n, hidden)` of a layer at nodes.
+
+        Args:
+            index (`int`): The layer.
+            states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
+            tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the nodes.
+            ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
+            positions (`torch.LongTensor` of shape `(B, 1)` or `(B, n)`): Positions of the nodes.
+            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root. Nodes
+                see what it sees: the window does not move while drafting.
+        """
         ring, (count, nodes) = self.rings[index], ancestor_mask.shape[1:]
         # the root's entry is a committed one
         ancestors = ancestor_mask.to(self.device) & (torch.arange(nodes, device=self.device) > 0)
@@ -151,8 +164,8 @@ class MtpDrafter(Eagle3Drafter):
 
         embedded = self.parts.embed(tokens).to(self.device, self.dtype)
         shown = positions.expand(-1, count)
-        outputs = self.draft.layers[index](states, embedded, shown, self.rotary(states, shown), stage)
-        return self.parts.head(outputs), outputs
+        outputs: torch.Tensor = self.draft.layers[index](states, embedded, shown, self.rotary(states, shown), stage)
+        return outputs
 
     def _run(self, *args: Any) -> Any:
         """Return `None` with several layers, whose steps are neither compiled nor captured."""
