@@ -18,8 +18,6 @@ class MtpConfig(DraftConfig):
         hidden_states_first (`bool`): Whether the state comes before the embedding in the input of the projection.
         zero_first_embedding (`bool`): Whether the embedding at position 0 is zero.
         final_norm (`bool`): Whether a norm follows the layer.
-        training_steps (`int`): Number of chained steps in training.
-        trained_max_length (`int`): Number of positions that a query saw when the draft was trained here; 0 otherwise.
     """
 
     model_type = "longspec_mtp"
@@ -30,8 +28,6 @@ class MtpConfig(DraftConfig):
     hidden_states_first: bool = False
     zero_first_embedding: bool = False
     final_norm: bool = True
-    training_steps: int = 3
-    trained_max_length: int = 0
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:

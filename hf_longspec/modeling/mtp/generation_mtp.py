@@ -63,8 +63,9 @@ class MtpDrafter(AuxDrafter):
     def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         """Store entries in the rings; see [`AuxDrafter.remember`]."""
         size = tokens.shape[1] if self.depth == 1 else PIECE
-        for pieces in zip(*(x.split(max(size, 1), 1) for x in (aux_hidden_states, tokens, positions)), strict=True):
-            self._enter(*pieces, positions[:, :0])
+        pieces = (x.split(max(size, 1), 1) for x in (aux_hidden_states, tokens, positions))
+        for states, after, places in zip(*pieces, strict=True):
+            self._enter(states, after, places, places[:, :0])
 
     def _enter(
         self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, query_places: torch.Tensor

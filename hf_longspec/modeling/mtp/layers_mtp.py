@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
-from ...attention_backends.interface import AUTOMATIC, differentiable_attention
+from ...attention_backends.interface import AUTOMATIC
 from ...attention_backends.registry import merge_attention_states
 from ...generation.target_modules import final_norm_of, layer_at
 from .configuration_mtp import MtpConfig
@@ -59,9 +59,6 @@ class LayerStep:
         if self._mask is None:
             return query.new_zeros(*query.shape[:3], value.shape[3])
         options = {"scaling": scaling, "softcap": softcap}
-        if torch.is_grad_enabled():
-            mask = self._mask[:, None]
-            return differentiable_attention(query, key, value, mask, causal=False, sinks=sinks, **options)  # type: ignore[arg-type]
         state = backend.tree_attention(query, key, value, self._mask, **options)
         return merge_attention_states([state], sinks)[0]
 
@@ -119,14 +116,9 @@ class TextEntries:
     """Keys and values of chained steps over whole texts, in one layer.
 
     Place p of every step attends to the entries of the text up to p, and to its own entries of later steps.
-
-    Args:
-        window (`int`, *optional*): Number of last entries up to p that are attended to. All by default.
-        sinks (`int`, *optional*, defaults to 0): First entries that are attended to besides.
     """
 
-    def __init__(self, window: int | None = None, sinks: int = 0):
-        self.window, self.sinks = window, sinks
+    def __init__(self) -> None:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,9 +127,6 @@ class TextEntries:
         count, length = keys.shape[2], self._parts[0][0].shape[2]
         entries = torch.arange(length, device=keys.device)
         places = entries[:count, None]
-        mask = entries <= places
-        if self.window is not None:
-            mask = mask & ((entries > places - self.window) | (entries < self.sinks))
         own = [entries[: part.shape[2]] == places for part, _ in self._parts[1:]]
-        whole = torch.cat([mask, *own], 1).expand(len(keys), -1, -1)
+        whole = torch.cat([entries <= places, *own], 1).expand(len(keys), -1, -1)
         return *(torch.cat(parts, 2) for parts in zip(*self._parts, strict=True)), whole  # type: ignore[return-value]

@@ -1,6 +1,5 @@
 """MtpDraftModel: the layers for multi-token prediction in the target's checkpoint, run once per drafted token."""
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any, ClassVar, Self
 from weakref import ref
@@ -9,8 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...generation.support import refuse_target
 from ...generation.target import TargetView
-from ...generation.target_modules import TargetEnds, TargetParts, decoder_of, final_norm_of, refuse_compiled_forward
+from ...generation.target_modules import TargetParts, decoder_of, final_norm_of, refuse_compiled_forward
 from ..base import DraftModel
 from ..settings import WIDTHS, Setting
 from .configuration_mtp import MtpConfig
@@ -69,6 +69,7 @@ class MtpDraftModel(DraftModel):
         view = TargetView(target)
         settings = cls._settings_of(overrides)
         cls.check_structure(target)
+        refuse_target(view, cls)
         try:
             reader = import_module("hf_longspec.modeling.mtp.convert_mtp")  # by name, as published copies lack it
         except ImportError as error:
@@ -98,66 +99,16 @@ class MtpDraftModel(DraftModel):
         Raises:
             ValueError: If there is none.
         """
-        return TargetParts(self._target_or(target), self.config.layer_idx)
-
-    def _target_or(self, target: PreTrainedModel | None) -> PreTrainedModel:
         target = self._target() if target is None and self._target is not None else target
         if target is None:
             raise ValueError("this draft uses the target's embedding and head: pass target=.")
-        return target
-
-    def logits(self, outputs: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
-        """Return logits `(..., vocab)` of outputs `(..., hidden)`."""
-        logits: torch.Tensor = TargetEnds(self._target_or(target)).head(outputs)
-        return logits
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        tokens: torch.LongTensor,
-        steps: int = 1,
-        target: PreTrainedModel | None = None,
-        position_ids: torch.LongTensor | None = None,
-        window: int | None = None,
-        sinks: int = 0,
-        score: Callable[[int, torch.Tensor], Any] | None = None,
-    ) -> list[Any]:
-        """Return the logits of chained steps over whole texts, in which every drafted token is that of the text.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at each of the T
-                entries.
-            tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the state.
-            steps (`int`, *optional*, defaults to 1): Number of steps, at most that of layers if there are several.
-            target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
-            position_ids (`torch.LongTensor` of shape `(B, T)`, *optional*): Positions of the entries. 0, 1, 2, ... by
-                default.
-            window (`int`, *optional*): Number of entries of the text that each place attends to. All by default.
-            sinks (`int`, *optional*, defaults to 0): First entries that all places attend to beside the window.
-            score (`Callable`, *optional*): Function of the step and of its outputs `(B, T - s, hidden)`, for training.
-
-        Returns:
-            `list[torch.Tensor]`: For each step s, logits `(B, T - s, vocab)`, or the result of `score`. Row p follows
-            the entries 0 to p and s drafted tokens, those of entries p + 1 to p + s.
-        """
-        parts, results = self.parts_of(target), []
-        self._check_steps(steps - 1)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        positions = positions if position_ids is None else position_ids
-        states, store = hidden_states.to(self.dtype), TextEntries(window, sinks)
-        for step in range(steps):
-            count = tokens.shape[1] - step
-            if step and len(self.layers) > 1:
-                store = TextEntries(window, sinks)
-            states = self._run(parts, step, states[:, :count], tokens[:, step:], positions[:, step:], store)
-            results.append(parts.head(states) if score is None else score(step, states))
-        return results
+        return TargetParts(target, self.config.layer_idx)
 
     @torch.no_grad()
     def chain_logits(
         self,
         hidden_states: torch.Tensor,
-        tokens: torch.LongTensor,
+        tokens: torch.Tensor,
         steps: int,
         target: PreTrainedModel | None = None,
     ) -> list[torch.Tensor]:
@@ -174,39 +125,23 @@ class MtpDraftModel(DraftModel):
             `(B, 1, vocab)`. Its token is the most likely one of the step before.
         """
         parts, logits = self.parts_of(target), []
-        self._check_steps(steps)
+        if 1 < len(self.layers) <= steps:
+            raise ValueError(
+                f"steps={steps}: this draft has {len(self.layers)} layers, each of which drafts one token. Pass at "
+                f"most {len(self.layers) - 1}."
+            )
         states, tokens = hidden_states[:, :-1].to(self.dtype), tokens[:, 1:]
         positions, store = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), TextEntries()
         for step in range(steps + 1):
             if step and len(self.layers) > 1:
                 store = TextEntries()
-            states = self._run(parts, step, states, tokens, positions, store)
+            layer = self.layers[step if len(self.layers) > 1 else 0]
+            angles = parts.rotary(positions, states)
+            states = layer(states, parts.embed(tokens).to(states), positions, angles, store)
             logits.append(parts.head(states))
             drafted, positions = logits[-1].argmax(-1), positions + 1
             tokens = drafted if len(self.layers) == 1 else torch.cat([tokens[:, 1:], drafted[:, -1:]], 1)
         return [logits[0], *(later[:, -1:] for later in logits[1:])]
-
-    def _run(
-        self,
-        parts: TargetParts,
-        step: int,
-        states: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        store: Any,
-    ) -> torch.Tensor:
-        """Run the layer of a step on states `(B, n, hidden)` and the tokens after them; return its outputs."""
-        layer = self.layers[step if len(self.layers) > 1 else 0]
-        embedded = parts.embed(tokens).to(states)
-        outputs: torch.Tensor = layer(states, embedded, positions, parts.rotary(positions, states), store)
-        return outputs
-
-    def _check_steps(self, last: int) -> None:
-        if 1 < len(self.layers) <= last:
-            raise ValueError(
-                f"{last} chained steps after the first: this draft has {len(self.layers)} layers, each of which drafts "
-                f"one token. Pass at most {len(self.layers) - 1}."
-            )
 
     @property
     def prompt_tokens(self) -> int:
