@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import MtpDraftModel, PlainDraftModel
+from hf_longspec.modeling.mtp.generation_mtp import MtpDrafter
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
-from tests.modeling.calls import generate
+from tests.modeling.calls import LENGTHS, generate
 from tests.tiny_targets import write_mtp_layers
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -66,6 +67,42 @@ def test_text_of_ragged_rows_and_of_one(family, do_sample):
     draft = MtpDraftModel.from_target(target, **SETTINGS)
     check(target, draft, do_sample=do_sample)
     check(target, draft, do_sample=do_sample, lengths=(21,))
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "widths"),
+    [("qwen3_5", 1, [1, 1, 1]), ("mimo_derived", 1, [2, 2]), ("deepseek_v3", 2, [2, 2])],
+)
+def test_drafting_is_a_forward_over_the_text(family, count, widths, tmp_path, monkeypatch):
+    """Of the most likely token of every level, after a text of any length; so of rings, rejections and prompts."""
+    target, drafted = target_of(FIXTURES / family), []
+
+    def level(self, changing, depth, prefix, run=MtpDrafter.level):
+        result = run(self, changing, depth, prefix)
+        if not depth:
+            drafted.append((changing[2].gather(1, changing[3])[:, 0].tolist(), []))
+        drafted[-1][1].append(result[0][:, 0])
+        return result
+
+    monkeypatch.setattr(MtpDrafter, "level", level)
+    if count > 1:
+        write_mtp_layers(target, tmp_path, count)
+    settings = SETTINGS | {"tree_widths": widths, "window": "all", "sinks": 0}
+    draft = MtpDraftModel.from_target(target, str(tmp_path) if count > 1 else None, **settings)
+    text, compared = generate(target, draft), 0
+    for row, length in enumerate(LENGTHS):
+        ids = text[row : row + 1, max(LENGTHS) - length :]
+        with torch.no_grad():
+            states = target.model(ids).last_hidden_state
+        for ends, levels in drafted:
+            known = ends[row] + 2  # with the root, whose state is not read
+            if known >= ids.shape[1]:  # the row has ended
+                continue
+            expected = draft.chain_logits(states[:, :known], ids[:, :known], len(levels) - 1)
+            for logits, wanted in zip(levels, expected, strict=True):
+                torch.testing.assert_close(logits[row], wanted[0, -1], **CLOSE)
+                compared += 1
+    assert compared > 40
 
 
 def test_ngrams_beside():
