@@ -1,6 +1,6 @@
 """A plugin of pytest: tests run as on a machine with a GPU, as far as they get without one.
 
-    python -m pytest -p tests.absent_gpu -k triton tests/attention_backends
+    python -m pytest -p tests.absent_gpu -k triton tests/attention_backends/triton
 
 `torch.cuda.is_available()` is true and Triton compiles, so the first tensor that goes to the GPU ends the test. Such a
 test is reported as skipped. Any other failure would also happen on a GPU, such as a tensor of the CPU in a compiled
