@@ -150,6 +150,18 @@ def memory_tables(records: Sequence[Record]) -> list[str]:
     return [memory_headline(records), *chain(*parts)]
 
 
+EDITING_NOTE = (
+    "tau, greedy, over rounds of an editing task, and its ratio to that of n-grams of one call, file by file. With a "
+    "memory, a round also searches what earlier rounds of the same file generated. Means over files, 95 % intervals."
+)
+EDITING: Columns = {
+    "n-grams of": "memory",
+    "first round": lambda row: estimate(row["first"]),
+    "later rounds": lambda row: estimate(row["later"]),
+    "last round": lambda row: estimate(row["last"]),
+    "later rounds / one call": lambda row: estimate(row["gain"]),
+}
+
 GATED, UNGATED = ", gated", ", ungated"  # suffixes of the names of ways to decode
 GATE_NOTE = (
     "All methods advance through the same texts in turns of a few tokens, and every step is timed. Time over plain "
@@ -294,6 +306,7 @@ PAGES = {
     "acceptance": Page(
         "Tokens per verification (tau)", ACCEPTANCE_NOTE, acceptance_table, report_title="Tokens per verification"
     ),
+    "editing": Page("Rounds of an editing task", EDITING_NOTE, _one_table("editing", EDITING)),
     "gate": Page(
         "The gate",
         GATE_NOTE,

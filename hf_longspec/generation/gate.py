@@ -246,7 +246,7 @@ class GatedDrafter:
         self.gate = gate
         self._may_speculate = may_speculate or (lambda max_depth: True)
         self._stats = stats
-        self.keep = keep
+        self._keep = keep
         self._is_possible = self._is_open = self._was_open = True
         self._has_started = False
         self._prompts: Sequence[torch.Tensor] = ()
@@ -264,6 +264,11 @@ class GatedDrafter:
     def reuse_graph(self) -> bool:
         """False in the step that resumes the other drafter."""
         return self._was_open or not self._is_open
+
+    def keep(self) -> None:
+        """Keep the gate, and what the other drafter keeps."""
+        self._keep()
+        self.inner.keep()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Start the other drafter, if speculation is possible."""

@@ -73,7 +73,7 @@ RANGES = {
         "granularity": (["head"], ["layer", "kv_head"]),
     },
     Q: SPARSE | {"page_size": COUNT, "num_dense_layers": FROM_0},
-    N: {"num_assistant_tokens": COUNT, "ngram_candidates": COUNT},
+    N: {"num_assistant_tokens": COUNT, "ngram_candidates": COUNT, "ngram_memory": ([-1, 2**24 + 1, "all"], [0, 2**24])},
     T: {
         "self_draft": (["hidden"], ["verify_hidden", "partial_kv"]),
         "tree_branching": (WIDTHS[0] + [[1, 129], [1], [1, 2, 2, 2, 2]], [[1, 128], [1, 1, 1, 1]]),

@@ -97,7 +97,12 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
         "seed": st.integers(0, 99),
     },
     "plain": {},
-    "ngram": {"num_assistant_tokens": st.integers(1, 8), "ngram_candidates": st.integers(1, 4)} | OF_NGRAMS,
+    "ngram": {
+        "num_assistant_tokens": st.integers(1, 8),
+        "ngram_candidates": st.integers(1, 4),
+        "ngram_memory": st.sampled_from([0, 40]),
+    }
+    | OF_NGRAMS,
     "specattn": SPARSE
     | {
         "selection": st.sampled_from(SELECTIONS),

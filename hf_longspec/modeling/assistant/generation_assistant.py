@@ -12,11 +12,13 @@ tokens of the chain. Keys of masks are dropped, so the next forward begins with 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers.generation.candidate_generator import AssistantToTargetTranslator
 from transformers.utils import logging
 
 from ...attention_backends.contexts import LevelContext, TreeContext
@@ -54,6 +56,50 @@ def size_of(shape: Shape) -> tuple[int, int]:
     return (shape + 1, shape) if isinstance(shape, int) else (sum(shape) + 1, len(shape))
 
 
+@dataclass
+class Translation:
+    """The tokens of a draft model with another tokenizer.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(vocab,)`): The draft's token for each token of the target.
+        shared (`torch.BoolTensor` of shape `(vocab,)`): Whether the two are the same; else the draft's one is the last
+            of those that the text of the target's token has, and is read, but not proposed.
+
+    Source: https://huggingface.co/papers/2502.05202, algorithm 4.
+    """
+
+    tokens: torch.Tensor
+    shared: torch.Tensor
+
+    @classmethod
+    def between(cls, target: Any, assistant: Any, vocab_size: int, num_embeddings: int) -> "Translation":
+        """Return the translation between the tokenizers of a target and a draft.
+
+        Args:
+            vocab_size (`int`): Size of the target's vocabulary.
+            num_embeddings (`int`): Number of tokens that the draft can read.
+
+        Raises:
+            ValueError: If they share no token.
+        """
+        pairs = AssistantToTargetTranslator(target, assistant, vocab_size).target_to_assistant_input_ids
+        pairs = {own: other for own, other in pairs.items() if own < vocab_size and other < num_embeddings}
+        if not pairs:
+            raise ValueError(
+                "the tokenizers of the draft and the target share no token. Use a draft of the target's family."
+            )
+        texts = target.batch_decode([[token] for token in range(min(vocab_size, len(target)))])
+        pieces = assistant(texts, add_special_tokens=False)["input_ids"]
+        read = [piece[-1] if piece and piece[-1] < num_embeddings else 0 for piece in pieces]
+        read += [0] * (vocab_size - len(read))  # padding of the vocabulary
+        tokens = torch.tensor([pairs.get(token, other) for token, other in enumerate(read)])
+        return cls(tokens, torch.tensor([token in pairs for token in range(vocab_size)]))
+
+    def to(self, device: torch.device) -> "Translation":
+        """Return the translation on a device."""
+        return Translation(self.tokens.to(device), self.shared.to(device))
+
+
 class AssistantDrafter(Drafter):
     """Draft chains or trees with a causal language model.
 
@@ -66,6 +112,7 @@ class AssistantDrafter(Drafter):
         super().__init__(binding)
         self.assistant = assistant
         self.window, self.mask_token = draft.setting("window"), draft.config.pard_token
+        self.translation: Translation | None = draft.translation
         self.chunk_size = draft.setting("prefill_chunk_size")
         self.is_drawn = draft.setting("acceptance") == "rejection"
         self.shape: Shape = draft.shape()
@@ -298,13 +345,17 @@ class AssistantDrafter(Drafter):
         return on_device([last], self.device)
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the tokens; those beyond the draft's vocabulary, which are padding of the target's, are replaced."""
+        """Return the draft's tokens; those beyond its vocabulary, which are padding of the target's, are replaced."""
+        if self.translation is not None:
+            return self.translation.tokens[tokens]
         if self.num_embeddings >= self.binding.target.vocab_size:
             return tokens
         return tokens.clamp_max(self.num_embeddings - 1)
 
     def _of_target(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits over the target's vocabulary; the two differ by padding."""
+        """Return logits over the target's vocabulary; with one tokenizer, the two differ by padding."""
+        if self.translation is not None:
+            return logits[..., self.translation.tokens].masked_fill(~self.translation.shared, -torch.inf)
         missing = self.binding.target.vocab_size - logits.shape[-1]
         if not missing:
             return logits

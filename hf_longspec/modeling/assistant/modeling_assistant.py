@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
-from ..base import DraftModel
+from ..base import DraftModel, refuse_states
 from ..configuration_base import DraftConfig, text_config
 from ..loading import HUB_KWARGS, refuse_missing_weights
 from ..settings import ACCEPTANCE, WIDTHS, Setting
-from .generation_assistant import AssistantDrafter, Shape, size_of
+from .generation_assistant import AssistantDrafter, Shape, Translation, size_of
 
 
 class AssistantConfig(DraftConfig):
@@ -26,12 +26,14 @@ class AssistantConfig(DraftConfig):
             part of the saved draft. By default the target drafts for itself.
         pard_token (`int`, *optional*): Mask token of a model that was trained with PARD, which then proposes all tokens
             in one forward.
+        translates (`bool`, *optional*, defaults to `False`): Whether the model has another tokenizer than the target.
     """
 
     model_type = "longspec_assistant"
 
     assistant_name_or_path: str | None = None
     pard_token: int | None = None
+    translates: bool = False
 
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
@@ -47,11 +49,11 @@ OWN_WINDOW = 512
 
 
 class AssistantDraftModel(DraftModel):
-    """Draft with another causal language model of the same tokenizer, in chains or trees and for any batch size.
+    """Draft with another causal language model, in chains or trees and for any batch size.
 
     The model runs through the same attention as a target and is checked by the same rules. With `window`, its cache
     keeps the first and last tokens of the text only, so that its cost does not grow with the context. Without a model,
-    the target drafts for itself with such a window.
+    the target drafts for itself with such a window. A model with another tokenizer proposes the tokens that both have.
 
     ```python
     draft = AssistantDraftModel.from_pretrained("Qwen/Qwen3-0.6B", target=target)
@@ -76,6 +78,8 @@ class AssistantDraftModel(DraftModel):
     def __init__(self, config: AssistantConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.assistant: PreTrainedModel | None = None
+        self.translation: Translation | None = None  # of a model with another tokenizer
+        self._assistant_tokenizer: Any = None
         self._is_loaded = False  # whether the draft loaded the model, and may move it
 
     @classmethod
@@ -83,12 +87,14 @@ class AssistantDraftModel(DraftModel):
         """Return a draft by a model that is loaded already. It stays on its device and is not changed.
 
         Args:
-            assistant (`PreTrainedModel`): A causal language model with the tokenizer of `target`.
+            assistant (`PreTrainedModel`): A causal language model.
             target (`PreTrainedModel`): The target.
-            overrides (`Any`): Settings of the draft by name, such as `window` and `sinks`.
+            overrides (`Any`): Settings of the draft by name, such as `window` and `sinks`, and the tokenizers of both
+                models, `tokenizer` and `assistant_tokenizer`, which are loaded by the models' names otherwise.
 
         Raises:
-            ValueError: If the tokenizers differ, if either model is not supported, or an override is unknown.
+            ValueError: If the tokenizers share no token or are not found, if either model is not supported, or an
+                override is unknown.
         """
         return cls.from_target(target, assistant=assistant, **overrides)
 
@@ -98,9 +104,10 @@ class AssistantDraftModel(DraftModel):
         if assistant is None:
             return super().from_target(target, **({"window": OWN_WINDOW} | overrides))
         TargetView(assistant)  # refuses a name
+        tokenizers = overrides.pop("tokenizer", None), overrides.pop("assistant_tokenizer", None)
         draft = super().from_target(target, **overrides)
-        refuse_other_tokens(assistant, target)
         draft.assistant = assistant
+        draft._translate(target, *tokenizers)
         draft.config.assistant_name_or_path = assistant.config._name_or_path or BESIDE
         if draft.config.pard_token is None:
             draft.config.pard_token = getattr(text_config(assistant), "pard_token", None)
@@ -114,6 +121,7 @@ class AssistantDraftModel(DraftModel):
         The model gets the target's device and dtype.
         """
         name, hub = str(path), {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
+        tokenizers = {key: kwargs.pop(key, None) for key in ("tokenizer", "assistant_tokenizer")}
         config = kwargs.get("config")
         kind = getattr(config, "model_type", None) or PreTrainedConfig.get_config_dict(name, **hub)[0].get("model_type")
         if kind != cls.config_class.model_type:
@@ -122,12 +130,43 @@ class AssistantDraftModel(DraftModel):
                     f"{name} has model_type={kind!r} and is not a saved draft: pass target=, the model that it shall "
                     "draft for."
                 )
-            return cls.from_model(_loaded(name, target, *args, **kwargs), target), {}
+            return cls.from_model(_loaded(name, target, *args, **kwargs), target, **tokenizers), {}
         draft, info = super()._load(name, target, *args, **kwargs)
         draft._load_assistant(name, target, {key: kwargs[key] for key in kwargs if key in LOADING})
         if target is not None and draft.assistant is not None:
-            refuse_other_tokens(draft.assistant, target)
+            draft._translate(target, **tokenizers)
         return draft, info
+
+    def _translate(self, target: PreTrainedModel, tokenizer: Any = None, assistant_tokenizer: Any = None) -> None:
+        """Compare the tokenizers of the model and the target, and translate between them if they differ.
+
+        Vocabularies of one tokenizer may differ by padding. The tokenizers are loaded by the names of both models. If
+        one cannot be loaded, the sizes must be equal.
+        """
+        assert self.assistant is not None
+        models = (self.assistant, target)
+        names = [model.config._name_or_path for model in models]
+        sizes = [text_config(model).vocab_size for model in models]
+        found = [assistant_tokenizer or _tokenizer(names[0]), tokenizer or _tokenizer(names[1])]
+        if None in found:
+            if sizes[0] == sizes[1] and not self.config.translates:
+                return
+            labels = [
+                f"{name or type(model).__name__} ({size:,} tokens)"
+                for name, model, size in zip(names, models, sizes, strict=True)
+            ]
+            missing = " and ".join(label for label, one in zip(labels, found, strict=True) if one is None)
+            raise ValueError(
+                f"the vocabularies of the draft {labels[0]} and the target {labels[1]} differ, and the tokenizer of "
+                f"{missing} was not found to translate between them. Pass tokenizer= and assistant_tokenizer=, or load "
+                "both models by names that have a tokenizer."
+            )
+        first, second = ({number: token for token, number in one.get_vocab().items()} for one in found)
+        self.config.translates = any(first[number] != second[number] for number in first.keys() & second.keys())
+        if self.config.translates:
+            readable = self.assistant.get_input_embeddings().weight.shape[0]
+            self.translation = Translation.between(found[1], found[0], sizes[1], readable)
+            self._assistant_tokenizer = found[0]
 
     def _load_assistant(self, source: str, target: PreTrainedModel | None, kwargs: dict[str, Any]) -> None:
         """Load the model that the config names, if it names one."""
@@ -174,12 +213,18 @@ class AssistantDraftModel(DraftModel):
         if written == BESIDE:
             assert self.assistant is not None
             self.assistant.save_pretrained(Path(save_directory) / WEIGHTS, **kwargs)
+            if self._assistant_tokenizer is not None:
+                self._assistant_tokenizer.save_pretrained(Path(save_directory) / WEIGHTS)
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
         assistant = binding.target.model if self.assistant is None else self.assistant
         if self._is_loaded and getattr(assistant, "hf_device_map", None) is None:
             assistant = assistant.to(binding.target.model.device)
+        if self.config.translates and self.translation is None:  # loaded without its target
+            self._translate(binding.target.model)
+        if self.translation is not None and self.translation.tokens.device != assistant.device:
+            self.translation = self.translation.to(assistant.device)
         if self.assistant is not None and assistant.training:  # a copy, as the user may be training the model
             assistant = copy.deepcopy(assistant).eval()
         return AssistantDrafter(binding, TargetView(assistant, binding.target.runner), self)
@@ -203,16 +248,20 @@ class AssistantDraftModel(DraftModel):
                 f"assistant_name_or_path={name!r} was not loaded: load the draft with from_pretrained, or create one "
                 "with from_model(assistant, target)."
             )
-        if self.assistant is not None and (reasons := TargetView(self.assistant).why_not()):
+        view = None if self.assistant is None else TargetView(self.assistant)
+        if view is not None and (reasons := view.why_not()):
             raise ValueError(
                 f"{type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Use another draft model."
             )
+        refuse_states(view or target, type(self).__name__)
         self._check_pard(target)
 
     def _check_pard(self, target: TargetView) -> None:
         token = self.config.pard_token
         if token is None:
             return
+        if self.config.translates:
+            raise ValueError(f"pard_token={token}: a PARD model needs the tokenizer of the target.")
         model = target.model if self.assistant is None else self.assistant
         if token >= (size := model.get_input_embeddings().weight.shape[0]):
             raise ValueError(f"pard_token={token}: the draft model has the tokens 0 to {size - 1}.")
@@ -235,48 +284,14 @@ class AssistantDraftModel(DraftModel):
 LOADING = HUB_KWARGS | {"dtype", "device_map", "attn_implementation", "trust_remote_code", "quantization_config"}
 
 
-def refuse_other_tokens(assistant: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Refuse a model whose tokens are not those of the target. Vocabularies may differ by padding.
-
-    The tokenizers are loaded by the names of both models. If one cannot be loaded, the sizes must be equal.
-    """
-    models = (assistant, target)
-    names = [model.config._name_or_path for model in models]
-    sizes = [text_config(model).vocab_size for model in models]
-    labels = [
-        f"{name or type(model).__name__} ({size:,} tokens)"
-        for name, model, size in zip(names, models, sizes, strict=True)
-    ]
-    vocabularies = [_vocabulary(name) for name in names]
-    if None in vocabularies:
-        if sizes[0] == sizes[1]:
-            return
-        missing = " and ".join(
-            label for label, vocabulary in zip(labels, vocabularies, strict=True) if vocabulary is None
-        )
-        raise ValueError(
-            f"the vocabularies of the draft {labels[0]} and the target {labels[1]} differ in size, and the tokenizer "
-            f"of {missing} was not found to check whether only padding differs. Load both models by names that have a "
-            "tokenizer, or use a draft of the target's family."
-        )
-    first, second = vocabularies
-    for number in sorted(first.keys() & second.keys()):
-        if first[number] != second[number]:
-            raise ValueError(
-                f"the tokenizers of the draft {labels[0]} and the target {labels[1]} differ: token {number} is "
-                f"{first[number]!r} in the first and {second[number]!r} in the second. Use a draft of the target's "
-                "family."
-            )
-
-
-def _vocabulary(name: str) -> Any:
-    """Return the tokens of a tokenizer by number; `None` if it cannot be loaded."""
+def _tokenizer(name: str) -> Any:
+    """Return the tokenizer of a model; `None` if it cannot be loaded."""
     if not name:
         return None
     from transformers import AutoTokenizer  # loads another library, which only this needs
 
     try:
-        return {number: token for token, number in AutoTokenizer.from_pretrained(name).get_vocab().items()}
+        return AutoTokenizer.from_pretrained(name)
     except Exception:  # each kind of tokenizer raises its own
         return None
 

@@ -26,6 +26,8 @@ BYTES_PER_ENTRY = array("i").itemsize
 # Both bound the time of a query.
 MAX_OCCURRENCES = 32
 MAX_SUFFIX = 32
+# Stands between the texts of a memory. No text contains it, and no path leads over it.
+SEPARATOR = -1
 
 
 class TextIndex:
@@ -37,6 +39,7 @@ class TextIndex:
     Args:
         longest_key (`int`): Tokens of the longest key. Keys of 1 to `longest_key` tokens are indexed.
         capacity (`int`): Number of positions that are kept, rounded up to a power of two.
+        memory ([`TextIndex`], *optional*): Index of other texts, in which keys are found too.
 
     >>> index = TextIndex(longest_key=2, capacity=8)
     >>> index.extend([5, 7, 5, 8, 5])
@@ -44,8 +47,9 @@ class TextIndex:
     ([3, 1], (8, 5, 8, 5))
     """
 
-    def __init__(self, longest_key: int, capacity: int):
+    def __init__(self, longest_key: int, capacity: int, memory: "TextIndex | None" = None):
         self.longest_key = longest_key
+        self.memory = memory
         self.text = array("i")
         self.size = 1 << (capacity - 1).bit_length()
         # for key length i + 1: _heads[i] maps the hash of a key to the last position after it, _previous[i] maps each
@@ -67,18 +71,21 @@ class TextIndex:
                 only part of the keys of later positions.
         """
         for token in tokens:
-            if indexed:
+            if indexed and token != SEPARATOR:
                 self._remember(len(self.text))
             self.text.append(token)
 
-    def occurrences(self, length: int, limit: int) -> list[int]:
-        """Return at most `limit` positions after earlier occurrences of the last `length` tokens, latest first."""
-        end, positions = len(self.text), list[int]()
-        if length > end:
+    def occurrences(self, length: int, limit: int, text: array | None = None) -> list[int]:
+        """Return at most `limit` positions after earlier occurrences of the last `length` tokens, latest first.
+
+        The last tokens are those of `text`, by default of the index's own.
+        """
+        text, positions = self.text if text is None else text, list[int]()
+        if length > len(text):
             return positions
-        key, previous = self.text[end - length :], self._previous[length - 1]
-        position = self._heads[length - 1][self._slots(end, length)[-1]]
-        oldest = max(1, end - self.size)
+        key, previous = text[-length:], self._previous[length - 1]
+        position = self._heads[length - 1][self._slots(text, len(text), length)[-1]]
+        oldest = max(1, len(self.text) - self.size)
         while position >= oldest and len(positions) < limit:
             if self.text[position - length : position] == key:  # another key may share the slot
                 positions.append(position)
@@ -86,8 +93,13 @@ class TextIndex:
         return positions
 
     def after(self, position: int, count: int) -> tuple[int, ...]:
-        """Return `count` tokens from `position` on. If the text ends earlier, the copied tokens are repeated."""
+        """Return `count` tokens from `position` on. If the text ends earlier, the copied tokens are repeated.
+
+        Before a separator there are fewer.
+        """
         copied = tuple(self.text[position : position + count])
+        if SEPARATOR in copied:
+            return copied[: copied.index(SEPARATOR)]
         if len(copied) == count:
             return copied
         return tuple(copied[place % len(copied)] for place in range(count))
@@ -104,12 +116,12 @@ class TextIndex:
         [(7, 7), (8, 8)]
         """
         for key_length in range(self.longest_key, 0, -1):
-            positions = self.occurrences(key_length, MAX_OCCURRENCES)
-            if positions:
+            matches = self._matches(key_length)
+            if matches:
                 end = self.text[-MAX_SUFFIX:]
                 # sorting is stable also in reverse, so the most recent of equally long matches comes first
-                positions.sort(key=lambda position: self._suffix_length(position, end), reverse=True)
-                return list(dict.fromkeys(self.after(position, length) for position in positions))
+                matches.sort(key=lambda match: match[0]._suffix_length(match[1], end), reverse=True)
+                return list(dict.fromkeys(index.after(position, length) for index, position in matches))
         return []
 
     def pool(self, length: int, count: int) -> list[tuple[int, ...]]:
@@ -124,13 +136,21 @@ class TextIndex:
         """
         paths: dict[tuple[int, ...], None] = {}
         for key_length in range(self.longest_key, 0, -1):
-            positions = self.occurrences(key_length, MAX_OCCURRENCES)
-            counts = Counter(self.after(position, length) for position in positions)
+            counts = Counter(index.after(position, length) for index, position in self._matches(key_length))
             # most_common keeps the order of equal counts, so the most recent comes first
             paths.update(dict.fromkeys(path for path, _ in counts.most_common()))
             if len(paths) >= count:
                 break
         return list(paths)
+
+    def _matches(self, key_length: int) -> list[tuple["TextIndex", int]]:
+        """Return the occurrences of the last `key_length` tokens here, then those in the memory, with their index."""
+        indexes = (self,) if self.memory is None else (self, self.memory)
+        return [
+            (index, position)
+            for index in indexes
+            for position in index.occurrences(key_length, MAX_OCCURRENCES, self.text)
+        ]
 
     def _suffix_length(self, position: int, end: Sequence[int]) -> int:
         """Return the number of tokens before `position` that match the `end` of the text."""
@@ -141,21 +161,51 @@ class TextIndex:
         return next((length for length, (token, last) in enumerate(pairs) if token != last), len(before))
 
     def _remember(self, position: int) -> None:
-        slots = self._slots(position, min(self.longest_key, position))
+        slots = self._slots(self.text, position, min(self.longest_key, position))
         for heads, previous, slot in zip(self._heads, self._previous, slots, strict=False):
             previous[position % self.size] = heads[slot]
             heads[slot] = position
 
-    def _slots(self, end: int, longest: int) -> list[int]:
-        """Return the slots of the keys of 1, 2, ..., `longest` tokens before `end`."""
+    def _slots(self, text: array, end: int, longest: int) -> list[int]:
+        """Return the slots of the keys of 1, 2, ..., `longest` tokens before `end` of a text."""
         code, slots = 0, []
         for length in range(1, longest + 1):
-            code = hash((code, self.text[end - length]))
+            code = hash((code, text[end - length]))
             slots.append(code % self.size)
         return slots
 
     def _table(self) -> array:
         return array("i", bytes(BYTES_PER_ENTRY * self.size))  # position 0 follows no key, so 0 marks an empty slot
+
+
+class TextMemory:
+    """An index of the last tokens of many texts, which lives longer than a call.
+
+    Args:
+        longest_key (`int`): Tokens of the longest key.
+        capacity (`int`): Number of positions that are kept, rounded up to a power of two.
+        tokens (iterable of `int`): Texts, each with a [`SEPARATOR`] after it.
+
+    >>> memory = TextMemory(2, 64)
+    >>> memory.remember([[1, 2, 3, 4], [9]])
+    >>> index = TextIndex(2, 64, memory.index)
+    >>> index.extend([7, 1, 2])
+    >>> index.lookup(length=5)
+    [(3, 4)]
+    """
+
+    def __init__(self, longest_key: int, capacity: int, tokens: Iterable[int] = ()):
+        self.sizes = longest_key, capacity
+        self.index = TextIndex(longest_key, capacity)
+        self.index.extend(tokens)
+
+    def remember(self, texts: Iterable[Sequence[int]]) -> None:
+        """Append texts. When the oldest half is out of reach of the tables, it is dropped."""
+        for text in texts:
+            self.index.extend([*text[-self.index.size :], SEPARATOR])
+            if len(self.index.text) > 2 * self.index.size:
+                # another index, as a call may be reading this one
+                self.index = TextMemory(*self.sizes, self.index.text[-self.index.size :]).index
 
 
 # Number of positions of a row's text that are indexed. In longer texts the oldest n-grams are dropped.
@@ -168,12 +218,20 @@ class NgramDrafter(Drafter):
     Args:
         setting (`Callable[[str], Any]`): Returns the value of a setting of the draft; see `NGRAMS` of settings.py.
         num_tokens (`str`, *optional*): Name of the setting for the number of tokens of a path.
+        memory ([`TextMemory`], *optional*): Texts that are searched too, to which those of the call are added.
     """
 
     first_ngram_node = 1
 
-    def __init__(self, binding: Binding, setting: Callable[[str], Any], num_tokens: str = "ngram_num_tokens"):
+    def __init__(
+        self,
+        binding: Binding,
+        setting: Callable[[str], Any],
+        num_tokens: str = "ngram_num_tokens",
+        memory: TextMemory | None = None,
+    ):
         super().__init__(binding)
+        self.memory = memory
         self.max_depth: int = setting(num_tokens)
         self.num_nodes = 1 + self.max_depth * setting("ngram_candidates")
         self.longest_key, self.source = setting("ngram_size"), setting("ngram_source")
@@ -204,6 +262,11 @@ class NgramDrafter(Drafter):
         for index, tokens in zip(self.indexes, verification.tokens, strict=True):
             index.extend(tokens)
 
+    def keep(self) -> None:
+        """Remember the generated tokens of every row."""
+        if self.memory is not None and self.binding.rule is not None:
+            self.memory.remember(self.binding.rule.sequences.generated)
+
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a trie of the best paths after `root` `(batch,)`, the last token of each row's text."""
         target, cache, max_depth = self.binding.target, self.binding.cache, self.max_depth
@@ -224,7 +287,8 @@ class NgramDrafter(Drafter):
         return lookup[:1] + index.pool(length, count=self.num_nodes - 1)
 
     def _empty_index(self) -> TextIndex:
-        return TextIndex(self.longest_key, min(CAPACITY, self.binding.max_length))
+        memory = None if self.memory is None else self.memory.index
+        return TextIndex(self.longest_key, min(CAPACITY, self.binding.max_length), memory)
 
 
 class JoinedDrafter(Drafter):

@@ -1,14 +1,26 @@
 """NgramDraftModel: training-free drafting from the text itself."""
 
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
-from ..settings import NGRAMS
-from .generation_ngram import NgramDrafter
+from ..loading import HUB_KWARGS, readable_errors
+from ..settings import NGRAMS, Setting
+from .generation_ngram import SEPARATOR, NgramDrafter, TextMemory
+
+# File of a saved draft with the texts that it remembers.
+MEMORY = "memory.safetensors"
 
 
 class NgramConfig(DraftConfig):
@@ -26,6 +38,8 @@ class NgramDraftModel(DraftModel):
     draft = NgramDraftModel.from_target(target, num_assistant_tokens=8, ngram_candidates=2)
     target.generate(**inputs, assistant_model=draft)
     ```
+
+    With `ngram_memory` it also searches what earlier calls generated, and the texts that were given to `remember`.
     """
 
     config_class = NgramConfig
@@ -36,11 +50,74 @@ class NgramDraftModel(DraftModel):
         "num_assistant_tokens": replace(NGRAMS["ngram_num_tokens"], default=8),
         **{name: setting for name, setting in NGRAMS.items() if name != "ngram_num_tokens"},
         "ngram_candidates": replace(NGRAMS["ngram_candidates"], default=2, least=1),
+        "ngram_memory": Setting(
+            0, "Number of tokens of earlier texts that are searched too; 0 for none.", int, least=0, most=2**24
+        ),
     }
+
+    def __init__(self, config: NgramConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self._memory = TextMemory(1, 1)
+
+    @property
+    def memory(self) -> TextMemory | None:
+        """The texts that are remembered; `None` without `ngram_memory`."""
+        sizes = self.setting("ngram_size"), self.setting("ngram_memory")
+        if not sizes[1]:
+            return None
+        if self._memory.sizes != sizes:
+            self._memory = TextMemory(*sizes, self._memory.index.text)
+        return self._memory
+
+    def remember(self, texts: Iterable[Sequence[int] | torch.Tensor]) -> None:
+        """Search these texts in later calls, as what the calls generate.
+
+        Args:
+            texts (`Iterable[Sequence[int] | torch.Tensor]`): Token ids of each text, such as
+                `tokenizer(documents)["input_ids"]`.
+
+        Raises:
+            ValueError: If `ngram_memory` is 0, or something is not a token of the target. No text is remembered then.
+        """
+        memory, size = self.memory, self.config.vocab_size
+        rows = [text.tolist() if isinstance(text, torch.Tensor) else list(text) for text in texts]
+        if memory is None:
+            raise ValueError(
+                "ngram_memory=0: set draft.generation_config.ngram_memory to the number of tokens to keep."
+            )
+        for token in (token for row in rows for token in row):
+            if type(token) is not int or not 0 <= token < size:
+                raise ValueError(
+                    f"{token!r} in texts: expected token ids below {size}, a list or tensor for each text."
+                )
+        memory.remember(rows)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Write config.json, generation_config.json and, with `ngram_memory`, the remembered texts."""
+        super().save_pretrained(save_directory, **kwargs)
+        file = Path(save_directory) / MEMORY
+        file.unlink(missing_ok=True)
+        if self.memory is not None:
+            save_file({"tokens": torch.tensor(self.memory.index.text, dtype=torch.int32)}, file)
+
+    @classmethod
+    def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
+        """Return a saved draft with the texts that it remembered."""
+        draft, info = super()._load(path, target, *args, **kwargs)
+        hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
+        file = cached_file(path, MEMORY, _raise_exceptions_for_missing_entries=False, **hub) if draft.memory else None
+        if file is not None:
+            with readable_errors(path):
+                tokens = load_file(file).get("tokens", torch.empty(0))
+            size = draft.config.vocab_size
+            if tokens.dtype != torch.int32 or tokens.dim() != 1 or ((tokens < SEPARATOR) | (tokens >= size)).any():
+                raise ValueError(f"{file} does not hold a list of token ids below {size}. Delete it, or save it again.")
+            draft._memory = TextMemory(*draft._memory.sizes, tokens.tolist())
+        return draft, info
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
-        return NgramDrafter(binding, self.setting, "num_assistant_tokens")
+        return NgramDrafter(binding, self.setting, "num_assistant_tokens", self.memory)
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of a tree, root included."""

@@ -6,13 +6,14 @@ import pytest
 import torch
 from transformers import AutoModel, MambaConfig, MambaForCausalLM
 
-from hf_longspec import AssistantDraftModel, SpeculativeCache
+from hf_longspec import AssistantDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.hub import Card, write_repository
-from tests.modeling.calls import generate
+from hf_longspec.modeling.assistant.generation_assistant import Translation
+from tests.modeling.calls import LENGTHS, generate
 from tests.tiny_targets import tiny_prompts, tiny_target
-from tests.tiny_tokenizers import SPECIAL, byte_tokenizer, character_tokenizer
+from tests.tiny_tokenizers import byte_tokenizer, character_tokenizer
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -133,15 +134,85 @@ def test_vocabularies_may_differ_by_padding(tmp_path, of_target, of_draft, setti
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
-def test_other_tokenizers_are_refused_by_name(named, tmp_path, model):
-    target, _ = named
-    other = with_tokenizer(tmp_path / "other", character_tokenizer("abcdefgih"), tiny_target("llama", vocab_size=12))
-    with pytest.raises(ValueError, match=r"other \(12 tokens\).*target \(12 tokens\) differ: token 10 is 'i' .* 'h'"):
-        AssistantDraftModel.from_pretrained(other, target=target)
-    more = tiny_target("llama", vocab_size=20)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(20 tokens\).*differ in size.*tokenizer of Llama.* not f"):
-        AssistantDraftModel.from_model(more, target)
-    assert len(byte_tokenizer()) > len(SPECIAL)
+def permuted(model, folder, characters):
+    """Save a model that is the same with other numbers of the characters "abcdefghi", and its tokenizer."""
+    own, other = character_tokenizer("abcdefghi"), character_tokenizer(characters)
+    order = [own.get_vocab().get(token, 0) for token, _ in sorted(other.get_vocab().items(), key=lambda pair: pair[1])]
+    copy = tiny_target("qwen3", vocab_size=len(order))
+    copy.load_state_dict(
+        {name: weight[order] if weight.shape[0] == 12 else weight for name, weight in model.state_dict().items()}
+    )
+    return with_tokenizer(folder, other, copy)
+
+
+def all_accepted(draft):
+    """Whether all drafts were accepted to the last token, except those that the end of a row cut."""
+    *shorter, full = draft.last_speculation.acceptance_histogram
+    return full > 9 and sum(shorter) <= len(LENGTHS)
+
+
+OTHER_TOKENS = pytest.mark.parametrize(
+    "settings",
+    [{}, {"tree_widths": [3, 2]}, {"window": 8}, {"ngram_candidates": 2}, {"compile": "compile"}],
+    ids=str,
+)
+
+
+class TestOtherTokenizers:
+    @OTHER_TOKENS
+    def test_a_model_that_differs_in_its_numbers_alone_is_always_right(self, named, tmp_path, model, settings):
+        target, _ = named
+        folder = permuted(model, tmp_path / "other", "ihgfedcba")
+        draft = AssistantDraftModel.from_pretrained(folder, target=target, num_assistant_tokens=2, **settings)
+        assert torch.equal(generate(target, draft, vocab_size=12), generate(target, None, vocab_size=12))
+        if "window" not in settings:
+            assert all_accepted(draft)
+        sampled = {"vocab_size": 12, "do_sample": True}
+        assert torch.equal(
+            generate(target, draft, **sampled), generate(target, PlainDraftModel.from_target(target), **sampled)
+        )
+        assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+    def test_tokens_that_the_model_lacks_are_read_as_others_and_not_proposed(self, named, tmp_path, model):
+        target, _ = named
+        folder = permuted(model, tmp_path / "other", "ihgfedcb")
+        draft = AssistantDraftModel.from_pretrained(folder, target=target, acceptance="rejection")
+        assert draft.translation.shared.tolist() == [True] * 3 + [False] + [True] * 8
+        assert torch.equal(generate(target, draft, vocab_size=12), generate(target, None, vocab_size=12))
+        generate(target, draft, vocab_size=12, do_sample=True)
+        assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+    def test_pieces_of_a_token_are_read_to_the_last_one(self):
+        whole, bytes_alone = byte_tokenizer(texts=["the cat " * 9]), byte_tokenizer(special=[])
+        found = Translation.between(whole, bytes_alone, len(whole) + 2, len(bytes_alone))
+        for token in (whole("the cat")["input_ids"][0], whole("c")["input_ids"][0]):
+            text = whole.decode([token])
+            assert bytes_alone.decode([found.tokens[token]]) == text[-1] and found.shared[token] == (len(text) == 1)
+        assert len(found.tokens) == len(whole) + 2 and not found.shared[-2:].any()
+
+    def test_a_saved_draft_translates(self, named, tmp_path, model):
+        """Loaded without its target, too."""
+        target, _ = named
+        folder = permuted(model, tmp_path / "other", "ihgfedcba")
+        AssistantDraftModel.from_pretrained(folder, target=target).save_pretrained(tmp_path / "saved")
+        for loaded in (
+            AutoModel.from_pretrained(tmp_path / "saved"),
+            AssistantDraftModel.from_pretrained(tmp_path / "saved", target=target),
+        ):
+            assert torch.equal(generate(target, loaded, vocab_size=12), generate(target, None, vocab_size=12))
+            assert all_accepted(loaded)
+
+    def test_what_cannot_be_translated_is_refused(self, named, tmp_path, model):
+        target, _ = named
+        more = tiny_target("llama", vocab_size=20)
+        message = r"LlamaForCausalLM \(20 tokens\).*differ, and the tokenizer of Llama.* not found"
+        with pytest.raises(ValueError, match=message):
+            AssistantDraftModel.from_model(more, target)
+        with pytest.raises(ValueError, match="share no token"):
+            AssistantDraftModel.from_model(more, target, assistant_tokenizer=byte_tokenizer(special=["<pad>", "<eos>"]))
+        more.config.pard_token = 3
+        with pytest.raises(ValueError, match="pard_token=3: a PARD model needs the tokenizer of the target"):
+            AssistantDraftModel.from_model(more, target, assistant_tokenizer=character_tokenizer("ihgfedcba"))
 
 
 def test_what_rejection_cannot_do(model, small):

@@ -2,12 +2,16 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
 from hf_longspec import NgramDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.drafter import Verification
 from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter
+from hf_longspec.modeling.ngram.modeling_ngram import MEMORY
+from tests.gates import FlippingGate
 from tests.tiny_targets import tiny_prompts
 
 RAGGED = (33, 3, 13)
@@ -99,3 +103,61 @@ def test_keys_are_the_confirmed_text(target, monkeypatch):
     options = {"assistant_model": draft, "max_new_tokens": 20, "do_sample": False, "eos_token_id": 7}
     model.generate(input_ids, attention_mask=mask, **options)
     assert len(seen) > 3 and {tree.tokens.shape for tree in seen} == {(3, 17)}
+
+
+class TestMemory:
+    @pytest.fixture
+    def case(self, target, every_step_speculates):
+        model = target("llama")
+        input_ids, mask = tiny_prompts(model.config.vocab_size, RAGGED)
+        options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+        return model, input_ids, options, model.generate(input_ids, **options)
+
+    def test_a_second_call_drafts_what_the_first_one_generated(self, case):
+        model, input_ids, options, plain = case
+        draft = NgramDraftModel.from_target(model, ngram_memory=500)
+        steps = []
+        for _ in range(2):
+            assert torch.equal(model.generate(input_ids, assistant_model=draft, **options), plain)
+            steps.append(draft.last_speculation.num_spec_steps)
+        assert steps[1] < steps[0] / 2, steps
+
+    def test_documents_are_drafted_and_saved(self, case, tmp_path):
+        model, input_ids, options, plain = case
+        draft = NgramDraftModel.from_target(model, ngram_memory=500)
+        draft.remember(plain)
+        draft.save_pretrained(tmp_path)
+        loaded = NgramDraftModel.from_pretrained(tmp_path, target=model, ngram_size=4)
+        assert loaded.memory.index.text == draft.memory.index.text
+        assert torch.equal(model.generate(input_ids, assistant_model=loaded, **options), plain)
+        assert loaded.last_speculation.mean_acceptance_length > 4
+        loaded.generation_config.ngram_memory = 0
+        loaded.save_pretrained(tmp_path)
+        assert not (tmp_path / MEMORY).exists()
+
+    def test_the_gate_keeps_what_was_generated(self, case, monkeypatch):
+        """The drafter remembers the text of steps that it did not observe."""
+        model, input_ids, options, plain = case
+        draft = NgramDraftModel.from_target(model, ngram_memory=500)
+        monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: FlippingGate())
+        model.generate(input_ids, assistant_model=draft, **options)
+        assert draft.last_speculation.num_plain_steps
+        assert draft.memory.index.text[-21:].tolist() == [*plain[-1, -20:].tolist(), -1]
+
+    @pytest.mark.parametrize(
+        ("memory", "texts", "message"),
+        [(0, [[1]], "ngram_memory=0"), (9, ["text"], "'t' in texts"), (9, [[1], [-1]], "-1 in"), (9, [[9999]], "9999")],
+    )
+    def test_what_cannot_be_remembered_is_refused(self, target, memory, texts, message):
+        draft = NgramDraftModel.from_target(target("llama"), ngram_memory=memory)
+        with pytest.raises(ValueError, match=message):
+            draft.remember(texts)
+        assert not draft._memory.index.text
+
+    @pytest.mark.parametrize("tokens", [torch.ones(3), torch.tensor([[1]]), torch.tensor([9999]), torch.tensor([-2])])
+    def test_a_damaged_file_is_refused(self, target, tmp_path, tokens):
+        draft = NgramDraftModel.from_target(target("llama"), ngram_memory=9)
+        draft.save_pretrained(tmp_path)
+        save_file({"tokens": tokens if tokens.is_floating_point() else tokens.int()}, tmp_path / MEMORY)
+        with pytest.raises(ValueError, match="token ids below"):
+            NgramDraftModel.from_pretrained(tmp_path)

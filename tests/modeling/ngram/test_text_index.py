@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longspec.modeling.ngram.generation_ngram import MAX_OCCURRENCES, MAX_SUFFIX, TextIndex
+from hf_longspec.modeling.ngram.generation_ngram import MAX_OCCURRENCES, MAX_SUFFIX, TextIndex, TextMemory
 
 
 def index_of(text, longest=3, capacity=2**12):
@@ -135,3 +135,39 @@ def test_the_time_of_a_query_is_bounded():
     index.extend([4] * 3000)
     assert index.lookup(5) == [(4,) * 5]
     assert len(looks) == MAX_OCCURRENCES and set(looks) == {MAX_SUFFIX}
+
+
+SHORT = st.lists(st.integers(3, 6), max_size=10)
+
+
+@given(st.lists(SHORT, min_size=1, max_size=3), SHORT.filter(len), st.integers(1, 4), st.integers(1, 9))
+def test_a_memory_is_searched_text_by_text(texts, text, longest, length):
+    """The path after the longest match in any text comes first, and no path leads from one text into the next."""
+    memory = TextMemory(longest, 2**12)
+    memory.remember(texts)
+    index = TextIndex(longest, 2**12, memory.index)
+    index.extend(text)
+    found = []
+    for old in texts:
+        for place in range(1, len(old)):
+            most = min(place, len(text))
+            match = next((n for n in range(most) if old[place - 1 - n] != text[-1 - n]), most)
+            found.append((match, tuple(old[place : place + length])))
+    best, own = max((match for match, _ in found), default=0), max(suffix_lengths(text).values(), default=0)
+    first = index.lookup(length)[:1]
+    if best > own:
+        assert first[0] in [path for match, path in found if match == best]
+    else:
+        assert first == index_of(text, longest).lookup(length)[:1]
+
+
+def test_a_memory_keeps_the_last_tokens():
+    memory = TextMemory(2, 64)
+    for start in range(0, 600, 6):
+        memory.remember([range(start, start + 6)])
+    assert len(memory.index.text) <= 2 * 64 and memory.index.text[-7:].tolist() == [*range(594, 600), -1]
+    index = TextIndex(2, 64, memory.index)
+    index.extend([590, 591])
+    assert index.lookup(9) == [(592, 593)]
+    index.extend([6, 7])
+    assert index.lookup(9) == []
