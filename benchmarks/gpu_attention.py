@@ -17,7 +17,7 @@ from benchmarks.random_inputs import (
     random_attention,
     relative_error,
 )
-from hf_longspec.attention_backends.registry import AttentionState
+from hf_longspec.attention_backends.registry import AttentionBackend, AttentionState
 from hf_longspec.attention_backends.scores import ScoreCapture
 
 # The log-sum-exp is computed in float32 from products of exact inputs, whatever the dtype of these.
@@ -26,16 +26,21 @@ LSE_BUDGET = 1e-3
 Attend = Callable[[Layer], torch.Tensor]
 
 
+def errors_of(backend: AttentionBackend, case: DeviceAttention, exact: AttentionState) -> tuple[float, float]:
+    """Relative L2 error of a backend's output on these very inputs, largest relative error of its log-sum-exp."""
+    with poisoned_outputs():
+        out, lse = case.state(backend, case.layers[0])
+    lse_error = ((lse.double() - exact[1]).abs() / exact[1].abs().clamp_min(1.0)).max().item()
+    return relative_error(out, exact[0]), lse_error
+
+
 def check(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState) -> tuple[float, float]:
-    """Relative L2 error of a backend's output on these very inputs, largest relative error of its log-sum-exp.
+    """The errors of a backend.
 
     Raises:
         Skip: If one is over its budget; the backend is refused from here on.
     """
-    with poisoned_outputs():
-        out, lse = case.state(run.backend(name), case.layers[0])
-    error = relative_error(out, exact[0])
-    lse_error = ((lse.double() - exact[1]).abs() / exact[1].abs().clamp_min(1.0)).max().item()
+    error, lse_error = errors_of(run.backend(name), case, exact)
     if not (error <= run.budget and lse_error <= LSE_BUDGET):  # also true for NaN
         run.refused[name] = f"error {error:.1e} over {run.budget:.1e}, lse {lse_error:.1e}"
         where = f"{case.tree.num_nodes} nodes after {', '.join(map(str, case.lengths))}"
@@ -43,17 +48,17 @@ def check(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState) 
     return error, lse_error
 
 
-def kernels(run: GpuRun) -> None:
-    """Times per layer at every point, with and without SpecAttn's score rows, against the time to read the bytes."""
-    for case, exact, what in _cases(run):
+def kernels(run: GpuRun, points: slice) -> None:
+    """Times per layer at some points of the plan, with and without SpecAttn's score rows, against the time to read the bytes."""
+    for case, exact, what in _cases(run, points):
         for name in run.usable:
             with run.attempt(backend=name, **what):
                 _time_backend(run, name, case, exact, what)
 
 
-def baselines(run: GpuRun) -> None:
+def baselines(run: GpuRun, points: slice) -> None:
     """Every other way to compute the same attention at the points of the kernels."""
-    for case, exact, what in _cases(run):
+    for case, exact, what in _cases(run, points):
         for name, make in BASELINES.items():
             point = {"baseline": name, **what}
             with run.attempt(**point):
@@ -65,10 +70,10 @@ def baselines(run: GpuRun) -> None:
                 run.write_timing("baseline", timing.scaled(len(case.layers)), _floor(run, what), **point, error=error)
 
 
-def _cases(run: GpuRun) -> Iterator[tuple[DeviceAttention, AttentionState, dict[str, int]]]:
+def _cases(run: GpuRun, points: slice) -> Iterator[tuple[DeviceAttention, AttentionState, dict[str, int]]]:
     """Random cases at the points of the plan for which there is memory, with the state in float64."""
     shape, layers = run.plan.shape, run.plan.rotating
-    for (batch, context), nodes in product(run.plan.points, run.plan.nodes):
+    for (batch, context), nodes in product(run.plan.points[points], run.plan.nodes):
         what, entry = {"batch": batch, "context": context, "nodes": nodes}, None
         with run.attempt(**what):
             numbers = 2 * batch * shape.kv_heads * (context + nodes + 16) * shape.head_dim
@@ -108,13 +113,35 @@ def _time_backend(run: GpuRun, name: str, case: DeviceAttention, exact: Attentio
     run.write_timing("score_rows", with_scores, floor, **point, overhead=with_scores.median / timing.median - 1)
 
 
+def flashinfer_attention(case: DeviceAttention) -> Attend:
+    """FlashInfer's kernel for one row under a mask of all keys."""
+    try:
+        from flashinfer import single_prefill_with_kv_cache
+    except ImportError:
+        raise Skip("flashinfer is not installed") from None
+    if len(case.lengths) > 1:
+        raise Skip("a kernel for one row")
+    nodes = case.tree.num_nodes
+    mask = torch.ones(nodes, case.end, dtype=torch.bool, device=case.query.device)
+    mask[:, -nodes:] = case.tree.mask[0]
+
+    def attend(layer: Layer) -> torch.Tensor:
+        query, (keys, values) = case.query[0].transpose(0, 1).contiguous(), (part[0] for part in case.written(layer))
+        options = {"custom_mask": mask, "kv_layout": "HND", "sm_scale": case.scaling}
+        return single_prefill_with_kv_cache(query, keys, values, **options).transpose(0, 1)[None]
+
+    return attend
+
+
 # Computes less than the others, and so is a bound instead of a competitor.
 LOWER_BOUND = "flash, no mask (lower bound)"
+HF_ATTENTION = "transformers sdpa, repeated keys and mask"
 BASELINES: dict[str, Callable[[DeviceAttention], Attend]] = {
-    "transformers sdpa, repeated keys and mask": hf_attention,
+    HF_ATTENTION: hf_attention,
     LOWER_BOUND: lambda case: (
         lambda layer: scaled_dot_product_attention(
             case.query, *case.written(layer), scale=case.scaling, enable_gqa=True
         )
     ),
+    "flashinfer, mask": flashinfer_attention,
 }

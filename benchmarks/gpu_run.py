@@ -1,7 +1,10 @@
 """One run on a GPU: its sizes, its device, what is left of its time and memory, and the floors of what it measures."""
 
 import gc
+import multiprocessing
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ from benchmarks.roofline import Machine, Roofline, TargetShape, shape_from_confi
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, select
 from hf_longspec.bench.machine import versions
 from hf_longspec.bench.report import significant, summarize
-from hf_longspec.bench.results import Record
+from hf_longspec.bench.results import Record, of_kind, read_records
 from hf_longspec.generation.cache import SpeculativeCache
 
 # Relative error against float64. In bfloat16 the rounding of inputs and output alone gives about 3e-3; in float32 a GPU
@@ -30,14 +33,15 @@ class Plan:
     """The measurements and their sizes."""
 
     shape: Shape  # sizes of the random target
-    contexts: tuple[int, ...]  # contexts of iterations
+    contexts: tuple[int, ...]  # contexts of iterations, most important first; that of forwards is the first
     points: tuple[tuple[int, int], ...]  # batch and context of the attention cases, most important first
+    prefixes: tuple[int, ...]  # lengths of the rows of a case with features
     nodes: tuple[int, ...]  # nodes of a verification
     rotating: int  # layers that a timed pass goes through, so that no cache level holds what is read
     matrix: int  # rows and columns of the matrix product whose rate is the ceiling
     tokens: int  # tokens of a timed call of `generate` at most
     ms: float  # milliseconds of the repeats of one timing
-    gamma: int = 7  # drafted tokens of SpecAttn
+    gamma: int = 6  # drafted tokens of SpecAttn
     # 64 and 16 nodes with the root, which fill whole tiles of the kernels, and the tree of the paper
     # widths of LongSpec's trees; the first is measured first
     trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 11), (4, 4, 4, 3), (4, 16, 16, 16, 16))
@@ -45,9 +49,10 @@ class Plan:
 
 LLAMA_8B = Plan(
     shape=Shape(layers=32, vocab=128256),
-    contexts=(8192, 32768, 131072),
+    contexts=(32768, 131072, 8192),
     points=((1, 32768), (1, 8192), (1, 131072), (4, 32768)),
-    nodes=(1, 8, 16, 64),
+    prefixes=(4999, 1024, 0),
+    nodes=(1, 16, 64),
     rotating=8,
     matrix=8192,
     tokens=64,
@@ -58,6 +63,7 @@ SMOKE = Plan(
     shape=Shape(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab=64),
     contexts=(48, 96),
     points=((1, 64), (2, 48)),
+    prefixes=(37, 0),
     nodes=(1, 5, 9),
     rotating=2,
     matrix=64,
@@ -97,8 +103,17 @@ class Timing:
 FEWEST_CALLS = 12
 
 
+# What kernels and baselines depend on.
+PACKAGES = ("triton", "flash_attn", "flashinfer-python", "xformers")
+# Processes of the sections. A fork has imported everything already. Only a process that has never called CUDA can be
+# forked, so the parent calls nothing of it.
+FORK = multiprocessing.get_context("fork")
+# Seconds before the limit of the run at which the last section ends, and that a killed process may take to end.
+RESERVE = 5.0
+
+
 class Stop(BaseException):
-    """The reason for which nothing more can be measured: the time is over, or the device is lost."""
+    """The reason for which a process can measure nothing more: its device is lost."""
 
 
 class GpuRun(Run):
@@ -163,16 +178,44 @@ class GpuRun(Run):
         if free is not None and needed > free:
             raise Skip(f"{what} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free")
 
-    def section(self, name: str, function: Callable[["GpuRun"], None]) -> None:
-        """Run a section; an error in it ends the section, not the run."""
-        self.part, started = name, self.elapsed
-        self.say(f"{name}: {self.left:.0f} s are left")
+    def apart(self, name: str, function: Callable[["GpuRun"], None], seconds: float, **what: Any) -> None:
+        """Run a section in a process of its own, which is killed after `seconds`, and take over what it wrote."""
+        what, seconds = {"section": name, **what}, min(seconds, self.left - RESERVE)
+        if seconds <= 0:
+            self.skip("no time left", **what)
+            return
+        self.say(f"{what}: {seconds:.0f} s of {self.left:.0f} s")
+        sys.stdout.flush()
+        process = FORK.Process(target=self._section, args=(function, seconds, what), daemon=True)
+        process.start()
+        process.join(seconds)
+        reason = f"killed after {seconds:.1f} s" if process.is_alive() else f"its process ended with {process.exitcode}"
+        process.kill()
+        process.join(RESERVE)
+        self._take_over()
+        if process.exitcode != 0:
+            self.write("failed", reason=reason, **what)
+            self.say(f"FAILED {what}: {reason}")
+
+    def _section(self, function: Callable[["GpuRun"], None], seconds: float, what: dict[str, Any]) -> None:
+        """Run a section in this process; an error in it is a line."""
+        started, self.part = self.elapsed, what["section"]
+        self.seconds = min(self.seconds, started + seconds)
+        torch.manual_seed(0)
         try:
-            with self.attempt(part=name):
-                self.require_time()
+            with self.attempt(**what):
                 function(self)
-        finally:
-            self.write("section", section=name, seconds=round(self.elapsed - started, 2))
+        except Stop as reason:
+            self.skip(f"{reason}: the rest of it", **what)
+        self.write("section", **what, seconds=round(self.elapsed - started, 2))
+
+    def _take_over(self) -> None:
+        """Read what another process appended to the file, without a last line that was cut off."""
+        content = self.path.read_bytes()
+        os.truncate(self.path, content.rfind(b"\n") + 1)
+        self.records = read_records(self.path)
+        for record in of_kind(self.records, "gpu_ceilings"):
+            self.machine = Machine("measured", record["tb_per_second"], record["tflops"])
 
     def require_time(self) -> None:
         """Raise [`Skip`] if no time is left."""
@@ -203,8 +246,11 @@ class GpuRun(Run):
             except RuntimeError as error:  # after an illegal access every further call fails
                 raise Stop(f"the device is lost: {str(error).splitlines()[0]}") from error
 
-    def time(self, function: Callable[[], object]) -> Timing:
+    def time(self, function: Callable[[], object], capture: bool = True) -> Timing:
         """Time a function: on a GPU by `triton.testing`, from a CUDA graph if it reads nothing back from the device.
+
+        Args:
+            capture (`bool`): False for a function that launches on the host what shall be timed with it.
 
         Raises:
             Skip: If one call takes so long that the measurement would not end in time.
@@ -222,8 +268,10 @@ class GpuRun(Run):
         from triton.testing import do_bench, do_bench_cudagraph
 
         torch.cuda.empty_cache()  # a graph has memory of its own
+        note = None
         try:
-            return Timing(do_bench_cudagraph(function, rep=ms / 5, return_mode="all"), "graph")
+            if capture:
+                return Timing(do_bench_cudagraph(function, rep=ms / 5, return_mode="all"), "graph")
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # such as a function that reads from the device
@@ -275,10 +323,18 @@ class GpuRun(Run):
         self.say(f"{kind} {fields}: {timing.median:.3f} ms, {times_floor} times the floor")
 
 
+def has_gpu() -> bool:
+    """Whether there is a CUDA device. A process of its own asks, since this one is to be forked."""
+    process = FORK.Process(target=lambda: sys.exit(not torch.cuda.is_available()))
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
 def gpu_facts(device: torch.device) -> dict[str, Any]:
     """The GPU and its memory, and the versions that its kernels depend on; on a CPU the versions only."""
     facts: dict[str, Any] = {"device": device.type, "cuda": torch.version.cuda}
-    facts |= versions("triton", "flash_attn", "flashinfer-python", "xformers")
+    facts |= versions(*PACKAGES)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["gpu"], facts["memory_gb"] = properties.name, round(properties.total_memory / 1e9, 1)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_longspec.attention_backends.contexts import TreeContext
@@ -116,6 +116,8 @@ class DeviceAttention:
     layers: Sequence[Layer]  # keys and values, `(B, K, at least longest + N, D)`; the nodes' slots are overwritten
     tree: DraftTree  # the nodes
     heads: int  # query heads
+    # `softcap`, `sliding_window` and `sinks`, where they are not None
+    features: dict[str, Any] = field(default_factory=dict)
     query: torch.Tensor = field(init=False)
     scaling: float = field(init=False)
 
@@ -148,7 +150,8 @@ class DeviceAttention:
 
     def attend(self, backend: AttentionBackend, layer: Layer, context: TreeContext, index: int = 0) -> torch.Tensor:
         """A backend's output, `(B, H, N, D)`."""
-        return context.attend(backend, index, self.query, *self.written(layer), scaling=self.scaling)
+        inputs = self.query, *self.written(layer)
+        return context.attend(backend, index, *inputs, scaling=self.scaling, **self.features)
 
     def state(self, backend: AttentionBackend, layer: Layer) -> AttentionState:
         """A backend's output and log-sum-exp."""
@@ -158,17 +161,21 @@ class DeviceAttention:
 
     def exact(self, layer: Layer) -> AttentionState:
         """The reference in float64, row by row, so that memory holds the scores of one row only."""
-        nodes, rows = self.tree.num_nodes, []
+        nodes, rows, context = self.tree.num_nodes, [], self.context()
+        scores = {"scaling": self.scaling, "softcap": self.features.get("softcap")}
+        window, sinks = self.features.get("sliding_window"), self.features.get("sinks")
+        mask = context.windowed_mask(window)
         for row, length in enumerate(self.lengths):
             rows_of_batch = slice(row, row + 1)
             keys, values = (part[rows_of_batch, :, : length + nodes].double() for part in layer)
             query = self.query[rows_of_batch].double()
             prefix = keys[:, :, :length], values[:, :, :length]
             staged = keys[:, :, length:], values[:, :, length:]
-            parts = [tree_attention(query, *staged, self.tree.mask[rows_of_batch], scaling=self.scaling)]
+            parts = [tree_attention(query, *staged, mask[rows_of_batch], **scores)]
             if length:
-                parts.append(prefix_attention(query, *prefix, SeqLens([length]), scaling=self.scaling))
-            rows.append(merge_attention_states(parts))
+                where = {"positions": context.positions[rows_of_batch], "sliding_window": window}
+                parts.append(prefix_attention(query, *prefix, SeqLens([length]), **where, **scores))
+            rows.append(merge_attention_states(parts, sinks))
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows])
 
 
@@ -182,7 +189,13 @@ class _LogSumExp:
 
 
 def random_attention(
-    shape: Shape, lengths: tuple[int, ...], nodes: int, layers: int, device: torch.device, dtype: torch.dtype
+    shape: Shape,
+    lengths: tuple[int, ...],
+    nodes: int,
+    layers: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    **features: Any,
 ) -> DeviceAttention:
     """A case with cache slots of NaN after the nodes, which no backend may read."""
     room, spare = max(lengths) + nodes, 16
@@ -193,7 +206,7 @@ def random_attention(
             for row, length in enumerate(lengths):
                 part[row, :, length + nodes :] = torch.nan
     tree = random_tree(nodes, shape.vocab, len(lengths), device)
-    return DeviceAttention(lengths, [(keys, values) for keys, values in buffers], tree, shape.heads)
+    return DeviceAttention(lengths, [(keys, values) for keys, values in buffers], tree, shape.heads, features)
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
@@ -236,9 +249,9 @@ def hf_attention(case: DeviceAttention) -> Callable[[Layer], torch.Tensor]:
     return attend
 
 
-def dynamic_cache(cache: SpeculativeCache, length: int) -> DynamicCache:
-    """A copy of the first `length` tokens of a cache of ours, as transformers' own."""
-    copy = DynamicCache()
+def dynamic_cache(cache: SpeculativeCache, length: int, copy: Cache | None = None) -> Cache:
+    """A copy of the first `length` tokens of a cache of ours, in an empty cache of transformers: a `DynamicCache`."""
+    copy = DynamicCache() if copy is None else copy
     for index, layer in enumerate(cache.layers):
         copy.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
     return copy

@@ -9,6 +9,7 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.distinct_ngrams import ORDERS, distinct
 from tests import example_scripts
@@ -81,6 +82,16 @@ def published(script, trained, novels, tmp_path_factory):
     return publish(script, trained, novels, tmp_path_factory.mktemp("published"))
 
 
+def test_the_folder_is_a_hub_repository(published, trained):
+    expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in published.iterdir()} == expected | {"README.md", "evaluation.json"}
+    assert AutoModelForCausalLM.from_pretrained(published).dtype == torch.bfloat16
+    assert (
+        AutoTokenizer.from_pretrained(published)("abc")["input_ids"]
+        == AutoTokenizer.from_pretrained(trained)("abc")["input_ids"]
+    )
+
+
 def test_losses_are_those_of_one_forward(script, monkeypatch):
     """Chunks with a cache against the loss that the model itself computes."""
     monkeypatch.setattr(script, "CHUNK", 7)
@@ -115,6 +126,12 @@ def test_short_losses_are_those_of_the_same_bytes_with_less_before_them(script):
             logits = model(ids[None, begin:place]).logits[0, -1]
         expected = torch.nn.functional.cross_entropy(logits, ids[place])
         assert found[place - 1024].item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_gains_compare_the_same_bytes(script):
+    found = script.gain(torch.tensor([[1.0, 2, 9], [2, 3, 9], [1, 3, 9]]), torch.tensor([[2.0, 2], [4, 4], [3, 3]]))
+    assert (found["long"], found["short"], found["gain"]) == (2.0, 3.0, 1.0)
+    assert found["half_width"] == pytest.approx(STUDENT * 0.5 / 3**0.5, abs=1e-3)  # gains of 0.5, 1.5 and 1
 
 
 def test_skipped_layers_are_the_odd_ones(script, monkeypatch):
@@ -167,6 +184,12 @@ def test_evaluation_and_card_say_the_same(published):
     assert yaml.safe_load(front)["library_name"] == "transformers"
     assert "| 512 | 45 | 900 | 3.7M | 2.00 | 60% at 256 |" in body and "/home" not in body and "{" not in body
     assert "4 of 2 novels, 4 of 2 modules, 4 of 1 packages" in card and "with the last 512 to 1023 bytes" in card
+
+
+def test_the_same_input_gives_the_same_folder(script, trained, novels, published, tmp_path):
+    again = publish(script, trained, novels, tmp_path)
+    for path in published.iterdir():
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
 def test_what_does_not_fit_is_refused(script, trained, tmp_path, monkeypatch):

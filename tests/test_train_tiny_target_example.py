@@ -39,6 +39,36 @@ def test_a_token_is_a_byte(script, tmp_path):
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257)
 
 
+def test_text_is_one_piece_of_one_stream_that_is_long_enough(rows):
+    for _ in range(20):
+        piece = rows.text(801).tobytes()
+        assert sum(piece in stream.tobytes() for group in rows.groups.values() for stream in group) == 1
+
+
+def test_rows_with_repeats_contain_passages_twice(rows):
+    made = rows.batch(8, 1000, repeats=1.0, tasks=0.0, noise=0.5)
+    assert made.shape == (8, 1000) and made.dtype == np.uint8
+    for row in made:
+        text = row.tobytes()
+        # five equal bytes of 20 at two places are chance in few of 1,000 places; a passage has 24 and more
+        assert any(text.find(text[place : place + 20], place + 1) > 0 for place in range(0, 980, 4))
+
+
+def test_answers_stand_in_the_row_before_they_are_asked_for(rows):
+    kinds = {"values": (b"\nvalue of ", b"\n"), "definitions": (b"\n# as above\n", b"\n    return")}
+    seen = set()
+    for _ in range(40):
+        text = rows.batch(1, 3000, repeats=0.0, tasks=1.0, noise=0.0)[0].tobytes()
+        for kind, (mark, end) in kinds.items():
+            # without the last, which may be cut; the key of a value stands twice in its question
+            answers = [part.split(b": ")[-1].split(end)[0] for part in text.split(mark)[1:-1]]
+            if answers:
+                seen.add(kind)
+                found = sum(text.count(answer) >= 2 for answer in answers)
+                assert found >= 0.5 * len(answers)  # later material may lie over earlier
+    assert seen == set(kinds)
+
+
 @pytest.mark.parametrize("distance", [37, 500])
 def test_a_quoted_row_ends_with_what_stood_at_the_distance(script, rows, distance):
     row, asked = sys.modules[script.Rows.__module__].quoted_row(rows.text, distance, 48, cue=12)

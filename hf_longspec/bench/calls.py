@@ -428,10 +428,10 @@ def prefill(
 ) -> PrefilledPrompts:
     """Run prompts `(P, T)` through the model one by one, under its own attention."""
     target = TargetView(model)
-    if target.sliding_layers or target.has_latent_cache:
+    if target.sliding_layers or target.has_latent_cache or target.has_states:
         raise ValueError(
-            f"{type(model).__name__} has sliding-window or latent layers, which are not supported here: copies of one "
-            "prefilled cache are decoded. Choose a target with full attention in every layer."
+            f"{type(model).__name__} has sliding-window, latent or recurrent layers, which are not supported here: "
+            "copies of one prefilled cache are decoded. Choose a target with full attention in every layer."
         )
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
     size = len(tokens)

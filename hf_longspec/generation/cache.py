@@ -1,10 +1,4 @@
-"""A preallocated key/value cache with per-row lengths, staged writes and an in-place commit.
-
-A `DynamicCache` that the user passed is taken over at the start of a call, and updated at its end. Plain `generate`
-writes to the cache that it gets. The loop cannot, because a `DynamicCache` cannot stage a tree. Its layers become views
-of the used part of the loop's own buffers instead, without a copy. For padded texts they become copies, with slots for
-the padding: the loop drops it, and plain `generate` keeps a column for it in the cache and in its windows.
-"""
+"""A preallocated key/value cache with per-row lengths, staged writes and an in-place commit."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..attention_backends.lengths import SeqLens
+from .draft_tree import DraftTree
+from .recurrences import Accepted, StagedNodes
+from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, EmptyLayer, StateLayer, has_states
 
 try:
     from ..attention_backends.triton.commit import can_move, move_nodes
@@ -36,12 +33,16 @@ class Rows:
         layout (`int`): Number of times that a buffer of these layers was replaced.
         columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
             Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
+        nodes ([`StagedNodes`], *optional*): The staged nodes, for layers with recurrent states.
+        reads_prompt (`bool`): Whether the nodes belong to prompts, see [`StagedNodes`].
     """
 
     def __init__(self, batch_size: int):
         self.batch_size = batch_size
         self.lengths = SeqLens((0,) * batch_size)
         self.staged = False
+        self.nodes: StagedNodes | None = None
+        self.reads_prompt = False
         self.layout = 0
         self.columns: torch.Tensor | None = None
 
@@ -215,6 +216,32 @@ class SpeculativeLayer(CacheLayerMixin):
             self.values.copy_(self.values.index_select(0, beam_idx.to(self.values.device)))
 
 
+class HybridLayer(SpeculativeLayer, StateLayer):
+    """Keys, values and states of one layer."""
+
+    is_croppable = False
+
+    def __init__(self, rows: Rows, capacity: int):
+        SpeculativeLayer.__init__(self, rows, capacity)
+        StateLayer.__init__(self, rows)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to remove tokens, since a state cannot be shortened."""
+        StateLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        """Remove all tokens, and keep the buffers."""
+        SpeculativeLayer.reset(self)
+        StateLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows, for beam search."""
+        SpeculativeLayer.reorder_cache(self, beam_idx)
+        StateLayer.reorder_cache(self, beam_idx)
+
+
+# Types of layers that cache nothing.
+NO_CACHE = {"moe", "mlp"}
 # Nodes that one verification may stage after the committed tokens.
 DEFAULT_TREE_SLOTS = 80
 
@@ -247,7 +274,12 @@ class SpeculativeCache(Cache):
         self.rows = Rows(batch_size)
         self.tree_slots = tree_slots
         capacity = max_length + tree_slots
-        super().__init__(layers=[SpeculativeLayer(self.rows, capacity) for _ in range(text_config.num_hidden_layers)])
+        super().__init__(layers=_layers_of(text_config, self.rows, capacity))
+        self.key_layers = [layer for layer in self.layers if isinstance(layer, SpeculativeLayer)]
+        self.state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        # lengths and states at the start of the call, and whether a commit has replaced states and not lengths
+        self._start: tuple[SeqLens, list[dict[str, torch.Tensor | None]]] | None = None
+        self._is_torn = False
 
     @property
     def batch_size(self) -> int:
@@ -267,7 +299,7 @@ class SpeculativeCache(Cache):
     @property
     def max_length(self) -> int:
         """Committed tokens that a row can hold without reallocation."""
-        return min(layer.capacity for layer in self.layers) - self.tree_slots
+        return min(layer.capacity for layer in self.key_layers) - self.tree_slots
 
     def set_lengths(self, lengths: SeqLens | Sequence[int]) -> None:
         """Set the number of tokens that each row holds; entries beyond it, as of right padding, are dropped."""
@@ -275,23 +307,30 @@ class SpeculativeCache(Cache):
         if len(lengths.host) != self.batch_size:
             raise ValueError(f"{len(lengths.host)} lengths for a cache of {self.batch_size} rows.")
         self.rows.lengths = lengths
-        for layer in self.layers:
+        for layer in self.key_layers:
             layer.length = self.lengths.longest
 
     def reserve(self, max_length: int, tree_slots: int) -> None:
         """Make room for `max_length` committed tokens and `tree_slots` staged ones, with at most one reallocation."""
         self.tree_slots = max(self.tree_slots, tree_slots)
-        for layer in self.layers:
+        for layer in self.key_layers:
             layer.reserve(max_length + self.tree_slots)
 
-    def stage(self, num_nodes: int) -> None:
-        """Let the next forward write `num_nodes` nodes after the committed tokens without committing them."""
+    def stage(self, num_nodes: int, tree: DraftTree | None = None) -> None:
+        """Let the next forward write `num_nodes` nodes after the committed tokens without committing them.
+
+        Layers with recurrent states need the `tree` of the nodes.
+        """
         if num_nodes > self.tree_slots or self.lengths.longest + num_nodes > self.max_length + self.tree_slots:
             raise ValueError(
                 f"{num_nodes} nodes do not fit after {self.lengths.longest} committed tokens in a cache of "
                 f"max_length={self.max_length} and tree_slots={self.tree_slots}. Raise whichever is too small."
             )
         self.rows.staged = True
+        if self.state_layers:
+            if tree is None:
+                raise ValueError(f"{num_nodes} nodes without a tree cannot be staged in a cache with recurrent states.")
+            self.rows.nodes = StagedNodes(tree, self.rows.reads_prompt)
 
     def commit(self, path: torch.Tensor | None, num_nodes: SeqLens | Sequence[int]) -> None:
         """Keep the accepted nodes: move them right after the prefix and add `num_nodes[b]` to every row's length.
@@ -306,13 +345,27 @@ class SpeculativeCache(Cache):
         counts = SeqLens.of(num_nodes)
         if path is not None and counts.longest > 1:
             self._move(path[:, : counts.longest], counts)
+        if self.state_layers:
+            self._commit_states(path, counts)
         self.rows.staged = False
         self.set_lengths(self.lengths.plus(counts))
+        self._is_torn = False
+
+    def _commit_states(self, path: torch.Tensor | None, counts: SeqLens) -> None:
+        nodes = self.rows.nodes
+        if nodes is None:
+            raise ValueError("commit() needs a staged verification, as states are computed from its nodes.")
+        accepted = Accepted(nodes, path, counts)
+        states = [layer.after(accepted) for layer in self.state_layers]
+        self._is_torn = True  # until the lengths are those of the states
+        for layer, new in zip(self.state_layers, states, strict=True):
+            layer.put(new)
+        self.rows.nodes = None
 
     def _move(self, path: torch.Tensor, counts: SeqLens) -> None:
         """Copy the nodes of `path` to the slots after the prefix, with Triton in one launch per device."""
         together: dict[torch.device, list[torch.Tensor]] = {}
-        for layer in self.layers:
+        for layer in self.key_layers:
             if layer.is_initialized and can_move is not None and can_move(layer.keys.device):
                 together.setdefault(layer.keys.device, []).extend((layer.keys, layer.values))
             elif layer.is_initialized:
@@ -323,10 +376,49 @@ class SpeculativeCache(Cache):
     def rollback(self) -> None:
         """Drop the staged nodes. Their slots keep stale entries until the next step overwrites them."""
         self.rows.staged = False
+        self.rows.nodes = None
+        for layer in self.state_layers:
+            layer.drop()
+
+    def remember(self) -> None:
+        """Keep a copy of the states, since lengths alone lead back to an earlier text only in layers with keys."""
+        if self.state_layers:
+            self._start = self.lengths, [layer.copied() for layer in self.state_layers]
+
+    def go_back(self) -> None:
+        """Return to the tokens of [`SpeculativeCache.remember`]."""
+        self.rollback()
+        if self._start is not None:
+            start, states = self._start
+            for layer, state in zip(self.state_layers, states, strict=True):
+                layer.put(dict(state))
+            self._is_torn = False
+            self.set_lengths(start)
+
+    def shorten(self, lengths: Sequence[int]) -> bool:
+        """Drop all but the first `lengths[b]` tokens of every row, and return `True`.
+
+        A cache with states goes back to those of [`SpeculativeCache.remember`] if there is something to drop, and
+        returns `False`.
+        """
+        self.rollback()
+        if self.state_layers and (self._is_torn or tuple(lengths) != self.lengths.host):
+            self.go_back()
+            return False
+        self.set_lengths(lengths)
+        return True
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens stored: that of the longest row if lengths differ."""
+        return (
+            max(layer.length for layer in self.key_layers) if self.state_layers else super().get_seq_length(layer_idx)
+        )
 
     def reset(self) -> None:
         """Remove all tokens, and keep the buffers."""
         self.rollback()
+        for layer in self.state_layers:
+            layer.reset()
         self.rows.columns = None
         self.set_lengths([0] * self.batch_size)
 
@@ -338,7 +430,23 @@ class SpeculativeCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the allocated buffers."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.key_layers if layer.is_initialized)
+        return keys + sum(layer.nbytes for layer in self.state_layers)
+
+
+def _layers_of(config: PreTrainedConfig, rows: Rows, capacity: int) -> list[Any]:
+    """Return the layers of a cache for this text config."""
+    if not has_states(config):
+        return [SpeculativeLayer(rows, capacity) for _ in range(config.num_hidden_layers)]
+    layers: list[Any] = []
+    for kind in config.layer_types:
+        if kind in STATE_LAYERS:
+            layers.append(StateLayer(rows))
+        elif kind in NO_CACHE:
+            layers.append(EmptyLayer())
+        else:
+            layers.append((HybridLayer if kind in HYBRID_LAYERS else SpeculativeLayer)(rows, capacity))
+    return layers
 
 
 def has_gaps(mask: torch.Tensor) -> bool:
@@ -359,186 +467,7 @@ def columns_of(mask: torch.Tensor, count: int) -> torch.Tensor:
     return is_token.byte().argsort(dim=1, descending=True, stable=True)[:, :count].contiguous()
 
 
-def is_own(cache: Any) -> bool:
-    """Return whether `cache` is a [`SpeculativeCache`] of this or another copy of the package."""
-    return getattr(cache, "_is_longspec_cache", False)
-
-
-def user_cache_of(cache: Any) -> DynamicCache | None:
-    """Return the user's cache, or `None` for a [`SpeculativeCache`] and for the empty cache that `generate` creates.
-
-    `generate` marks a cache that it was given, and not one that it creates.
-    """
-    if cache is None or is_own(cache) or not (getattr(cache, "_is_user_defined", False) or _stored(cache)):
-        return None
-    return cache
-
-
-def held_by(cache: Any, mask: torch.Tensor) -> list[int]:
-    """Return how many tokens of every row a cache holds, if `mask` `(batch, P)` is 0 at the padding of its text."""
-    stored = 0 if cache is None else _stored(cache)
-    if not is_own(cache):
-        return mask[:, :stored].bool().sum(1).tolist() if stored else [0] * len(mask)
-    # plain generation adds as many tokens to all rows, and does not count them in `lengths`
-    return list(cache.lengths.host) if cache.lengths.longest == stored else [stored] * len(mask)
-
-
-def why_not_stored(cache: Any, implementation: str | None) -> str | None:
-    """Return why the loop cannot keep keys and values in this way; `None` if it can.
-
-    Args:
-        cache (*optional*): Argument `past_key_values` of the call.
-        implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as the loop
-            uses buffers of a fixed size anyway.
-    """
-    if implementation == "quantized" or (implementation or "").startswith("offloaded"):
-        return (
-            f"cache_implementation={implementation!r}: quantized and offloaded caches are not supported with a draft. "
-            "Drop cache_implementation."
-        )
-    if is_own(cache) or user_cache_of(cache) is None or (reason := _why_not(cache)) is None:
-        return None
-    return (
-        f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which is "
-        "allocated in advance, or leave the argument out."
-    )
-
-
-def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Refuse a cache of other rows than those of `input_ids` `(batch, P)`, and one that does not begin their text.
-
-    The arguments are `past_key_values`, `input_ids` and `attention_mask` of the call.
-    """
-    if not (is_ours := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
-        return
-    stored = _stored(cache)
-    rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
-    if rows not in (None, len(input_ids)):
-        raise ValueError(
-            f"past_key_values has {rows} rows, and input_ids has {len(input_ids)}. Pass the cache of these rows, or "
-            "drop past_key_values."
-        )
-    mask = torch.ones_like(input_ids) if mask is None else mask
-    held = held_by(cache, mask)
-    if is_ours and stored and not _stand_in(cache, held, columns_of(mask, stored)):
-        raise ValueError(
-            f"past_key_values holds {tuple(held)} tokens, which are not the first ones of attention_mask in each row. "
-            "Pass the mask of the whole conversation with its beginning unchanged, or drop past_key_values."
-        )
-    rows_held = zip(held, mask.bool().sum(1).tolist(), strict=True)
-    if stored >= input_ids.shape[1] or any(count >= size for count, size in rows_held):
-        raise ValueError(
-            f"past_key_values holds {stored} tokens, and input_ids has {input_ids.shape[1]}. Pass the whole "
-            "conversation, which must be longer than the cache."
-        )
-
-
-def _stand_in(cache: SpeculativeCache, held: list[int], columns: torch.Tensor) -> bool:
-    """Return whether the tokens that the rows of a cache hold stand in these columns `(batch, T)` of their texts."""
-    slots = torch.arange(columns.shape[1], device=columns.device)
-    of_cache = getattr(cache.rows, "columns", None)  # a cache of an older copy has no such field
-    of_cache = slots if of_cache is None else of_cache[:, : len(slots)].to(slots.device)
-    is_held = slots < torch.tensor(held, device=slots.device)[:, None]
-    return not bool((is_held & (columns != of_cache)).any())
-
-
-def take_over(
-    cache: DynamicCache, buffers: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None
-) -> None:
-    """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
-
-    This frees the original. A layer with a sliding window holds its last tokens only. The slots before them stay zero,
-    as no later token attends to them.
-
-    With padding, the entries of the tokens are copied side by side, and the original stays as it is.
-
-    Args:
-        held (`Sequence[int]`): Result of [`held_by`].
-        mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
-    """
-    stored = _stored(cache)
-    columns = None if mask is None else columns_of(mask, max(held))
-    for layer, buffer in zip(cache.layers, buffers.layers, strict=False):
-        if _holds(layer):
-            buffer.lazy_initialization(layer.keys, layer.values)
-            first = stored - layer.keys.shape[2]
-            if columns is None:
-                buffer.keys[:, :, first:stored] = layer.keys
-                buffer.values[:, :, first:stored] = layer.values
-                _point(layer, buffer.keys, buffer.values, stored)
-            else:  # what a window has dropped is filled with any entry, as no later token attends to it
-                places = (columns - first).clamp(0, layer.keys.shape[2] - 1)
-                buffer.keys[:, :, : max(held)] = slots_of(layer.keys, places)
-                buffer.values[:, :, : max(held)] = slots_of(layer.values, places)
-    buffers.set_lengths(held)
-
-
-def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
-    """Point the layers of the user's cache to the entries of `buffers`, as many as the shortest row has.
-
-    The next call computes the missing tokens of longer rows, like any other token of its input.
-
-    Args:
-        columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
-            Columns in which the tokens of every row, and the next one, stand. The layers then get copies, with any
-            finite entries at padding.
-    """
-    length = min(buffers.lengths.host)
-    if columns is not None:
-        length = int(columns.gather(1, buffers.lengths.on(columns.device)[:, None]).min())
-    for index, buffer in enumerate(buffers.layers):
-        if buffer.is_initialized:
-            while len(cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
-                cache.layers.append(DynamicLayer())
-            layer = cache.layers[index]
-            if not layer.is_initialized:
-                layer.lazy_initialization(buffer.keys, buffer.values)
-            _point(layer, buffer.keys, buffer.values, length, columns)
-
-
-def _point(
-    layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, columns: torch.Tensor | None = None
-) -> None:
-    """Set keys and values of a layer to what it keeps of the first `length` columns: views, unless `columns` differ."""
-    first = 0
-    if type(layer) is DynamicSlidingWindowLayer:
-        first = max(0, length - layer.sliding_window + 1)
-        layer.cumulative_length = length
-    if columns is None:
-        layer.keys, layer.values = keys[:, :, first:length], values[:, :, first:length]
-        return
-    numbers = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
-    places = (torch.searchsorted(columns, numbers, right=True) - 1).clamp_min(0)
-    layer.keys, layer.values = slots_of(keys, places), slots_of(values, places)
-
-
 def slots_of(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return the entries of keys or values `(B, K, S, D)` in the slots `places` `(B, T)`, `(B, K, T, D)`."""
     index = places.to(states.device)[:, None, :, None]
     return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
-
-
-def _why_not(cache: Any) -> str | None:
-    """Return why the layers of this cache cannot be read and written; `None` if they can."""
-    if type(cache) is not DynamicCache:
-        return "whose way of storing keys and values the loop cannot keep up"
-    if cache.offloading:
-        return "with offloading=True, and the loop keeps keys and values on the device of the model"
-    kinds = {type(layer) for layer in cache.layers if not _is_dummy(layer)}
-    if other := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
-        return f"with layers of the kind {', '.join(sorted(kind.__name__ for kind in other))}"
-    return None
-
-
-def _is_dummy(layer: Any) -> bool:
-    """Return whether a layer stores nothing, as it reads the keys of another one (transformers from 5.23 on)."""
-    return type(layer).__name__ == "DummyLayer"
-
-
-def _holds(layer: Any) -> bool:
-    return not _is_dummy(layer) and layer.is_initialized and layer.keys.numel() > 0
-
-
-def _stored(cache: Any) -> int:
-    """Return the length, which is a tensor in a `StaticCache`."""
-    return int(cache.get_seq_length())

@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention_backends.lengths import SeqLens, on_device
-from .cache import SpeculativeCache, bring_up_to_date, columns_of, is_own, take_over, user_cache_of
+from .cache import SpeculativeCache, columns_of
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
 from .gate import gated
@@ -26,8 +26,16 @@ from .inputs import Prompts
 from .sampling import NoiseRows, TokenRule
 from .sequences import Outputs, Sequences, SpeculationStats
 from .support import check_target, max_length_of, refuse, refuse_unsupported, why_not
-from .target import PREFILL_CHAIN, Step, TargetView, chain_of_last_tokens
+from .target import (
+    PREFILL_CHAIN,
+    PREFILL_CHAIN_OF_STATES,
+    SEED_TOKENS_OF_STATES,
+    Step,
+    TargetView,
+    chain_of_last_tokens,
+)
 from .traits import RotaryLimit
+from .user_cache import bring_up_to_date, is_own, take_over, user_cache_of
 from .verification import Acceptance, packed
 
 try:
@@ -144,9 +152,9 @@ class Session:
         self.user_cache = user_cache_of(prompts.cache)
         own = prompts.cache if is_own(prompts.cache) else None
         self.returns_cache = self.outputs.as_dict or own is not None or self.user_cache is not None
-        nodes = draft.num_tree_nodes(target)
+        nodes = max(draft.num_tree_nodes(target), SEED_TOKENS_OF_STATES if target.has_states else 1)
         if prompts.by_chains:
-            nodes = max(nodes, PREFILL_CHAIN)
+            nodes = max(nodes, PREFILL_CHAIN_OF_STATES if target.has_states else PREFILL_CHAIN)
         keeps_buffers = target.captures and own is None and self.user_cache is None
         self.workspace = target.runner.workspace(batch_size, self.max_length) if keeps_buffers else None
         earlier = None if self.workspace is None else self.workspace.cache
@@ -163,23 +171,31 @@ class Session:
         self.drafter = gated(draft.drafter(binding), draft, self.stats, may_speculate)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
         self.cache.set_lengths(self.held)
+        self.cache.remember()
+        self.cache.rows.reads_prompt = True
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
         with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.held):
-            tails = self.prompts.prefill(self.cache, self.drafter.seed_tokens, self.columns)
+            tails = self.prompts.prefill(self.cache, self.seed_tokens, self.columns)
         if self.draft.setting("check_target") and not (self.rotary is not None and self.rotary.never_speculates):
             check_target(self.target, self.cache, self.prompts.texts, self._highest(), self.prompts.logits)
         return tails
 
+    @property
+    def seed_tokens(self) -> int:
+        """Number of last prompt tokens that run as a verification."""
+        return max(self.drafter.seed_tokens, SEED_TOKENS_OF_STATES if self.target.has_states else 1)
+
     def seed(self, tails: list[torch.Tensor]) -> None:
         """Verify the last prompt tokens as a chain, emit the first token, and start the drafter."""
-        tree, sizes = chain_of_last_tokens(tails, self.drafter.seed_tokens)
+        tree, sizes = chain_of_last_tokens(tails, self.seed_tokens)
         step = self._verify(tree)
         rows = torch.arange(len(sizes), device=step.logits.device)
         last = step.logits[rows, torch.tensor(sizes, device=rows.device) - 1][:, None]
         tokens = self._emit(DraftTree.root_only(tree.tokens[:, 0]), replace(step, logits=last), is_counted=False).tokens
         self.cache.commit(None, sizes)
+        self.cache.rows.reads_prompt = False
         path = torch.arange(max(sizes), device=rows.device).expand(len(sizes), -1)
         self.drafter.start(self.prompts.texts, Verification.of(tree, step, path, sizes, tokens))
         self.stats.prefill_seconds = time.perf_counter() - self.started
@@ -309,19 +325,25 @@ class Session:
 
     def forget(self) -> None:
         """Reset the cache to the tokens that it held before the call, as the call returns no text."""
-        self.cache.rollback()
+        self.cache.go_back()
         self.cache.set_lengths(self.held)
         self.cache.rows.columns = self.columns_before
 
+    def _ends_in_one_column(self) -> bool:
+        """Return whether all rows have got as many tokens, so that a cache of the user's can hold their states."""
+        new = [held - len(text) for held, text in zip(self.cache.lengths.host, self.prompts.texts, strict=True)]
+        return len(set(new)) == 1
+
     def _settle(self) -> None:
         """Leave the committed part of the text in the cache, and complete the statistics."""
-        self.cache.rollback()
         # rows that were cut to the length of the others have committed more than their text
         rows = zip(self.prompts.texts, self.sequences.generated, strict=True)
         lengths = (len(text) + len(new) - 1 for text, new in rows)
-        self.cache.set_lengths([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
+        is_kept = self.cache.shorten([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
         columns = self._columns() if self.returns_cache else None
-        if self.user_cache is not None:
+        if self.user_cache is not None and self.target.has_states and not (is_kept and self._ends_in_one_column()):
+            logger.info("past_key_values is as before the call, as states of rows of different lengths do not fit it.")
+        elif self.user_cache is not None:
             bring_up_to_date(self.user_cache, self.cache, columns)
         else:
             self.cache.rows.columns = columns

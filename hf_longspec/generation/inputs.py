@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from .cache import SpeculativeCache, has_gaps, held_by
+from .cache import SpeculativeCache, has_gaps
 from .target import TargetView
 from .traits import RotaryLimit
+from .user_cache import held_by
 
 # Keyword arguments of `generate` for the model that the loop reads itself, or makes itself.
 KNOWN_MODEL_KWARGS = {
@@ -114,7 +115,10 @@ class Prompts:
         self.mask = mask if sum(map(len, self.texts)) < input_ids.numel() else None
         self.has_gaps = self.mask is not None and has_gaps(mask)
         self.counts_gaps = self.has_gaps and target.hides_keys_within(max_length)
-        self.by_chains = self.counts_gaps or len(set(self.held)) > 1
+        lengths = {len(text) for text in self.texts}
+        # padding on the right would change states, so prompts of different lengths run as chains there
+        is_uneven = target.has_states and len(lengths) > 1
+        self.by_chains = self.counts_gaps or len(set(self.held)) > 1 or is_uneven
         self.rotary = RotaryLimit.of(target.model, target.config, [len(text) for text in self.texts])
         self._new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
 
@@ -163,7 +167,7 @@ class Prompts:
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self._new, sizes, strict=True)]
         if self.inputs:
             self._run_with_inputs(cache)
-        elif columns is not None or cache.lengths.is_ragged:
+        elif self.by_chains:
             with target.attention():
                 target.prefill_rows(heads, cache, chunk_size, columns)
         elif max(map(len, heads)):

@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedConfig
 
-from .cache import why_not_stored
 from .support import refuse
 from .target import TargetView
+from .user_cache import why_not_stored
 
 _STOCK = "_longspec_stock"
 # Drafts that calls gave by their names, for each target.
@@ -45,6 +45,9 @@ def install() -> None:
                 assistant.check(TargetView(self))  # transformers would ask for the tokenizers of both
             config = copy.copy(config)
             config.num_return_sequences = 1  # generate() repeats the rows, which transformers' assistants do not take
+            if getattr(self, "_is_stateful", False) and TargetView(self).has_states:
+                self = copy.copy(self)
+                self._is_stateful = False  # states that the loop can verify and roll back
         validate(self, mode, config, mode_kwargs)
 
     setattr(assisted_decoding, _STOCK, decode)

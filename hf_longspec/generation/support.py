@@ -20,11 +20,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
-from .cache import SpeculativeCache, refuse_cache, why_not_stored
+from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .inputs import TOKEN_TYPES, Prompts, names_of, of_every_forward
+from .recurrences import has_input_bias, ignores_earlier_states
 from .sampling import refuse_stateful
 from .target import TargetView
+from .user_cache import refuse_cache, why_not_stored
 
 logger = logging.get_logger(__name__)
 
@@ -71,6 +73,11 @@ def refuse_unsupported(
             f"compile={mode!r} is not supported with tensor parallelism ({target.ranks.size} processes). Set "
             "compile='off'."
         )
+    if target.has_states and (mode := draft.setting("compile")) in ("compile", "graph"):
+        raise ValueError(
+            f"compile={mode!r} is not supported with recurrent states, which {type(target.model).__name__} has. Set "
+            "compile='off'."
+        )
     draft.check(target)
     if config.do_sample:
         draft.check_sampling()
@@ -90,6 +97,8 @@ def _reasons(prompts: Prompts) -> Iterator[str]:
     """Yield reasons, those first whose finding costs least."""
     if reason := why_not_stored(prompts.cache, prompts.config.cache_implementation):
         yield reason
+    if prompts.target.has_states:
+        yield from _reasons_of_states(prompts)
     implementation = str(prompts.target.config._attn_implementation)
     if "flash" in implementation and prompts.counts_gaps:
         yield (
@@ -101,6 +110,33 @@ def _reasons(prompts: Prompts) -> Iterator[str]:
         yield from _reasons_of_inputs(prompts, prompts.inputs)
     if prompts.rotary is not None and (reason := prompts.rotary.why_not(prompts)):
         yield reason
+
+
+def _reasons_of_states(prompts: Prompts) -> Iterator[str]:
+    """Yield reasons why recurrent states would differ from those of plain `generate`."""
+    model = prompts.target.model
+    if prompts.has_gaps:
+        yield (
+            "attention_mask has zeros between tokens, where recurrent states of plain generate decay. Move the zeros "
+            "to the left of each row."
+        )
+    if prompts.mask is not None and has_input_bias(model):
+        yield (
+            f"attention_mask has padding, which the biases of the recurrent layers of {type(model).__name__} turn into "
+            "inputs. Pass prompts of equal length, or one at a time."
+        )
+    if ignores_earlier_states(model):
+        chunk_size = prompts.config.prefill_chunk_size
+        if chunk_size is not None and chunk_size < prompts.input_ids.shape[1]:
+            yield (
+                f"prefill_chunk_size={chunk_size}: transformers' Mamba-1 layers begin anew with each chunk, so plain "
+                "generate gives another text. Drop prefill_chunk_size."
+            )
+        if stored := max(prompts.held):
+            yield (
+                f"past_key_values holds {stored} tokens, whose states transformers' Mamba-1 layers ignore with several "
+                "new tokens. Drop past_key_values."
+            )
 
 
 def _reasons_of_inputs(prompts: Prompts, inputs: dict[str, Any]) -> Iterator[str]:
@@ -304,8 +340,12 @@ def check_target(
     tree, nodes = _two_branches(chain)
     positions = torch.arange(start, start + count, device=chain.device)[None]
     view = _row_of(cache, row, target, room=tree.num_nodes)
-    plain = target.model(input_ids=chain, position_ids=positions, past_key_values=view, use_cache=True).logits
-    view.set_lengths([start])
+    # states: one token at a time, as plain generate does, since some functions for several tokens differ from it
+    parts = [slice(i, i + 1) for i in range(count)] if target.has_states and start else [slice(None)]
+    steps = ({"input_ids": chain[:, part], "position_ids": positions[:, part]} for part in parts)
+    logits_of = [target.model(**step, past_key_values=view, use_cache=True).logits for step in steps]
+    plain = torch.cat(logits_of, 1)
+    view = _row_of(cache, row, target, room=tree.num_nodes)
     with target.attention():
         verified = target.verify(tree, view).logits[:, nodes]
     _compare(target, verified.float(), plain.to(verified.device).float())
@@ -337,7 +377,9 @@ def _row_of(cache: SpeculativeCache, row: int, target: TargetView, room: int) ->
     """Return one row of a cache as a separate cache over the same buffers, which writes after the committed tokens."""
     length = cache.lengths.host[row]
     view = SpeculativeCache(target.config, 1, length + room, tree_slots=room)
-    for view_layer, layer in zip(view.layers, cache.layers, strict=True):
+    for view_state, state in zip(view.state_layers, cache.state_layers, strict=True):
+        view_state.put(state.copied(row))
+    for view_layer, layer in zip(view.key_layers, cache.key_layers, strict=True):
         if layer.is_initialized:
             view_layer.keys, view_layer.values = layer.keys[row : row + 1], layer.values[row : row + 1]
             view_layer.device, view_layer.is_initialized = layer.keys.device, True

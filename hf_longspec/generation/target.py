@@ -19,6 +19,9 @@ from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
+from .recurrences import reached
+from .recurrences import why_not as why_not_reached
+from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, has_states
 from .target_modules import LayerInputs, logits_under, passed_on, shape_of
 from .traits import LayerTraits, changes_of, ignores, ignores_zeros, known_traits, layer_traits
 
@@ -34,8 +37,12 @@ _locks: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 _locks_guard = threading.Lock()
 # Tokens per forward of prompts that run as chains.
 PREFILL_CHAIN = 256
-# Layer types with a recurrent state, which cannot branch into a tree or be rolled back.
-RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
+# Likewise with recurrent states, whose recurrences compare all pairs of tokens of a forward.
+PREFILL_CHAIN_OF_STATES = 64
+# Last tokens of a prompt that run as a verification there: one alone may be computed by other rules than several.
+SEED_TOKENS_OF_STATES = 2
+# Layer types with recurrent states that transformers' caches do not hold.
+RECURRENT_LAYERS = {"mamba", "mamba2", "recurrent"}
 # Layer types that attend to all keys or to those in a window, or do not attend.
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}
 
@@ -52,9 +59,11 @@ class TargetView:
         _refuse_other_objects(model)
         self.model = model
         self.ranks = None if Ranks is None else Ranks.of(model)
-        self.runner: Any = runner if self.ranks is None else None  # collectives inside a graph are untested
-        self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         self.config = model.config.get_text_config(decoder=True)
+        self.has_states = has_states(self.config)
+        # collectives inside a graph are untested, and states are made anew in each step
+        self.runner: Any = runner if self.ranks is None and not self.has_states else None
+        self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
@@ -128,7 +137,11 @@ class TargetView:
         kinds = set(getattr(self.config, "layer_types", None) or ())
         if recurrent := sorted(kinds & RECURRENT_LAYERS):
             reasons.append(f"it has {', '.join(recurrent)} layers, whose state cannot branch into a tree or roll back")
-        if other := sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - {"chunked_attention"}):
+        if self.has_states:
+            reasons += why_not_reached(self.model, self.config)
+        if other := sorted(
+            kinds - PLAIN_LAYERS - RECURRENT_LAYERS - STATE_LAYERS - HYBRID_LAYERS - {"chunked_attention"}
+        ):
             reasons.append(
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
@@ -139,7 +152,7 @@ class TargetView:
         if len(changes := changes_of(self.config)) > 1:
             columns = [change.column for change in changes]
             reasons.append(f"its rotary frequencies change at different positions, {columns}, not at one")
-        if getattr(self.model, "_is_stateful", False):
+        if getattr(self.model, "_is_stateful", False) and not self.has_states:
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         if "prepare_inputs_for_generation" in vars(self.model):
             reasons.append(
@@ -185,7 +198,8 @@ class TargetView:
         The implementation is state of the model, so this waits for other threads as [`TargetView.lock`] does. A model
         that was loaded with one of the implementations of this package is left as it is.
         """
-        with self.lock():  # before the implementation is read: another thread may have switched it
+        # the lock comes before the implementation is read: another thread may have switched it
+        with self.lock(), reached(self.model) if self.has_states else nullcontext():
             if self._has_our_attention:
                 with passed_on(self.model):
                     yield
@@ -245,7 +259,7 @@ class TargetView:
             tree = DraftTree.chain(tokens[:, begin : begin + size])
             positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
             context = TreeContext(cache.lengths, positions, tree.mask, windows=self.windows, columns=columns)
-            cache.stage(tree.num_nodes)
+            cache.stage(tree.num_nodes, tree)
             # a model with a table of positions would index beyond its end where a short row is padded
             inputs = tree.tokens, positions.clamp_max(last), cache, tree.mask[:, None]
             logits_under(context, self.model, *inputs, **extra)
@@ -285,7 +299,7 @@ class TargetView:
             positions = torch.maximum(positions, on_device(lowest, device)[:, None])
         if limit is not None and cache.lengths.longest + tree.max_depth >= limit:
             positions = positions.clamp_max(limit - 1)
-        cache.stage(tree.num_nodes)
+        cache.stage(tree.num_nodes, tree)
         mask = tree.mask[:, None]
         logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
         if not context.calls and not fixed_shape:

@@ -196,7 +196,7 @@ class TargetParts(TargetEnds):
 def decoder_of(model: PreTrainedModel) -> Any:
     """Return the module that holds the layers and the rotary embedding."""
     for module in model.get_decoder().modules():
-        if hasattr(module, "rotary_emb") and hasattr(module, "layers"):
+        if getattr(module, "rotary_emb", None) is not None and hasattr(module, "layers"):
             return module
     raise ValueError(
         f"{type(model).__name__} has no rotary embedding beside its layers, which this draft needs. Use a "

@@ -35,7 +35,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..attention_backends.interface import REFUSED
-from .cache import SpeculativeCache
+from .cache import NO_CACHE, Rows, SpeculativeCache
+from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, EmptyLayer, StateLayer, has_states
 
 KEEPS, RECOMPUTES, FORGETS = "keeps", "recomputes", "forgets"
 
@@ -315,7 +316,7 @@ def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, A
 
     Both get the positions of the first tokens, and the inputs `more`.
     """
-    trial, cache = AttentionProbe(offset), DummyCache(config.num_hidden_layers, offset)
+    trial, cache = AttentionProbe(offset), DummyCache(config, offset)
     device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights offloaded to disk
     positions = torch.arange(QUERIES, device=device)[None]
     inputs = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
@@ -427,22 +428,39 @@ class DummyLayer(DynamicLayer):
         return self.offset
 
 
+class DummyHybridLayer(DummyLayer, StateLayer):
+    """Layer of a [`DummyCache`] with states, which are empty."""
+
+    def __init__(self, offset: int):
+        DummyLayer.__init__(self, offset)
+        StateLayer.__init__(self, Rows(1))
+
+
 class DummyCache(Cache):
     """Cache that claims to hold `offset` tokens in every layer and holds none."""
 
-    def __init__(self, num_layers: int, offset: int):
-        super().__init__(layers=[DummyLayer(offset)] * num_layers)
+    def __init__(self, config: Any, offset: int):
+        self._keys = keys = DummyLayer(offset)
+        layers: list[Any] = [keys] * config.num_hidden_layers
+        for index, kind in enumerate(config.layer_types if has_states(config) else ()):
+            if kind in STATE_LAYERS:
+                layers[index] = StateLayer(Rows(1))
+            elif kind in HYBRID_LAYERS:
+                layers[index] = DummyHybridLayer(offset)
+            elif kind in NO_CACHE:
+                layers[index] = EmptyLayer()
+        super().__init__(layers=layers)
         self.updated: set[int] = set()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.updated.add(layer_idx)
-        return self.layers[0].update(key_states, value_states)
+        return self._keys.update(key_states, value_states)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Return the offset as a tensor, so that mask functions create the mask instead of omitting it."""
-        return torch.tensor(self.layers[0].offset)
+        return torch.tensor(self._keys.offset)
 
 
 def _named(layers: Iterable[int]) -> str:

@@ -36,34 +36,6 @@ def test_a_page_gets_the_tables_that_it_names_and_keeps_the_rest(page, capsys):
     assert page.read_text() == text and not capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<!-- bench:start memory --> no end",
-        "<!-- bench:end --> <!-- bench:start memory -->",
-        "<!-- bench:start memory --> <!-- bench:start offsets --> <!-- bench:end --> <!-- bench:end -->",
-        "<!-- bench:start --> names nothing <!-- bench:end -->",
-    ],
-)
-def test_blocks_that_do_not_begin_and_end_are_refused(text, page):
-    page.write_text(text)
-    with pytest.raises(ValueError, match="a block begins with <!-- bench:start NAME -->"):
-        refreshed(page)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("other", "benchmark 'kitchen': expected one of figure, verification"), ("none", "none.jsonl")],
-)
-def test_what_cannot_be_written_is_refused(name, message, page, tmp_path, capsys):
-    (tmp_path / "other.jsonl").write_text('{"kind": "environment", "benchmark": "kitchen"}\n')
-    page.write_text(PAGE.replace("memory", name))
-    with pytest.raises(SystemExit):
-        main([str(page), "--results", str(tmp_path)])
-    assert message in capsys.readouterr().err
-    assert page.read_text() == PAGE.replace("memory", name)
-
-
 PAGES_WITH_BLOCKS = [
     path
     for path in (PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")))

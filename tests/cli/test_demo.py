@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.bench import calls
+from hf_longspec.bench import prompts
 from hf_longspec.bench.calls import Call
 from hf_longspec.cli import CommandError, demo, models
 from tests.cli.conftest import HUB_CARDS, run_command
@@ -66,6 +67,21 @@ def test_a_published_draft_and_a_file_of_ones_own(run, target, tmp_path):
     status, out, _ = run("--max-new-tokens", 8, "--draft", tmp_path / "mine", "--file", file)
     assert status == 0 and list(rows(out)) == ["generate", "no draft", "mine"]
     assert f"Prompt: {len(file.read_text())} tokens of notes.txt" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("native", "options", "length"), [(False, (), 40), (None, (), 64), (False, ("--context", "50"), 50)]
+)
+def test_emulated_bfloat16_gets_a_shorter_prompt_unless_a_length_was_asked_for(
+    run, monkeypatch, native, options, length
+):
+    monkeypatch.setattr(demo, "native_bfloat16", lambda device: native)
+    monkeypatch.setattr(demo, "EMULATED_CONTEXT", 40)
+    monkeypatch.setattr(demo.options, "DEMO_CONTEXT", 64)
+    asked, make_prompt = [], demo.make_prompt
+    monkeypatch.setattr(demo, "make_prompt", lambda *args: asked.append(args[-1]) or make_prompt(*args))
+    status, _, err = run("--max-new-tokens", 4, "--draft", "ngram", "--dtype", "bfloat16", *options)
+    assert (status, asked) == (0, [length]), err
 
 
 @pytest.mark.parametrize(("dtype", "check"), [("float32", "differs"), ("bfloat16", "NOT lossless")])
@@ -133,19 +149,13 @@ def folders(tmp_path_factory):
     return {"other": other, "short": short}
 
 
-def test_control_c_between_tokens_ends_the_demo(run, monkeypatch):
-    """With a draft, `generate` returns what it has; the demo must not go on with that."""
-
-    class Interrupted(calls.TokenClock):
-        def put(self, value):
-            super().put(value)
-            if self.total == 3:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(calls, "TokenClock", Interrupted)
-    status, out, err = run(*SMALL)
-    assert status == 130
-    assert err.strip().endswith("Interrupted.") and "accepted" not in out
+def test_settings_of_transformers_are_restored(run):
+    logging.set_verbosity_info()
+    try:
+        run("--file", "/no/such.txt")
+        assert logging.get_verbosity() == logging.INFO and logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity_warning()
 
 
 @pytest.mark.parametrize(
@@ -158,6 +168,14 @@ def test_control_c_between_tokens_ends_the_demo(run, monkeypatch):
 def test_a_prompt_ends_after_a_word(text, kept):
     found = demo.CUT.match(text)
     assert (found and found[0]) == kept
+
+
+def test_modules_without_sources_are_skipped(monkeypatch):
+    monkeypatch.setattr(prompts, "HELD_OUT", ("sys", "no_such_module", "tarfile"))
+    assert demo.read_document(None)[0] == "tarfile.py of the standard library"
+    monkeypatch.setattr(prompts, "HELD_OUT", ("sys",))
+    with pytest.raises(CommandError, match="--file"):
+        demo.read_document(None)
 
 
 def test_an_installed_package_finds_the_tiny_target_in_the_current_folder(monkeypatch, tmp_path):

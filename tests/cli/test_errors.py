@@ -13,6 +13,7 @@ import pytest
 import torch
 import typer
 from huggingface_hub.errors import EntryNotFoundError
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5EncoderModel
 
 from hf_longspec import LongSpecDraftModel, __version__
@@ -150,6 +151,17 @@ def test_drafts_that_do_not_fit(fails, copy_of, tiny, tmp_path):
     assert "the tokenizers of" in fails("generate", "--draft", tmp_path / "other words")
 
 
+def test_weights_without_a_use_are_noted(command, tiny, copy_of):
+    """A tensor that the architecture has no place for: it runs, with a note."""
+    target = copy_of("target")
+    tensors = load_file(target / "model.safetensors")
+    extra = {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)}
+    save_file(tensors | extra, target / "model.safetensors", metadata={"format": "pt"})
+    result = command("generate", tiny.notes, "--target", target, *SMALL["generate"])
+    assert result.exit_code == 0
+    assert "model_type='llama'; 1 unused weights, for example model.layers.0.self_attn.q_norm" in result.stderr
+
+
 def test_prompts_that_cannot_be_read(fails, tmp_path):
     empty, binary = tmp_path / "empty.txt", tmp_path / "binary"
     empty.write_text(" \n")
@@ -231,6 +243,12 @@ def test_outputs_are_checked_before_anything_is_loaded(main, tiny, tmp_path, mon
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_missing_folders_of_an_output_are_made(command, tiny, tmp_path):
+    page = tmp_path / "new" / "pages" / "page.html"
+    arguments = ["--target", tiny.target, "--draft", "ngram", "--max-new-tokens", 2, "--html", page]
+    assert command("generate", tiny.notes, *arguments).exit_code == 0 and page.is_file()
+
+
 @pytest.mark.parametrize(
     ("name", "error", "status", "output"),
     [
@@ -261,6 +279,13 @@ def test_a_missing_package_is_named_in_one_line(monkeypatch, capsys):
         runpy.run_module("hf_longspec.cli.app")
     expected = "error: hf-longspec needs typer, which is not installed: pip install typer rich\n"
     assert (exit_of.value.code, *capsys.readouterr()) == (2, "", expected)
+
+
+def test_a_missing_package_of_a_command_is_named_in_one_line(main, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.text", None)
+    monkeypatch.delitem(sys.modules, "hf_longspec.cli.generate")
+    status, _, errors = main("generate", tiny.notes, "--target", tiny.target)
+    assert (status, errors) == (2, "error: rich is not installed: pip install rich\n")
 
 
 @pytest.mark.parametrize(
@@ -341,6 +366,21 @@ def test_the_script_registers_the_drafts_before_a_command_runs(script, tiny):
     )
     text, names = output.strip().splitlines()
     assert json.loads(text)["new_tokens"] == 4 and names == "LongSpecDraftModel audit"
+
+
+def test_a_process_that_the_script_starts_has_every_draft(script):
+    """As the workers of a data loader are started where processes are not forked."""
+    output = script(
+        "from importlib import import_module\n"
+        "from multiprocessing import get_context\n"
+        "import hf_longspec\n"
+        "if __name__ == '__main__':\n"
+        "    worker = get_context('spawn').Process(target=import_module, args=['hf_longspec.training'])\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+        "    print(worker.exitcode)\n"
+    )
+    assert output == "0\n"
 
 
 def test_the_help_names_every_draft_without_training():

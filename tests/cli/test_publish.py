@@ -108,6 +108,14 @@ class TestDryRun:
         other = run(folder, "--dry-run", "--results", results)
         assert other.exit_code == 2 and "no acceptance of the draft 'draft', only of mine, another" in other.output
 
+    def test_an_engine_beside_a_draft_without_code(self, folder):
+        for _ in range(2):
+            result = run(folder, "--dry-run", "--base-model", "org/t", "--engine", "org/engine")
+            assert result.exit_code == 0, result.output
+        output = folder.with_name("draft-hub")
+        assert not list(output.glob("*.py")) and (output / "engine" / "modeling_longspec.py").is_file()
+        assert "org/engine--modeling_longspec.LongSpecConfig" in (output / "config.json").read_text()
+
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [

@@ -57,8 +57,8 @@ class TestTargets:
         ("name", "settings", "reason"),
         [
             # here transformers itself refuses: its stateful models know no assisted generation
-            ("qwen3_5_text", {}, "not supported with stateful models"),
-            ("minimax", {}, "linear_attention layers, whose state cannot"),
+            ("deepseek_v4", {}, "not supported with stateful models"),
+            ("minimax", {}, "do not call the functions of transformers that keep states in a cache"),
             ("llama4_text", {}, "it has chunked attention"),
             ("deepseek_v32", {}, r"it has (indexed|deepseek_sparse)_attention layers, whose choice of keys"),
             ("gptj", {}, "does not go through transformers' Att"),
@@ -82,9 +82,9 @@ class TestTargets:
 
     def test_stateful_models_by_the_route_without_the_patch(self):
         """`custom_generate` passes transformers' own check by. Every reason is named."""
-        model = build("qwen3_5_text")
+        model = build("deepseek_v4")
         draft = PlainDraftModel.from_target(model)
-        with pytest.raises(ValueError, match=r"linear_attention layers, whose state.*; it is stateful") as caught:
+        with pytest.raises(ValueError, match=r"sparse_attention.* layers, whose choice.*; it is stateful") as caught:
             model.generate(tiny_prompts(128, (9,))[0], max_new_tokens=3, custom_generate=draft.custom_generate)
         assert "Call generate() without assistant_model" in str(caught.value)
 

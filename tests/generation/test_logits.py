@@ -19,7 +19,7 @@ from tests.distributions import random_tree
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-ONE, RAGGED = (21,), (33, 3, 13)
+RAGGED = (33, 3, 13)
 VOCAB = 11
 
 

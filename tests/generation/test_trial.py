@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import traits
@@ -121,7 +122,7 @@ class TestTheTrial:
         assert model.config._attn_implementation == implementation and set(vars(model)) == attributes
 
     def test_the_claimed_prefix_needs_no_memory(self):
-        cache = traits.DummyCache(2, 1 << 40)
+        cache = traits.DummyCache(LlamaConfig(num_hidden_layers=2), 1 << 40)
         keys, _ = cache.update(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8), 1)
         assert keys.shape == (1, 2, (1 << 40) + 2, 8) and keys.untyped_storage().nbytes() == 128
         assert cache.updated == {1} and cache.get_seq_length() == 1 << 40

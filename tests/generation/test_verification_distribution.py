@@ -1,4 +1,4 @@
-"""Distribution of sampled text: the target's for every acceptance rule, and another one if a rule is broken.
+"""Distribution of sampled text: the target's for every acceptance rule.
 
 `pytest -m soak` runs them over 200,000 rows instead of 20,000.
 """

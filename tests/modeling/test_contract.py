@@ -312,21 +312,6 @@ def test_a_draft_of_nan_changes_no_text(target, kind, value):
 
 
 @KINDS
-def test_prompts_in_int32(target, kind):
-    """The text of stock `generate`, in int64."""
-    model = target("llama", **FEW_TOKENS)
-    draft = draft_of(kind, model)
-    input_ids, mask = tiny_prompts(model.config.vocab_size, LENGTHS)
-    out = []
-    for assistant in (None, draft):
-        options = {"max_new_tokens": NEW, "eos_token_id": NEVER, "pad_token_id": 0, "do_sample": False}
-        given = {"attention_mask": mask.int(), "assistant_model": assistant} | options
-        out.append(model.generate(input_ids.int(), **given))
-    assert out[1].dtype == out[0].dtype and torch.equal(*out)
-    check_drafted(draft, model)
-
-
-@KINDS
 def test_a_draft_in_another_dtype_or_in_training_is_copied_not_changed(target, kind):
     model = target("llama", **FEW_TOKENS)
     draft = draft_of(kind, model).to(torch.bfloat16).train()

@@ -109,7 +109,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     # the defaults have recurrent layers only, which transformers cannot generate with
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    # the default lists no layers
+    # the default lists no layers, or attention alone
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     # all layers read the cache of another model
     "gemma4_assistant": {"text_config": _SHARED | _NO_INPUT_PER_LAYER},

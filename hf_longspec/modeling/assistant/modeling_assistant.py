@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
-from ..base import DraftModel
+from ..base import DraftModel, refuse_states
 from ..configuration_base import DraftConfig, text_config
 from ..loading import HUB_KWARGS, refuse_missing_weights
 from ..settings import ACCEPTANCE, WIDTHS, Setting
@@ -248,10 +248,12 @@ class AssistantDraftModel(DraftModel):
                 f"assistant_name_or_path={name!r} was not loaded: load the draft with from_pretrained, or create one "
                 "with from_model(assistant, target)."
             )
-        if self.assistant is not None and (reasons := TargetView(self.assistant).why_not()):
+        view = None if self.assistant is None else TargetView(self.assistant)
+        if view is not None and (reasons := view.why_not()):
             raise ValueError(
                 f"{type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Use another draft model."
             )
+        refuse_states(view or target, type(self).__name__)
         self._check_pard(target)
 
     def _check_pard(self, target: TargetView) -> None:

@@ -177,6 +177,7 @@ class QuestDraftModel(SelfDraftModel):
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets without keys of their own."""
+        super().check_settings(target)
         if target.has_latent_cache:
             raise ValueError(
                 "this target caches one latent for all heads (MLA) and computes the keys from it in every step, so "

@@ -157,6 +157,7 @@ class SpecAttnDraftModel(SelfDraftModel):
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse per-head selection if heads share their cache."""
+        super().check_settings(target)
         if target.has_latent_cache and self.setting("granularity") == "kv_head":
             raise ValueError(
                 "granularity='kv_head': this target caches one latent for all heads (MLA), which cannot be selected "

@@ -177,7 +177,7 @@ class Watched:
 )
 def test_scores_come_with_the_attention(kernel_device, small_tiles, name, settings):
     """One pass over the keys, and the entries of two. Softcap, sinks, keys made for the call; no scores of windows."""
-    target = tiny_target(name, attn_implementation="eager")
+    target = tiny_target(name, attn_implementation="eager").to(kernel_device)
     expected = text_of(target, (29, 3))
     scored = set(range(target.config.num_hidden_layers)) - TargetView(target).sliding_layers
     here, there = Watched(target, **settings), Watched(target, implementation="hf_longspec_torch", **settings)
@@ -190,7 +190,7 @@ def test_scores_come_with_the_attention(kernel_device, small_tiles, name, settin
 @pytest.mark.parametrize("lengths", [(29, 3), pytest.param((29,), marks=pytest.mark.soak)], ids=["ragged", "one"])
 def test_compiled_steps(kernel_device, small_tiles, lengths, monkeypatch):
     """Traced whole, the scores included; drafting and verifying are one graph each."""
-    target = tiny_target("llama", num_hidden_layers=1)
+    target = tiny_target("llama", num_hidden_layers=1).to(kernel_device)
     loose = Watched(target, lengths)
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")

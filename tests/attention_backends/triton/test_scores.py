@@ -17,6 +17,7 @@ from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 
+CPU = torch.device("cpu")
 # Sums of 16 products of standard normal numbers, of up to 14 rows: 1e-6 each.
 SCORE_ERROR = 2e-5
 
@@ -71,36 +72,31 @@ CASES = {
 }
 
 
-def attend(backend, capture, case):
+def captured(backend, device, last, case, **options):
+    """Output and scores on the CPU, computed on the device."""
     nodes, groups, lengths, window, softcap, sinks = case
     context, query, key, value = tree_case(lengths, nodes, groups=groups)
-    context.capture = capture
+    context = context.to(device)
+    context.capture = ScoreCapture(torch.tensor(last, device=device), **options)
     options = {"scaling": SCALING, "sliding_window": window, "softcap": softcap}
-    options["sinks"] = torch.linspace(-1.0, 1.0, query.shape[1]) if sinks else None
-    return context.attend(backend, 0, query, key.nan_to_num(), value.nan_to_num(), **options)
-
-
-def captured(backend, last, case, **options):
-    capture = ScoreCapture(torch.tensor(last), **options)
-    out = attend(backend, capture, case)
-    return out, capture.scores.get(0)
+    options["sinks"] = torch.linspace(-1.0, 1.0, query.shape[1], device=device) if sinks else None
+    out = context.attend(backend, 0, *on(device, query, key.nan_to_num(), value.nan_to_num()), **options)
+    return out.cpu(), context.capture.scores[0].cpu()
 
 
 @pytest.mark.parametrize(
     ("name", "score", "granularity"), pairwise(tuple(CASES), ("logits", "weights"), ("layer", "kv_head"))
 )
 def test_the_selection_is_that_of_the_second_pass(kernel_device, monkeypatch, name, score, granularity):
-    if kernel_device.type != "cpu":
-        pytest.skip("compares with a backend on the CPU")
     nodes, groups, lengths, last, window, softcap, sinks = CASES[name]
     case, options = (nodes, groups, lengths, window, softcap, sinks), {"score": score, "granularity": granularity}
-    expected_out, expected = captured(TORCH_BACKEND, last, case, **options)
+    expected_out, expected = captured(TORCH_BACKEND, CPU, last, case, **options)
 
     def collect(self, *args, **more):
         raise AssertionError("the keys were read a second time")
 
     monkeypatch.setattr(ScoreCapture, "collect", collect)
-    out, found = captured(TRITON_BACKEND, last, case, **options)
+    out, found = captured(TRITON_BACKEND, kernel_device, last, case, **options)
     torch.testing.assert_close(out, expected_out, rtol=0, atol=SCORE_ERROR)
     found = found[..., : max(lengths)]  # those of all slots of the buffer
     assert found.shape == expected.shape == (len(lengths), 1 if granularity == "layer" else 2, max(lengths))
@@ -127,7 +123,8 @@ def test_the_selection_is_that_of_the_second_pass(kernel_device, monkeypatch, na
 def test_other_scores_take_the_second_pass(kernel_device, backend, options, groups):
     """And give what they give on the torch backend."""
     case = (5, groups, (90, 33), None, None, False)
-    found, expected = (captured(one, (4, 2), case, **options)[1] for one in (backend, TORCH_BACKEND))
+    _, found = captured(backend, kernel_device, (4, 2), case, **options)
+    _, expected = captured(TORCH_BACKEND, CPU, (4, 2), case, **options)
     assert found.shape == expected.shape
     for row, length in enumerate((90, 33)):
         torch.testing.assert_close(found[row, ..., :length], expected[row, ..., :length], rtol=0, atol=1e-4)

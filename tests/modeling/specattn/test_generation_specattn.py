@@ -17,8 +17,6 @@ from tests.tiny_targets import tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-NEW_TOKENS = 22
-GAMMA = 4
 LENGTHS = [57, 3, 39]
 
 

@@ -1,0 +1,289 @@
+"""Whole forwards and whole iterations on a GPU, as they are and captured as CUDA graphs."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, takewhile
+from operator import eq
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import StaticCache
+
+import hf_longspec
+from benchmarks.gpu_run import GpuRun, Plan, Timing
+from benchmarks.harness import Skip
+from benchmarks.random_inputs import HfForward, block_mask, dynamic_cache, random_tree
+from hf_longspec.bench.calls import HF, PLAIN, Call, Decoding, HfMethod, changed, run_call
+from hf_longspec.generation import cuda_graphs
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.compiled_steps import runner_of
+from hf_longspec.generation.target import TargetView
+
+CALLS = 2  # timed calls of `generate` per row
+WARM_UP_TOKENS, FEWEST_TOKENS = 16, 8  # tokens of the call before them, and of each of them at least
+ROW_SECONDS = 6.0  # that the timed calls of a row may take together
+
+# How steps run: as they are, captured, or compiled and captured. Stock `generate` has two implementations of attention,
+# and a cache of fixed size, whose steps transformers compiles on a GPU.
+OFF, GRAPH, COMPILE = "off", "graph", "compile"
+HF_MODES = ("sdpa", "eager", "static cache")
+
+
+@dataclass
+class GraphCounts:
+    """Captures and replays of CUDA graphs, and what was logged meanwhile."""
+
+    captures: int = 0
+    replays: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+    def since(self, before: "GraphCounts") -> dict[str, Any]:
+        """What has been added since a copy of this was made."""
+        new = self.warnings[len(before.warnings) :]
+        counts = {"captures": self.captures - before.captures, "replays": self.replays - before.replays}
+        return counts | {"warnings": list(dict.fromkeys(new))}
+
+    def copy(self) -> "GraphCounts":
+        """The counts up to now."""
+        return replace(self, warnings=list(self.warnings))
+
+
+@contextmanager
+def counted_graphs() -> Iterator[GraphCounts]:
+    """Count the captures of the package, and the replays of what is captured in this context."""
+    counts, capture = GraphCounts(), cuda_graphs.capture
+
+    def counting(*args: Any) -> tuple[Any, Callable[[], None]]:
+        outputs, replay = capture(*args)
+        counts.captures += 1
+
+        def counted() -> None:
+            counts.replays += 1
+            replay()
+
+        return outputs, counted
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: counts.warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(hf_longspec.__name__)
+    logger.addHandler(handler)
+    try:
+        with mock.patch.object(cuda_graphs, "capture", counting):
+            yield counts
+    finally:
+        logger.removeHandler(handler)
+
+
+def require_replays(mode: str, counts: dict[str, Any]) -> None:
+    """Raise [`Skip`] for a row of captured steps in which none was replayed."""
+    if mode != OFF and not counts["replays"]:
+        raise Skip(f"no graph was replayed: {'; '.join(counts['warnings']) or 'no step was captured'}")
+
+
+def modes_of(run: GpuRun, method: Any, name: str) -> tuple[str, ...]:
+    """The ways in which steps of a method are run here."""
+    if isinstance(method, HfMethod):
+        return HF_MODES
+    if "compile" not in method.settings or not run.is_cuda:
+        return (OFF,)
+    return (OFF, GRAPH, COMPILE) if name == PLAIN else (OFF, GRAPH)
+
+
+@torch.no_grad()
+def forwards(run: GpuRun) -> None:
+    """One forward over a tree after the first context: ours in every mode, and that of transformers."""
+    context, nodes = run.plan.contexts[0], run.plan.nodes
+    cache, model = run.cache(1, context, max(nodes)), run.model
+    draft = hf_longspec.PlainDraftModel.from_target(model)
+    trees = {count: random_tree(count, run.plan.shape.vocab, device=run.device) for count in nodes}
+    with counted_graphs() as graphs:
+        for mode in (GRAPH, OFF, COMPILE) if run.is_cuda else (OFF,):
+            for count, tree in trees.items():
+                what = {"forward": "ours", "mode": mode, "context": context, "nodes": count}
+                with run.attempt(**what):
+                    before = graphs.copy()
+                    target = TargetView(model, runner_of(mode, model, draft, run.device))
+
+                    def verify(target: TargetView = target, tree: Any = tree) -> None:
+                        target.verify(tree, cache, fixed_shape=True)
+                        cache.rollback()
+
+                    with target.attention():
+                        timing = run.time(verify, capture=False)
+                    require_replays(mode, counts := graphs.since(before))
+                    run.write_timing("forward", timing, run.roofline(1, context).verify_ms(count), **what, **counts)
+    run.require(2 * cache.nbytes, "the cache of transformers and its copy in every step")
+    stock = HfForward(model, cache)
+    for count, tree in trees.items():
+        what = {"forward": "transformers", "mode": "sdpa", "context": context, "nodes": count}
+        with run.attempt(**what):
+            mask = block_mask(tree, context)
+            timing = run.time(lambda tree=tree, mask=mask: stock(tree, mask), capture=False)
+            run.write_timing("forward", timing, run.roofline(1, context).verify_ms(count), **what)
+
+
+def first_drafts(target: Any, plan: Plan) -> dict[str, Any]:
+    """No draft, with which the others are compared, LongSpec, SpecAttn and stock `generate`; with random weights."""
+    specattn = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=plan.gamma)
+    plain = {PLAIN: hf_longspec.PlainDraftModel.from_target(target)}
+    return plain | {**_longspec(target, plan.trees[:1]), f"SpecAttn, gamma {plan.gamma}": specattn, HF: HfMethod()}
+
+
+def other_drafts(target: Any, plan: Plan) -> dict[str, Any]:
+    """No draft, further trees of LongSpec, TokenSwift and n-grams."""
+    drafts = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), **_longspec(target, plan.trees[1:])}
+    for self_draft in ("verify_hidden", "partial_kv"):
+        drafts[f"TokenSwift, {self_draft}"] = heads = hf_longspec.TokenSwiftDraftModel.from_target(target)
+        heads.generation_config.self_draft = self_draft
+    return drafts | {"n-grams": hf_longspec.NgramDraftModel.from_target(target)}
+
+
+def _longspec(target: Any, trees: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    drafts = {}
+    for widths in trees:
+        drafts[f"LongSpec, {'+'.join(map(str, widths))}"] = draft = hf_longspec.LongSpecDraftModel.from_target(target)
+        draft.generation_config.tree_widths = list(widths)
+    return drafts
+
+
+def iterations(run: GpuRun, context: int, make_drafts: Callable[[Any, Plan], dict[str, Any]]) -> None:
+    """Whole iterations through `generate`: drafting, verification, acceptance, commit and what is between.
+
+    Random weights give no information about acceptance. c is the time of a step without a draft over that of an
+    iteration; its product with tau is the speed-up.
+    """
+    drafts = make_drafts(run.model, run.plan)
+    most = max(nodes_of(draft, run.model) for draft in drafts.values())
+    cache = run.cache(1, context, slots=most, room=run.plan.tokens + most + 1)
+    stored = context - most  # the same for all, so that they continue the same keys and values
+    plain: dict[str, tuple[float, list[int]]] = {}  # median and text without a draft, which comes first
+    with counted_graphs() as graphs:
+        for name, draft in drafts.items():
+            for mode in modes_of(run, draft, name):
+                what = {"draft": name, "mode": mode, "batch": 1, "context": context}
+                with run.attempt(**what):
+                    _time_draft(run, draft, cache, stored, plain, what, graphs)
+
+
+def nodes_of(method: Any, model: Any) -> int:
+    """Nodes of a verification; stock `generate` has steps of one token."""
+    return 1 if isinstance(method, HfMethod) else method.num_tree_nodes(TargetView(model))
+
+
+def _time_draft(
+    run: GpuRun,
+    draft: Any,
+    cache: SpeculativeCache,
+    stored: int,
+    plain: dict[str, Any],
+    what: dict[str, Any],
+    graphs: GraphCounts,
+) -> None:
+    """One row: calls of the same shapes, after one that compiles kernels and captures what later calls can reuse."""
+    run.require_time()
+    stock, mode, before = isinstance(draft, HfMethod), what["mode"], graphs.copy()
+    if stock:
+        run.require(2 * cache.nbytes, "the cache of stock `generate` and its copy in every step")
+    with _running(run.model, draft, mode):
+        first, milliseconds, _ = generate(run, draft, cache, what["context"], stored, WARM_UP_TOKENS, mode)
+        per_token = statistics.median(milliseconds) * len(milliseconds) / first.tokens / 1e3
+        affordable = int(min(ROW_SECONDS, run.left) / CALLS / per_token)
+        if affordable < min(FEWEST_TOKENS, run.plan.tokens):
+            raise Skip(f"a token takes {per_token:.1f} s and {run.left:.0f} s are left")
+        if run.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        tokens = min(affordable, run.plan.tokens)
+        calls = [generate(run, draft, cache, what["context"], stored, tokens, mode) for _ in range(CALLS)]
+    counts = graphs.since(before)
+    if not stock:
+        require_replays(mode, counts)
+    milliseconds = [ms for _, every, _ in calls for ms in every]
+    median, text = statistics.median(milliseconds), calls[0][0].text[0].tolist()
+    if what["draft"] == PLAIN:
+        plain[mode] = median, text
+    base, base_text = plain.get(OFF if stock else mode, (None, None))
+    nodes = nodes_of(draft, run.model)
+    values: dict[str, Any] = {
+        "nodes": nodes,
+        "backend": mode if stock else run.backend().name,
+        "iterations": len(milliseconds),
+        "speculated": sum(speculated for _, _, speculated in calls),
+        "tau": sum(call.tokens for call, _, _ in calls) / sum(call.steps for call, _, _ in calls),
+        "same_tokens": None if base_text is None else len(list(takewhile(bool, map(eq, text, base_text)))),
+        "c": None if base is None else base / median,
+    }
+    if run.is_cuda:
+        values["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    floor_ms = run.roofline(1, what["context"]).verify_ms(nodes)
+    run.write_timing("iteration", Timing(milliseconds, "wall"), floor_ms, **what, **values, **counts)
+
+
+@contextmanager
+def _running(model: Any, method: Any, mode: str) -> Iterator[None]:
+    """Let steps run in a mode while the context is open."""
+    with ExitStack() as stack:
+        if mode == "eager":
+            stack.callback(model.set_attn_implementation, model.config._attn_implementation)
+            model.set_attn_implementation("eager")
+        settings = {} if isinstance(method, HfMethod) or "compile" not in method.settings else {"compile": mode}
+        stack.enter_context(changed(method, settings) if settings else nullcontext())
+        yield
+
+
+def generate(
+    run: GpuRun, draft: Any, cache: SpeculativeCache, context: int, stored: int, tokens: int, mode: str
+) -> tuple[Call, list[float], int]:
+    """One greedy call after `context` random tokens, the first `stored` of which the cache holds.
+
+    Returns:
+        The call, milliseconds of its iterations but the first, in which buffers are made and graphs captured, and how
+        many of them verified drafted tokens.
+    """
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(run.plan.shape.vocab, (1, context), generator=generator)
+    cache.rollback()
+    past: Any = cache
+    if isinstance(draft, HfMethod):
+        length = context + run.plan.tokens
+        copy = StaticCache(run.model.config, length) if mode == "static cache" else None
+        past = dynamic_cache(cache, context - 1, copy)
+    else:
+        cache.set_lengths([stored])
+        draft.generation_config.gate = False  # speculation itself is measured
+    arrivals: list[float] = []
+    call = run_call(
+        run.model,
+        draft,
+        (prompt, torch.ones_like(prompt)),
+        decoding=Decoding(),
+        tokens=min(tokens, run.plan.tokens),
+        seed=0,
+        cache=past,
+        on_arrival=lambda _: arrivals.append(time.perf_counter()),
+    )
+    emitted, drafted = [1] * call.steps, [0] * call.steps
+    if not isinstance(draft, HfMethod):
+        stats = draft.last_speculation
+        (emitted,), (drafted,) = stats.emitted_per_step, stats.drafted_per_step
+    if len(emitted) < 2:
+        raise Skip("the call ended with its first iteration")
+    return call, iteration_ms(arrivals, emitted)[1:], sum(count > 0 for count in drafted[1:])
+
+
+def iteration_ms(arrivals: Sequence[float], emitted: Sequence[int]) -> list[float]:
+    """Milliseconds from the tokens of one iteration to those of the next.
+
+    Args:
+        arrivals (`Sequence[float]`): Times at which tokens reached the host; the first comes from the prompt.
+        emitted (`Sequence[int]`): Tokens of every iteration.
+
+    >>> iteration_ms([0.0, 1.0, 1.0, 3.0, 7.0], [2, 1, 1])
+    [1000.0, 2000.0, 4000.0]
+    """
+    first_tokens = accumulate(emitted[:-1], initial=1)
+    return [1e3 * (end - begin) for begin, end in pairwise([arrivals[0], *(arrivals[at] for at in first_tokens)])]

@@ -1,0 +1,404 @@
+"""Recurrences and short convolutions of hybrid targets, over the nodes of a draft tree.
+
+The mixers of transformers call few functions of their module. While a call decodes, [`reached`] replaces these names of
+the modules of a target by wrappers. A wrapper calls the function of transformers unless a layer of the cache has just
+handed over the inputs of staged nodes. It then computes the outputs of all nodes from the committed state, and leaves
+with the layer what a commit needs: [`RECURRENCES`] names the function for each function of transformers.
+
+A delta rule or Mamba-2 state after node i of a tree is a sum over the path to i. With the decays `g` added up along the
+path, `G_i`, the state is `exp(G_i) S + sum_j exp(G_i - G_j) left_j right_j^T` for the ancestors j of i and i itself. S
+is the committed state. Mamba-2 has `left_j = dt_j x_j` and `right_j = B_j` (https://huggingface.co/papers/2405.21060).
+The gated delta rule (https://huggingface.co/papers/2412.06464) has `left_j = k_j`, and the `right_j` solve a triangular
+system. KDA (https://huggingface.co/papers/2510.26692) has a decay for each channel of k. No state is computed before
+the commit, and chunks are not padded. Mamba-1 (https://huggingface.co/papers/2312.00752) decays each entry of the state
+by itself: its states are computed for each node.
+
+Symbols: B rows, N nodes, H heads, K size of the window of a convolution.
+"""
+
+import functools
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from ..attention_backends.lengths import SeqLens
+from .draft_tree import DraftTree
+
+# Packages with other implementations of these functions, which transformers prefers when they are installed.
+KERNEL_PACKAGES = ("fla", "mamba_ssm", "causal_conv1d")
+# Added to squared norms by all functions of transformers that normalise queries and keys.
+NORM_EPSILON = 1e-6
+
+_handed = threading.local()
+
+
+class StagedNodes:
+    """Nodes that a forward runs after the committed states.
+
+    Args:
+        tree ([`DraftTree`]): Their tree.
+        is_prompt (`bool`): Whether they belong to a prompt, which plain `generate` runs in forwards of several tokens.
+    """
+
+    def __init__(self, tree: DraftTree, is_prompt: bool):
+        self.tree, self.is_prompt = tree, is_prompt
+        self._windows: dict[int, Tensor] = {}
+
+    def windows(self, size: int) -> Tensor:
+        """Return the windows of `size` inputs that end with each node, `(B or 1, N, size)`.
+
+        The numbers are places in the `size` committed inputs followed by the nodes.
+        """
+        if size not in self._windows:
+            tree = self.tree
+            nodes = torch.arange(tree.num_nodes, device=tree.tokens.device)
+            if tree.is_chain:
+                window = (nodes[:, None] + 1 + torch.arange(size, device=nodes.device))[None]
+            else:
+                committed = torch.arange(-1, size - 1, device=nodes.device).clamp_min(0).expand(len(tree.parents), -1)
+                parents = torch.where(tree.parents < 0, size - 1, tree.parents + size)
+                before = torch.cat([committed, parents], 1)  # the place before each place
+                places = [(nodes + size).expand_as(tree.parents)]
+                while len(places) < size:
+                    places.append(before.gather(1, places[-1]))
+                window = torch.stack(places[::-1], -1)
+            self._windows[size] = window
+        return self._windows[size]
+
+
+class Accepted:
+    """Nodes that a commit keeps: the first `counts[b]` of `path` `(B, M)`, which is a chain from node 0 by default."""
+
+    def __init__(self, nodes: StagedNodes, path: Tensor | None, counts: SeqLens):
+        self.nodes, tree = nodes, nodes.tree
+        number = counts.on(tree.tokens.device)
+        last = (number - 1).clamp_min(0)
+        self.last = last if path is None else path.gather(1, last[:, None]).squeeze(1)
+        self.keeps = number > 0
+        self.keeps_all = min(counts.host, default=0) > 0
+        self.rows = torch.arange(len(number), device=number.device)
+        self.on_path = tree.mask[self.rows, self.last] & self.keeps[:, None]
+
+    def choose(self, new: Tensor, old: Tensor) -> Tensor:
+        """Return the new state `(B, ...)` of rows that keep nodes, and the old one of the others."""
+        keeps = self.keeps.to(new.device).view(-1, *[1] * (new.ndim - 1))
+        return new if self.keeps_all else torch.where(keeps, new, old.to(new.dtype))
+
+
+@dataclass
+class Stepped:
+    """State `(B, ...)` after the root, which the function of transformers for one token computed."""
+
+    state: Tensor
+
+    def after(self, accepted: Accepted, before: Tensor | None) -> Tensor:
+        """Return the state after the accepted nodes."""
+        return accepted.choose(self.state, torch.zeros_like(self.state) if before is None else before)
+
+
+@dataclass
+class Window:
+    """Inputs `(B, C, K + N)` of a convolution: the committed window, and the nodes."""
+
+    inputs: Tensor
+    size: int
+
+    def after(self, accepted: Accepted, before: Tensor | None) -> Tensor:
+        """Return the window `(B, C, K)` after the accepted nodes."""
+        windows = accepted.nodes.windows(self.size)
+        window = windows[accepted.rows if len(windows) > 1 else 0, accepted.last]
+        window = torch.where(accepted.keeps[:, None], window, torch.arange(self.size, device=window.device))
+        index = window.to(self.inputs.device)[:, None].expand(-1, self.inputs.shape[1], -1)
+        return self.inputs.gather(2, index)
+
+
+@dataclass
+class ClosedForm:
+    """Terms of a state `(B, H, a, b)`: `left` `(B, H, N, a)`, `right` `(B, H, N, b)`, decays `(B, H, N, a or 1)`."""
+
+    left: Tensor
+    right: Tensor
+    decays: Tensor
+
+    def after(self, accepted: Accepted, before: Tensor | None) -> Tensor:
+        """Return the state after the accepted nodes."""
+        device = self.left.device
+        rows, last = accepted.rows.to(device), accepted.last.to(device)
+        total = torch.where(accepted.keeps.to(device)[:, None, None], self.decays[rows, :, last], 0)[..., None, :]
+        on_path = accepted.on_path.to(device)[:, None, :, None]
+        weights = (total - self.decays).masked_fill(~on_path, -torch.inf).exp()
+        state = (self.left * weights).mT @ self.right
+        return state if before is None else torch.addcmul(state, before.float(), total.exp().mT)
+
+
+@dataclass
+class PerNode:
+    """States `(B, N, ...)` after each node."""
+
+    states: Tensor
+
+    def after(self, accepted: Accepted, before: Tensor | None) -> Tensor:
+        """Return the state after the accepted nodes."""
+        device = self.states.device
+        state = self.states[accepted.rows.to(device), accepted.last.to(device)]
+        return accepted.choose(state, torch.zeros_like(state) if before is None else before)
+
+
+def hand_over(layer: Any) -> None:
+    """Let the next convolution of this thread, and the recurrence after it, be those of a layer with staged nodes."""
+    _handed.convolution, _handed.recurrence = layer, None
+
+
+def _take(name: str) -> Any:
+    layer = getattr(_handed, name, None)
+    setattr(_handed, name, None)
+    return layer
+
+
+def _convolution(
+    layer: Any, original: Callable, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Return outputs `(B, C, N)` of a causal convolution of inputs `(B, C, K + N)`, see [`Window`]."""
+    rows, channels, places = hidden_states.shape
+    nodes = layer.nodes
+    count = nodes.tree.num_nodes
+    if nodes.tree.is_chain:
+        return original(hidden_states, weight, bias, **options)[..., -count:]
+    size = places - count
+    index = nodes.windows(size).to(hidden_states.device).reshape(rows, 1, count * size).expand(-1, channels, -1)
+    windows = hidden_states.gather(2, index).view(rows, channels, count, size).transpose(1, 2)
+    last = original(windows.reshape(rows * count, channels, size), weight, bias, **options)[..., -1]
+    return last.view(rows, count, channels).transpose(1, 2)
+
+
+def _delta_rule(
+    layer: Any,
+    _: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs `(B, N, H, Dv)` of the gated delta rule, with decays `(B, N, H)`, or `(B, N, H, Dk)` in KDA."""
+    dtype, heads = query.dtype, value.shape[2]
+    query, key = (x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x for x in (query, key))
+    query, key, value, beta, g = (x.transpose(1, 2).float() for x in (query, key, value, beta, g))
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON) for x in (query, key))
+    query, beta = query * query.shape[-1] ** -0.5, beta[..., None]
+    mask, decays = _decays(layer, g if g.ndim == 4 else g[..., None])
+    gaps = _gaps(mask, decays)
+    system = _products(beta * key, key, gaps)
+    right = beta * value
+    if initial_state is not None:
+        state, fading = initial_state.float(), decays.exp()
+        right = right - beta * ((key * fading) @ state)
+    right = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    out = _products(query, key, gaps) @ right
+    if initial_state is not None:
+        out = out + (query * fading) @ state
+    layer.keep(ClosedForm(key, right, decays))
+    last = key.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1]) if initial_state is None else initial_state
+    return out.transpose(1, 2).to(dtype), last
+
+
+def _mamba2(
+    layer: Any,
+    _: Callable,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **options: Any,
+) -> Any:
+    """Return outputs `(B, N, H, P)` of the Mamba-2 recurrence.
+
+    The function of transformers for one token does not apply `dt_limit`.
+    """
+    dt = _step_sizes(dt, None if dt_bias is None else dt_bias.to(dt.dtype), dt_softplus)
+    if layer.nodes.is_prompt:
+        dt = dt.clamp(*dt_limit)
+    heads = hidden_states.shape[2]
+    x, step = hidden_states.transpose(1, 2).float(), dt.transpose(1, 2).float()[..., None]
+    B, C = (y.float().repeat_interleave(heads // y.shape[2], 2).transpose(1, 2) for y in (B, C))
+    mask, decays = _decays(layer, step * A.float()[:, None, None])
+    left = x * step
+    out = _products(C, B, _gaps(mask, decays)) @ left
+    if initial_states is not None:
+        out = out + (C * decays.exp()) @ initial_states.float().mT
+    if D is not None:
+        out = out + x * D.float()[:, None, None]
+    layer.keep(ClosedForm(left, B, decays))
+    out = out.transpose(1, 2).to(hidden_states.dtype).contiguous()
+    if not return_final_states:
+        return out
+    last = x.new_zeros(*x.shape[:2], x.shape[-1], B.shape[-1]) if initial_states is None else initial_states
+    return out, last
+
+
+def _mamba1(
+    layer: Any,
+    _: Callable,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **options: Any,
+) -> Any:
+    """Return outputs `(B, D, N)` of the Mamba-1 recurrence, node after node.
+
+    The function of transformers gets no state of earlier tokens, so it is not what `generate` computes after a prompt.
+    """
+    tree, state = layer.nodes.tree, layer.state
+    step = _step_sizes(dt, None if delta_bias is None else delta_bias.to(dt.dtype)[:, None], delta_softplus).float()
+    keeps = torch.exp(step[..., None] * A.float()[:, None])  # [B, D, N, n]
+    adds = step[..., None] * B.float().transpose(1, 2)[:, None] * hidden_states.float()[..., None]
+    state = torch.zeros_like(adds[:, :, 0]) if state is None else state.float()
+    states, rows = [state], torch.arange(len(state), device=state.device)
+    # padding may name any node as its parent
+    nodes = torch.arange(tree.num_nodes, device=state.device)
+    parents = None if tree.is_chain else torch.minimum(tree.parents.to(state.device), nodes - 1)
+    for node in range(tree.num_nodes):
+        before = states[-1] if parents is None else torch.stack(states, 1)[rows, parents[:, node] + 1]
+        states.append(before * keeps[:, :, node] + adds[:, :, node])
+    after = torch.stack(states[1:], 1)
+    out = torch.einsum("bidn,bni->bdi", after.to(C.dtype), C)
+    if D is not None:
+        out = out + hidden_states * D[:, None]
+    if z is not None:
+        out = out * nn.functional.silu(z)
+    layer.keep(PerNode(after))
+    out = out.to(hidden_states.dtype)
+    return (out, state) if return_last_state else out
+
+
+def _step_sizes(dt: Tensor, bias: Tensor | None, is_soft: bool) -> Tensor:
+    dt = dt if bias is None else dt + bias
+    return softplus(dt) if is_soft else dt
+
+
+def _decays(layer: Any, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tree mask `(B, 1, N, N)`, and decays `(B, H, N, a or 1)` added up along the path to each node."""
+    mask = layer.nodes.tree.mask.to(steps.device)[:, None]
+    return mask, steps.cumsum(2) if layer.nodes.tree.is_chain else mask.to(steps.dtype) @ steps
+
+
+def _gaps(mask: Tensor, decays: Tensor) -> Tensor:
+    """Return the factors `(B, H, N, N, a or 1)` by which states fade from node j to node i; 0 if j is not before i."""
+    gaps = decays[:, :, :, None] - decays[:, :, None]
+    return gaps.masked_fill(~mask[..., None], -torch.inf).exp()
+
+
+def _products(left: Tensor, right: Tensor, gaps: Tensor) -> Tensor:
+    """Return products `(B, H, N, N)` of two vectors `(B, H, N, a)` of each pair of nodes under the factors between."""
+    if gaps.shape[-1] == 1:
+        return (left @ right.mT) * gaps[..., 0]
+    return torch.einsum("bhia,bhja,bhija->bhij", left, right, gaps)
+
+
+# Functions of transformers' modules, and what runs in their place while nodes are staged.
+RECURRENCES: dict[str, Callable] = {
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba1,
+}
+CONVOLUTION = "causal_conv1d_fn"
+
+_guard = threading.Lock()
+# Calls in which the functions of a module are replaced, and the functions of transformers.
+_replaced: dict[str, tuple[int, dict[str, Callable]]] = {}
+
+
+@contextmanager
+def reached(model: nn.Module) -> Iterator[None]:
+    """Replace the functions of the modules of a target while the context is open, in any number of threads."""
+    names = sorted({kind.__module__ for kind in map(type, model.modules()) if _functions(kind.__module__)})
+    with _guard:
+        for name in names:
+            calls, originals = _replaced.get(name) or (0, _functions(name))
+            _replaced[name] = calls + 1, originals
+            if not calls:
+                vars(sys.modules[name]).update({key: _wrapped(key, value) for key, value in originals.items()})
+    try:
+        yield
+    finally:
+        with _guard:
+            for name in names:
+                calls, originals = _replaced.pop(name)
+                if calls > 1:
+                    _replaced[name] = calls - 1, originals
+                else:
+                    vars(sys.modules[name]).update(originals)
+
+
+def why_not(model: nn.Module, config: Any) -> list[str]:
+    """Return why the states of a model cannot be verified and rolled back; empty if they can."""
+    reasons = []
+    functions = {name for kind in {type(module).__module__ for module in model.modules()} for name in _functions(kind)}
+    if CONVOLUTION not in functions:
+        reasons.append("its recurrent layers do not call the functions of transformers that keep states in a cache")
+    if (states := getattr(config, "number_of_conv_states", 1)) > 1:
+        reasons.append(f"its layers keep {states} convolution states each, and the loop keeps one")
+    if getattr(model, "_use_kernels", False):
+        reasons.append("use_kernels=True replaces the recurrence of its layers; load it without use_kernels")
+    if packages := [name for name in KERNEL_PACKAGES if importlib.util.find_spec(name)]:
+        reasons.append(f"the kernels of {', '.join(packages)} for its recurrent layers are untested; uninstall them")
+    return reasons
+
+
+def ignores_earlier_states(model: nn.Module) -> bool:
+    """Return whether transformers' forward of several tokens after a prefix ignores its state, as Mamba-1 does."""
+    return any("mamba_selective_scan" in _functions(type(module).__module__) for module in model.modules())
+
+
+def has_input_bias(model: nn.Module) -> bool:
+    """Return whether the inputs of a convolution have a bias, which gives padding before a prompt a value."""
+    mixers = (part for part in model.modules() if any(isinstance(child, nn.Conv1d) for child in part.children()))
+    inputs = (child for part in mixers for name, child in part.named_children() if "in_proj" in name)
+    return any(getattr(layer, "bias", None) is not None for layer in inputs)
+
+
+def _functions(module: str) -> dict[str, Callable]:
+    known = vars(sys.modules[module])
+    return {name: known[name] for name in (*RECURRENCES, CONVOLUTION) if name in known}
+
+
+def _wrapped(name: str, original: Callable) -> Callable:
+    ours = RECURRENCES.get(name, _convolution)
+    kind = "recurrence" if name in RECURRENCES else "convolution"
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        layer = None if torch.compiler.is_compiling() else _take(kind)
+        if kind == "convolution":
+            _handed.recurrence = layer
+        return original(*args, **kwargs) if layer is None else ours(layer, original, *args, **kwargs)
+
+    return wrapper

@@ -1,0 +1,215 @@
+"""A cache that the user passed is taken over at the start of a call, and updated at its end.
+
+Plain `generate` writes to the cache that it gets. The loop cannot, because a `DynamicCache` cannot stage a tree. Its
+layers become views of the used part of the loop's own buffers instead, without a copy. For padded texts they become
+copies, with slots for the padding: the loop drops it, and plain `generate` keeps a column for it in the cache and in
+its windows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from .cache import SpeculativeCache, columns_of, slots_of
+from .recurrent_states import StateLayer, give_back_states, take_over_states
+
+# Layers of a DynamicCache that can be taken over.
+KNOWN_LAYERS = {
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
+
+
+def is_own(cache: Any) -> bool:
+    """Return whether `cache` is a [`SpeculativeCache`] of this or another copy of the package."""
+    return getattr(cache, "_is_longspec_cache", False)
+
+
+def user_cache_of(cache: Any) -> DynamicCache | None:
+    """Return the user's cache, or `None` for a [`SpeculativeCache`] and for the empty cache that `generate` creates.
+
+    `generate` marks a cache that it was given, and not one that it creates.
+    """
+    if cache is None or is_own(cache) or not (getattr(cache, "_is_user_defined", False) or _stored(cache)):
+        return None
+    return cache
+
+
+def held_by(cache: Any, mask: torch.Tensor) -> list[int]:
+    """Return how many tokens of every row a cache holds, if `mask` `(batch, P)` is 0 at the padding of its text."""
+    stored = 0 if cache is None else _stored(cache)
+    if not is_own(cache):
+        return mask[:, :stored].bool().sum(1).tolist() if stored else [0] * len(mask)
+    # plain generation adds as many tokens to all rows, and does not count them in `lengths`
+    return list(cache.lengths.host) if cache.lengths.longest == stored else [stored] * len(mask)
+
+
+def why_not_stored(cache: Any, implementation: str | None) -> str | None:
+    """Return why the loop cannot keep keys and values in this way; `None` if it can.
+
+    Args:
+        cache (*optional*): Argument `past_key_values` of the call.
+        implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as the loop
+            uses buffers of a fixed size anyway.
+    """
+    if implementation == "quantized" or (implementation or "").startswith("offloaded"):
+        return (
+            f"cache_implementation={implementation!r}: quantized and offloaded caches are not supported with a draft. "
+            "Drop cache_implementation."
+        )
+    if is_own(cache) or user_cache_of(cache) is None or (reason := _why_not(cache)) is None:
+        return None
+    return (
+        f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which is "
+        "allocated in advance, or leave the argument out."
+    )
+
+
+def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Refuse a cache of other rows than those of `input_ids` `(batch, P)`, and one that does not begin their text.
+
+    The arguments are `past_key_values`, `input_ids` and `attention_mask` of the call.
+    """
+    if not (is_ours := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
+        return
+    stored = _stored(cache)
+    rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
+    if rows not in (None, len(input_ids)):
+        raise ValueError(
+            f"past_key_values has {rows} rows, and input_ids has {len(input_ids)}. Pass the cache of these rows, or "
+            "drop past_key_values."
+        )
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    held = held_by(cache, mask)
+    if is_ours and stored and not _stand_in(cache, held, columns_of(mask, stored)):
+        raise ValueError(
+            f"past_key_values holds {tuple(held)} tokens, which are not the first ones of attention_mask in each row. "
+            "Pass the mask of the whole conversation with its beginning unchanged, or drop past_key_values."
+        )
+    rows_held = zip(held, mask.bool().sum(1).tolist(), strict=True)
+    if stored >= input_ids.shape[1] or any(count >= size for count, size in rows_held):
+        raise ValueError(
+            f"past_key_values holds {stored} tokens, and input_ids has {input_ids.shape[1]}. Pass the whole "
+            "conversation, which must be longer than the cache."
+        )
+
+
+def _stand_in(cache: SpeculativeCache, held: list[int], columns: torch.Tensor) -> bool:
+    """Return whether the tokens that the rows of a cache hold stand in these columns `(batch, T)` of their texts."""
+    slots = torch.arange(columns.shape[1], device=columns.device)
+    of_cache = getattr(cache.rows, "columns", None)  # a cache of an older copy has no such field
+    of_cache = slots if of_cache is None else of_cache[:, : len(slots)].to(slots.device)
+    is_held = slots < torch.tensor(held, device=slots.device)[:, None]
+    return not bool((is_held & (columns != of_cache)).any())
+
+
+def take_over(
+    cache: DynamicCache, buffers: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None
+) -> None:
+    """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
+
+    This frees the original. A layer with a sliding window holds its last tokens only. The slots before them stay zero,
+    as no later token attends to them.
+
+    With padding, the entries of the tokens are copied side by side, and the original stays as it is.
+
+    Args:
+        held (`Sequence[int]`): Result of [`held_by`].
+        mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
+    """
+    stored = _stored(cache)
+    columns = None if mask is None else columns_of(mask, max(held))
+    for layer, buffer in zip(cache.layers, buffers.layers, strict=False):
+        if isinstance(buffer, StateLayer):
+            take_over_states(layer, buffer)
+        if _holds(layer):
+            buffer.lazy_initialization(layer.keys, layer.values)
+            first = stored - layer.keys.shape[2]
+            if columns is None:
+                buffer.keys[:, :, first:stored] = layer.keys
+                buffer.values[:, :, first:stored] = layer.values
+                _point(layer, buffer.keys, buffer.values, stored)
+            else:  # what a window has dropped is filled with any entry, as no later token attends to it
+                places = (columns - first).clamp(0, layer.keys.shape[2] - 1)
+                buffer.keys[:, :, : max(held)] = slots_of(layer.keys, places)
+                buffer.values[:, :, : max(held)] = slots_of(layer.values, places)
+    buffers.set_lengths(held)
+
+
+def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
+    """Point the layers of the user's cache to the entries of `buffers`, as many as the shortest row has.
+
+    The next call computes the missing tokens of longer rows, like any other token of its input.
+
+    Args:
+        columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
+            Columns in which the tokens of every row, and the next one, stand. The layers then get copies, with any
+            finite entries at padding.
+    """
+    length = min(buffers.lengths.host)
+    if columns is not None:
+        length = int(columns.gather(1, buffers.lengths.on(columns.device)[:, None]).min())
+    for index, buffer in enumerate(buffers.layers):
+        if isinstance(buffer, StateLayer):
+            give_back_states(buffer, cache.layers[index])
+        if getattr(buffer, "is_initialized", False):
+            while len(cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
+                cache.layers.append(DynamicLayer())
+            layer = cache.layers[index]
+            if not layer.is_initialized:
+                layer.lazy_initialization(buffer.keys, buffer.values)
+            _point(layer, buffer.keys, buffer.values, length, columns)
+
+
+def _point(
+    layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, columns: torch.Tensor | None = None
+) -> None:
+    """Set keys and values of a layer to what it keeps of the first `length` columns: views, unless `columns` differ."""
+    first = 0
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        first = max(0, length - layer.sliding_window + 1)
+        layer.cumulative_length = length
+    if columns is None:
+        layer.keys, layer.values = keys[:, :, first:length], values[:, :, first:length]
+        return
+    numbers = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
+    places = (torch.searchsorted(columns, numbers, right=True) - 1).clamp_min(0)
+    layer.keys, layer.values = slots_of(keys, places), slots_of(values, places)
+
+
+def _why_not(cache: Any) -> str | None:
+    """Return why the layers of this cache cannot be read and written; `None` if they can."""
+    if type(cache) is not DynamicCache:
+        return "whose way of storing keys and values the loop cannot keep up"
+    if cache.offloading:
+        return "with offloading=True, and the loop keeps keys and values on the device of the model"
+    kinds = {type(layer) for layer in cache.layers if not _is_dummy(layer)}
+    if other := kinds - KNOWN_LAYERS:
+        return f"with layers of the kind {', '.join(sorted(kind.__name__ for kind in other))}"
+    return None
+
+
+def _is_dummy(layer: Any) -> bool:
+    """Return whether a layer stores nothing, as it reads the keys of another one (transformers from 5.23 on)."""
+    return type(layer).__name__ == "DummyLayer"
+
+
+def _holds(layer: Any) -> bool:
+    return getattr(layer, "is_initialized", False) and not _is_dummy(layer) and layer.keys.numel() > 0
+
+
+def _stored(cache: Any) -> int:
+    """Return the length, which is a tensor in a `StaticCache`."""
+    return int(cache.get_seq_length())

@@ -1,0 +1,144 @@
+"""Targets with recurrent and convolution states: the text of `generate`, and the states of single steps."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_longspec import AssistantDraftModel, NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.recurrences import RECURRENCES, _functions, reached
+from hf_longspec.generation.target import TargetView
+from tests.robustness.enumeration import build
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
+from tests.user_objects import Bomb
+
+# One type for each recurrence: gated delta rule, KDA, Mamba-2, Mamba-2 beside keys, convolution alone, Mamba-1.
+TYPES = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "falcon_h1", "lfm2_moe", "jamba")
+# Of float32 sums in another order, relative to the largest entry of a state.
+STATE_GAP = 1e-5
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def made():
+    models = {}
+    return lambda name: models.setdefault(name, build(name))
+
+
+def arguments(lengths, **options):
+    input_ids, mask = tiny_prompts(127, lengths)
+    return {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0} | options
+
+
+def drafted(model, chain, text, width):
+    draft = RandomTreeDraftModel.from_target(model)
+    draft.hints, draft.chain = text[:, width:].tolist(), chain
+    draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
+    return draft
+
+
+def generated(model, seed=5, **options):
+    torch.manual_seed(seed)
+    return model.generate(**options)
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", TYPES)
+def test_greedy_text_of_rows_that_accept_different_numbers(made, name, chain):
+    model = made(name)
+    for lengths in ((37,), (23, 3, 40)):
+        inputs = arguments(lengths, do_sample=False)
+        text = generated(model, **inputs)
+        draft = drafted(model, chain, text, max(lengths))
+        assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
+        assert draft.last_speculation.num_spec_steps > 0
+        # of each row: nodes were accepted, and others were not
+        assert 1 < draft.last_speculation.num_emitted_tokens / draft.last_speculation.num_spec_steps < draft.num_nodes
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_sampled_text_is_that_of_the_loop_without_a_draft(made, name):
+    model, inputs = made(name), arguments((23, 3, 40), do_sample=True, temperature=0.7)
+    plain = PlainDraftModel.from_target(model)
+    text = generated(model, **inputs, assistant_model=plain)
+    draft = drafted(model, False, text, 40)
+    assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
+    assert draft.last_speculation.num_spec_steps > 0
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_states_after_a_commit_are_those_of_single_steps(made, name):
+    """Rows of a tree with two branches keep paths of different lengths, and one row nothing."""
+    model = made(name)
+    target = TargetView(model)
+    prompt = torch.randint(3, 127, (3, 11), generator=torch.Generator().manual_seed(1))
+    nodes = torch.randint(3, 127, (3, 6), generator=torch.Generator().manual_seed(2))
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 4]]).expand(3, -1)
+    path, counts = torch.tensor([[0, 2, 4, 5], [0, 1, 3, 0], [0, 0, 0, 0]]), [4, 3, 0]
+    cache = SpeculativeCache(model.config, 3, 40, tree_slots=8)
+    with torch.no_grad():
+        model(input_ids=prompt, past_key_values=cache, use_cache=True)
+        cache.set_lengths([prompt.shape[1]] * 3)
+        with target.attention():
+            target.verify(DraftTree(nodes, parents, torch.ones_like(nodes, dtype=torch.bool)), cache)
+        cache.commit(path, counts)
+        for row, count in enumerate(counts):
+            alone = SpeculativeCache(model.config, 1, 40, tree_slots=8)
+            model(input_ids=prompt[row : row + 1], past_key_values=alone, use_cache=True)
+            for node in path[row, :count]:
+                model(input_ids=nodes[row, node].view(1, 1), past_key_values=alone, use_cache=True)
+            for layer, single in zip(cache.state_layers, alone.state_layers, strict=True):
+                for state, expected in zip(layer.copied(row).values(), single.copied().values(), strict=True):
+                    assert (state is None) == (expected is None)
+                    if state is not None:
+                        gap = STATE_GAP * expected.abs().max().item()
+                        torch.testing.assert_close(state, expected, rtol=0, atol=gap)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["dynamic", "speculative"])
+def test_a_returned_cache_continues(made, name, kind):
+    """Also by plain `generate`; Ctrl-C before the first token leaves it as it was."""
+    model, inputs = made(name), arguments((21,), do_sample=False)
+    whole = generated(model, **inputs | {"max_new_tokens": 2 * NEW})
+    draft = drafted(model, False, whole, 21)
+    cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 1, 90)
+    first = generated(model, **inputs, assistant_model=draft, past_key_values=cache)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    more = {"input_ids": first, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    kept = copy.deepcopy(cache)
+    draft.hints = whole[:, first.shape[1] :].tolist()
+    processors = [Bomb().processor()]
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(**more, assistant_model=draft, past_key_values=cache, logits_processor=processors)
+    for continued in ({"assistant_model": draft, "past_key_values": cache}, {"past_key_values": kept}):
+        assert generated(model, **more, **continued).tolist() == whole.tolist()
+
+
+def test_the_functions_of_transformers_are_replaced_for_a_call_only(made):
+    model = made("qwen3_5_text")
+    module = type(model).__module__
+    before = _functions(module)
+    assert set(before) & set(RECURRENCES)
+    with reached(model), reached(model):
+        assert all(_functions(module)[name] is not function for name, function in before.items())
+    assert _functions(module) == before
+
+
+def test_what_is_refused_by_name(made):
+    model, inputs = made("qwen3_5_text"), arguments((9,), do_sample=False)
+    tiny = AssistantDraftModel.from_model
+    compiled = NgramDraftModel.from_target(model, compile="compile")
+    for attempt, message in (
+        (
+            lambda: SpecAttnDraftModel.from_target(model),
+            "does not roll back the recurrent states of Qwen3_5For",
+        ),
+        (lambda: tiny(model, model), "does not roll back the recurrent states"),
+        (lambda: model.generate(**inputs, assistant_model=compiled), "compile='compile' is not supported with recurr"),
+        (lambda: model.generate(**inputs, assistant_model=model), "stateful models"),  # stock's assistants stay stock's
+    ):
+        with pytest.raises(ValueError, match=message):
+            attempt()
