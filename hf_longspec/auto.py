@@ -107,7 +107,7 @@ class AutoDraft(DraftModel):
         (draft,) = self._candidates.values()
         return draft
 
-    def choose(self, target: PreTrainedModel, input_ids: torch.LongTensor, **options: Any) -> DraftModel:
+    def choose(self, target: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> DraftModel:
         """Return the chosen draft; the first time, choose the one that continues a text fastest.
 
         Args:
@@ -138,7 +138,7 @@ class AutoDraft(DraftModel):
             if (value := self.setting(name)) != default:
                 setattr(draft.generation_config, name, value)
 
-    def _draft_of(self, model: PreTrainedModel, input_ids: torch.LongTensor, config: Any, mask: Any) -> DraftModel:
+    def _draft_of(self, model: PreTrainedModel, input_ids: torch.Tensor, config: Any, mask: Any) -> DraftModel:
         """Return the chosen draft for a call."""
         if self.choice is None and input_ids.numel() and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             row = int(mask.sum(1).argmax())
@@ -151,15 +151,13 @@ class AutoDraft(DraftModel):
         draft = self._draft_of(model, input_ids, kwargs.get("generation_config"), kwargs.get("attention_mask"))
         return draft.longspec_decoding(model, input_ids, **kwargs)
 
-    def custom_generate(
-        self, model: PreTrainedModel, input_ids: torch.LongTensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def custom_generate(self, model: PreTrainedModel, input_ids: torch.LongTensor, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config", args[2] if len(args) > 2 else None)
         draft = self._draft_of(model, input_ids, config, kwargs.get("attention_mask"))
         return draft.custom_generate(model, input_ids, *args, **kwargs)
 
     @property
-    def last_speculation(self) -> SpeculationStats | None:  # type: ignore[override]
+    def last_speculation(self) -> SpeculationStats | None:
         """Statistics of the last call."""
         return None if self.choice is None else self.chosen.last_speculation
 
@@ -183,7 +181,7 @@ class AutoDraft(DraftModel):
         return self.chosen.push_to_hub(repo_id, **kwargs)
 
 
-def trial_speed(target: PreTrainedModel, draft: DraftModel, ids: torch.LongTensor, options: dict[str, Any]) -> float:
+def trial_speed(target: PreTrainedModel, draft: DraftModel, ids: torch.Tensor, options: dict[str, Any]) -> float:
     """Return the tokens per second after a text with a draft in every step, without the time to read the text."""
     gate, speeds = draft.setting("gate"), []
     draft.generation_config.gate = False

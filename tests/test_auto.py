@@ -58,9 +58,7 @@ def test_the_fastest_draft_decodes_all_calls(named, tmp_path, speeds, best):
     names = {"ngram": "ngram", "token_recycling": str(tmp_path / "draft")}
     other = names["ngram" if best == "token_recycling" else "token_recycling"]
     assert lines == [draft.choice]
-    assert draft.choice == (
-        f"draft: {names[best]}, 3 tokens/s on this text (1 with {other}, 2 without a draft)"
-    )
+    assert draft.choice == (f"draft: {names[best]}, 3 tokens/s on this text (1 with {other}, 2 without a draft)")
 
 
 def test_the_trial_reads_the_end_of_the_longest_row_and_samples_as_the_call(named, speeds, monkeypatch):
@@ -69,10 +67,8 @@ def test_the_trial_reads_the_end_of_the_longest_row_and_samples_as_the_call(name
     out = generate(named, draft, lengths=(5, 33), do_sample=True, temperature=0.7, top_k=9)
     (_, ids, options), *_ = asked
     assert ids == [out[1, 13:33].tolist()]
-    assert options == {
-        **{"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 1.0, "repetition_penalty": 1.0},
-        **{"eos_token_id": 999, "pad_token_id": 0},
-    }
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 1.0, "repetition_penalty": 1.0}
+    assert options == sampling | {"eos_token_id": 999, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("entry", ["assistant_model", "custom_generate"])
@@ -148,7 +144,7 @@ def test_mtp_layers_of_the_checkpoint_are_a_candidate(target, monkeypatch):
 
 
 def test_its_settings_are_those_of_all_drafts(target):
-    with pytest.raises(ValueError, match="unknown settings .'num_assistant_tokens'"):
+    with pytest.raises(ValueError, match=r"unknown settings .'num_assistant_tokens'"):
         AutoDraft.from_target(target, num_assistant_tokens=3)
     draft = AutoDraft.from_target(target)
     generate(target, draft)

@@ -102,8 +102,8 @@ Target = Annotated[str, typer.Option(help="Hub id or folder of the model.", show
 Draft = Annotated[
     str,
     typer.Option(
-        help=f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}; or {AUTO}: the fastest "
-        "of n-grams, the model's MTP layers and the draft that its card names."
+        help=f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}; or {AUTO}: the "
+        "fastest of n-grams, the model's MTP layers and the draft that its card names."
     ),
 ]
 Prompt = Annotated[str | None, typer.Option(help="Text to continue, instead of a file.", show_default=False)]
