@@ -176,6 +176,7 @@ def model():
         (["--dtype", "int8"], "--dtype int8: expected auto"),
         (["--draft", "/absent"], "cannot load the draft"),
         (["--draft", "ngram", "--draft", "ngram"], "--draft: two drafts have the name 'ngram'"),
+        (["--draft", "auto"], "--draft auto chooses a draft, and here drafts are compared"),
         (["--assistant", "/absent"], "cannot load the assistant"),
         (["--sweep", "sparse_rate=1"], "--sweep sparse_rate: "),
         (["--draft", "specattn", "--sweep", "sparse_ratio=7"], "sparse_ratio=7.0"),

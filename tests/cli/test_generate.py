@@ -57,6 +57,19 @@ def test_the_text_is_that_of_plain_generate(command, tiny, expected, draft, way)
     assert "tau" in result.stderr and "drafted tokens accepted" in result.stderr
 
 
+def test_auto_says_what_it_chose(command, tiny, expected, tmp_path):
+    for file in tiny.target.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "README.md").unlink()
+    (tmp_path / "README.md").write_text(f"---\ndraft_model: {tiny.tokenswift}\n---\n")
+    arguments = [tiny.notes, "--target", tmp_path, "--draft", "auto", "--set", "gate=false", "--max-new-tokens", NEW]
+    result = command("generate", *arguments)
+    assert result.exit_code == 0 and result.stdout == expected + "\n", result.output
+    choice, *_, stats = result.stderr.splitlines()
+    assert re.fullmatch(r"draft: \S+, [\d.e+]+ tokens/s on this text \(.* without a draft\).*", choice), choice
+    assert all(f"{name}" in choice for name in ("ngram", str(tiny.tokenswift))) and stats.split(":")[0] in choice
+
+
 def test_several_samples_are_the_rows_of_one_batch(command, tiny, target):
     model, tokenizer = target
     text = tiny.notes.read_text()

@@ -1,6 +1,7 @@
 """`hf-longspec train`: what a run writes, repeats and goes on with, and what is refused."""
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import training
@@ -169,6 +171,10 @@ def test_ctrl_c_saves_the_step_and_resuming_gives_the_draft_of_a_run_that_was_no
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
     status, output = run(*arguments, "--output-dir", tmp_path / "run", "--resume")
     assert status == 0 and "after 4 steps" in output
+    (written,) = re.findall(r"```yaml\n(.*)```", json.loads((tmp_path / "run/card.json").read_text())["training"], re.S)
+    written, whole = (yaml.load(text, options.YamlLoader) for text in (written, recipe.read_text()))
+    assert written["training"] == {**whole["training"], "output_dir": "run", "save_steps": 100}
+    assert all(written[name] == whole[name] for name in ("pack", "draft"))
     for file in ("model.safetensors", "config.json"):  # the config has the largest position
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "run" / file).read_bytes()
 
