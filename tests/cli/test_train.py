@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import training
-from hf_longspec.cli import train
+from hf_longspec.cli import options, train
 from hf_longspec.training import DraftTrainer
 from tests.cli.conftest import run_command
 from tests.tiny_tokenizers import save_byte_target
