@@ -243,12 +243,6 @@ def test_outputs_are_checked_before_anything_is_loaded(main, tiny, tmp_path, mon
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_missing_folders_of_an_output_are_made(command, tiny, tmp_path):
-    page = tmp_path / "new" / "pages" / "page.html"
-    arguments = ["--target", tiny.target, "--draft", "ngram", "--max-new-tokens", 2, "--html", page]
-    assert command("generate", tiny.notes, *arguments).exit_code == 0 and page.is_file()
-
-
 @pytest.mark.parametrize(
     ("name", "error", "status", "output"),
     [
@@ -279,13 +273,6 @@ def test_a_missing_package_is_named_in_one_line(monkeypatch, capsys):
         runpy.run_module("hf_longspec.cli.app")
     expected = "error: hf-longspec needs typer, which is not installed: pip install typer rich\n"
     assert (exit_of.value.code, *capsys.readouterr()) == (2, "", expected)
-
-
-def test_a_missing_package_of_a_command_is_named_in_one_line(main, tiny, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.text", None)
-    monkeypatch.delitem(sys.modules, "hf_longspec.cli.generate")
-    status, _, errors = main("generate", tiny.notes, "--target", tiny.target)
-    assert (status, errors) == (2, "error: rich is not installed: pip install rich\n")
 
 
 @pytest.mark.parametrize(
