@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "AuditReport": "auditing",
+    "AutoDraft": "auto",
     "ContextualPenaltyLogitsProcessor": "generation.sampling",
     "DraftTree": "generation.draft_tree",
     "Drafter": "generation.drafter",

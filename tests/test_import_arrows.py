@@ -41,6 +41,7 @@ ARROWS = {
     "auditing": {"generation", "attention_backends"},
     "bench": {"generation", "attention_backends", "auditing"},
     "hub": {REGISTRY},
+    "auto": {REGISTRY, *SHIPPED},
     "streaming": set(),
     "cli": None,  # None: everything
     "drafts": None,

@@ -175,6 +175,8 @@ def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: 
 def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
     """Drafts under their names in the results."""
     short = [name_of(name) for name in names]
+    if options.AUTO in names:
+        raise CommandError(f"--draft {options.AUTO} chooses a draft, and here drafts are compared. Name them.")
     if twice := sorted({name for name in short if short.count(name) > 1}):
         raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
     return {name: load_draft(path, model) for name, path in zip(short, names, strict=True)}

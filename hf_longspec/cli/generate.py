@@ -15,6 +15,7 @@ from rich.text import Text
 from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
+from ..auto import AutoDraft
 from ..bench.calls import TokenClock
 from ..cli import CommandError, options
 from ..generation.gate import PLAIN, message_of
@@ -57,6 +58,9 @@ def run(args: SimpleNamespace) -> int:
             text = loaded.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         ids = loaded.encode(name, text, room=args.max_new_tokens)
         seed = torch.seed() % 2**32 if args.seed is None else args.seed
+        if isinstance(loaded.draft, AutoDraft):
+            with Console(stderr=True).status("Trying drafts"):
+                loaded.draft.choose(loaded.model, ids, **how)
         set_seed(seed)
         steps: list[StepText] | None = [] if args.show_drafts or args.html is not None else None
         rows, stats = decode(loaded, ids, steps, args, max_new_tokens=args.max_new_tokens, **how)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, logging
 
+from ..auto import AutoDraft
 from ..cli import CommandError, one_line, options
 from ..generation.target import TargetView
 from ..modeling.assistant.modeling_assistant import AssistantDraftModel
@@ -159,7 +161,7 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
 
 def find_draft(name: str) -> None:
     """Refuse, before anything is loaded, a name that no draft has."""
-    if name in (known := weightless_drafts()):
+    if name in (known := weightless_drafts()) or name == options.AUTO:
         return
     if "/" not in name and not Path(name).exists():
         near = get_close_matches(name, known, 1)
@@ -284,7 +286,10 @@ def load_models(args: SimpleNamespace) -> Iterator[LoadedModels]:
 def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | None = None) -> Any:
     """The draft called `name` for `model`, with `settings` in place of those it comes with."""
     known = weightless_drafts().get(name)
-    draft = load_draft(name, model) if known is None else known.from_target(model)
+    if name == options.AUTO:
+        draft = AutoDraft.from_target(model, report=partial(say, stderr=True))
+    else:
+        draft = load_draft(name, model) if known is None else known.from_target(model)
     for key, value in (settings or {}).items():
         if key not in draft.settings:
             had = ", ".join(sorted(draft.settings)) or "none"

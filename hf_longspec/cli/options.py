@@ -28,6 +28,8 @@ DEMO_CONTEXT = 6144
 MOST_ROWS = 1024
 # `weightless_drafts`, which cannot be imported here.
 BY_NAME = "ngram, assistant, plain, quest, magicdec, specattn, vegas, token_recycling, recycling"
+# The draft that chooses another one.
+AUTO = "auto"
 
 
 def number(
@@ -98,7 +100,11 @@ def output(help: str, check: Callable[..., None] = require_writable_file, **how:
 
 Target = Annotated[str, typer.Option(help="Hub id or folder of the model.", show_default=False)]
 Draft = Annotated[
-    str, typer.Option(help=f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}.")
+    str,
+    typer.Option(
+        help=f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}; or {AUTO}: the "
+        "fastest of n-grams, the model's MTP layers and the draft that its card names."
+    ),
 ]
 Prompt = Annotated[str | None, typer.Option(help="Text to continue, instead of a file.", show_default=False)]
 Setting = Annotated[

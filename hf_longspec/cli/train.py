@@ -24,7 +24,7 @@ from transformers import (
     set_seed,
 )
 
-from ..bench.machine import command, git_commit
+from ..bench.machine import command, git_commit, without_folders
 from ..cli import CommandError, one_line, options
 from ..hub.repository import CARD_FACTS
 from .models import load_tokenizer, loading
@@ -278,10 +278,12 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
     dataset = str((recipe.dataset or {}).get("path", ""))
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     loss = f", loss {losses[-1]:.3f} in the last ones" if losses else ""
+    # the command may name little of it, above all with --resume
+    text = yaml.safe_dump({name: value for name, value in vars(recipe).items() if value}, sort_keys=False)
     entries = {
         "base_model": None if Path(recipe.target).exists() else recipe.target,
         "datasets": [dataset] if "/" in dataset and not Path(dataset).exists() else [],
-        "training": f"{state.global_step:,} steps{loss}.",
+        "training": f"{state.global_step:,} steps{loss}.\n\n```yaml\n{without_folders(text)}```",
         "command": command(),
         "commit": git_commit(),
     }

@@ -4,7 +4,7 @@ An entry holds the target's auxiliary hidden states at a position p, its rotary 
 position p + 1, for drafts that read one. The states of the last verification wait until the next draft stores them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -104,13 +104,18 @@ class AuxDrafter(BeamDrafter):
         self.wants_hidden = draft.layers_of(binding.target.config)
         self.window = min(draft.prompt_tokens, binding.max_length)
         self.sinks = min(draft.setting("sinks"), binding.max_length)
-        # kept for later calls, as graphs read its tensors
-        theta = draft.effective("rope_theta")
-        self.rotary: Angles = binding.part(
-            (Angles, theta, self.device), lambda: Angles(self.draft.rotary_embedding(self.device))
-        )
+        self.rotary = self.make_rotary()
         self._prompts: PromptAuxHiddenStates | None = None
         self.pending: Entries | None = None
+
+    def make_rotary(self) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Return the function of a tensor, for its dtype, and of positions `(B, N)`, to cosines and sines `(B, N, D)`.
+
+        It is kept for later calls, as graphs read its tensors.
+        """
+        key = Angles, self.draft.effective("rope_theta"), self.device
+        angles: Angles = self.binding.part(key, lambda: Angles(self.draft.rotary_embedding(self.device)))
+        return angles
 
     @property
     def tree_slots(self) -> int:

@@ -58,6 +58,19 @@ def assert_as_written(recipe, folder, changed):
             assert getattr(found, "value", found) == value, name
 
 
+def test_two_steps_of_the_recipe_of_ten_minutes(tiny, tmp_path):
+    """With the bundled target and texts of its own, as in docs/training.md."""
+    file = EXAMPLES / "ten_minutes.yaml"
+    recipe = train.read_recipe(file, {"dataset": {}})
+    (tmp_path / "module.py").write_text(tiny.notes.read_text() * 20)
+    arguments = ["--target", tiny.target, "--max-steps", "2", "--output-dir", tmp_path / "draft"]
+    done = run_command("train", tmp_path / "module.py", "--config", file, *arguments)
+    assert done.exit_code == 0, done.output
+    assert_as_written(recipe, tmp_path / "draft", {"max_steps", "output_dir"})
+    config = AutoModel.from_pretrained(tmp_path / "draft").config.to_dict()
+    assert all(config[name] == value for name, value in recipe.draft.items())
+
+
 @pytest.mark.parametrize("family", ["tokenswift", "longspec", "eagle3"])
 def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
     """Those of LongSpec follow each other by the folders they name; the others are trained on once more."""

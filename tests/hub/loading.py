@@ -23,6 +23,7 @@ PACKAGE = "hf_longspec"
 CLASSES = {
     "longspec_eagle3": "Eagle3DraftModel",
     "longspec_dflash": "DFlashDraftModel",
+    "longspec_mtp": "MtpDraftModel",
     "longspec": "LongSpecDraftModel",
     "tokenswift": "TokenSwiftDraftModel",
     "specattn": "SpecAttnDraftModel",

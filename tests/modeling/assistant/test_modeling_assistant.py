@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, MambaConfig, MambaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModel, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
 from hf_longspec import AssistantDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.drafter import Binding
@@ -148,30 +150,30 @@ def permuted(model, folder, characters):
 def all_accepted(draft):
     """Whether all drafts were accepted to the last token, except those that the end of a row cut."""
     *shorter, full = draft.last_speculation.acceptance_histogram
-    return full > 9 and sum(shorter) <= len(LENGTHS)
-
-
-OTHER_TOKENS = pytest.mark.parametrize(
-    "settings",
-    [{}, {"tree_widths": [3, 2]}, {"window": 8}, {"ngram_candidates": 2}, {"compile": "compile"}],
-    ids=str,
-)
+    return full > 5 and sum(shorter) <= len(LENGTHS)
 
 
 class TestOtherTokenizers:
-    @OTHER_TOKENS
-    def test_a_model_that_differs_in_its_numbers_alone_is_always_right(self, named, tmp_path, model, settings):
+    @pytest.mark.parametrize(
+        "settings",
+        [{"compile": "compile"}, {"tree_widths": [3, 2]}, {"window": 8}, {"ngram_candidates": 2}],
+        ids=str,
+    )
+    def test_a_model_that_differs_in_its_numbers_alone_is_always_right(
+        self, named, tmp_path, model, graphs, run_as_they_are, settings
+    ):
         target, _ = named
         folder = permuted(model, tmp_path / "other", "ihgfedcba")
         draft = AssistantDraftModel.from_pretrained(folder, target=target, num_assistant_tokens=2, **settings)
         assert torch.equal(generate(target, draft, vocab_size=12), generate(target, None, vocab_size=12))
-        if "window" not in settings:
+        if not {"window", "ngram_candidates"} & settings.keys():  # a part of the text; n-grams are longer
             assert all_accepted(draft)
-        sampled = {"vocab_size": 12, "do_sample": True}
-        assert torch.equal(
-            generate(target, draft, **sampled), generate(target, PlainDraftModel.from_target(target), **sampled)
-        )
-        assert draft.last_speculation.num_accepted_draft_tokens > 0
+        texts = []
+        for assistant in (PlainDraftModel.from_target(target), draft):
+            torch.manual_seed(3)
+            texts.append(generate(target, assistant, vocab_size=12, do_sample=True))
+        assert torch.equal(*texts) and draft.last_speculation.num_accepted_draft_tokens > 0
+        assert not run_as_they_are and (graphs.frame_count > 0) == ("compile" in settings)
 
     def test_tokens_that_the_model_lacks_are_read_as_others_and_not_proposed(self, named, tmp_path, model):
         target, _ = named
@@ -208,8 +210,9 @@ class TestOtherTokenizers:
         message = r"LlamaForCausalLM \(20 tokens\).*differ, and the tokenizer of Llama.* not found"
         with pytest.raises(ValueError, match=message):
             AssistantDraftModel.from_model(more, target)
+        other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"x": 0}, unk_token="x")))
         with pytest.raises(ValueError, match="share no token"):
-            AssistantDraftModel.from_model(more, target, assistant_tokenizer=byte_tokenizer(special=["<pad>", "<eos>"]))
+            AssistantDraftModel.from_model(more, target, assistant_tokenizer=other)
         more.config.pard_token = 3
         with pytest.raises(ValueError, match="pard_token=3: a PARD model needs the tokenizer of the target"):
             AssistantDraftModel.from_model(more, target, assistant_tokenizer=character_tokenizer("ihgfedcba"))

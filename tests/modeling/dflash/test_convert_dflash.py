@@ -134,17 +134,17 @@ def test_refusals_in_one_line(copy_of, name, changes, message, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{"mask_token_id": ...}, {"pard_token": 3}, {"drop": ("mask_hidden",)}])
 def test_refusals_of_p_eagle(copy_of, changes):
-    with pytest.raises(ValueError, match="mask_token_id|pard_token|mask_hidden"):
+    with pytest.raises(ValueError, match=r"mask_token_id|pard_token|mask_hidden"):
         Eagle3DraftModel.from_pretrained(copy_of("peagle_llama", **changes))
 
 
 def test_a_draft_of_another_target(copy_of, caplog):
     model = tiny_target("llama", **SIZES)
-    for other, message in (({"vocab_size": 96}, "vocab_size=97, .* 96"), ({"hidden_size": 64}, "32|64")):
+    sizes = (({"vocab_size": 96}, "vocab_size=97, .* 96"), ({"hidden_size": 64}, "hidden_size=32, .* 64"))
+    for changed, message in sizes:
+        other = tiny_target("llama", **SIZES | changed)
         with pytest.raises(ValueError, match=message):
-            DFlashDraftModel.from_pretrained(
-                FIXTURES / "spec_dflash_anchor", target=tiny_target("llama", **SIZES | other)
-            )
+            DFlashDraftModel.from_pretrained(FIXTURES / "spec_dflash_anchor", target=other)
     raw = json.loads((FIXTURES / "spec_dflash_anchor" / "config.json").read_text())["speculators_config"]
     raw["verifier"]["name_or_path"] = "org/Another-Model"
     model.config._name_or_path = "org/This-Model"
@@ -153,13 +153,11 @@ def test_a_draft_of_another_target(copy_of, caplog):
     assert "made for org/Another-Model, but the target is org/This-Model" in caplog.text
 
 
-def test_layers_follow_from_the_targets_number(copy_of):
-    """z-lab: from layer 1 to the fourth last, at equal distances, counted by outputs."""
-    folder = copy_of("zlab_full", dflash_config={"mask_token_id": 96}, num_target_layers=..., block_size=5)
-    model, count = tiny_target("llama", **SIZES), len(expected_of("zlab_full")["target_layer_ids"])
-    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    if layers != count:
-        with pytest.raises(ValueError, match="fc.weight has shape"):
-            DFlashDraftModel.from_pretrained(folder, target=model)
-    with pytest.raises(ValueError, match="pass target="):
+def test_layers_follow_from_the_number_of_the_targets(copy_of):
+    """z-lab: from layer 1 to the fourth last, at equal distances, one for each layer of the draft, by outputs."""
+    nested, fc = {"mask_token_id": 96}, torch.ones(32, 64)
+    folder = copy_of("zlab_full", {"fc.weight": fc}, dflash_config=nested, num_target_layers=..., num_hidden_layers=2)
+    draft = DFlashDraftModel.from_pretrained(folder, target=tiny_target("llama", **SIZES))
+    assert draft.config.target_layer_ids == [2, 6]
+    with pytest.raises(ValueError, match="pass target=, whose number of layers"):
         DFlashDraftModel.from_pretrained(folder)

@@ -1,0 +1,240 @@
+"""AutoDraft: the draft of a target that is fastest on the text of the first call."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from huggingface_hub.repocard import metadata_load
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import cached_file, logging
+from yaml import YAMLError
+
+from .generation.drafter import Binding, Drafter
+from .generation.sequences import SpeculationStats
+from .generation.target import TargetView
+from .modeling.base import DraftModel
+from .modeling.configuration_base import DraftConfig, text_config
+from .modeling.register_draft import DRAFTS, reader_of
+
+logger = logging.get_logger(__name__)
+
+# Key of a target's card or configuration that names its draft.
+CARD_KEY = "draft_model"
+MTP, NGRAMS, PLAIN, ASSISTANT = "longspec_mtp", "longspec_ngram", "longspec_plain", "longspec_assistant"
+# Tokens of a trial, and the last ones of the prompt that it reads.
+TRIAL_TOKENS, TRIAL_PROMPT = 32, 1024
+# The first call of a kind may compile, capture graphs and check the target.
+TRIAL_CALLS = 2
+# What a trial takes from the call that it is made for.
+SAMPLING = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("eos_token_id", "pad_token_id"),
+)
+
+
+class AutoDraftConfig(DraftConfig):
+    """Configuration of [`AutoDraft`], which is never saved."""
+
+    model_type = "longspec_auto"
+
+
+class AutoDraft(DraftModel):
+    """Decode with the fastest of the drafts that exist for a target.
+
+    These are the draft that the target's card or config.json names as `draft_model`, the MTP layers of its checkpoint,
+    and n-grams. The first call of `generate` continues the end of its longest prompt with each of them and without a
+    draft, by a few tokens and sampled as the call is. This and all later calls use the fastest, `chosen`, whose gate
+    goes on to measure. `choice` says what was chosen and why.
+
+    ```python
+    draft = AutoDraft.from_target(target)
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Its settings are those that all drafts have.
+    """
+
+    config_class = AutoDraftConfig
+    weightless: ClassVar[bool] = True
+    takes_ngrams: ClassVar[bool] = False
+
+    _candidates: dict[str, DraftModel]  # after the choice, the chosen one alone
+    _report: Callable[[str], None]
+    choice: str | None = None  # a line, after the first call
+
+    def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self._candidates = {}
+
+    @classmethod
+    def from_target(
+        cls, target: PreTrainedModel, report: Callable[[str], None] = logger.info, **overrides: Any
+    ) -> Self:
+        """Return a draft that chooses in its first call.
+
+        Args:
+            target (`PreTrainedModel`): The target. A draft that its card names is loaded, without code of a repository.
+            report (`Callable`, *optional*): Gets the line that says what was chosen. By default it is logged.
+            overrides (`Any`): Settings by name.
+        """
+        draft = super().from_target(target, **overrides)
+        draft._report = report
+        if (name := draft_named_by(target)) is not None:
+            try:
+                draft._candidates[name] = load_named(name, target)
+            except (OSError, ValueError) as error:
+                logger.warning("the draft %s, which the target's card names, is not used: %s", name, error)
+        if MTP in DRAFTS:
+            try:
+                draft._candidates[DRAFTS[MTP].config.short_name()] = DRAFTS[MTP].model.from_target(target)
+            except (OSError, ValueError) as error:
+                logger.debug("%s", error)
+        draft._candidates[DRAFTS[NGRAMS].config.short_name()] = DRAFTS[NGRAMS].model.from_target(target)
+        return draft
+
+    @property
+    def chosen(self) -> DraftModel:
+        """The chosen draft.
+
+        Raises:
+            ValueError: If no call has chosen yet.
+        """
+        if self.choice is None:
+            raise ValueError("no draft is chosen before the first call. Call choose(target, input_ids).")
+        (draft,) = self._candidates.values()
+        return draft
+
+    def choose(self, target: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> DraftModel:
+        """Return the chosen draft; the first time, choose the one that continues a text fastest.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            input_ids (`torch.LongTensor` of shape `(1, length)`): The text. Without tokens nothing is tried, and the
+                first candidate is chosen.
+            options (`Any`): Arguments of `generate` for the trial, such as `do_sample`.
+        """
+        if self.choice is None:
+            limit = getattr(text_config(target), "max_position_embeddings", None) or TRIAL_PROMPT + TRIAL_TOKENS
+            ids = input_ids[:, -max(1, min(TRIAL_PROMPT, limit - TRIAL_TOKENS)) :]
+            devices = [target.device] if target.device.type == "cuda" else []
+            drafts = {"": DRAFTS[PLAIN].model.from_target(target), **self._candidates}
+            speeds = dict.fromkeys(drafts, 0.0)
+            with torch.random.fork_rng(devices):
+                for name, draft in drafts.items() if ids.numel() and len(self._candidates) > 1 else ():
+                    self._pass_settings(draft)
+                    speeds[name] = trial_speed(target, draft, ids, options)
+            plain = speeds.pop("")
+            best = max(speeds, key=lambda name: speeds[name])
+            self._candidates, self.choice = {best: drafts[best]}, line(best, speeds, plain)
+            self._report(self.choice)
+        self._pass_settings(self.chosen)
+        return self.chosen
+
+    def _pass_settings(self, draft: DraftModel) -> None:
+        for name, default in self.settings.items():
+            if (value := self.setting(name)) != default:
+                setattr(draft.generation_config, name, value)
+
+    def _draft_of(self, model: PreTrainedModel, input_ids: torch.Tensor, config: Any, mask: Any) -> DraftModel:
+        """Return the chosen draft for a call."""
+        if self.choice is None and input_ids.numel() and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            row = int(mask.sum(1).argmax())
+            input_ids = input_ids[row : row + 1, mask[row, -input_ids.shape[1] :].bool()]
+        options = {name: getattr(config, name, None) for name in SAMPLING}
+        options = {name: value for name, value in options.items() if value is not None}
+        return self.choose(model, input_ids[:1], **options)
+
+    def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
+        draft = self._draft_of(model, input_ids, kwargs.get("generation_config"), kwargs.get("attention_mask"))
+        return draft.longspec_decoding(model, input_ids, **kwargs)
+
+    def custom_generate(self, model: PreTrainedModel, input_ids: torch.LongTensor, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config", args[2] if len(args) > 2 else None)
+        draft = self._draft_of(model, input_ids, config, kwargs.get("attention_mask"))
+        return draft.custom_generate(model, input_ids, *args, **kwargs)
+
+    @property
+    def last_speculation(self) -> SpeculationStats | None:
+        """Statistics of the last call."""
+        return None if self.choice is None else self.chosen.last_speculation
+
+    @last_speculation.setter
+    def last_speculation(self, value: SpeculationStats | None) -> None:
+        if self.choice is not None:
+            self.chosen.last_speculation = value
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        return self.chosen.drafter(binding)
+
+    def max_nodes(self, target: TargetView) -> int:
+        return max((draft.num_tree_nodes(target) for draft in self._candidates.values()), default=1)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save the chosen draft."""
+        self.chosen.save_pretrained(save_directory, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Publish the chosen draft."""
+        return self.chosen.push_to_hub(repo_id, **kwargs)
+
+
+def trial_speed(target: PreTrainedModel, draft: DraftModel, ids: torch.Tensor, options: dict[str, Any]) -> float:
+    """Return the tokens per second after a text with a draft in every step, without the time to read the text."""
+    gate, speeds = draft.setting("gate"), []
+    draft.generation_config.gate = False
+    try:
+        for _ in range(TRIAL_CALLS):
+            torch.manual_seed(0)
+            mask, how = torch.ones_like(ids), {**options, "max_new_tokens": TRIAL_TOKENS}
+            target.generate(ids, attention_mask=mask, custom_generate=draft.custom_generate, **how)
+            speeds.append(draft.last_speculation.tokens_per_second if draft.last_speculation else 0.0)
+    finally:
+        draft.generation_config.gate = gate
+    return max(speeds)
+
+
+def line(best: str, speeds: dict[str, float], plain: float) -> str:
+    """Return the line that says what was chosen and why."""
+    if len(speeds) == 1:
+        return f"draft: {best}, as no other exists for this model"
+    if not speeds[best]:
+        return f"draft: {best}, without a comparison, as there is no text or the target does not take drafts"
+    others = ", ".join(f"{speed:.3g} with {name}" for name, speed in speeds.items() if name != best)
+    pause = "" if speeds[best] > plain else "; the gate pauses it while it is slower"
+    return f"draft: {best}, {speeds[best]:.3g} tokens/s on this text ({others}, {plain:.3g} without a draft){pause}"
+
+
+def draft_named_by(target: PreTrainedModel) -> str | None:
+    """Return the Hub id or folder of the draft that the config or the card of a target names; `None` without one."""
+    place, name = target.config._name_or_path, getattr(target.config, CARD_KEY, None)
+    if name is None and place:
+        try:
+            card = cached_file(
+                place,
+                "README.md",
+                _raise_exceptions_for_gated_repo=False,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            name = (metadata_load(Path(card)) or {}).get(CARD_KEY) if card else None
+        except (OSError, ValueError, YAMLError):
+            return None  # no card, or one without readable metadata
+    if not isinstance(name, str):
+        return None
+    beside = os.path.normpath(Path(place) / name)
+    return beside if place and Path(beside).exists() else name
+
+
+def load_named(name: str, target: PreTrainedModel) -> DraftModel:
+    """Return the draft of a folder or Hub id: a saved one, a checkpoint of another project, or a small model."""
+    config = PreTrainedConfig.get_config_dict(name)[0]
+    kind = config.get("model_type")
+    draft: Any = DRAFTS[kind].model if kind in DRAFTS else reader_of(config)
+    if draft is None and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        draft = DRAFTS[ASSISTANT].model
+    if draft is None:
+        raise ValueError(f"{name} has model_type={kind!r} and is not a draft")
+    return draft.from_pretrained(name, target=target)

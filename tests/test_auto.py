@@ -1,0 +1,153 @@
+"""AutoDraft: what it finds for a target, the trial that decides, and calls after it."""
+
+import pytest
+import torch
+
+from hf_longspec import AutoDraft, NgramDraftModel, PlainDraftModel, TokenRecyclingDraftModel, auto
+from hf_longspec.modeling.register_draft import DRAFTS
+from tests.modeling.calls import LENGTHS, generate
+from tests.tiny_targets import tiny_target
+
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
+
+@pytest.fixture
+def target(tmp_path):
+    """A target in a folder, beside a saved draft."""
+    model = tiny_target("llama")
+    TokenRecyclingDraftModel.from_target(model).save_pretrained(tmp_path / "draft")
+    model.save_pretrained(tmp_path / "target")
+    return type(model).from_pretrained(tmp_path / "target")
+
+
+@pytest.fixture
+def named(target, tmp_path):
+    """The target, with a card that names the draft."""
+    (tmp_path / "target" / "README.md").write_text("---\ndraft_model: ../draft\n---\n# A target\n")
+    return target
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """Speeds by draft in place of measured ones, and the arguments of the trials."""
+    told, asked = {}, []
+
+    def speed(model, draft, ids, options):
+        asked.append((draft.config.short_name(), ids.tolist(), options))
+        return told.get(draft.config.short_name(), 1.0)
+
+    monkeypatch.setattr(auto, "trial_speed", speed)
+    return told, asked
+
+
+@pytest.mark.parametrize("best", ["ngram", "token_recycling"])
+def test_the_fastest_draft_decodes_all_calls(named, tmp_path, speeds, best):
+    told, asked = speeds
+    told |= {best: 3.0, "plain": 2.0}
+    lines = []
+    draft = AutoDraft.from_target(named, report=lines.append)
+    for options in ({}, {"do_sample": True, "temperature": 0.7}):
+        texts = []
+        for assistant in (PlainDraftModel.from_target(named), draft):
+            torch.manual_seed(1)
+            texts.append(generate(named, assistant, **options))
+        assert torch.equal(*texts)
+        assert draft.last_speculation.method == draft.chosen.config.short_name() == best
+        assert draft.last_speculation.num_spec_steps > 0
+    assert [name for name, *_ in asked] == ["plain", "token_recycling", "ngram"]  # once
+    names = {"ngram": "ngram", "token_recycling": str(tmp_path / "draft")}
+    other = names["ngram" if best == "token_recycling" else "token_recycling"]
+    assert lines == [draft.choice]
+    assert draft.choice == (f"draft: {names[best]}, 3 tokens/s on this text (1 with {other}, 2 without a draft)")
+
+
+def test_the_trial_reads_the_end_of_the_longest_row_and_samples_as_the_call(named, speeds, monkeypatch):
+    monkeypatch.setattr(auto, "TRIAL_PROMPT", 20)
+    draft, (_, asked) = AutoDraft.from_target(named), speeds
+    out = generate(named, draft, lengths=(5, 33), do_sample=True, temperature=0.7, top_k=9)
+    (_, ids, options), *_ = asked
+    assert ids == [out[1, 13:33].tolist()]
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 1.0, "repetition_penalty": 1.0}
+    assert options == sampling | {"eos_token_id": 999, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("entry", ["assistant_model", "custom_generate"])
+def test_a_measured_trial_changes_neither_the_text_nor_the_draft(named, entry):
+    draft = AutoDraft.from_target(named, gate=True, check_target=False)
+    texts = []
+    for assistant in (NgramDraftModel.from_target(named), draft):
+        torch.manual_seed(1)
+        how = {"assistant_model": assistant} if entry == "assistant_model" else {"assistant_model": None}
+        how |= {"custom_generate": assistant.custom_generate} if entry == "custom_generate" else {}
+        ids = torch.arange(2, 40)[None]
+        texts.append(named.generate(ids, max_new_tokens=16, do_sample=True, pad_token_id=0, **how))
+    assert torch.equal(*texts)
+    assert all(f" {word} " in draft.choice for word in ("tokens/s", "with", "without"))
+    assert draft.chosen.setting("gate") and not draft.chosen.setting("check_target")
+    assert draft.last_speculation.num_spec_steps + draft.last_speculation.num_plain_steps > 0
+
+
+def test_a_target_without_more_has_ngrams_without_a_trial(target, speeds, tmp_path):
+    draft = AutoDraft.from_target(target)
+    with pytest.raises(ValueError, match="no draft is chosen before the first call"):
+        draft.save_pretrained(tmp_path / "saved")
+    generate(target, draft)
+    assert draft.choice == "draft: ngram, as no other exists for this model" and not speeds[1]
+    draft.save_pretrained(tmp_path / "saved")
+    assert isinstance(NgramDraftModel.from_pretrained(tmp_path / "saved", target=target), NgramDraftModel)
+
+
+def test_without_a_text_the_first_candidate_decodes(named, speeds):
+    draft = AutoDraft.from_target(named)
+    draft.choose(named, torch.empty(1, 0, dtype=torch.long))
+    assert draft.chosen.config.short_name() == "token_recycling" and "without a comparison" in draft.choice
+    assert not speeds[1]
+
+
+def test_a_slower_draft_is_left_to_the_gate(named, speeds):
+    speeds[0]["plain"] = 9.0
+    draft = AutoDraft.from_target(named)
+    generate(named, draft)
+    assert draft.choice.endswith("9 without a draft); the gate pauses it while it is slower")
+
+
+@pytest.mark.parametrize(
+    ("card", "kinds"),
+    [
+        ("---\ndraft_model: ../draft\n---\n", ["token_recycling", "ngram"]),
+        ("---\ndraft_model: 7\n---\n", ["ngram"]),
+        ("---\ndraft_model: [\n---\n", ["ngram"]),
+        ("---\n- 3\n---\n", ["ngram"]),
+        ("# No metadata\n", ["ngram"]),
+        ("---\ndraft_model: ../target\n---\n", ["assistant", "ngram"]),  # a small model
+        ("---\ndraft_model: ./nowhere/at/all\n---\n", ["ngram"]),
+    ],
+    ids=str,
+)
+def test_cards(target, tmp_path, card, kinds, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "target" / "README.md").write_text(card)
+    found = AutoDraft.from_target(target)._candidates
+    assert [draft.config.short_name() for draft in found.values()] == kinds
+
+
+def test_mtp_layers_of_the_checkpoint_are_a_candidate(target, monkeypatch):
+    """In place of a draft with MTP layers, another that is made from its target."""
+    monkeypatch.setitem(DRAFTS, auto.MTP, DRAFTS["longspec_token_recycling"])
+    assert list(AutoDraft.from_target(target)._candidates) == ["token_recycling", "ngram"]
+
+    def refuse(target):
+        raise ValueError("the checkpoint has no MTP layers")
+
+    monkeypatch.setattr(TokenRecyclingDraftModel, "from_target", refuse)
+    assert list(AutoDraft.from_target(target)._candidates) == ["ngram"]
+
+
+def test_its_settings_are_those_of_all_drafts(target):
+    with pytest.raises(ValueError, match=r"unknown settings .'num_assistant_tokens'"):
+        AutoDraft.from_target(target, num_assistant_tokens=3)
+    draft = AutoDraft.from_target(target)
+    generate(target, draft)
+    draft.generation_config.on_unsupported = "error"
+    with pytest.raises(ValueError, match="cache"):
+        generate(target, draft, LENGTHS, cache_implementation="quantized")
