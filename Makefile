@@ -66,6 +66,8 @@ demo: $(READY) ## continue a long document with and without speculation, and com
 test: $(READY) ## the whole test suite, on the newest transformers
 	@echo "Running the whole test suite and the examples in docstrings on the newest transformers."
 	$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+	@echo "Running the tests of kernels as on a machine with a GPU, up to the first tensor there."
+	$(VENV)/bin/python -m pytest -q -p tests.absent_gpu -k triton $(GPU_TESTS)
 
 test-min: $(READY_MIN) ## the tests of what differs between transformers versions, on the oldest supported one
 	@echo "Running the tests of what differs between transformers versions on the oldest supported one."
@@ -81,12 +83,12 @@ test-cpu: $(READY) ## the numerical tests, with the instructions of an older pro
 	@echo "Running the numerical tests with the instructions of an older processor (SIMD=$(SIMD))."
 	$(OLDER_CPU) $(VENV)/bin/python -m pytest -n auto --dist worksteal -k "not triton" $(CPU_TESTS) $(ARGS)
 
-gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: parity of every kernel there, then all measurements
+gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: all measurements, then parity of every kernel there
 	@$(GPU) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no NVIDIA GPU here")'
-	@echo "Comparing every kernel on the GPU with the reference."
-	$(GPU) -m pytest -q -k triton $(GPU_TESTS)
 	@echo "Measuring for nine minutes at most. Leave the machine alone meanwhile."
 	$(GPU) benchmarks/gpu.py $(ARGS)
+	@echo "Comparing every kernel on the GPU with the reference, for nine minutes at most."
+	timeout 540 $(GPU) -m pytest -q -k triton $(GPU_TESTS)
 
 install: $(READY) ## make the environment for the newest transformers
 

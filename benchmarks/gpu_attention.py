@@ -49,7 +49,7 @@ def check(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState) 
 
 
 def kernels(run: GpuRun, points: slice) -> None:
-    """Times per layer at some points of the plan, with and without SpecAttn's score rows, against the time to read the bytes."""
+    """Times per layer at some points of the plan, with and without SpecAttn's score rows."""
     for case, exact, what in _cases(run, points):
         for name in run.usable:
             with run.attempt(backend=name, **what):

@@ -105,7 +105,7 @@ def forwards(run: GpuRun) -> None:
         for mode in (GRAPH, OFF, COMPILE) if run.is_cuda else (OFF,):
             for count, tree in trees.items():
                 what = {"forward": "ours", "mode": mode, "context": context, "nodes": count}
-                with run.attempt(**what):
+                with run.attempt(**what), changed(draft, {"compile": mode}):  # graphs of another mode are not reused
                     before = graphs.copy()
                     target = TargetView(model, runner_of(mode, model, draft, run.device))
 

@@ -207,11 +207,17 @@ GPU_NOTE = (
     "step without a draft divided by that of an iteration; its product with tau is the speed-up. Speculated: "
     "iterations that verified drafted tokens. The first iteration of a call, which captures CUDA graphs, is excluded. "
     "Same tokens: number of first tokens that equal those of the loop without a draft. How: graph (replay of a "
-    "CUDA graph), events (calls between CUDA events, including launches), wall (host clock)."
+    "CUDA graph), events (calls between CUDA events, including launches), wall (host clock). Mode: steps as they are "
+    "(off), captured (graph), or compiled and captured (compile); for stock `generate` its attention or cache. "
+    "Captures and replays: CUDA graphs in all calls of the row; captured steps without a replay are left out."
 )
 # For each kind of line: title, and the columns in addition to time and floor.
 GPU_TABLES = {
-    "iteration": ("One iteration of a drafter", "draft compiled context nodes speculated iterations tau same_tokens c"),
+    "forward": ("One forward over a tree", "forward mode context nodes captures replays"),
+    "iteration": (
+        "One iteration of a drafter",
+        "draft mode context nodes speculated iterations tau same_tokens c captures replays",
+    ),
     "kernel": ("Attention of one layer", "backend batch context nodes tb_per_second error"),
     "baseline": ("Other ways to compute it", "baseline batch context nodes error"),
     "score_rows": ("With SpecAttn's score rows", "backend batch context nodes overhead"),

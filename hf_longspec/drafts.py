@@ -8,6 +8,7 @@ from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig
 from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
 from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
+from .modeling.mtp import MtpConfig, MtpDraftModel
 from .modeling.plain import PlainConfig, PlainDraftModel
 from .modeling.quest import QuestConfig, QuestDraftModel
 from .modeling.register_draft import register_draft
@@ -24,6 +25,8 @@ __all__ = [
     "Eagle3DraftModel",
     "LongSpecConfig",
     "LongSpecDraftModel",
+    "MtpConfig",
+    "MtpDraftModel",
     "NgramConfig",
     "NgramDraftModel",
     "PlainConfig",

@@ -192,14 +192,14 @@ MUTATIONS = (
     ),
     Mutation(
         "Entries of accepted nodes have the target's own states",
-        "modeling/eagle3/generation_eagle3.py",
+        "modeling/aux_drafter.py",
         "aux_hidden_states = hidden.gather(1, path[..., None]",
         "aux_hidden_states = hidden.gather(1, torch.zeros_like(path)[..., None]",
         "tests/modeling/eagle3/test_generation_eagle3.py::test_drafting_is_a_forward_over_the_text",
     ),
     Mutation(
         "Chunks of a prompt follow one another",
-        "modeling/eagle3/generation_eagle3.py",
+        "modeling/aux_drafter.py",
         "        self._read[place] += states.shape[1]\n",
         "",
         "tests/modeling/eagle3/test_generation_eagle3.py::test_auxiliary_states_are_hidden_states",

@@ -6,6 +6,7 @@ Parity of the kernels with `attention_backends/reference.py`, which these call, 
 
 import torch
 
+from hf_longspec.attention_backends.registry import merge_attention_states
 from hf_longspec.attention_backends.triton.launch import LIBRARY
 from tests.attention_backends import reference
 
@@ -13,9 +14,9 @@ from tests.attention_backends import reference
 def hybrid_attention(
     query, key, value, lengths, positions, mask, sinks, last_node, scaling, window, softcap, scores_per_row
 ):
-    """Arguments and results of `hybrid_op`, for masks of bool and without sinks."""
-    if sinks is not None or (mask is not None and (mask.dtype != torch.bool or mask.dim() != 3)):
-        raise NotImplementedError("sinks, and masks other than one of bool for all heads")
+    """Arguments and results of `hybrid_op`, for masks of bool."""
+    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 3):
+        raise NotImplementedError("masks other than one of bool for all heads")
     slots = torch.arange(key.shape[2])
     visible = (slots < lengths[:, None])[:, None].expand(-1, query.shape[2], -1)
     if window is not None:
@@ -24,7 +25,8 @@ def hybrid_attention(
         node = slots - lengths[:, None]  # [B, S]
         staged = ((node >= 0) & (node < mask.shape[2]))[:, None]
         visible = visible | (staged & mask.gather(2, node.clamp(0, mask.shape[2] - 1)[:, None].expand_as(visible)))
-    out, lse = reference.tree_attention(query, key, value, visible, scaling=scaling, softcap=softcap)
+    state = reference.tree_attention(query, key, value, visible, scaling=scaling, softcap=softcap)
+    out, lse = state if sinks is None else merge_attention_states([state], sinks)
     return out, lse, _scores(query, key, lengths, last_node, scaling, softcap, scores_per_row)
 
 

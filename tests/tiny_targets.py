@@ -10,9 +10,12 @@ import math
 import random
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_longspec.generation.draft_tree import DraftTree
@@ -21,6 +24,8 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.base import DraftModel
 from hf_longspec.modeling.eagle3.modeling_eagle3 import Eagle3DraftModel
 from hf_longspec.modeling.longspec.modeling_longspec import LongSpecDraftModel
+from hf_longspec.modeling.mtp.configuration_mtp import MtpConfig
+from hf_longspec.modeling.mtp.modeling_mtp import MtpDraftModel
 from hf_longspec.modeling.plain.modeling_plain import PlainConfig
 from hf_longspec.modeling.tokenswift.modeling_tokenswift import TokenSwiftDraftModel
 
@@ -214,9 +219,31 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
         head.mul_(gain)
 
 
+def made_for(cls: type[Draft], target: Any, *models: Any, **overrides: Any) -> Draft:
+    """`cls.from_target`; the checkpoint with a random MTP layer that `MtpDraftModel` reads is written for it."""
+    if not issubclass(cls, MtpDraftModel):
+        return cls.from_target(target, *models, **overrides)
+    with TemporaryDirectory() as folder:
+        write_mtp_layers(target, folder)
+        return cls.from_target(target, checkpoint=folder, **overrides)
+
+
+def write_mtp_layers(target: Any, folder: Any, count: int = 1) -> MtpDraftModel:
+    """Write a checkpoint with random MTP layers under the names of DeepSeek, and nothing else; return their draft."""
+    draft = MtpDraftModel(MtpConfig.from_target(target, num_mtp_layers=count))
+    randomize(draft)
+    first, weights = target.config.get_text_config().num_hidden_layers, {}
+    for name, weight in draft.state_dict().items():
+        _, layer, rest = name.split(".", 2)
+        rest = f"shared_head.{rest}" if rest.startswith("norm.") else rest.removeprefix("block.")
+        weights[f"model.layers.{first + int(layer)}.{rest}"] = weight.clone()
+    save_file(weights, Path(folder) / "model.safetensors")
+    return draft
+
+
 def random_draft(cls: type[Draft], target: Any, seed: int = 3, **overrides: Any) -> Draft:
     """An untrained draft with peaked attention and spread logits, so that a wrong key, position or state shows."""
-    draft = cls.from_target(target, **overrides)
+    draft = made_for(cls, target, **overrides)
     randomize(draft, seed)
     return draft
 

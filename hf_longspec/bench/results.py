@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -51,10 +51,7 @@ class ResultFile:
         self.records = [record for record in before if record["kind"] not in ("end", "skipped")]
         self._reported = self.elapsed
         path.parent.mkdir(parents=True, exist_ok=True)
-        # written anew beside the file: a cut-off last line goes, and a full disk costs nothing
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text("".join(json.dumps(record) + "\n" for record in self.records), encoding="utf-8")
-        fresh.replace(path)
+        write_anew(path, self.records)  # without a cut-off last line
         self._file = path.open("a", encoding="utf-8")
         if before:
             self.write("resumed", **{name: here[name] for name in ("date", "command", "load_average")})
@@ -103,6 +100,13 @@ class ResultFile:
             return
         self.path.with_suffix(".md").write_text(self._report(self.records), encoding="utf-8")
         self._reported = self.elapsed
+
+
+def write_anew(path: Path, records: Iterable[Record]) -> None:
+    """Write JSON lines beside a file and put them in its place, so that a full disk costs nothing."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    fresh.replace(path)
 
 
 def check_resume(path: Path, resume: bool) -> None:

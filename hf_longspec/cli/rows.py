@@ -7,7 +7,7 @@ output, in the order of the prompts, when all rows are done.
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from transformers import set_seed
 
 from ..bench.prompts import around_a_message, left_padded, read_rows
+from ..bench.results import read_records, write_anew
 from ..cli import CommandError, one_line
 from .models import LoadedModels, Progress, default_device, load_models, say
 
@@ -78,7 +79,7 @@ class Part:
         self.path = output.with_name(f"{output.name}{PART}{process}")
         output.parent.mkdir(parents=True, exist_ok=True)
         records = finished(self.path)  # without a last line that was cut off
-        write(self.path, records.values())
+        write_anew(self.path, records.values())
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, row: int, **values: Any) -> None:
@@ -89,19 +90,7 @@ class Part:
 
 def finished(path: Path) -> dict[int, dict[str, Any]]:
     """The complete lines of a file, by row; empty if there is no such file."""
-    found = {}
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    for line in lines[:-1]:
-        record = json.loads(line)
-        found[record["row"]] = record
-    return found
-
-
-def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write a file anew, as a whole or not at all."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    fresh.replace(path)
+    return {record["row"]: record for record in read_records(path)} if path.exists() else {}
 
 
 def merge(output: Path, count: int) -> list[dict[str, Any]]:
@@ -113,7 +102,7 @@ def merge(output: Path, count: int) -> list[dict[str, Any]]:
     if missing := count - len(found):
         raise CommandError(f"{missing} of {count} rows are missing, since a process ended early. Pass --resume.")
     records = [found[row] for row in sorted(found)]
-    write(output, records)
+    write_anew(output, records)
     for part in parts:
         part.unlink()
     return records

@@ -19,6 +19,8 @@ try:
     from ..attention_backends.triton.commit import can_move, move_nodes
 except ImportError:  # a published draft has no kernels: layer after layer is moved
     can_move = move_nodes = None  # type: ignore[assignment]
+# Types of devices on which Triton moves nodes, if `can_move` says so.
+TRITON_DEVICES = {"cuda"}
 
 
 class Rows:
@@ -366,9 +368,12 @@ class SpeculativeCache(Cache):
         """Copy the nodes of `path` to the slots after the prefix, with Triton in one launch per device."""
         together: dict[torch.device, list[torch.Tensor]] = {}
         for layer in self.key_layers:
-            if layer.is_initialized and can_move is not None and can_move(layer.keys.device):
-                together.setdefault(layer.keys.device, []).extend((layer.keys, layer.values))
-            elif layer.is_initialized:
+            if not layer.is_initialized:
+                continue
+            device = layer.keys.device
+            if can_move is not None and device.type in TRITON_DEVICES and can_move(device):
+                together.setdefault(device, []).extend((layer.keys, layer.values))
+            else:
                 layer.move(path)
         for device, buffers in together.items():
             move_nodes(buffers, path.to(device), self.lengths.on(device), counts.on(device))

@@ -291,6 +291,7 @@ class WindowRing:
     position p lies in slot `sinks + (p - sinks) % (window + room)`, node i of the tree in slot `size + i`. A query
     attends to `window` positions, its own included; up to `room` tokens may be stored before the query of the first of
     them runs. One spare slot takes the writes that a row does not keep, so that all rows run the same operations.
+    `value_dim` is the size of the values of a head, if it differs from that of the keys.
     """
 
     def __init__(
@@ -304,14 +305,15 @@ class WindowRing:
         device: torch.device,
         sinks: int = 0,
         room: int = 0,
+        value_dim: int | None = None,
     ):
         self.window = window
         self.sinks = sinks
         self.size = sinks + window + room
         self.spare = self.size + tree_slots
-        shape = (batch_size, num_heads, self.spare + 1, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = batch_size, num_heads, self.spare + 1
+        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
         # position of the token in each slot; a negative position marks an empty slot
         self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
         self._rows = torch.arange(batch_size, device=device)[:, None]

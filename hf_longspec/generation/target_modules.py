@@ -170,6 +170,8 @@ class TargetParts(TargetEnds):
     def rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of `positions` `(B, N)` at the KV layer, with dtype and device of `like`."""
         extra = {} if self._layer_type is None else {"layer_type": self._layer_type}
+        if "mrope_section" in (getattr(self.config, "rope_parameters", None) or {}):
+            positions = positions.expand(3, -1, -1)  # time, height and width, the same for text
         cos, sin = self.decoder.rotary_emb(like, positions, **extra)
         return cos, sin
 

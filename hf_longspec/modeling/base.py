@@ -97,17 +97,25 @@ class DraftModel(PreTrainedModel):
         Overrides are fields of the draft's config, or of its `generation_config`, by name.
         """
         view = TargetView(target)
-        settings = {name: overrides.pop(name) for name in list(overrides) if name in cls.settings}
-        fields = set(vars(cls.config_class()))
-        if unknown := sorted(set(overrides) - fields):
-            raise ValueError(f"unknown settings {unknown} for {cls.__name__}, which has {sorted(cls.settings)}.")
+        settings = cls._settings_of(overrides)
         cls.check_structure(target)
         if not cls.weightless:  # drafts with weights depend on the target's structure; generate() checks it again
             refuse_target(view, cls)
-        draft = cls(cls.config_class.from_target(target, **overrides))
-        draft.generation_config.update(**settings)
-        draft.check(view)
-        return draft if cls.weightless else draft.to(*draft.place(target)).eval()
+        return cls(cls.config_class.from_target(target, **overrides))._beginning(view, settings)
+
+    @classmethod
+    def _settings_of(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        """Take the settings out of `overrides`, and refuse what is left and no field of the config."""
+        settings = {name: overrides.pop(name) for name in list(overrides) if name in cls.settings}
+        if unknown := sorted(set(overrides) - set(vars(cls.config_class()))):
+            raise ValueError(f"unknown settings {unknown} for {cls.__name__}, which has {sorted(cls.settings)}.")
+        return settings
+
+    def _beginning(self, target: TargetView, settings: dict[str, Any]) -> Self:
+        """Return this new draft with its settings, checked, in eval mode at its `place`."""
+        self.generation_config.update(**settings)
+        self.check(target)
+        return self if self.weightless else self.to(*self.place(target.model)).eval()
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:

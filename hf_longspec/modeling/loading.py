@@ -4,7 +4,7 @@ import copy
 import json
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,11 +109,12 @@ UNREADABLE = SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, Va
 class Checkpoint:
     """Tensors of a checkpoint by name.
 
-    Shards without a requested tensor are neither opened nor downloaded.
+    Shards without a requested tensor are neither opened nor downloaded. `formats` are the names of weight files to look
+    for, in order of preference.
     """
 
-    def __init__(self, source: str, **hub: Any):
-        self.source = source
+    def __init__(self, source: str, formats: Sequence[str] = WEIGHT_FILES, **hub: Any):
+        self.source, self._formats = source, formats
         self._hub = {name: value for name, value in hub.items() if name in _SNAPSHOT_KWARGS}
         path = Path(source)
         self._on_hub = not path.exists()
@@ -123,7 +124,9 @@ class Checkpoint:
         with _readable(index):
             if name.endswith(".index.json"):
                 self._files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                outside = sorted({str(file) for file in self._files.values() if not _is_plain_name(file)})
+                kind = ".safetensors" if "safetensors" in name else ""
+                files = {str(file) for file in self._files.values() if not _is_plain_name(file, kind)}
+                outside = sorted(files)
             else:
                 self._files, outside = dict.fromkeys(_names(index), name), []
         if outside:
@@ -172,20 +175,22 @@ class Checkpoint:
 
     def _find(self) -> str:
         """Return the name of the preferred weight file. Indices are tried first, to download only needed shards."""
-        for patterns in ([name for name in WEIGHT_FILES if name.endswith(".json")], WEIGHT_FILES):
+        for patterns in ([name for name in self._formats if name.endswith(".json")], self._formats):
             if self._on_hub:
                 self._fetch(patterns)
-            if files := [name for name in WEIGHT_FILES if (self._folder / name).exists()]:
+            if files := [name for name in self._formats if (self._folder / name).exists()]:
                 return files[0]
-        raise ValueError(f"{self.source} contains no weights: expected one of {', '.join(WEIGHT_FILES)}.")
+        raise ValueError(f"{self.source} contains no weights: expected one of {', '.join(self._formats)}.")
 
     def _fetch(self, files: Iterable[str]) -> None:
         self._folder = Path(snapshot_download(self.source, allow_patterns=list(files), **self._hub))
 
 
-def _is_plain_name(file: Any) -> bool:
-    """Return whether a file name contains no folder, on any operating system."""
-    return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", ":"}
+def _is_plain_name(file: Any, ending: str = "") -> bool:
+    """Return whether a file name has an ending and contains no folder, on any operating system."""
+    if not isinstance(file, str) or not file.endswith(ending):
+        return False
+    return file not in ("", ".", "..") and not set(file) & {"/", "\\", ":"}
 
 
 @contextmanager

@@ -42,5 +42,5 @@ def test_a_run_leaves_the_prompts_as_they_were(target, prompts):
 
 def test_windows_are_refused():
     for kind in ("mistral", "deepseek_v3"):
-        with pytest.raises(ValueError, match="sliding-window or latent layers"):
+        with pytest.raises(ValueError, match="sliding-window, latent or recurrent layers"):
             prefill(tiny_target(kind), torch.ones(1, 4, dtype=torch.long))

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.plots import plot_all
-from hf_longspec.bench.report import BRIEF, by_depth, matrix_report, rows_of
+from hf_longspec.bench.report import matrix_report, rows_of
 from hf_longspec.bench.results import of_kind
 from hf_longspec.modeling.register_draft import weightless_drafts
 
@@ -56,13 +56,6 @@ def test_settings_are_rows_with_differences_turn_by_turn(records):
     assert "## Settings: 40 tokens, batch 1, float32, greedy" in matrix_report(records)
 
 
-def test_the_terminal_gets_eight_columns(records):
-    brief, full = matrix_report(records, brief=True), matrix_report(records)
-    widest = max(line.count("|") - 1 for line in brief.splitlines() if line.startswith("|"))
-    assert widest == len(BRIEF) == 8
-    assert "accepted at depth" in full and "accepted at depth 1" not in brief
-
-
 def test_the_options_that_run_the_methods_of_the_papers_exist():
     page, drafts = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), weightless_drafts()
     commands = re.findall("`(--(?:draft|assistant) [^`]+)`", page.partition("## Systems of the papers")[2])
@@ -73,12 +66,6 @@ def test_the_options_that_run_the_methods_of_the_papers_exist():
         name, setting = options.get("--draft", "FOLDER"), options.get("--sweep")
         assert name == "FOLDER" or name in drafts
         assert setting is None or setting.partition("=")[0] in drafts[name].settings
-
-
-def test_acceptance_by_depth_is_conditional():
-    assert by_depth([4, 3, 2, 1]) == [6 / 10, 3 / 6, 1 / 3]
-    assert by_depth([0, 0, 5]) == [1.0, 1.0]
-    assert by_depth([5]) == by_depth([]) == []
 
 
 LONG_NAME = "specattn, selection=last_accepted, num_assistant_tokens=6, sparse_ratio=0.15"

@@ -5,6 +5,7 @@ The last test runs the command as it is started on a machine with nothing but to
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,10 @@ import torch
 
 from benchmarks import gpu, gpu_attention
 from benchmarks.gpu_attention import BASELINES
+from benchmarks.gpu_checks import CASES
+from benchmarks.gpu_iterations import GRAPH, OFF, require_replays
 from benchmarks.gpu_run import SMOKE, GpuRun, Stop
+from benchmarks.harness import Skip
 from benchmarks.roofline import Machine
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
@@ -28,7 +32,7 @@ from hf_longspec.bench.results import read_records
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TORCH = "hf_longspec_torch"
-FIRST = (PLAIN, HF, "SpecAttn, gamma 2", "LongSpec, 2+2")
+FIRST = (PLAIN, "LongSpec, 2+2", "SpecAttn, gamma 2", HF, HF, HF)  # stock `generate` in three modes
 OTHERS = (PLAIN, "LongSpec, 2+1", "TokenSwift, verify_hidden", "TokenSwift, partial_kv", "n-grams")
 
 
@@ -55,8 +59,8 @@ def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_pat
     assert output.with_suffix(".md").read_text().startswith("# GPU\n")
     records = read_records(output)
     assert not of(records, "failed")
-    assert [record["section"] for record in of(records, "section")] == list(gpu.SECTIONS)
-    timed = {"kernel", "score_rows", "baseline", "iteration"}
+    assert list(dict.fromkeys(record["section"] for record in of(records, "section"))) == list(gpu.SECTIONS)
+    timed = {"kernel", "score_rows", "baseline", "forward", "iteration"}
     for record in (record for record in records if record["kind"] in timed):
         assert record["ms"]["median"] > 0 and record["floor_ms"] > 0 and record["how"] == "wall"
     for record in records:
@@ -65,9 +69,12 @@ def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_pat
     for batch, context in SMOKE.points:
         for kind in ("kernel", "score_rows"):
             assert {r["nodes"] for r in of(records, kind, batch=batch, context=context)} == set(SMOKE.nodes)
-    assert {record["baseline"] for record in of(records, "baseline")} == set(BASELINES)
+    missing = {record.get("baseline") for record in of(records, "skipped")} - {None}  # packages
+    assert {record["baseline"] for record in of(records, "baseline")} == set(BASELINES) - missing
+    assert missing <= {"flashinfer, mask"}
     reasons = [record["reason"] for record in of(records, "skipped")]
-    assert sum("not_there" in reason for reason in reasons) == 1
+    assert any("not_there" in reason for reason in reasons)
+    assert len(of(records, "features")) == CASES
     assert any("CUDA graphs" in reason for reason in reasons)
     for section, names in (("iterations", FIRST), ("drafts", OTHERS)):
         rows = of(records, "iteration", context=SMOKE.contexts[0], section=section)
@@ -76,30 +83,59 @@ def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_pat
             expected = {PLAIN: 0, HF: 0, "n-grams": row["speculated"]}
             assert row["speculated"] == expected.get(row["draft"], row["iterations"])
             assert row["ms"]["count"] == row["iterations"] and row["c"] > 0 and row["tau"] >= 1
+        assert not any(row["captures"] or row["replays"] or row["warnings"] for row in rows)
         assert rows[0]["c"] == 1 and rows[0]["tau"] == 1 and rows[0]["same_tokens"] == SMOKE.tokens
 
 
-def test_a_lost_device_and_the_end_of_the_time_stop_the_run_wherever_it_is(make_run, monkeypatch):
-    def lost(run):
-        run.write("kernel")
-        raise Stop("the device is lost: illegal access")
+def lost(run):
+    run.write("capture", step="before it was lost")
+    raise Stop("the device is lost: illegal access")
 
-    sections = {"ceilings": lambda run: None, "kernels": lost, "drafts": lambda run: None}
+
+def without_memory(run):
+    raise torch.OutOfMemoryError("no memory")
+
+
+def cut_off(run):
+    run._file.write('{"kind": "kern')
+    run._file.flush()
+    os._exit(3)
+
+
+ENDS = {
+    "lost": (lost, "the device is lost: illegal access: the rest of it"),
+    "hangs": (lambda run: time.sleep(60), "killed after 0.5 s"),
+    "killed": (lambda run: os.kill(os.getpid(), signal.SIGKILL), "its process ended with -9"),
+    "without memory": (without_memory, "out of memory: no memory"),
+    "cut off": (cut_off, "its process ended with 3"),
+}
+
+
+def test_a_section_that_ends_badly_ends_alone(tmp_path, monkeypatch, capsys):
+    """The sections after it run, and the report has all that was measured."""
+    sections = {name: gpu.Section(measure, 0.5 if name == "hangs" else 20) for name, (measure, _) in ENDS.items()}
+    sections = {"ceilings": gpu.SECTIONS["ceilings"], **sections, "kernels": gpu.SECTIONS["kernels"]}
     monkeypatch.setattr(gpu, "SECTIONS", sections)
-    run = make_run([TORCH])
-    gpu.execute(run, list(sections))
-    last = of(run.records, "skipped")[-1]
-    assert last["reason"].startswith("the device is lost") and last["part"] == "kernels drafts"
-    assert of(run.records, "kernel")
+    output = tmp_path / "gpu.jsonl"
+    arguments = ["--smoke", "--quiet", "--threads", "1", "--backends", TORCH, "--output", str(output)]
+    gpu.main([*arguments, "--sections", ",".join(sections)])
+    records = read_records(output)
+    for name, (_, reason) in ENDS.items():
+        found = [r["reason"] for kind in ("failed", "skipped") for r in of(records, kind, section=name)]
+        assert found == [reason]
+    assert of(records, "capture", step="before it was lost") and of(records, "kernel", section="kernels", backend=TORCH)
+    assert records[-1]["kind"] == "end" and "## Attention of one layer" in capsys.readouterr().out
 
-    sections["kernels"] = lambda run: time.sleep(60)
-    run, started = make_run([TORCH]), time.perf_counter()
-    before = signal.signal(signal.SIGALRM, gpu._time_is_over)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    gpu.execute(run, list(sections))
-    signal.signal(signal.SIGALRM, before)
-    assert time.perf_counter() - started < 30
-    assert of(run.records, "skipped")[-1]["reason"].startswith("no time left")
+    gpu.main([*arguments, "--minutes", "0.01"])
+    assert {record["reason"] for record in of(read_records(output), "skipped")} == {"no time left"}
+
+
+def test_captured_steps_without_a_replay_are_no_row():
+    counts = {"captures": 0, "replays": 0, "warnings": ["it could not be captured"]}
+    with pytest.raises(Skip, match="no graph was replayed: it could not be captured"):
+        require_replays(GRAPH, counts)
+    require_replays(OFF, counts)
+    require_replays(GRAPH, counts | {"replays": 1})
 
 
 @pytest.mark.parametrize(
@@ -162,7 +198,7 @@ def reads_after_the_nodes(query, key, value, lengths, **options):
 )
 def test_a_wrong_backend_is_not_timed_anywhere(make_run, register, prefix_attention):
     run = make_run([register("wrong", prefix_attention), TORCH], nodes=(1, 5), points=SMOKE.points[:1])
-    gpu_attention.kernels(run)
+    gpu_attention.kernels(run, slice(None))
     assert "wrong" in run.refused and len(of(run.records, "skipped", backend="wrong")) == 1
     assert not of(run.records, "kernel", backend="wrong", nodes=5) and of(run.records, "kernel", backend=TORCH)
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_attention import LOWER_BOUND
+from benchmarks.gpu_checks import CASES
+from benchmarks.gpu_iterations import COMPILE, GRAPH, HF_MODES, OFF
 from benchmarks.gpu_run import SMOKE
-from hf_longspec.bench.calls import HF
+from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.results import read_records
 from tests.benchmarks.test_gpu import BARE, FIRST, HIDDEN, OTHERS, of
 from tests.simulated_cuda import why_not
@@ -18,7 +20,7 @@ pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 pytestmark = pytest.mark.soak  # `make test-torch-min` runs it
 
 TRITON = "hf_longspec_triton"
-SECTIONS = "kernels,baselines,drafts"
+SECTIONS = "captures,features,kernels,baselines,drafts"
 
 
 def run(tmp_path, sections, dtype):
@@ -36,31 +38,41 @@ def run(tmp_path, sections, dtype):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "could not be captured" not in done.stdout + done.stderr
     records = read_records(output)
-    assert records[0]["gpu"] == "simulated" and records[-1]["kind"] == "end"
+    assert of(records, "gpu_ceilings")[0]["gpu"] == "simulated" and records[-1]["kind"] == "end"
     assert not of(records, "failed")
     return records
 
 
-def pairs(names):
-    return [(name, compiled) for name in names for compiled in (False, True) if not (compiled and name == HF)]
+def check_modes(rows, names):
+    """Every row was run in every mode, and those of captured steps captured and replayed."""
+    modes = {PLAIN: (OFF, GRAPH, COMPILE), HF: HF_MODES}
+    expected = [(name, mode) for name in dict.fromkeys(names) for mode in modes.get(name, (OFF, GRAPH))]
+    assert [(row["draft"], row["mode"]) for row in rows] == expected
+    for row in rows:
+        is_captured = row["mode"] in (GRAPH, COMPILE)
+        assert bool(row["captures"]) == bool(row["replays"]) == is_captured and not row["warnings"]
 
 
 def test_plain_specattn_and_longspec_as_they_are_and_captured(tmp_path):
     """Every timed iteration speculates, and the text is that of the loop without a draft; exact, as in float32."""
-    records = run(tmp_path, "iterations", "float32")
+    records = run(tmp_path, "forwards,iterations", "float32")
     rows = of(records, "iteration")
-    assert [(row["draft"], row["compiled"]) for row in rows] == pairs(FIRST)
+    check_modes(rows, FIRST)
     for row in rows:
-        assert row["backend"] == ("sdpa" if row["draft"] == HF else TRITON) and row["same_tokens"] == SMOKE.tokens
-        assert row["speculated"] == (0 if row["draft"] in FIRST[:2] else row["iterations"])
-        assert row["ms"]["median"] > 0 and row["floor_ms"] > 0
+        assert row["backend"] == (row["mode"] if row["draft"] == HF else TRITON)
+        assert row["same_tokens"] == SMOKE.tokens and row["ms"]["median"] > 0 and row["floor_ms"] > 0
+        assert row["speculated"] == (0 if row["draft"] in (PLAIN, HF) else row["iterations"])
+    for mode in (OFF, GRAPH, COMPILE):  # a mode replays no graphs of another one
+        found = of(records, "forward", forward="ours", mode=mode)
+        assert [(row["nodes"], row["captures"]) for row in found] == [(n, int(mode != OFF)) for n in SMOKE.nodes]
 
 
 def test_everything_else(tmp_path):
     """Triton's kernels are timed as graphs; no section ends early."""
     records = run(tmp_path, SECTIONS, "bfloat16")
     assert {line["section"] for line in of(records, "section")} == {"ceilings", *SECTIONS.split(",")}
-    assert [(row["draft"], row["compiled"]) for row in of(records, "iteration")] == pairs(OTHERS)
+    assert len(of(records, "capture")) == 5 and len(of(records, "features", backend=TRITON)) == CASES
+    check_modes(of(records, "iteration"), OTHERS)
     kernels = of(records, "kernel", backend=TRITON)
     assert {row["nodes"] for row in kernels} == set(SMOKE.nodes) and {row["how"] for row in kernels} == {"graph"}
     assert LOWER_BOUND in {row["baseline"] for row in of(records, "baseline")}

@@ -1,7 +1,6 @@
 """`hf-longspec bench` on the tiny target of the repository, at sizes that take seconds."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -213,15 +212,3 @@ def test_the_preset_measures_every_draft_without_training_at_the_lengths_that_fi
     calls = of_kind(read_records(Path("bench.jsonl")), "run")
     assert {(call["context"], call["decoding"].get("temperature")) for call in calls} == {(1024, None), (1024, 1.0)}
     assert {call["method"] for call in calls} - {HF, PLAIN, "hf prompt lookup"} == set(bench.ALL_DRAFTS)
-
-
-def test_options_replace_the_lengths_and_temperatures_of_the_preset(monkeypatch):
-    seen = []
-    monkeypatch.setattr(bench.Bench, "measure", lambda run, *_: seen.append(run) or (None, False))
-    monkeypatch.setattr(bench, "show", lambda *_: sys.exit(0))
-    for temperature in (["--temperature", "0.5"], ["--sweep", "temperature=0,2"]):
-        invoke("--preset", "all", *temperature)
-    assert [(run.contexts, run.temperature, run.sweeps) for run in seen] == [
-        ([64], 0.5, []),
-        ([64], 0.0, ["temperature=0,2"]),
-    ]

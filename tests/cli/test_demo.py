@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers.utils import logging
 
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.bench import prompts
@@ -147,27 +146,6 @@ def folders(tmp_path_factory):
     SpecAttnDraftModel.from_target(tiny_target("llama")).save_pretrained(other)
     short.write_text("short")
     return {"other": other, "short": short}
-
-
-def test_settings_of_transformers_are_restored(run):
-    logging.set_verbosity_info()
-    try:
-        run("--file", "/no/such.txt")
-        assert logging.get_verbosity() == logging.INFO and logging.is_progress_bar_enabled()
-    finally:
-        logging.set_verbosity_warning()
-
-
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("# a heading\n\nThe keeper wrote every evening into a book.\nx = 1\n\ny =", "# a heading\n\nThe keeper wrote"),
-        ("x = 1\ny = 2\n", None),
-    ],
-)
-def test_a_prompt_ends_after_a_word(text, kept):
-    found = demo.CUT.match(text)
-    assert (found and found[0]) == kept
 
 
 def test_modules_without_sources_are_skipped(monkeypatch):

@@ -14,7 +14,6 @@ from transformers.generation.streamers import BaseStreamer
 from hf_longspec import Eagle3DraftModel, NgramDraftModel, SpeculationStats
 from hf_longspec.bench.calls import TokenClock
 from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, StepText, html_page
-from hf_longspec.generation.gate import gate_of
 from tests.cli.conftest import run_command
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -88,22 +87,6 @@ def test_several_samples_are_the_rows_of_one_batch(command, tiny, target):
     for wrong, message in ((["--samples", 3], "--temperature"), (["--show-drafts"], "--show-drafts")):
         refused = command(*(arguments if "--samples" in wrong else sampled), *wrong)
         assert refused.exit_code == 2 and message in refused.stderr
-
-
-def test_a_pause_of_drafting_is_one_line_of_the_summary(command, tiny, monkeypatch):
-    """A draft that cannot pay: its steps take a minute each on the clock of the gate."""
-    seconds = iter(range(0, 10**9, 60))
-
-    def slow(wanted, drafter, ranks, known=None):
-        gate = gate_of(wanted, drafter, ranks)
-        gate.clock = lambda: next(seconds) if gate.choice == "draft" else 0.0
-        return gate
-
-    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", slow)
-    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", tiny.longspec, "--max-new-tokens", 40]
-    result = command(*arguments)
-    assert result.exit_code == 0, result.output
-    assert result.stderr.count("longspec: drafting paused, plain decoding is faster here") == 1
 
 
 def test_an_ordinary_small_model_is_recognised(command, tiny, target, expected, tmp_path):

@@ -187,15 +187,6 @@ def test_a_second_ctrl_c_stops_at_once(run, recipe, tmp_path, monkeypatch):
     assert not list((tmp_path / "run").glob("checkpoint-*")) and signal.getsignal(signal.SIGINT) is handler
 
 
-def test_the_same_recipe_gives_the_same_draft(run, recipe, tmp_path):
-    folders = [tmp_path / name for name in ("one", "two", "three")]
-    for folder, seed in zip(folders, (7, 7, 8), strict=True):
-        arguments = ["--output-dir", folder, "--max-steps", 1, "--set", f"training.seed={seed}"]
-        assert run("train", "--config", recipe, *arguments)[0] == 0
-    one, two, three = ((folder / "model.safetensors").read_bytes() for folder in folders)
-    assert one == two != three
-
-
 def test_lora_saves_an_adapter(run, recipe, tmp_path):
     pytest.importorskip("peft")
     status, output = run(
@@ -256,14 +247,6 @@ def test_a_diverged_run_has_its_own_exit_status(run, recipe, target, tmp_path):
     status, output = run("train", "--config", recipe, target=tmp_path / "broken")
     assert status == 1
     assert "error: the loss at step 1 is nan" in output
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("5e-4", 5e-4), ("-1.5E3", -1500.0), ("3", 3), ("2.5", 2.5), ("e4", "e4")]
-)
-def test_numbers_are_read_as_python_reads_them(text, number):
-    value = options.read_settings([f"key={text}"])["key"]
-    assert value == number and type(value) is type(number)
 
 
 @pytest.mark.parametrize("name", ["multi_gpu", "fsdp", "deepspeed"])

@@ -1,7 +1,6 @@
 """`tune`: the strategy on made-up measurements, real runs on the tiny drafts, and the file that is replaced."""
 
 import json
-import math
 import os
 import shutil
 
@@ -11,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_longspec import Eagle3DraftModel, QuestDraftModel, SpecAttnDraftModel
 from hf_longspec.cli import tune as module
-from hf_longspec.cli.tune import LARGE_GAMMA, Trial, distinct_ratios, plan_for, update_settings
+from hf_longspec.cli.tune import LARGE_GAMMA, Trial, plan_for, update_settings
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
 from tests.tiny_targets import tiny_target
@@ -113,22 +112,6 @@ def test_self_drafts_take_the_three_steps_of_the_paper(kind):
     assert {options["sparse_ratio"] for options in gammas} == {0.05}
     assert {options["num_assistant_tokens"] for options in around} == {6}
     assert [options["sparse_ratio"] for options in around] == [0.03, 0.05, 0.07]
-
-
-def test_ratios_below_the_floor_are_one_candidate():
-    """Against a count of the entries that each ratio selects."""
-    for context, fewest in ((100, 256), (4096, 256), (4096, 1), (131_072, 256)):
-        entries = {}
-        for ratio in (0.07, *module.RATIOS):
-            entries.setdefault(min(context, max(fewest, math.ceil(ratio * context))), ratio)
-        found = distinct_ratios(0.07, context, fewest)
-        assert len(found) == len(entries) and 0.07 in found and found == sorted(found)
-    model = tiny_target("llama")
-    draft = SpecAttnDraftModel.from_target(model)
-    measure, asked = simulated(lambda **_: 2.0, lambda sparse_ratio, num_assistant_tokens: -num_assistant_tokens)
-    best = plan_for(draft)(draft, TargetView(model), 200, measure)
-    assert best == {"sparse_ratio": 0.07, "num_assistant_tokens": 1}
-    assert [step[0] for step, *_ in asked] == ["2"]  # no ratio makes a difference: only gamma is measured
 
 
 @pytest.mark.parametrize(("kind", "name", "winner"), [

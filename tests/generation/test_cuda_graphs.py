@@ -234,6 +234,19 @@ class TestCapture:
         other_replay()
         assert cuda.fetch(found).equal(torch.eye(3))
 
+    def test_after_all_graphs_of_the_target_have_ended(self, cuda):
+        _, replay, target = self.product(cuda)
+        del replay
+        (found,), replay, _ = self.product(cuda, target)
+        replay()
+        assert cuda.fetch(found).equal(torch.eye(3))
+
+    def test_after_others_have_cleared_the_workspaces_of_cublas(self, cuda):
+        (found,), replay, _ = self.product(cuda)
+        torch._C._cuda_clearCublasWorkspaces()
+        replay()
+        assert cuda.fetch(found).equal(torch.eye(3))
+
     def test_nothing_is_collected_meanwhile(self, cuda):
         assert not any(self.fail(cuda, torch.nn.Module())) and gc.isenabled()
 

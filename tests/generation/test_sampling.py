@@ -90,12 +90,6 @@ def test_text_depends_on_the_seed_and_not_on_other_rows(target):
     assert sample(model, plain, lengths=RAGGED[:1], **FREE)[0] == texts[0][0]
 
 
-def test_temperature_near_zero_is_greedy(plain_run):
-    run = plain_run("llama", RAGGED, max_new_tokens=8)
-    for kind in ("tree", "specattn"):
-        assert run.again(run.draft(kind), do_sample=True, temperature=1e-4).tolist() == run.sequences.tolist()
-
-
 class Spoiled(LogitsProcessor):
     """Writes a value over all scores of one row, or of all, from a column on."""
 

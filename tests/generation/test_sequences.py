@@ -73,23 +73,6 @@ class TestAlone:
             sequences([three]).append([[11], [12]])
 
 
-@pytest.mark.parametrize(("kind", "ends"), [("tree", True), ("specattn", False)])
-def test_a_criterion_with_an_answer_for_each_place_in_the_batch(plain_run, kind, ends):
-    """Rows stop at tokens of their own. Without an end token, stock `generate` lets stopped rows grow on."""
-    free = plain_run("llama", RAGGED, max_new_tokens=20, eos_token_id=None)
-    stops = torch.tensor([row[place] for row, place in zip(free.generated, (4, 9, 6), strict=True)])
-    of_rows = Answer(lambda ids, scores: ids[:, -1] == stops)
-    options = {"max_new_tokens": 20, "stopping_criteria": StoppingCriteriaList([of_rows])}
-    run = plain_run("llama", RAGGED, eos_token_id=1 if ends else None, **options)
-    assert 3 < len(run.generated[0]) < 20
-    assert any(PAD_TOKEN_ID in row for row in run.generated) or not ends
-    settings = {"sparse_ratio": 1.0} if kind == "specattn" else {"hints": free.generated, "luck": 0.9}
-    wanted = {"return_dict_in_generate": True, "output_scores": True}
-    out = run.again(run.draft(kind, **settings), **wanted)
-    assert out.sequences.tolist() == run.sequences.tolist()
-    assert len(out.scores) == len(run.generated[0])
-
-
 class Judge(StoppingCriteria):
     """Gives one answer for the batch, by all rows and, if there are any, all scores; remembers what it was shown."""
 

@@ -7,7 +7,7 @@ import pytest
 from hf_longspec.hub import Card, write_repository
 from hf_longspec.hub.repository import write_engine
 from hf_longspec.modeling import register_draft
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import made_for, tiny_target
 
 SETTINGS = {
     "longspec_eagle3": {"tree_widths": [3, 2], "window": 9},
@@ -34,7 +34,7 @@ def make_draft(hub_target):
 
     def make(kind):
         cls, settings = DRAFTS[kind]
-        return cls.from_target(hub_target, **settings)
+        return made_for(cls, hub_target, **settings)
 
     return make
 

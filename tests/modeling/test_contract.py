@@ -18,13 +18,14 @@ from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import ATTENTION
 from tests.modeling.calls import LENGTHS, NEVER, generate
 from tests.rounding import rounding
-from tests.tiny_targets import TINY_TARGETS, randomize, tiny_prompts, tiny_target
+from tests.tiny_targets import TINY_TARGETS, made_for, randomize, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 SETTINGS = {
     "longspec_eagle3": {"tree_widths": [6, 4], "window": 8, "sinks": 2, "fc_norm": True},
     "longspec": {"window": 8, "tree_widths": [6, 4]},
+    "longspec_mtp": {"tree_widths": [6, 4], "window": 8, "sinks": 2},
     # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens
     "specattn": {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"},
     "longspec_quest": {
@@ -41,6 +42,8 @@ SETTINGS = {
     "longspec_token_recycling": {"num_nodes": 8, "max_depth": 3},
     "longspec_assistant": {"num_assistant_tokens": 3, "window": 5, "sinks": 1},
 }
+# Of the weights with which a draft has luck often enough.
+SEEDS = {"longspec_mtp": 5}
 REFUSED = {("longspec", "deepseek_v3"): "MLA", ("longspec_quest", "deepseek_v3"): "MLA"}
 FEW_TOKENS = {"vocab_size": 12}
 WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
@@ -49,8 +52,8 @@ KINDS = pytest.mark.parametrize("kind", DRAFTS)
 
 
 def draft_of(kind, model, **settings):
-    draft = DRAFTS[kind].model.from_target(model, **(SETTINGS.get(kind, {}) | {"on_unsupported": "error"} | settings))
-    randomize(draft)
+    draft = made_for(DRAFTS[kind].model, model, **(SETTINGS.get(kind, {}) | {"on_unsupported": "error"} | settings))
+    randomize(draft, SEEDS.get(kind, 3))
     return draft
 
 
@@ -67,7 +70,7 @@ def check_drafted(draft, model):
 
 
 # They read tokens, logits or hidden states, whatever the attention of the target is.
-WITHOUT_KEYS = ("longspec_ngram", "longspec_eagle3", "tokenswift", "longspec_token_recycling", "longspec_plain")
+WITHOUT_KEYS = (*("longspec_ngram", "longspec_eagle3", "tokenswift", "longspec_token_recycling", "longspec_plain"),)
 # The other drafts on every kind of attention, and one of these on every target; `make models` runs all on all.
 GREEDY = [*product(sorted(DRAFTS.keys() - {*WITHOUT_KEYS}), ATTENTION), *zip(cycle(WITHOUT_KEYS), TINY_TARGETS)]
 
@@ -113,6 +116,8 @@ VARIANTS = [
     ("tokenswift", "deepseek_v3", NGRAMS),
     ("longspec_eagle3", "gpt_oss", {"draft_vocab_size": 7, "tree_widths": [1, 1, 1]}),
     ("longspec_eagle3", "llama", NGRAMS),
+    ("longspec_mtp", "qwen3", {"tree_widths": [1, 1, 1], "window": "all"}),
+    ("longspec_mtp", "deepseek_v3", NGRAMS),
     ("longspec", "llama", NGRAMS),
     ("specattn", "deepseek_v3", NGRAMS),
     ("longspec_quest", "llama", {"sparse_ratio": 1.0, "sparse_min_tokens": 1000}),
@@ -291,7 +296,7 @@ def test_an_offloaded_target(kind):
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert next(model.parameters()).device.type == "meta"
     assert torch.equal(generate(model, draft, max_new_tokens=8), expected[:, : max(LENGTHS) + 8])
-    DRAFTS[kind].model.from_target(model)  # finds its place by the hook
+    made_for(DRAFTS[kind].model, model)  # finds its place by the hook
 
 
 @pytest.mark.parametrize(

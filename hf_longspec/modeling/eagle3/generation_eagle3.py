@@ -6,209 +6,17 @@ with the context. The newest entry predicts the first level of the tree. A node 
 state of its parent in place of auxiliary hidden states, which the target has only after it verified the node.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from ...generation.draft_tree import Beam
-from ...generation.drafter import BeamDrafter, Binding, Verification
-from ...generation.sparse_caches import WindowRing, visible
-from ...generation.target_modules import LayerInputs
-
-# Auxiliary hidden states, tokens and positions of the entries that the next draft stores, and the place of the last one
-# in each row.
-Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+from ...generation.sparse_caches import visible
+from ..aux_drafter import AuxDrafter
 
 
-class PromptAuxHiddenStates(LayerInputs):
-    """Keep auxiliary hidden states of the first and last tokens of prompts, which may be prefilled in chunks.
-
-    Rows are padded on the right. Each forward continues where the one before ended.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        layers (`Sequence[int]`): Layers whose inputs are kept.
-        lengths (`Sequence[int]`): Number of tokens of every row.
-        starts (`Sequence[int]`): Position of the first token that is read, of every row.
-        sinks (`int`): Number of first tokens that are kept.
-        window (`int`): Number of last tokens that are kept.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        layers: Sequence[int],
-        lengths: Sequence[int],
-        starts: Sequence[int],
-        sinks: int,
-        window: int,
-    ):
-        super().__init__(model, layers)
-        self.spans = [[(0, min(sinks, size)), (max(min(sinks, size), size - window), size)] for size in lengths]
-        self._starts = starts
-        self._read = [0] * len(layers)
-        self._pieces: list[list[list[tuple[int, torch.Tensor]]]] = [[[] for _ in lengths] for _ in layers]
-
-    def _keep(self, place: int, states: torch.Tensor) -> None:
-        read = self._read[place]
-        self._read[place] += states.shape[1]
-        for row, spans in enumerate(self.spans):
-            first = self._starts[row] + read
-            end = first + states.shape[1]
-            for begin, stop in ((max(begin, first), min(stop, end)) for begin, stop in spans):
-                if begin < stop:
-                    # a copy, as a view would keep the states of the whole chunk
-                    piece = states[row, begin - first : stop - first].clone()
-                    self._pieces[place][row].append((begin, piece))
-
-    def of_row(self, row: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the kept positions `(n,)` of a row and states `(n, layers * hidden)`; `None` if there are none."""
-        places = [pieces[row] for pieces in self._pieces]
-        if not places[0]:
-            return None
-        device = places[-1][0][1].device
-        ranges = [torch.arange(begin, begin + len(piece), device=device) for begin, piece in places[0]]
-        states = [torch.cat([piece for _, piece in pieces]).to(device) for pieces in places]
-        return torch.cat(ranges), torch.cat(states, -1)
-
-
-class Angles:
-    """Rotary embedding of a draft, as a part of a workspace.
-
-    Args:
-        rotary (`torch.nn.Module`): Function of a tensor, for its dtype, and of positions.
-    """
-
-    def __init__(self, rotary: Any):
-        self.rotary = rotary
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the frequencies."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.rotary.buffers())
-
-    def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines `(B, N, D)` of `positions` `(B, N)`, with the dtype of `like`."""
-        cos, sin = self.rotary(like, positions)
-        return cos, sin
-
-
-class Eagle3Drafter(BeamDrafter):
+class Eagle3Drafter(AuxDrafter):
     """Draft a tree of fixed size with one small decoder."""
-
-    def __init__(self, binding: Binding, draft: Any):
-        super().__init__(binding, draft)
-        self.wants_hidden = draft.layers_of(binding.target.config)
-        self.window = min(draft.prompt_tokens, binding.max_length)
-        self.sinks = min(draft.setting("sinks"), binding.max_length)
-        # kept for later calls, as graphs read its tensors
-        theta = draft.effective("rope_theta")
-        self.rotary: Angles = binding.part(
-            (Angles, theta, self.device), lambda: Angles(self.draft.rotary_embedding(self.device))
-        )
-        self._prompts: PromptAuxHiddenStates | None = None
-        self.pending: Entries | None = None
-
-    @property
-    def most_new(self) -> int:
-        """Most tokens that a verification commits per row."""
-        return max(self.max_depth, self.ngram_depth) + 1
-
-    @cached_property
-    def rings(self) -> list[WindowRing]:  # type: ignore[override]
-        """Entries of the committed text, for each layer. Layers trained with a window saw no sinks beside it."""
-        config, rings = self.draft.config, []
-        sizes = self.binding.cache.batch_size, config.num_key_value_heads, config.head_dim, self.dtype, self.device
-        for index, layer_window in enumerate(config.window_of_layers):
-            window, sinks = (self.window, self.sinks) if layer_window is None else (min(layer_window, self.window), 0)
-            shape = window, self.num_nodes, *sizes, sinks, self.most_new
-            ring: WindowRing = self.binding.part((WindowRing, index, *shape), partial(WindowRing, *shape))
-            ring.clear()
-            rings.append(ring)
-        return rings
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the rings and of the auxiliary hidden states of the last verification."""
-        pending = () if self.pending is None else self.pending
-        return super().state_bytes + sum(x.numel() * x.element_size() for x in pending)
-
-    @contextmanager
-    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> Iterator[None]:
-        """Keep the auxiliary hidden states of the first and the last tokens of the prompts."""
-        layers = self.wants_hidden
-        assert isinstance(layers, tuple)
-        self._prompts = PromptAuxHiddenStates(
-            self.binding.target.model, layers, lengths, starts, self.sinks, self.window
-        )
-        with self._prompts:
-            yield
-
-    def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Store the entries of the prompts whose states were kept, and those of the verification."""
-        if self._prompts is not None:
-            self._read(self._prompts, texts)
-            self._prompts = None
-        self.observe(verification)
-
-    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Continue after plain steps. Their tokens have no entries, as the target's states are gone."""
-        self.observe(verification)
-
-    def observe(self, verification: Verification) -> None:
-        """Keep states, tokens and positions of the committed nodes, whose entries the next draft stores first."""
-        assert verification.hidden is not None and verification.tree is not None
-        device, width = verification.path.device, self.most_new
-        if self.pending is None:
-            shape = len(verification.path), width
-            none = torch.full(shape, -1, device=self.device)
-            aux_hidden_states = torch.zeros(*shape, verification.hidden.shape[2], dtype=self.dtype, device=self.device)
-            self.pending = aux_hidden_states, none.clone(), none, none[:, :1] + 1
-        changing = (
-            *(verification.hidden, verification.path, verification.tree.tokens),
-            *(verification.num_nodes.on(device), verification.prefix_lengths.on(device), *self.pending),
-        )
-        self.pending = self.binding.target.replayed(_newest, changing, (self,), self.rings[0])
-
-    def newest(
-        self, hidden: torch.Tensor, path: torch.Tensor, nodes: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor
-    ) -> Entries:
-        """Return the entries of the kept nodes. The token of the last one is the next root, and is not part of them.
-
-        Args:
-            hidden (`torch.Tensor` of shape `(B, N, layers * hidden)`): The target's states at the nodes.
-            path (`torch.LongTensor` of shape `(B, M)`): Kept nodes.
-            nodes (`torch.LongTensor` of shape `(B, N)`): Tokens of the nodes.
-            counts (`torch.LongTensor` of shape `(B,)`): Number of kept nodes.
-            lengths (`torch.LongTensor` of shape `(B,)`): Position of the root.
-        """
-        path = torch.nn.functional.pad(path, (0, self.most_new - path.shape[1]))
-        tokens = nodes.gather(1, path).roll(-1, 1).to(self.device)
-        path, counts, lengths = (
-            path.to(hidden.device),
-            counts[:, None].to(self.device),
-            lengths[:, None].to(self.device),
-        )
-        aux_hidden_states = hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[2])).to(
-            self.device, self.dtype
-        )
-        places = torch.arange(self.most_new, device=self.device)
-        positions = torch.where(places < counts, lengths + places, -1)
-        return aux_hidden_states, tokens, positions, (counts - 1).clamp_min(0)
-
-    def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the roots `(B,)`, and the entries that the draft stores first."""
-        assert self.pending is not None
-        return root, *self.pending
-
-    def begin(self, inputs: tuple[torch.Tensor, ...], prefix: None) -> tuple[torch.Tensor, ...]:
-        """Return the entries with the root as the last token, and the position of the last one `(B, 1)`."""
-        root, aux_hidden_states, tokens, positions, last = inputs
-        tokens = tokens.scatter(1, last, root[:, None].to(tokens.device))
-        return aux_hidden_states, tokens, positions, last, positions.gather(1, last)
 
     def level_inputs(
         self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
@@ -223,18 +31,8 @@ class Eagle3Drafter(BeamDrafter):
         """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam."""
         return self.next_level(*changing) if depth else self.first_level(*changing)
 
-    def graph_of(self, runner: Any, prefix: None) -> tuple[tuple[torch.Tensor, ...], tuple, tuple]:
-        """Return the sizes that distinguish graphs."""
-        return (), (), (self.most_new, *(ring.size for ring in self.rings))
-
     def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store entries in the rings.
-
-        Args:
-            aux_hidden_states (`torch.Tensor` of shape `(B, T, layers * hidden)`): The target's states.
-            tokens (`torch.LongTensor` of shape `(B, T)`): The token after each of them.
-            positions (`torch.LongTensor` of shape `(B, T)`): Their positions; a negative one marks padding.
-        """
+        """Store entries in the rings; see [`AuxDrafter.remember`]."""
         self._enter(aux_hidden_states, tokens, positions, positions[:, :0])
 
     def first_level(
@@ -301,36 +99,3 @@ class Eagle3Drafter(BeamDrafter):
         angles = self.rotary(states, positions.clamp_min(0))
         result: tuple[torch.Tensor, torch.Tensor] = self.draft.run(states, embedded, angles, attend, query_places)
         return result
-
-    def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits `(B, n, vocab)` of the target's tokens; those that the draft does not have get -inf."""
-        if self.draft.d2t is None:
-            return logits
-        everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
-        return everywhere.index_copy(2, self.draft.token_ids.to(logits.device), logits)
-
-    def _read(self, prompts: PromptAuxHiddenStates, texts: Sequence[torch.Tensor]) -> None:
-        """Store the entries of the prompts whose states were kept."""
-        rows = [(row, entries) for row in range(len(texts)) if (entries := prompts.of_row(row)) is not None]
-        if not rows:
-            return
-        width = max(len(positions) for _, (positions, _) in rows)
-        first = rows[0][1][1]
-        aux_hidden_states = first.new_zeros(len(texts), width, first.shape[-1])
-        tokens = torch.zeros(len(texts), width, dtype=torch.long, device=first.device)
-        places = torch.full_like(tokens, -1)
-        for row, (positions, states) in rows:
-            text = texts[row].to(first.device)
-            usable = int((positions < len(text) - 1).sum())  # the token after the last one is not part of the text
-            positions = positions[:usable]
-            aux_hidden_states[row, :usable], places[row, :usable] = states[:usable], positions
-            tokens[row, :usable] = text[positions + 1]
-        self.remember(aux_hidden_states, tokens.to(self.device), places.to(self.device))
-
-
-def _newest(changing, drafter):
-    """Return the entries of the kept nodes, maybe inside a graph; rows that kept none keep their earlier entries."""
-    grew = changing[3][:, None].to(drafter.device) > 0
-    newest, before = drafter.newest(*changing[:5]), changing[5:]
-    masks = grew[..., None], grew, grew, grew
-    return tuple(torch.where(*three) for three in zip(masks, newest, before, strict=True))

@@ -1,0 +1,13 @@
+"""MTP: the layers for multi-token prediction that lie in the target's own checkpoint, as a draft."""
+
+from ..register_draft import register_draft
+from .configuration_mtp import MtpConfig
+from .modeling_mtp import MtpDraftModel
+
+__all__ = ["MtpConfig", "MtpDraftModel"]
+
+register_draft(
+    MtpConfig,
+    MtpDraftModel,
+    card="hf_longspec.hub:templates/mtp.md",
+)

@@ -1,0 +1,266 @@
+"""MTP layers in the checkpoints of targets: where they lie, by family, and how their tensors are read.
+
+The names of the tensors decide the family, as a target may be loaded by code of its own. Names and shapes are compared
+with those of the draft before a tensor is read, and only safetensors are read. The facts are those of transformers 5.23
+(modeling_layers.py), speculators 0.9.0 and SGLang 0.5.23, whose chains agree for the families here.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import PreTrainedModel
+
+from ...generation.target_modules import layer_at
+from ..configuration_base import text_config
+from ..loading import Checkpoint
+from .configuration_mtp import MtpConfig
+from .layers_mtp import decoder_like
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of the tensors of MTP layer j in a target of N layers, in which `{n}` stands for N + j and `{j}` for j.
+
+    Args:
+        block (`str`): Beginning of the names of the decoder layer.
+        parts (`dict[str, str]`): Beginning of the name of each other part, and its name in [`MtpLayer`].
+        fields (`dict[str, Any]`): Fields of [`MtpConfig`] that differ from their defaults.
+    """
+
+    block: str
+    parts: dict[str, str]
+    fields: dict[str, Any]
+
+
+FAMILIES = {
+    "DeepSeek": Family(  # also GLM-4.x and Kimi
+        "layers.{n}.",
+        {
+            "layers.{n}.enorm.": "enorm.",
+            "layers.{n}.hnorm.": "hnorm.",
+            "layers.{n}.eh_proj.": "eh_proj.",
+            "layers.{n}.shared_head.norm.": "norm.",
+        },
+        {},
+    ),
+    "Qwen": Family(  # Qwen3-Next and Qwen3.5
+        "mtp.layers.{j}.",
+        {
+            "mtp.pre_fc_norm_embedding.": "enorm.",
+            "mtp.pre_fc_norm_hidden.": "hnorm.",
+            "mtp.fc.": "eh_proj.",
+            "mtp.norm.": "norm.",
+        },
+        {},
+    ),
+    "MiMo": Family(
+        "mtp_layers.{j}.",
+        {
+            "mtp_layers.{j}.token_layernorm.": "enorm.",
+            "mtp_layers.{j}.hidden_layernorm.": "hnorm.",
+            "mtp_layers.{j}.input_proj.": "eh_proj.",
+            "mtp_layers.{j}.final_layernorm.": "norm.",
+        },
+        {"hidden_states_first": True, "zero_first_embedding": True},
+    ),
+    "Ernie": Family(
+        "mtp_block.{j}.",
+        {
+            "mtp_emb_norm.{j}.": "enorm.",
+            "mtp_hidden_norm.{j}.": "hnorm.",
+            "mtp_linear_proj.{j}.": "eh_proj.",
+        },
+        {"zero_first_embedding": True, "final_norm": False},
+    ),
+}
+DISPUTED = "transformers and SGLang disagree on whether the next step reads the state before or after the norm"
+UNTESTED = "its outputs have not been compared with those of its publisher's code"
+# Why MTP layers are refused whose names may be those of a family, by the beginning of the model type.
+REFUSED = dict.fromkeys(("step3", "mimo_v2"), DISPUTED)
+REFUSED |= dict.fromkeys(("exaone_moe", "mellum", "nemotron_h", "bailing"), UNTESTED)
+# Beginnings of names in multimodal targets and in others.
+PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?")
+# Copies of the target's embedding and head, and what follows from the config.
+UNUSED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight$")
+# Files with weights in float8 hold a factor for each square of this many rows and columns.
+SCALE, SQUARE = "_scale_inv", 128
+FORMATS = ("model.safetensors.index.json", "model.safetensors")
+
+
+@dataclass(frozen=True)
+class MtpCheckpoint:
+    """The MTP layers in a checkpoint.
+
+    Args:
+        checkpoint ([`Checkpoint`]): The checkpoint.
+        names (`dict[str, str]`): Name of each tensor in a draft, experts apart, by its name in the checkpoint.
+        fields (`dict[str, Any]`): Fields of [`MtpConfig`].
+    """
+
+    checkpoint: Checkpoint
+    names: dict[str, str]
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, source: str | None) -> Self:
+        """Find the MTP layers of a target in `source`, or in the checkpoint that it was loaded from.
+
+        Raises:
+            ValueError: If there are none, or none of a kind that is supported.
+        """
+        text = text_config(target)
+        if reason := next((why for start, why in REFUSED.items() if text.model_type.startswith(start)), None):
+            raise ValueError(
+                f"the MTP layers of model_type={text.model_type!r} are not supported, as {reason}. Use another draft."
+            )
+        checkpoint = _opened(target, source)
+        stripped = {name: PREFIX.sub("", name) for name in checkpoint.names if not name.endswith(UNUSED)}
+        for family in FAMILIES.values():
+            names, depth = _renamed(family, stripped, text.num_hidden_layers)
+            if depth:
+                break
+        else:
+            _refuse_none(checkpoint.source, stripped)
+        if depth > 1 and family is not FAMILIES["DeepSeek"]:
+            raise ValueError(
+                f"{checkpoint.source} has {depth} MTP layers: how several layers are run in turn is known for the "
+                "names of DeepSeek alone. Use another draft."
+            )
+        fields = family.fields | {"num_mtp_layers": depth}
+        return cls(checkpoint, names, fields | {"layer_idx": _kind_of_layer(target, set(names.values()))})
+
+    def tensors(self, expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return the tensors of a draft. Other names or shapes than expected are refused before one is read.
+
+        Args:
+            expected (`Mapping[str, torch.Tensor]`): Tensors with the expected names and shapes.
+            dtype (`torch.dtype`): Type of the weights that the checkpoint holds in float8.
+        """
+        shapes = {name: value.shape for name, value in self._read("meta", dtype).items()}
+        missing, unknown = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+        if missing or unknown:
+            raise ValueError(
+                f"{self.checkpoint.source}: the MTP layers lack {missing} and have unknown tensors {unknown}. Pass "
+                "checkpoint=, a folder or Hub id with weights of the target that are complete, and not quantized "
+                "except to float8 in squares."
+            )
+        for name, shape in shapes.items():
+            if shape != expected[name].shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(shape)} in {self.checkpoint.source}, expected "
+                    f"{tuple(expected[name].shape)}. Pass checkpoint=, the folder or Hub id of this target."
+                )
+        return self._read("cpu", dtype)
+
+    def _read(self, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        found = self.checkpoint.read(tuple(self.names), device)
+        weights = {self.names[name]: value for name, value in found.items() if name in self.names}
+        for name in [name for name in weights if name.endswith(SCALE)]:
+            scale, weight = weights.pop(name), weights.get(name.removesuffix(SCALE))
+            if weight is not None and scale.dim() == 2 and scale.shape == tuple(ceil(n / SQUARE) for n in weight.shape):
+                factor = scale.repeat_interleave(SQUARE, 0).repeat_interleave(SQUARE, 1)
+                whole = weight.float() * factor[: weight.shape[0], : weight.shape[1]]
+                weights[name.removesuffix(SCALE)] = whole.to(dtype)
+            else:
+                weights[name] = scale
+        return stacked(weights)
+
+
+def stacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights with those of experts joined as classes of transformers hold them.
+
+    >>> names = [f"mlp.experts.{k}.{part}_proj.weight" for k in (0, 1) for part in ("gate", "up", "down")]
+    >>> {name: tuple(x.shape) for name, x in stacked({name: torch.zeros(3, 3) for name in names}).items()}
+    {'mlp.experts.gate_up_proj': (2, 6, 3), 'mlp.experts.down_proj': (2, 3, 3)}
+    """
+    joined: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for name, value in weights.items():
+        if match := EXPERT.match(name):
+            experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = value
+        else:
+            joined[name] = value
+    for prefix, of_layer in experts.items():
+        parts = [of_layer[number] for number in sorted(of_layer)]
+        if any(part.keys() != {"gate", "up", "down"} for part in parts):
+            joined |= {f"{prefix}{n}.{kind}_proj.weight": x for n, part in of_layer.items() for kind, x in part.items()}
+            continue
+        joined[f"{prefix}gate_up_proj"] = torch.stack([torch.cat([part["gate"], part["up"]]) for part in parts])
+        joined[f"{prefix}down_proj"] = torch.stack([part["down"] for part in parts])
+    return joined
+
+
+def _opened(target: PreTrainedModel, source: str | None) -> Checkpoint:
+    """Return the checkpoint of a target. That which it was loaded from is not downloaded again."""
+    name, hub = source, {}
+    if source is None:
+        name = target.config._name_or_path
+        hub = {"local_files_only": True, "revision": getattr(target.config, "_commit_hash", None)}
+    if not name:
+        raise ValueError(
+            f"this {type(target).__name__} exists in memory only, and its MTP layers would be in its checkpoint. Pass "
+            "checkpoint=, the folder or Hub id with its weights."
+        )
+    try:
+        return Checkpoint(str(name), FORMATS, **({} if Path(name).exists() else hub))
+    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        raise ValueError(
+            f"{name} is neither a folder nor in the cache of the Hub, so the target's MTP layers cannot be read. Pass "
+            "checkpoint=, the folder or Hub id with its weights."
+        ) from error
+
+
+def _renamed(family: Family, stripped: Mapping[str, str], num_layers: int) -> tuple[dict[str, str], int]:
+    """Return the names of a family's tensors in a draft, by those in a checkpoint, and the number of layers."""
+    names: dict[str, str] = {}
+    depth = 0
+    while True:
+        places = {"n": num_layers + depth, "j": depth}
+        parts = {old.format(**places): f"layers.{depth}.{new}" for old, new in family.parts.items()}
+        block = family.block.format(**places)
+        of_layer = [name for name in stripped.values() if name.startswith(block)]
+        has_projection = any(
+            name.startswith(old) for old, new in parts.items() for name in stripped.values() if new.endswith("eh_proj.")
+        )
+        if not of_layer or not has_projection:
+            return names, depth
+        parts[block] = f"layers.{depth}.block."  # last, as the others may begin with it
+        for name, bare in stripped.items():
+            new_name = next((new + bare.removeprefix(old) for old, new in parts.items() if bare.startswith(old)), None)
+            if new_name is not None:
+                names[name] = new_name
+        depth += 1
+
+
+def _refuse_none(source: str, stripped: Mapping[str, str]) -> None:
+    unknown = [name for name, bare in stripped.items() if bare.startswith("mtp")]
+    if unknown:
+        raise ValueError(
+            f"{source} has MTP layers under names that are not supported, such as {unknown[0]}. Use another draft."
+        )
+    raise ValueError(
+        f"{source} has no MTP layers: the model has none, or it was saved again by save_pretrained, which leaves them "
+        "out. Pass checkpoint=, the folder or Hub id with the original weights, or use another draft."
+    )
+
+
+def _kind_of_layer(target: PreTrainedModel, names: set[str]) -> int:
+    """Return the last layer of the target with full attention whose tensors have the names of the first MTP layer."""
+    config = MtpConfig.from_target(target)
+    decoder, last = decoder_like(config), config.layer_idx
+    prefix = "layers.0.block."
+    own = {name.removeprefix(prefix) for name in names if name.startswith(prefix) and not name.endswith(SCALE)}
+    own = set(stacked({name: torch.empty(1, 1, device="meta") for name in own}))
+    kinds = getattr(decoder.config, "layer_types", None)
+    for layer in range(last, -1, -1):
+        is_like_last = kinds is None or kinds[layer] == kinds[last]
+        if is_like_last and layer_at(decoder, layer).state_dict().keys() == own:
+            return layer
+    return last

@@ -1,0 +1,177 @@
+"""MTP: the layers of the target's checkpoint grow a beam from states of the target, then from their own.
+
+DeepSeek-V3, https://huggingface.co/papers/2412.19437, section 2.2. Entries, rings and trees are those of EAGLE-3, with
+the output of the target's final norm as the state. What a layer of the target's own class stores is a ring per layer.
+
+With one layer, an entry depends on a state and a token alone, and a node of the tree is an entry with the output at its
+parent as the state. With several, layer j reads the output of layer j - 1 at the token before: it runs on all nodes up
+to level j, and entries of a text continue from the last output of the verification before.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from ...generation.draft_tree import Beam
+from ...generation.sparse_caches import WindowRing
+from ...generation.target_modules import TargetParts, final_norm_of
+from ..aux_drafter import AuxDrafter
+
+# Entries of a prompt that several layers run at a time.
+PIECE = 256
+
+
+class MtpDrafter(AuxDrafter):
+    """Draft a tree of fixed size with one layer, or with several, a level each."""
+
+    def make_rotary(self) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Return the rotary embedding of the target."""
+        self.parts: TargetParts = self.draft.parts_of(self.binding.target.model)
+        self.norm = final_norm_of(self.binding.target.model)
+        self.depth = len(self.draft.layers)
+        # by layer but the last: output at the newest entry, and its position
+        self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []
+        return lambda like, positions: self.parts.rotary(positions, like)
+
+    @cached_property
+    def rings(self) -> list[WindowRing]:  # type: ignore[override]
+        """What each layer stores of the committed text."""
+        size, batch = self.draft.config.layer.hidden_size, self.binding.cache.batch_size
+        shapes: list[torch.Size] = []
+
+        def note(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            shapes.extend((keys.shape, values.shape))
+            return keys, values, None
+
+        none = torch.zeros(1, 1, size, dtype=self.dtype, device=self.device)
+        place = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self.draft.layers[0](none, none, place, self.rotary(none, place), note)
+        (_, heads, _, key_dim), (*_, value_dim) = shapes
+        room = self.most_new if self.depth == 1 else max(self.most_new, PIECE)
+        shape = self.window, self.num_nodes, batch, heads, key_dim, self.dtype, self.device, self.sinks, room, value_dim
+        rings = [
+            self.binding.part((WindowRing, index, *shape), partial(WindowRing, *shape)) for index in range(self.depth)
+        ]
+        for ring in rings:
+            ring.clear()
+        state = torch.zeros(batch, 1, size, dtype=self.dtype, device=self.device)
+        self._carried = [(state, torch.full((batch, 1), -2, device=self.device)) for _ in rings[1:]]
+        return rings
+
+    def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store entries in the rings; see [`AuxDrafter.remember`]."""
+        size = tokens.shape[1] if self.depth == 1 else PIECE
+        pieces = (x.split(max(size, 1), 1) for x in (aux_hidden_states, tokens, positions))
+        for states, after, places in zip(*pieces, strict=True):
+            self._enter(states, after, places, places[:, :0])
+
+    def _enter(
+        self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, query_places: torch.Tensor
+    ) -> torch.Tensor:
+        """Store entries in the rings; return outputs `(B, depth, hidden)` of all layers at the place of each row."""
+        states = self.norm(aux_hidden_states).to(self.device, self.dtype)
+        embedded = self.parts.embed(tokens).to(self.device, self.dtype)
+        shown, places, newest = positions.clamp_min(0), positions, []
+        angles = self.rotary(states, shown)
+        for index, layer in enumerate(self.draft.layers):
+            is_read = query_places.shape[1] > 0 or index < self.depth - 1
+            states = layer(states, embedded, shown, angles, partial(self._fill, index, places, shown, is_read))
+            last = query_places[..., None].expand(-1, -1, states.shape[2])
+            newest.append(states.gather(1, last))
+            if index < self.depth - 1:
+                states, places = self._shifted(index, states, places)
+        return torch.cat(newest, 1)
+
+    def _fill(
+        self, index: int, places: torch.Tensor, queries: torch.Tensor, is_read: bool, keys: Any, values: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        ring = self.rings[index]
+        ring.fill(keys, values, places)
+        if not is_read:
+            return keys, values, None
+        return ring.keys[:, :, : ring.size], ring.values[:, :, : ring.size], ring.visible(queries)
+
+    def _shifted(self, index: int, outputs: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states of the next layer, outputs at the token before, and places, -1 where there is none."""
+        carried, position = self._carried[index]
+        earlier = torch.cat([position, places[:, :-1]], 1)
+        last = places.argmax(1, keepdim=True)
+        end = places.gather(1, last)
+        at_end = outputs.gather(1, last[..., None].expand(-1, -1, outputs.shape[2]))
+        grew = end >= 0
+        self._carried[index] = torch.where(grew[..., None], at_end, carried), torch.where(grew, end, position)
+        return torch.cat([carried, outputs[:, :-1]], 1), torch.where(earlier == places - 1, places, -1)
+
+    def level_inputs(
+        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the inputs of the newest level, or those of all levels with several layers."""
+        if not depth:
+            return shared[:4]
+        if self.depth == 1:
+            tokens, parents, positions, masks = beam.tokens, beam.parent_places, shared[4] + depth, beam.ancestor_mask
+            further: tuple[torch.Tensor, ...] = ()
+        else:
+            tokens, parents, _, depths, masks = (part[:, 1:] for part in beam.fields())
+            positions, further = shared[4] + depths.to(self.device), (beam.tokens, states[1])
+        above = parents.to(self.device)[..., None].expand(-1, -1, states[0].shape[2])
+        return states[0].gather(1, above), tokens, masks, positions, shared[4], *further
+
+    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: None) -> tuple[torch.Tensor, ...]:
+        """Return logits `(B, n, V)` after the newest level of a beam, and states."""
+        if not depth:
+            outputs = self._enter(*changing)
+            further = (outputs,) if self.depth > 1 else ()
+            return self.parts.head(outputs[:, :1]), outputs[:, :1], *further
+        if self.depth == 1:
+            states = self._next(0, *changing)
+            return self.parts.head(states), states
+        *inputs, newest, outputs = changing
+        states = self._next(depth, *inputs)
+        logits = self.parts.head(states[:, -newest.shape[1] :])
+        return logits, torch.cat([outputs[:, depth : depth + 1], states], 1), outputs
+
+    def _next(
+        self,
+        index: int,
+        states: torch.Tensor,
+        tokens: torch.Tensor,
+        ancestor_mask: torch.Tensor,
+        positions: torch.Tensor,
+        end: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return outputs `(B, n, hidden)` of a layer at nodes.
+
+        Args:
+            index (`int`): The layer.
+            states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
+            tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the nodes.
+            ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
+            positions (`torch.LongTensor` of shape `(B, 1)` or `(B, n)`): Positions of the nodes.
+            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root. Nodes
+                see what it sees: the window does not move while drafting.
+        """
+        ring, (count, nodes) = self.rings[index], ancestor_mask.shape[1:]
+        # the root's entry is a committed one
+        ancestors = ancestor_mask.to(self.device) & (torch.arange(nodes, device=self.device) > 0)
+        mask = torch.cat([ring.visible(end).expand(-1, count, -1), ancestors], -1)
+
+        def stage(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            ring.stage(keys, values, nodes - count)
+            size = mask.shape[2]
+            return ring.keys[:, :, :size], ring.values[:, :, :size], mask
+
+        embedded = self.parts.embed(tokens).to(self.device, self.dtype)
+        shown = positions.expand(-1, count)
+        outputs: torch.Tensor = self.draft.layers[index](states, embedded, shown, self.rotary(states, shown), stage)
+        return outputs
+
+    def _run(self, *args: Any) -> Any:
+        """Return `None` with several layers, whose steps are neither compiled nor captured."""
+        return super()._run(*args) if self.depth == 1 else None
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits unchanged, as they are those of the target's tokens."""
+        return logits

@@ -1,0 +1,132 @@
+"""An MTP layer: two norms and a projection before a decoder layer of the target's own class."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, PreTrainedModel
+
+from ...attention_backends.interface import AUTOMATIC
+from ...attention_backends.registry import merge_attention_states
+from ...generation.target_modules import final_norm_of, layer_at
+from .configuration_mtp import MtpConfig
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+# From new keys and values `(B, K, n, D)` to all that are attended to, `(B, K, M, D)`, under a mask `(B, n, M)`. Without
+# a mask nothing is attended to: the new keys and values are stored alone.
+Store = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+
+
+def decoder_like(config: MtpConfig) -> PreTrainedModel:
+    """Return a decoder of the target's class without memory. Its parts have the classes that a draft is built of."""
+    with torch.device("meta"):
+        decoder: PreTrainedModel = AutoModel.from_config(config.layer, attn_implementation=AUTOMATIC)
+    return decoder
+
+
+class LayerStep:
+    """The cache and the attention context of one forward of one layer.
+
+    Args:
+        store (`Callable`): Keeps keys and values, see `Store`. A layer may cache latents in their place (MLA).
+    """
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._mask: torch.Tensor | None = None
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys and values, as a cache of transformers does, and return those that are attended to."""
+        keys, values, self._mask = self._store(keys, values)
+        return keys, values
+
+    def attend(
+        self,
+        backend: Any,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention output `(B, H, n, Dv)` under the mask of the last `update`; zeros without one."""
+        if self._mask is None:
+            return query.new_zeros(*query.shape[:3], value.shape[3])
+        options = {"scaling": scaling, "softcap": softcap}
+        state = backend.tree_attention(query, key, value, self._mask, **options)
+        return merge_attention_states([state], sinks)[0]
+
+
+class MtpLayer(nn.Module):
+    """Joins a state with the embedding of the token after it, and runs a decoder layer on the projection.
+
+    The names are those of transformers' own class.
+    """
+
+    def __init__(self, config: MtpConfig, decoder: PreTrainedModel):
+        super().__init__()
+        self.hidden_states_first = config.hidden_states_first
+        self.zero_first_embedding = config.zero_first_embedding
+        norm, layer, size = final_norm_of(decoder), layer_at(decoder, config.layer_idx), decoder.config.hidden_size
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        device = self.eh_proj.weight.device
+        self.enorm, self.hnorm, self.norm = (copy.deepcopy(norm).to_empty(device=device) for _ in range(3))
+        if not config.final_norm:
+            self.norm = None  # type: ignore[assignment]
+        self.block = type(layer)(decoder.config, config.layer_idx)
+
+    def forward(
+        self, states: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, angles: Rotary, store: Store
+    ) -> torch.Tensor:
+        """Return outputs `(B, n, hidden)`, which are the states of the next step and the input of the target's head.
+
+        Args:
+            states (`torch.Tensor` of shape `(B, n, hidden)`): Output of the target's final norm at the tokens before,
+                or outputs of the step before.
+            embedded (`torch.Tensor` of shape `(B, n, hidden)`): Embeddings of the tokens.
+            positions (`torch.LongTensor` of shape `(B, n)`): Positions of the states.
+            angles (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of these positions.
+            store (`Callable`): See `Store`.
+        """
+        if self.zero_first_embedding:
+            embedded = embedded * (positions > 0)[..., None]
+        parts = self.enorm(embedded), self.hnorm(states)
+        step = LayerStep(store)
+        outputs = self.block(
+            self.eh_proj(torch.cat(parts[::-1] if self.hidden_states_first else parts, -1)),
+            position_embeddings=angles,
+            position_ids=positions,
+            attention_mask=None,
+            past_key_values=step,
+            use_cache=True,
+            tree=step,
+        )
+        outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+        normed: torch.Tensor = outputs if self.norm is None else self.norm(outputs)
+        return normed
+
+
+class TextEntries:
+    """Keys and values of chained steps over whole texts, in one layer.
+
+    Place p of every step attends to the entries of the text up to p, and to its own entries of later steps.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Store the next step, and return all keys and values with the mask of this step."""
+        self._parts.append((keys, values))
+        count, length = keys.shape[2], self._parts[0][0].shape[2]
+        entries = torch.arange(length, device=keys.device)
+        places = entries[:count, None]
+        own = [entries[: part.shape[2]] == places for part, _ in self._parts[1:]]
+        whole = torch.cat([entries <= places, *own], 1).expand(len(keys), -1, -1)
+        return *(torch.cat(parts, 2) for parts in zip(*self._parts, strict=True)), whole  # type: ignore[return-value]

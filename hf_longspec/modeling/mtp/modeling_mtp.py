@@ -1,0 +1,174 @@
+"""MtpDraftModel: the layers for multi-token prediction in the target's checkpoint, run once per drafted token."""
+
+from importlib import import_module
+from typing import Any, ClassVar, Self
+from weakref import ref
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...generation.support import refuse_target
+from ...generation.target import TargetView
+from ...generation.target_modules import TargetParts, decoder_of, final_norm_of, refuse_compiled_forward
+from ..base import DraftModel
+from ..settings import WIDTHS, Setting
+from .configuration_mtp import MtpConfig
+from .generation_mtp import MtpDrafter
+from .layers_mtp import MtpLayer, TextEntries, decoder_like
+
+
+class MtpDraftModel(DraftModel):
+    """A draft of the layers that were trained with the target and lie in its checkpoint, where transformers skips them.
+
+    An entry joins the output of the target's final norm at one token with the embedding of the next. Embedding, head
+    and rotary embedding are the target's. One layer is run again for every drafted token, on its own output in place of
+    the target's; of several layers, each drafts one token.
+
+    ```python
+    draft = MtpDraftModel.from_target(target)
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Source: DeepSeek-V3, https://huggingface.co/papers/2412.19437, section 2.2.
+    """
+
+    config_class = MtpConfig
+    drafter_class = MtpDrafter
+    _no_split_modules = ["MtpLayer"]
+    settings: ClassVar[dict[str, Any]] = {
+        "tree_widths": WIDTHS,
+        # DeepSeek-V3 was trained on texts of this length first (section 4.2 of the paper)
+        "window": Setting(4096, "Number of last entries that are kept, or 'all'.", int, choices=("all",)),
+        "sinks": Setting(4, "Number of first entries that are kept besides.", int, least=0),
+    }
+
+    def __init__(self, config: MtpConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        decoder = decoder_like(config)
+        self.layers = nn.ModuleList(MtpLayer(config, decoder) for _ in range(config.num_mtp_layers))
+        self._target: ref[PreTrainedModel] | None = None  # the one that was checked last
+        self.post_init()
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, checkpoint: str | None = None, **overrides: Any) -> Self:
+        """Return the draft that lies in the target's checkpoint, in eval mode at its `place`.
+
+        The checkpoint is the folder that the target was loaded from, or its files in the cache of the Hub. The tensors
+        of the MTP layers alone are read.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            checkpoint (`str`, *optional*): Folder or Hub id of the checkpoint, if the target was not loaded from it.
+            overrides (`Any`): Settings of the draft by name.
+
+        Raises:
+            ValueError: If the target was not loaded from a checkpoint, or it holds no MTP layers, or layers of a kind
+                that is not supported.
+        """
+        view = TargetView(target)
+        settings = cls._settings_of(overrides)
+        cls.check_structure(target)
+        refuse_target(view, cls)
+        try:
+            reader = import_module("hf_longspec.modeling.mtp.convert_mtp")  # by name, as published copies lack it
+        except ImportError as error:
+            raise ValueError(
+                "the code published with this draft does not read the checkpoints of targets. Install the package "
+                "hf_longspec."
+            ) from error
+        found = reader.MtpCheckpoint.of(target, checkpoint)
+        config = cls.config_class.from_target(target, **(found.fields | overrides))
+        if (depth := config.num_mtp_layers) > 1:
+            settings = {"tree_widths": WIDTHS.default[:depth]} | settings
+        with torch.device("meta"):
+            draft = cls(config)
+        dtype = target.get_input_embeddings().weight.dtype
+        draft.load_state_dict(found.tensors(draft.state_dict(), dtype), assign=True)
+        return draft._beginning(view, settings)
+
+    @classmethod
+    def check_structure(cls, target: PreTrainedModel) -> None:
+        """Refuse targets without rotary positions or a final norm."""
+        decoder_of(target)
+        final_norm_of(target)
+
+    def parts_of(self, target: PreTrainedModel | None = None) -> TargetParts:
+        """Return embedding, head and rotary embedding of the target; by default of the one that was checked last.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        target = self._target() if target is None and self._target is not None else target
+        if target is None:
+            raise ValueError("this draft uses the target's embedding and head: pass target=.")
+        return TargetParts(target, self.config.layer_idx)
+
+    @torch.no_grad()
+    def chain_logits(
+        self,
+        hidden_states: torch.Tensor,
+        tokens: torch.Tensor,
+        steps: int,
+        target: PreTrainedModel | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the logits of the entries of a text, and those of a greedy chain after it.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at T tokens.
+            tokens (`torch.LongTensor` of shape `(B, T)`): These tokens. State p is joined with token p + 1.
+            steps (`int`): Number of chained steps, less than the number of layers if there are several.
+            target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
+
+        Returns:
+            `list[torch.Tensor]`: Logits `(B, T - 1, vocab)` of the entries of the text, then of each chained step
+            `(B, 1, vocab)`. Its token is the most likely one of the step before.
+        """
+        parts, logits = self.parts_of(target), []
+        if 1 < len(self.layers) <= steps:
+            raise ValueError(
+                f"steps={steps}: this draft has {len(self.layers)} layers, each of which drafts one token. Pass at "
+                f"most {len(self.layers) - 1}."
+            )
+        states, tokens = hidden_states[:, :-1].to(self.dtype), tokens[:, 1:]
+        positions, store = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), TextEntries()
+        for step in range(steps + 1):
+            if step and len(self.layers) > 1:
+                store = TextEntries()
+            layer = self.layers[step if len(self.layers) > 1 else 0]
+            angles = parts.rotary(positions, states)
+            states = layer(states, parts.embed(tokens).to(states), positions, angles, store)
+            logits.append(parts.head(states))
+            drafted, positions = logits[-1].argmax(-1), positions + 1
+            tokens = drafted if len(self.layers) == 1 else torch.cat([tokens[:, 1:], drafted[:, -1:]], 1)
+        return [logits[0], *(later[:, -1:] for later in logits[1:])]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of last tokens of a text whose entries are kept."""
+        window = self.setting("window")
+        return 2**62 if window == "all" else int(window)
+
+    def layers_of(self, text: Any) -> tuple[int, ...]:
+        """Return the place of the target whose input is read: its final norm, which the draft applies itself."""
+        return (text.num_hidden_layers,)
+
+    def max_nodes(self, target: TargetView) -> int:
+        """Return the number of nodes of a tree, root included."""
+        return 1 + sum(self.setting("tree_widths"))
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse trees that are deeper than there are layers, if there are several, and their compilation."""
+        refuse_compiled_forward(target.model)
+        depth, compiled = len(self.setting("tree_widths")), self.setting("compile")
+        if 1 < len(self.layers) < depth:
+            raise ValueError(
+                f"tree_widths has {depth} levels: this draft has {len(self.layers)} layers, each of which drafts one "
+                f"token. Set at most {len(self.layers)} widths."
+            )
+        if len(self.layers) > 1 and compiled in ("compile", "graph"):
+            raise ValueError(
+                f"compile={compiled!r}: the steps of a draft with {len(self.layers)} MTP layers are not compiled. Set "
+                "compile to 'auto' or 'off'."
+            )
+        self._target = ref(target.model)

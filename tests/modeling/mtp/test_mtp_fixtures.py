@@ -1,0 +1,159 @@
+"""MTP layers of six families against the outputs of their publishers' code."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_longspec import MtpDraftModel, PlainDraftModel
+from hf_longspec.modeling.mtp.generation_mtp import MtpDrafter
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments
+from tests.modeling.calls import LENGTHS, generate
+from tests.tiny_targets import write_mtp_layers
+
+FIXTURES = Path(__file__).parent / "fixtures"
+# The targets of the last two have recurrent layers.
+FAMILIES = ("deepseek_v3", "glm4_moe", "mimo_derived", "ernie4_5_derived", "qwen3_next", "qwen3_5")
+# Wide, as the weights are random.
+SETTINGS = {"tree_widths": [12, 6], "window": 8, "sinks": 2, "gate": False, "on_unsupported": "error"}
+# float32 sums in another order
+CLOSE = {"atol": 1e-4, "rtol": 0}
+
+
+def target_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_publisher(family):
+    folder = FIXTURES / family
+    target = target_of(folder)
+    draft, expected = MtpDraftModel.from_target(target), load_file(folder / "expected.safetensors")
+    ids = expected["ids"].view(1, -1)
+    states = expected["target_hidden"].view(1, ids.shape[1], -1)
+    rows = 0
+    for number in (0, 1):
+        wanted = expected[f"round_{number}_logits"].view(-1, target.config.vocab_size)
+        rows += len(wanted)
+        got = draft.chain_logits(states[:, : rows + 1], ids[:, : rows + 1], 2)
+        torch.testing.assert_close(got[0][0, -len(wanted) :], wanted, **CLOSE)
+        for step in (1, 2):
+            chained = expected[f"round_{number}_chain_{step}_logits"].view(-1)
+            torch.testing.assert_close(got[step].view(-1), chained, **CLOSE)
+    wrong = expected["target_before_norm"].view_as(states)
+    assert not torch.allclose(draft.chain_logits(wrong, ids, 0)[0][0, : len(wanted)], wanted, **CLOSE)
+
+
+def check(target, draft, **options):
+    """The text is that of `generate`, or when sampled that of the loop without a draft; drafted tokens are accepted."""
+    texts = []
+    is_sampled = options.get("do_sample", False)
+    for beside in (PlainDraftModel.from_target(target) if is_sampled else None, draft):
+        torch.manual_seed(5)
+        texts.append(generate(target, beside, max_new_tokens=24, **options))
+    assert torch.equal(*texts)
+    stats = draft.last_speculation
+    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_of_ragged_rows_and_of_one(family, do_sample):
+    """Also of targets with recurrent layers."""
+    target = target_of(FIXTURES / family)
+    draft = MtpDraftModel.from_target(target, **SETTINGS)
+    check(target, draft, do_sample=do_sample)
+    check(target, draft, do_sample=do_sample, lengths=(21,))
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "widths"),
+    [("qwen3_5", 1, [1, 1, 1]), ("mimo_derived", 1, [2, 2]), ("deepseek_v3", 2, [2, 2])],
+)
+def test_drafting_is_a_forward_over_the_text(family, count, widths, tmp_path, monkeypatch):
+    """Of the most likely token of every level, after a text of any length; so of rings, rejections and prompts."""
+    target, drafted = target_of(FIXTURES / family), []
+
+    def level(self, changing, depth, prefix, run=MtpDrafter.level):
+        result = run(self, changing, depth, prefix)
+        if not depth:
+            drafted.append((changing[2].gather(1, changing[3])[:, 0].tolist(), []))
+        drafted[-1][1].append(result[0][:, 0])
+        return result
+
+    monkeypatch.setattr(MtpDrafter, "level", level)
+    if count > 1:
+        write_mtp_layers(target, tmp_path, count)
+    settings = SETTINGS | {"tree_widths": widths, "window": "all", "sinks": 0}
+    draft = MtpDraftModel.from_target(target, str(tmp_path) if count > 1 else None, **settings)
+    text, compared = generate(target, draft), 0
+    for row, length in enumerate(LENGTHS):
+        ids = text[row : row + 1, max(LENGTHS) - length :]
+        with torch.no_grad():
+            states = target.model(ids).last_hidden_state
+        for ends, levels in drafted:
+            known = ends[row] + 2  # with the root, whose state is not read
+            if known >= ids.shape[1]:  # the row has ended
+                continue
+            expected = draft.chain_logits(states[:, :known], ids[:, :known], len(levels) - 1)
+            for logits, wanted in zip(levels, expected, strict=True):
+                torch.testing.assert_close(logits[row], wanted[0, -1], **CLOSE)
+                compared += 1
+    assert compared > 40
+
+
+def test_ngrams_beside():
+    target = target_of(FIXTURES / "glm4_moe")
+    check(target, MtpDraftModel.from_target(target, ngram_candidates=3, ngram_num_tokens=4, **SETTINGS))
+
+
+def test_a_target_in_memory_is_refused():
+    target = target_of(FIXTURES / "glm4_moe")
+    target.config._name_or_path = ""
+    with pytest.raises(ValueError, match="checkpoint="):
+        MtpDraftModel.from_target(target)
+
+
+def test_a_saved_draft_needs_no_files_of_the_target(tmp_path):
+    folder = shutil.copytree(FIXTURES / "deepseek_v3", tmp_path / "target")
+    target = target_of(folder)
+    MtpDraftModel.from_target(target, **SETTINGS).save_pretrained(tmp_path / "draft")
+    shutil.rmtree(folder)
+    check(target, MtpDraftModel.from_pretrained(tmp_path / "draft"))
+    with pytest.raises(ValueError, match="checkpoint="):
+        MtpDraftModel.from_target(target)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("mellum", "not been compared"), ("exaone_moe", "not been compared"), ("step3p5", "disagree")],
+)
+def test_families_without_a_reference_are_refused(model_type, reason, tmp_path):
+    target = target_of(FIXTURES / "glm4_moe")
+    target.config.model_type = model_type
+    with pytest.raises(ValueError, match=f"{model_type}.*{reason}"):
+        MtpDraftModel.from_target(target)
+
+
+def test_an_unsupported_target_is_refused_before_its_files_are_read():
+    target = target_of(FIXTURES / "glm4_moe")
+    target.config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="cannot be used with assistant_model=MtpDraftModel"):
+        MtpDraftModel.from_target(target, "no/folder")
+
+
+def test_training_is_refused(tmp_path):
+    target = target_of(FIXTURES / "glm4_moe")
+    with pytest.raises(ValueError, match="MtpDraftModel cannot be trained"):
+        DraftTrainer(MtpDraftModel.from_target(target), target, DraftTrainingArguments(str(tmp_path)))
+
+
+def test_layers_in_turn(tmp_path):
+    target = target_of(FIXTURES / "deepseek_v3")
+    write_mtp_layers(target, tmp_path, count=2)
+    check(target, MtpDraftModel.from_target(target, str(tmp_path), **SETTINGS))
+    with pytest.raises(ValueError, match="2 layers"):
+        MtpDraftModel.from_target(target, str(tmp_path), tree_widths=[4, 2, 2])
