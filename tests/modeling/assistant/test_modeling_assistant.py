@@ -175,9 +175,7 @@ class TestOtherTokenizers:
         assert torch.equal(*texts) and draft.last_speculation.num_accepted_draft_tokens > 0
         assert not run_as_they_are and (graphs.frame_count > 0) == ("compile" in settings)
 
-    def test_tokens_that_the_model_lacks_are_read_as_others_and_not_proposed(
-        self, named, tmp_path, model, monkeypatch
-    ):
+    def test_tokens_that_the_model_lacks_are_read_as_others_and_not_proposed(self, named, tmp_path, model, monkeypatch):
         propose, proposed = AssistantDrafter.propose, []
 
         def watched(self, root):
