@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from .generation.cache import CACHE_NAME
+
 EXACT, NEAR_TIE, NOT_LOSSLESS = "exact", "near-tie", "NOT lossless"
 
 # How far the order of additions can move a logit, in machine epsilons of the type times the largest logit of the
@@ -217,7 +219,7 @@ def _teacher_forced(
         # computes
         wanted = torch.arange(min(max(first - begin, 0), width - 1), width, device=tokens.device)
         extra: dict[str, Any] = {"logits_to_keep": wanted} if takes_indices else {}
-        logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, **extra).logits
+        logits = model(input_ids=chunk, **{CACHE_NAME: cache}, use_cache=True, **extra).logits
         if begin + width > first:
             yield logits if takes_indices else logits[:, wanted], begin + 1 + wanted
 
@@ -367,13 +369,13 @@ def _read_samples(
     takes_indices = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     cache = DynamicCache(config=model.config)
     extra = {"logits_to_keep": 1} if takes_indices else {}
-    first = model(input_ids=prompt, past_key_values=cache, use_cache=True, **extra).logits[:, -1:]
+    first = model(input_ids=prompt, **{CACHE_NAME: cache}, use_cache=True, **extra).logits[:, -1:]
     for rows in samples.split(CHUNK_ROWS):
         logits = first.expand(len(rows), -1, -1)
         if rows.shape[1] > 1:
             continued = copy.deepcopy(cache)
             continued.batch_repeat_interleave(len(rows))
-            inner = model(input_ids=rows[:, :-1], past_key_values=continued, use_cache=True).logits
+            inner = model(input_ids=rows[:, :-1], **{CACHE_NAME: continued}, use_cache=True).logits
             logits = torch.cat([logits, inner], dim=1)
         yield rows, logits
 

@@ -87,11 +87,10 @@ class AutoDraft(DraftModel):
                 draft._candidates[name] = load_named(name, target)
             except (OSError, ValueError) as error:
                 logger.warning("the draft %s, which the target's card names, is not used: %s", name, error)
-        if MTP in DRAFTS:
-            try:
-                draft._candidates[DRAFTS[MTP].config.short_name()] = DRAFTS[MTP].model.from_target(target)
-            except (OSError, ValueError) as error:
-                logger.debug("%s", error)
+        try:
+            draft._candidates[DRAFTS[MTP].config.short_name()] = DRAFTS[MTP].model.from_target(target)
+        except (OSError, ValueError) as error:  # most checkpoints have no such layers
+            logger.debug("%s", error)
         draft._candidates[DRAFTS[NGRAMS].config.short_name()] = DRAFTS[NGRAMS].model.from_target(target)
         return draft
 

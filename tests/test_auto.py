@@ -1,10 +1,12 @@
 """AutoDraft: what it finds for a target, the trial that decides, and calls after it."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_longspec import AutoDraft, NgramDraftModel, PlainDraftModel, TokenRecyclingDraftModel, auto
-from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.calls import LENGTHS, generate
 from tests.tiny_targets import tiny_target
 
@@ -131,16 +133,13 @@ def test_cards(target, tmp_path, card, kinds, monkeypatch):
     assert [draft.config.short_name() for draft in found.values()] == kinds
 
 
-def test_mtp_layers_of_the_checkpoint_are_a_candidate(target, monkeypatch):
-    """In place of a draft with MTP layers, another that is made from its target."""
-    monkeypatch.setitem(DRAFTS, auto.MTP, DRAFTS["longspec_token_recycling"])
-    assert list(AutoDraft.from_target(target)._candidates) == ["token_recycling", "ngram"]
-
-    def refuse(target):
-        raise ValueError("the checkpoint has no MTP layers")
-
-    monkeypatch.setattr(TokenRecyclingDraftModel, "from_target", refuse)
-    assert list(AutoDraft.from_target(target)._candidates) == ["ngram"]
+def test_mtp_layers_of_the_checkpoint_are_a_candidate(speeds):
+    target = AutoModelForCausalLM.from_pretrained(Path(__file__).parent / "modeling/mtp/fixtures/glm4_moe").eval()
+    speeds[0]["mtp"] = 2.0
+    draft = AutoDraft.from_target(target)
+    assert torch.equal(generate(target, draft), generate(target, None))
+    assert draft.last_speculation.method == "mtp" and draft.last_speculation.num_spec_steps > 0
+    assert draft.choice == "draft: mtp, 2 tokens/s on this text (1 with ngram, 1 without a draft)"
 
 
 def test_its_settings_are_those_of_all_drafts(target):

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from ..generation.cache import SpeculativeCache
+from ..generation.cache import CACHE_NAME, SpeculativeCache
 from ..generation.sampling import ContextualPenaltyLogitsProcessor
 from ..generation.target import TargetView
 from .machine import PeakMemory
@@ -221,7 +221,7 @@ def run_call(
     is_stock = isinstance(method, HfMethod)
     how = dict(method.options) if is_stock else {"assistant_model": method}
     if cache is not None:
-        how["past_key_values"] = cache
+        how[CACHE_NAME] = cache
     counting: AbstractContextManager[list[int]] = nullcontext([]) if is_stock else accepted_depths(method)
     # a call without the draft must not be measured as one with it
     strict = nullcontext() if is_stock else changed(method, {"on_unsupported": "error"})
@@ -408,7 +408,7 @@ def _new_tokens_only(model: PreTrainedModel) -> Iterator[None]:
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         handle.remove()
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        cache, ids = kwargs.get(CACHE_NAME), kwargs.get("input_ids")
         if cache is not None and ids is not None and ids.shape[1] > cache.get_seq_length() > 0:
             new = ids.shape[1] - cache.get_seq_length()
             for name in ("input_ids", "position_ids"):
@@ -437,7 +437,7 @@ def prefill(
     size = len(tokens)
     for index, row in enumerate(tokens):
         cache = DynamicCache()
-        model(input_ids=row[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=row[None], **{CACHE_NAME: cache}, use_cache=True, logits_to_keep=1)
         if not layers:
             like = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
             layers = [

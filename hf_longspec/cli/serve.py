@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
     remedy = "pip install 'transformers[serving]' prometheus-client"
     raise CommandError(f"serve needs {error.name}, which is not installed: {remedy}") from error
 
-from ..generation.cache import SpeculativeCache
+from ..generation.cache import CACHE_NAME, SpeculativeCache
 from ..generation.sequences import SpeculationStats
 from .models import dtype_of, find_device, find_draft, loading, open_draft, positions_of, quiet, say
 
@@ -124,7 +124,7 @@ class DraftGenerateManager(GenerateManager):
         gen_config.max_new_tokens = min(gen_config.max_new_tokens or room, room)
         is_text = not set(inputs) - {"input_ids", "attention_mask"}
         self._prompt = ids[0].tolist() if is_text else None
-        return {**inputs, "assistant_model": self.draft} | ({"past_key_values": self._cache} if is_text else {})
+        return {**inputs, "assistant_model": self.draft} | ({CACHE_NAME: self._cache} if is_text else {})
 
     def _request(self, function: Callable[..., Any]) -> Callable[..., Any]:
         prompt = self._prompt

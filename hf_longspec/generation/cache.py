@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..attention_backends.lengths import SeqLens
 from .draft_tree import DraftTree
@@ -19,6 +20,8 @@ try:
     from ..attention_backends.triton.commit import can_move, move_nodes
 except ImportError:  # a published draft has no kernels: layer after layer is moved
     can_move = move_nodes = None  # type: ignore[assignment]
+# Name of a cache among the arguments and outputs of `generate` and of forwards: `cache` from transformers 5.24 on.
+CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 # Types of devices on which Triton moves nodes, if `can_move` says so.
 TRITON_DEVICES = {"cuda"}
 

@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention_backends.lengths import SeqLens, on_device
-from .cache import SpeculativeCache, columns_of
+from .cache import CACHE_NAME, SpeculativeCache, columns_of
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
 from .gate import gated
@@ -342,7 +342,7 @@ class Session:
         is_kept = self.cache.shorten([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
         columns = self._columns() if self.returns_cache else None
         if self.user_cache is not None and self.target.has_states and not (is_kept and self._ends_in_one_column()):
-            logger.info("past_key_values is as before the call, as states of rows of different lengths do not fit it.")
+            logger.info("%s is as before the call, as states of rows of different lengths do not fit it.", CACHE_NAME)
         elif self.user_cache is not None:
             bring_up_to_date(self.user_cache, self.cache, columns)
         else:

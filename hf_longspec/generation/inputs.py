@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from .cache import SpeculativeCache, has_gaps
+from .cache import CACHE_NAME, SpeculativeCache, has_gaps
 from .target import TargetView
 from .traits import RotaryLimit
 from .user_cache import held_by
@@ -29,7 +29,7 @@ KNOWN_MODEL_KWARGS = {
     "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
-    "past_key_values",
+    CACHE_NAME,
     "position_ids",
     "synced_gpus",
     "tokenizer",
@@ -67,7 +67,7 @@ def of_every_forward(target: TargetView, input_ids: torch.Tensor, inputs: dict[s
     passed = target.model.prepare_inputs_for_generation(
         nn.functional.pad(input_ids, (0, 1)),
         next_sequence_length=1,
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
         use_cache=True,
         is_first_iteration=False,
         **grown,
@@ -105,7 +105,7 @@ class Prompts:
         max_length: int,
     ):
         self.target, self.input_ids, self.config, self.max_length = target, input_ids, config, max_length
-        self.cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        self.cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         self.inputs = inputs_beside_tokens(target, model_kwargs)
         self.types = {name: _unpadded(value, mask) for name, value in self.inputs.items() if name in TOKEN_TYPES}
@@ -194,7 +194,7 @@ class Prompts:
         inputs = self.target.model.prepare_inputs_for_generation(
             tokens,
             position_ids=positions,
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             use_cache=True,
             is_first_iteration=True,
             **(self.inputs | types),

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..attention_backends.lengths import on_device
+from .cache import CACHE_NAME
 from .verification import along_path
 
 
@@ -418,7 +419,7 @@ class Outputs:
             sequences=tokens,
             scores=self.scores_of(sequences, count) if any(self._scores) else None,
             logits=_columns(self._logits, sequences, range(count)) if any(self._logits) else None,
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
         )
         output.speculation = stats
         return output

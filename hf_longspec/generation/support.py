@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
-from .cache import SpeculativeCache
+from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
 from .inputs import TOKEN_TYPES, Prompts, names_of, of_every_forward
 from .recurrences import has_input_bias, ignores_earlier_states
@@ -83,7 +83,7 @@ def refuse_unsupported(
         draft.check_sampling()
     _refuse_inputs(target, input_ids, config, model_kwargs)
     _refuse_assistant_settings(config, target.model.generation_config)
-    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
     refuse_cache(cache, input_ids, mask)
     refuse_stateful(processors, input_ids, target.vocab_size)
 
@@ -134,8 +134,8 @@ def _reasons_of_states(prompts: Prompts) -> Iterator[str]:
             )
         if stored := max(prompts.held):
             yield (
-                f"past_key_values holds {stored} tokens, whose states transformers' Mamba-1 layers ignore with several "
-                "new tokens. Drop past_key_values."
+                f"{CACHE_NAME} holds {stored} tokens, whose states transformers' Mamba-1 layers ignore with several "
+                f"new tokens. Drop {CACHE_NAME}."
             )
 
 
@@ -161,7 +161,7 @@ def _reasons_of_inputs(prompts: Prompts, inputs: dict[str, Any]) -> Iterator[str
         )
     if stored := max(prompts.held):
         yield (
-            f"past_key_values holds {stored} tokens, and {names} needs an empty cache. Drop past_key_values, or drop "
+            f"{CACHE_NAME} holds {stored} tokens, and {names} needs an empty cache. Drop {CACHE_NAME}, or drop "
             "the inputs if the cache already contains them."
         )
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
@@ -343,7 +343,7 @@ def check_target(
     # states: one token at a time, as plain generate does, since some functions for several tokens differ from it
     parts = [slice(i, i + 1) for i in range(count)] if target.has_states and start else [slice(None)]
     steps = ({"input_ids": chain[:, part], "position_ids": positions[:, part]} for part in parts)
-    logits_of = [target.model(**step, past_key_values=view, use_cache=True).logits for step in steps]
+    logits_of = [target.model(**step, **{CACHE_NAME: view}, use_cache=True).logits for step in steps]
     plain = torch.cat(logits_of, 1)
     view = _row_of(cache, row, target, room=tree.num_nodes)
     with target.attention():

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..attention_backends.contexts import TreeContext
 from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
-from .cache import SpeculativeCache
+from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
 from .recurrences import reached
 from .recurrences import why_not as why_not_reached
@@ -232,7 +232,7 @@ class TargetView:
             self.model(
                 input_ids=chunk,
                 position_ids=positions.repeat(chunk.shape[0], 1),
-                past_key_values=cache,
+                **{CACHE_NAME: cache},
                 use_cache=True,
                 **extra,
             )

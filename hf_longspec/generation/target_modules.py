@@ -26,6 +26,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .cache import CACHE_NAME
+
 # Keywords that this package adds to a forward.
 KEYWORDS = ("tree", "trial")
 
@@ -435,7 +437,7 @@ def logits_under(
     logits: torch.Tensor = model(
         input_ids=tokens,
         position_ids=positions,
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
         attention_mask=mask,
         tree=context,
         use_cache=True,

@@ -35,7 +35,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..attention_backends.interface import REFUSED
-from .cache import NO_CACHE, Rows, SpeculativeCache
+from .cache import CACHE_NAME, NO_CACHE, Rows, SpeculativeCache
 from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, EmptyLayer, StateLayer, has_states
 
 KEEPS, RECOMPUTES, FORGETS = "keeps", "recomputes", "forgets"
@@ -84,12 +84,12 @@ def cache_at(model: PreTrainedModel, column: int) -> str:
     tokens = torch.zeros(1, column + 1, dtype=torch.long)
     inputs = model.prepare_inputs_for_generation(
         tokens,
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
         attention_mask=torch.ones_like(tokens),
         use_cache=True,
         next_sequence_length=1,
     )
-    if inputs.get("past_key_values") is cache:
+    if inputs.get(CACHE_NAME) is cache:
         return KEEPS
     return RECOMPUTES if inputs["input_ids"].shape[1] == column + 1 else FORGETS
 
@@ -142,7 +142,7 @@ class RotaryLimit:
         where = f"rotary frequencies change at position {column} (rope_parameters)"
         if prompts.by_chains:
             return (
-                f"max_length={max_length}: {where}, which zeros between tokens in attention_mask, and past_key_values "
+                f"max_length={max_length}: {where}, which zeros between tokens in attention_mask, and {CACHE_NAME} "
                 f"with rows of different lengths, cannot cross. Keep max_length at {column} or below, or pass one "
                 "prompt at a time without padding."
             )
@@ -160,7 +160,7 @@ class RotaryLimit:
             )
         if does != KEEPS and self.is_passed and 0 < stored <= column:
             return (
-                f"past_key_values holds {stored} tokens, and the prompt has {self.longest}: {where}, where "
+                f"{CACHE_NAME} holds {stored} tokens, and the prompt has {self.longest}: {where}, where "
                 f"{type(self.model).__name__} drops its cache. Start a new cache."
             )
         # The model compares the padded length. If every row is padded, it drops the cache before the change.
@@ -319,7 +319,7 @@ def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, A
     trial, cache = AttentionProbe(offset), DummyCache(config, offset)
     device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights offloaded to disk
     positions = torch.arange(QUERIES, device=device)[None]
-    inputs = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+    inputs = {"position_ids": positions, CACHE_NAME: cache, "use_cache": True}
     inputs |= more or {}
     tokens = positions + 1
     if offset:

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .cache import SpeculativeCache, columns_of, slots_of
+from .cache import CACHE_NAME, SpeculativeCache, columns_of, slots_of
 from .recurrent_states import StateLayer, give_back_states, take_over_states
 
 # Layers of a DynamicCache that can be taken over.
@@ -72,7 +72,7 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     if is_own(cache) or user_cache_of(cache) is None or (reason := _why_not(cache)) is None:
         return None
     return (
-        f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which is "
+        f"{CACHE_NAME} is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which is "
         "allocated in advance, or leave the argument out."
     )
 
@@ -88,20 +88,20 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None)
     rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
     if rows not in (None, len(input_ids)):
         raise ValueError(
-            f"past_key_values has {rows} rows, and input_ids has {len(input_ids)}. Pass the cache of these rows, or "
-            "drop past_key_values."
+            f"{CACHE_NAME} has {rows} rows, and input_ids has {len(input_ids)}. Pass the cache of these rows, or "
+            f"drop {CACHE_NAME}."
         )
     mask = torch.ones_like(input_ids) if mask is None else mask
     held = held_by(cache, mask)
     if is_ours and stored and not _stand_in(cache, held, columns_of(mask, stored)):
         raise ValueError(
-            f"past_key_values holds {tuple(held)} tokens, which are not the first ones of attention_mask in each row. "
-            "Pass the mask of the whole conversation with its beginning unchanged, or drop past_key_values."
+            f"{CACHE_NAME} holds {tuple(held)} tokens, which are not the first ones of attention_mask in each row. "
+            f"Pass the mask of the whole conversation with its beginning unchanged, or drop {CACHE_NAME}."
         )
     rows_held = zip(held, mask.bool().sum(1).tolist(), strict=True)
     if stored >= input_ids.shape[1] or any(count >= size for count, size in rows_held):
         raise ValueError(
-            f"past_key_values holds {stored} tokens, and input_ids has {input_ids.shape[1]}. Pass the whole "
+            f"{CACHE_NAME} holds {stored} tokens, and input_ids has {input_ids.shape[1]}. Pass the whole "
             "conversation, which must be longer than the cache."
         )
 

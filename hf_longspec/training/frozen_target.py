@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..generation.cache import SpeculativeCache
+from ..generation.cache import CACHE_NAME, SpeculativeCache
 from ..generation.target_modules import LOGIT_DIVISORS, LOGIT_FACTORS, LayerInputs, TargetEnds, TargetParts
 
 try:
@@ -120,7 +120,7 @@ def forwards(
     """
     chunks = zip(input_ids.split(chunk_size, 1), position_ids.split(chunk_size, 1), strict=True)
     for tokens, positions in chunks:
-        yield decoder(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+        yield decoder(input_ids=tokens, position_ids=positions, **{CACHE_NAME: cache}, use_cache=True)
 
 
 class OneLayerCache(Cache):

@@ -1,6 +1,7 @@
 """The preallocated cache: alone against a list of lists, and as the memory of a conversation of several turns."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from hf_longspec import SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME
 from tests.operations import Operations
 from tests.rounding import rounding
 from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
@@ -236,6 +238,20 @@ def conversation(plain_run, model, lengths, turns, new, cache, check):
     return text
 
 
+@pytest.mark.parametrize("name", sorted({"past_key_values", CACHE_NAME}))
+def test_names_of_the_argument(plain_run, name):
+    """transformers announces the end of the old name, in the call of `generate` alone."""
+    run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=1)
+    cache, plain = DynamicCache(), run.model.generate(**run.inputs, return_dict_in_generate=True)
+    with warnings.catch_warnings(record=True) as announced:
+        warnings.simplefilter("always")
+        out = run.again(run.draft("tree"), **{name: cache}, return_dict_in_generate=True)
+    assert out.sequences.tolist() == run.sequences.tolist()
+    assert set(out.keys()) >= set(plain.keys()) >= {CACHE_NAME}
+    assert out[CACHE_NAME] is cache and cache.get_seq_length() == 32
+    assert len([one for one in announced if "past_key_values" in str(one.message)]) == (name != CACHE_NAME)
+
+
 class TestSecondTurn:
     """A cache that holds the beginning of the text."""
 
@@ -261,7 +277,7 @@ class TestSecondTurn:
         mask, held = torch.ones_like(out), cache.lengths.host
         mask[1, :3] = 0
         options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 4}
-        with pytest.raises(ValueError, match=r"past_key_values .*\(\d+, \d+\)"):
+        with pytest.raises(ValueError, match=rf"{CACHE_NAME} .*\(\d+, \d+\)"):
             model.generate(out, assistant_model=run.draft("tree"), **options)
         assert (model.config._attn_implementation, cache.lengths.host) == ("sdpa", held)
         if lengths != (9, 9):
@@ -427,9 +443,9 @@ class TestRefusedCaches:
     @pytest.mark.parametrize(
         ("lengths", "make", "match"),
         [
-            ((21, 4), lambda run: SpeculativeCache(run.model.config, 3, 64), "past_key_values has 3 rows"),
-            ((9,), lambda run: filled(run, DynamicCache(), 4, 2), "past_key_values has 2 rows"),
-            ((9,), lambda run: filled(run, SpeculativeCache(run.model.config, 1, 64), 9, 1), "past_key_values holds 9"),
+            ((21, 4), lambda run: SpeculativeCache(run.model.config, 3, 64), f"{CACHE_NAME} has 3 rows"),
+            ((9,), lambda run: filled(run, DynamicCache(), 4, 2), f"{CACHE_NAME} has 2 rows"),
+            ((9,), lambda run: filled(run, SpeculativeCache(run.model.config, 1, 64), 9, 1), f"{CACHE_NAME} holds 9"),
         ],
     )
     def test_caches(self, plain_run, lengths, make, match):

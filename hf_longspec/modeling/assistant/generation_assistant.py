@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ...attention_backends.contexts import LevelContext, TreeContext
 from ...attention_backends.lengths import SeqLens, on_device
+from ...generation.cache import CACHE_NAME
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import (
     Binding,
@@ -376,7 +377,7 @@ class AssistantDrafter(Drafter):
             self.assistant.model(
                 input_ids=self._known(tokens[:, chunk]),
                 position_ids=places[:, chunk],
-                past_key_values=self.cache,
+                **{CACHE_NAME: self.cache},
                 use_cache=True,
                 **extra,
             )

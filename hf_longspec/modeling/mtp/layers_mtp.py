@@ -10,6 +10,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from ...attention_backends.interface import AUTOMATIC
 from ...attention_backends.registry import merge_attention_states
+from ...generation.cache import CACHE_NAME
 from ...generation.target_modules import final_norm_of, layer_at
 from .configuration_mtp import MtpConfig
 
@@ -103,7 +104,7 @@ class MtpLayer(nn.Module):
             position_embeddings=angles,
             position_ids=positions,
             attention_mask=None,
-            past_key_values=step,
+            **{CACHE_NAME: step},
             use_cache=True,
             tree=step,
         )

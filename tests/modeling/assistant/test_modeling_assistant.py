@@ -12,7 +12,7 @@ from hf_longspec import AssistantDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.hub import Card, write_repository
-from hf_longspec.modeling.assistant.generation_assistant import Translation
+from hf_longspec.modeling.assistant.generation_assistant import AssistantDrafter, Translation
 from tests.modeling.calls import LENGTHS, generate
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import byte_tokenizer, character_tokenizer
@@ -175,13 +175,22 @@ class TestOtherTokenizers:
         assert torch.equal(*texts) and draft.last_speculation.num_accepted_draft_tokens > 0
         assert not run_as_they_are and (graphs.frame_count > 0) == ("compile" in settings)
 
-    def test_tokens_that_the_model_lacks_are_read_as_others_and_not_proposed(self, named, tmp_path, model):
+    def test_tokens_that_the_model_lacks_are_read_as_others_and_not_proposed(self, named, tmp_path, model, monkeypatch):
+        propose, proposed = AssistantDrafter.propose, []
+
+        def watched(self, root):
+            tree = propose(self, root)
+            proposed.extend(tree.tokens[:, 1:].flatten().tolist())
+            return tree
+
+        monkeypatch.setattr(AssistantDrafter, "propose", watched)
         target, _ = named
         folder = permuted(model, tmp_path / "other", "ihgfedcb")
         draft = AssistantDraftModel.from_pretrained(folder, target=target, acceptance="rejection")
         assert draft.translation.shared.tolist() == [True] * 3 + [False] + [True] * 8
         assert torch.equal(generate(target, draft, vocab_size=12), generate(target, None, vocab_size=12))
         generate(target, draft, vocab_size=12, do_sample=True)
+        assert 3 not in proposed and len(set(proposed)) > 5
         assert draft.last_speculation.num_accepted_draft_tokens > 0
 
     def test_pieces_of_a_token_are_read_to_the_last_one(self):
