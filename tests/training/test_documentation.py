@@ -27,7 +27,7 @@ def test_the_calls_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     text = (PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
     (tune,) = re.findall(r"^hf-longspec (tune .*)", text, re.MULTILINE)
-    train, heads, eagle3, export, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    train, heads, eagle3, export, dflash, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     train = shrunk(train, SMALLER)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub_cards").symlink_to(PROJECT / "hub_cards")
@@ -44,5 +44,7 @@ def test_the_calls_run(tmp_path, monkeypatch, capsys):
     exec(shrunk(eagle3, {"max_steps=1000": "max_steps=1"}), own)  # noqa: S102 - likewise
     exec(export, own)  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "eagle3-for-vllm" / "model.safetensors").is_file()
+    exec(shrunk(dflash, {"max_steps=1000": "max_steps=1"}), own)  # noqa: S102 - likewise
+    assert (tmp_path / "runs" / "dflash" / "checkpoint-1" / "model.safetensors").is_file()
     exec(adapt, names)  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "draft" / "checkpoint-1" / "adapter_model.safetensors").is_file()
