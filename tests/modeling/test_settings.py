@@ -8,8 +8,10 @@ from transformers import AutoModel, GenerationConfig
 
 from hf_longspec import (
     AssistantDraftModel,
+    DFlashDraftModel,
     Eagle3DraftModel,
     LongSpecDraftModel,
+    MtpDraftModel,
     NgramDraftModel,
     PlainDraftModel,
     QuestDraftModel,
@@ -22,7 +24,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling import loading
 from hf_longspec.modeling.register_draft import DRAFTS
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import made_for, tiny_target
 
 A, E, L, N = AssistantDraftModel, Eagle3DraftModel, LongSpecDraftModel, NgramDraftModel
 Q, R, S, T = QuestDraftModel, TokenRecyclingDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel
@@ -65,6 +67,14 @@ RANGES = {
         "target_layer_ids": ([[1, 2], [1, 2, 3], [0, 1, "2"], 3], []),
         "norm_output": (["yes", 1], [None, True, False]),
     },
+    DFlashDraftModel: {
+        "num_tree_nodes": ([0, 1, True, "16"], [None, 2, 40]),
+        "window": ([0, "all", True], [1, "trained"]),
+        "sinks": FROM_0,
+        "rope_theta": ([0, True], [None, 5000]),
+        "target_layer_ids": ([[1, 2], 3], []),
+    },
+    MtpDraftModel: {"tree_widths": WIDTHS, "window": ([0, "some", True], [1, "all"]), "sinks": FROM_0},
     L: {"tree_widths": (WIDTHS[0] + [[1] * 511], WIDTHS[1]), "cross_attention_window": MAYBE_COUNT},
     S: SPARSE
     | {
@@ -114,17 +124,17 @@ def test_every_setting_of_every_draft_has_a_row():
 @pytest.mark.parametrize(("cls", "name", "refused", "allowed"), CASES, ids=str)
 def test_ranges(model, cls, name, refused, allowed):
     """When the draft is made, and, if the setting is changed later, before anything runs."""
-    draft = cls.from_target(model)
+    draft = made_for(cls, model)
     for value in refused:
         rule = rf"(^|\W){name}( has|=).*(expected|at most)|layer 3: .* has 2 layers"
         with pytest.raises(ValueError, match=rule):
-            cls.from_target(model, **{name: value})
+            made_for(cls, model, **{name: value})
         setattr(draft.generation_config, name, value)
         with pytest.raises(ValueError, match=rule):
             model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=4)
         assert draft.last_speculation is None
     for value in allowed:
-        cls.from_target(model, **({"ngram_candidates": 0} | {name: value} if cls.takes_ngrams else {name: value}))
+        made_for(cls, model, **({"ngram_candidates": 0} | {name: value} if cls.takes_ngrams else {name: value}))
 
 
 def test_a_default_alone_is_a_setting_that_takes_anything():

@@ -55,7 +55,7 @@ USUAL_LENGTH = 4096
 NEUTRAL = set(PreTrainedConfig().to_dict()) | {
     *("auto_map", "torch_dtype", "dtype", "use_cache", "attention_dropout", "initializer_range", "max_window_layers"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "pretraining_tp", "num_anchors"),
-    *("_name_or_path", "model_type", "architectures", "transformers_version"),
+    *("_name_or_path", "_commit_hash", "model_type", "architectures", "transformers_version"),
 }
 OF_LAYER = {
     *(*LAYER_FIELDS, "num_hidden_layers", "attention_bias", "layer_types", "sliding_window", "use_sliding_window"),
