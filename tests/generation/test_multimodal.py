@@ -217,9 +217,7 @@ def test_second_turn_after_an_image(models):
     again = call | {"attention_mask": torch.ones_like(more)}
     stock = model.generate(input_ids, **call)
     again[CACHE_NAME] = stock.past_key_values
-    check_unsupported(
-        model, rf"{CACHE_NAME} holds 27 tokens.*Drop {CACHE_NAME}", more, again, stock_error=ValueError
-    )
+    check_unsupported(model, rf"{CACHE_NAME} holds 27 tokens.*Drop {CACHE_NAME}", more, again, stock_error=ValueError)
     second = model.generate(more, **OPTIONS, past_key_values=first.past_key_values, assistant_model=draft)
     assert torch.equal(second, model.generate(more, **OPTIONS, past_key_values=stock.past_key_values))
 
