@@ -6,6 +6,7 @@ from .modeling.ngram import NgramConfig, NgramDraftModel  # first: modeling.base
 from .modeling.assistant import AssistantConfig, AssistantDraftModel
 from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig
+from .modeling.dflash import DFlashConfig, DFlashDraftModel
 from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
 from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
 from .modeling.mtp import MtpConfig, MtpDraftModel
@@ -19,6 +20,8 @@ from .modeling.tokenswift import TokenSwiftConfig, TokenSwiftDraftModel
 __all__ = [
     "AssistantConfig",
     "AssistantDraftModel",
+    "DFlashConfig",
+    "DFlashDraftModel",
     "DraftConfig",
     "DraftModel",
     "Eagle3Config",

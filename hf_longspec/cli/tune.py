@@ -44,6 +44,8 @@ WIDTHS = ([1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [2, 2], [2, 2, 1], [3, 2, 1, 1],
 
 # EAGLE-3: likewise; its layer is cheaper than a block that reads the target's cache, so trees may be wider.
 EAGLE3_WIDTHS = ([1], [1, 1], [1, 1, 1], [1] * 5, [2, 2, 2], [4, 4, 4], [4] * 5, [8] * 5)
+# DFlash: nodes of a tree, which costs no further forward; none is a chain.
+DFLASH_NODES = (None, 16, 32, 64)
 TRAINERS_THETA = 10000.0
 # Share of tau that another reading of a checkpoint must gain to be believed.
 CLEAR_GAIN = 0.02
@@ -205,7 +207,21 @@ def tune_tokenswift(draft: Any, target: TargetView, context: int, measure: Measu
 
 
 def tune_eagle3(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
-    """The reading of the checkpoint that accepts most, then the fastest tree.
+    """The reading of the checkpoint that accepts most, then the fastest tree."""
+    best, tree = _best_reading(draft, target, measure), list(draft.setting("tree_widths"))
+    trees = [tree, *(other for other in EAGLE3_WIDTHS if other != tree)]
+    return fastest(measure("2 speed by tree", [best | {"tree_widths": widths} for widths in trees]))
+
+
+def tune_dflash(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
+    """The reading of the checkpoint that accepts most, then the chain or the fastest tree."""
+    best, present = _best_reading(draft, target, measure), draft.setting("num_tree_nodes")
+    sizes = [present, *(other for other in DFLASH_NODES if other != present)]
+    return fastest(measure("2 speed by tree", [best | {"num_tree_nodes": nodes} for nodes in sizes]))
+
+
+def _best_reading(draft: Any, target: TargetView, measure: Measure) -> Settings:
+    """The base of the rotary embedding and the layers with which a draft accepts most.
 
     Published files may be wrong about the base of the rotary embedding, as some trainers used 10000 whatever they
     declare, and about the layers that are read, as they are counted in two ways.
@@ -218,28 +234,30 @@ def tune_eagle3(draft: Any, target: TargetView, context: int, measure: Measure) 
     readings = [draft.setting("target_layer_ids")]
     for shift in (-1, 1):
         shifted = [layer + shift for layer in layers]
-        if 0 <= min(shifted) and max(shifted) <= target.num_layers:
-            readings.append(shifted)
+        with changed(draft, {"target_layer_ids": shifted}):
+            if 0 <= min(shifted) and _is_accepted(draft, target):
+                readings.append(shifted)
     candidates = [{"rope_theta": theta, "target_layer_ids": ids} for theta in thetas.values() for ids in readings]
     # acceptance does not depend on the clock, so that one run is enough
     trials = measure("1 acceptance by reading", candidates, 1)
     best = max(trials, key=lambda trial: trial.tau)
-    chosen = best if best.tau > trials[0].tau * (1 + CLEAR_GAIN) else trials[0]
-    tree = list(draft.setting("tree_widths"))
-    trees = [tree, *(other for other in EAGLE3_WIDTHS if other != tree)]
-    return fastest(measure("2 speed by tree", [chosen.options | {"tree_widths": widths} for widths in trees]))
+    return (best if best.tau > trials[0].tau * (1 + CLEAR_GAIN) else trials[0]).options
+
+
+def _is_accepted(draft: Any, target: TargetView) -> bool:
+    try:
+        draft.check(target)
+    except ValueError:
+        return False
+    return True
 
 
 def _fastest_tree(name: str, trees: Sequence[list[int]], draft: Any, target: TargetView, measure: Measure) -> Settings:
     """The fastest among the present tree and those that the draft accepts."""
 
     def is_accepted(tree: list[int]) -> bool:
-        try:
-            with changed(draft, {name: tree}):
-                draft.check(target)
-        except ValueError:
-            return False
-        return True
+        with changed(draft, {name: tree}):
+            return _is_accepted(draft, target)
 
     present = list(draft.setting(name))
     others = [tree for tree in trees if tree != present and is_accepted(tree)]

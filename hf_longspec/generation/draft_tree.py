@@ -378,6 +378,7 @@ class Beam:
         self.levels = [self.tokens]  # of every level, the root's first
         self.parents = [torch.full_like(self.tokens, -1)]  # likewise, as indices into the tree
         self._ancestor_masks = [self.ancestor_mask]
+        self._scores = [self.scores]
 
     def paths(self) -> Tensor:
         """Return the drafted tokens `(B, n, depth)` that lead to each node of the newest level, its own token last.
@@ -407,30 +408,50 @@ class Beam:
         """Add the best `width` continuations of the newest level as the next level; fewer if there are fewer.
 
         `logits` `(B, n, V)` are the draft's after each node of the newest level, or log-probabilities up to a constant
-        per node.
+        per node; `(B, 1, V)` if all nodes of the level have the same.
         """
         each = min(width, logits.shape[-1])
-        best, tokens = logits.topk(each, dim=-1)
+        best, tokens, parent_count = *logits.topk(each, dim=-1), self.tokens.shape[1]
         scores = best.float() + (self.scores - log_normaliser(logits))[..., None]
         scores = scores.masked_fill(scores.isnan(), -torch.inf)  # after a node whose tokens are all forbidden
         self.scores, places = scores.flatten(1).topk(min(width, scores.shape[1] * each), dim=-1)
         parent = places // each
         first, size = self.first_node, places.shape[1]
-        self.tokens = tokens.flatten(1).gather(1, places)
+        self.tokens = tokens.expand(-1, parent_count, -1).flatten(1).gather(1, places)
         inherited = self.ancestor_mask.gather(1, parent[..., None].expand(-1, -1, self.ancestor_mask.shape[2]))
         itself = torch.eye(size, dtype=torch.bool, device=places.device).expand(len(places), -1, -1)
         self.ancestor_mask = torch.cat([inherited, itself], dim=-1)
         self.levels.append(self.tokens)
         self.parents.append(parent + first)
         self._ancestor_masks.append(self.ancestor_mask)
+        self._scores.append(self.scores)
 
-    def fields(self) -> tuple[Tensor, ...]:
-        """Return the [`DraftTree.fields`] of all levels, in level order."""
+    def fields(self, num_nodes: int | None = None) -> tuple[Tensor, ...]:
+        """Return the [`DraftTree.fields`] of all levels, in level order; of the best `num_nodes` if there are more.
+
+        The best nodes are those with the most probable paths. They form a tree, as no path is more probable than its
+        beginning.
+        """
         tokens = torch.cat(self.levels, 1)
         depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(self.levels)], 1)
         total = tokens.shape[1]
         mask = torch.cat([torch.nn.functional.pad(r, (0, total - r.shape[2])) for r in self._ancestor_masks], 1)
-        return tokens, torch.cat(self.parents, 1), torch.ones_like(tokens, dtype=torch.bool), depths, mask
+        parents = torch.cat(self.parents, 1)
+        if num_nodes is not None and num_nodes < total:
+            scores = torch.cat(self._scores, 1)[:, None]
+            # rounding may rank a node above its parent; of equal scores, the first one belongs to the ancestor
+            scores = scores.masked_fill(~mask, torch.inf).amin(-1)
+            kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(1).values
+            places = torch.zeros_like(tokens).scatter(
+                1, kept, torch.arange(num_nodes, device=kept.device).expand_as(kept)
+            )
+            parents = places.gather(1, parents.gather(1, kept).clamp_min(0))
+            parents[:, 0] = -1
+            tokens, depths = tokens.gather(1, kept), depths.gather(1, kept)
+            mask = mask.gather(1, kept[..., None].expand(-1, -1, total)).gather(
+                2, kept[:, None].expand(-1, num_nodes, -1)
+            )
+        return tokens, parents, torch.ones_like(tokens, dtype=torch.bool), depths, mask
 
 
 def log_normaliser(logits: Tensor) -> Tensor:

@@ -205,8 +205,7 @@ class BeamDrafter(Drafter):
         super().__init__(binding)
         self._owner, self.draft = draft, draft.beside(binding.target.model)
         self.coupling = Coupling(binding.rule)
-        self.widths: list[int] = draft.setting("tree_widths")
-        self.num_nodes = 1 + sum(self.widths)
+        self.widths, self.num_nodes = self.shape_of(draft)
         self.max_depth = len(self.widths)
         self.device, self.dtype = self.draft.device, self.draft.dtype
         head_dim = draft.config.head_dim
@@ -223,6 +222,11 @@ class BeamDrafter(Drafter):
         """The object that graphs go with. They hold the addresses of weights: those of a copy are dropped with it."""
         return self.rings[0] if self.draft is self._owner else self.draft
 
+    def shape_of(self, draft: Any) -> tuple[list[int], int]:
+        """Return the widths of all levels, and how many of the best nodes are verified, root included."""
+        widths: list[int] = draft.setting("tree_widths")
+        return widths, 1 + sum(widths)
+
     def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors that a tree is drafted from, `root` `(batch,)` first."""
         raise NotImplementedError
@@ -238,7 +242,9 @@ class BeamDrafter(Drafter):
         raise NotImplementedError
 
     def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Any) -> tuple[torch.Tensor, ...]:
-        """Return logits `(B, n, V)` after the newest level of a beam, and states `(B, n, hidden)` if there are any.
+        """Return logits `(B, n, V)` after the newest level of a beam, and states if there are any.
+
+        The logits may be `(B, 1, V)` if they do not depend on the path.
 
         `changing` is the result of `level_inputs`. The root has depth 0.
         """
@@ -268,7 +274,7 @@ class BeamDrafter(Drafter):
             fields = self._run(runner, _grow, (*inputs, *known), prefix, len(inputs))
             runner = None
         fields = fields or self.grow(inputs, known, prefix, runner)
-        return DraftTree.of_fields(fields, len(self.widths))
+        return DraftTree.of_fields(fields, len(self.widths), is_chain=max(self.widths) == 1)
 
     def grow(
         self,
@@ -291,7 +297,7 @@ class BeamDrafter(Drafter):
             logits, *states = results or self.level(changing, depth, prefix)
             scores = self.coupling.scores(self.spread(logits.to(inputs[0].device)), known, depth, beam.paths)
             beam.grow(scores, width)
-        return beam.fields()
+        return beam.fields(self.num_nodes)
 
     def _run(self, runner: Any, function: Any, changing: tuple[torch.Tensor, ...], prefix: Any, number: int) -> Any:
         """Return the result of `_grow` or `_level`, compiled or captured; `None` if that is not possible."""

@@ -452,8 +452,9 @@ class Coupling:
     def scores(self, logits: torch.Tensor, known: Sequence[torch.Tensor], depth: int, paths: Paths) -> torch.Tensor:
         """Return the log-probability `(B, n, V)` that each token is chosen, up to a constant per node.
 
-        `logits` `(B, n, V)` are the draft's, after nodes of one depth, and `paths` the drafted tokens `(B, n, depth)`
-        that lead to them, or a function that returns these, which is called only if a processor needs them.
+        `logits` `(B, n, V)` are the draft's, after nodes of one depth (`(B, 1, V)` if they are the same after all of
+        them), and `paths` the drafted tokens `(B, n, depth)` that lead to them, or a function that returns these, which
+        is called only if a processor needs them.
         """
         rule = self._rule
         if rule is None:
@@ -463,6 +464,7 @@ class Coupling:
             scores = warped(rule.processors, logits)
         else:
             tokens = paths() if callable(paths) else paths
+            logits = logits.expand(-1, tokens.shape[1], -1)
             if len(known) > rule.do_sample:
                 texts = torch.cat([known[-1][:, None].expand(-1, logits.shape[1], -1), tokens], 2)
                 scores = warped(rule.processors, logits, texts[..., depth:])

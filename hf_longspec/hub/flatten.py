@@ -45,7 +45,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "settings": ("modeling/settings",),
     "ngrams": ("modeling/ngram/generation_ngram",),
     "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "base")),
-    "aux_hidden_states": ("modeling/aux_drafter",),
+    "aux_hidden_states": ("modeling/aux_hidden_states", "modeling/aux_drafter"),
 }
 
 

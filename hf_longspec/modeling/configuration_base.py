@@ -28,6 +28,13 @@ SIZES = {
     "noise_range": (0, 2**12),
     "num_heads": (1, 2**8),
     "num_aux_hidden_states": (1, 2**12),
+    "block_size": (1, 2**10),
+    "markov_rank": (0, 2**14),
+    "selector_rank": (0, 2**14),
+    "conv_kernel_size": (0, 2**6),
+    "conv_group_size": (1, 2**17),
+    "selector_top_k": (1, 2**14),
+    "training_blocks": (1, 2**16),
 }
 
 

@@ -5,6 +5,7 @@ It also converts checkpoints that the authors of a method published: the names o
 Published copies of a draft hold neither this file nor what a registration names.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -108,7 +109,7 @@ class Converter:
     """How checkpoints of a method's authors become drafts. A registered draft names its converter."""
 
     published: Mapping[str, str]  # id of each published draft, and of the target that it was trained for
-    marker: str  # a part of a tensor's name that only checkpoints of this method have
+    marker: str  # regular expression of a part of a tensor's name that only checkpoints of this method have
     # function of the [`Checkpoint`] and the config of the target that returns the draft
     draft: Callable[[Checkpoint, PreTrainedConfig], DraftModel]
 
@@ -140,7 +141,7 @@ def convert(source: str, target: str | None = None) -> DraftModel:
     config = AutoConfig.from_pretrained(target or targets[source])
     checkpoint = Checkpoint(source)
     for converter in converters():
-        if any(converter.marker in name for name in checkpoint.names):
+        if any(re.search(converter.marker, name) for name in checkpoint.names):
             return converter.draft(checkpoint, config)
     markers = " or ".join(repr(converter.marker) for converter in converters())
     raise ValueError(

@@ -14,7 +14,7 @@ import torch
 import typer
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5EncoderModel
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5EncoderModel
 
 from hf_longspec import LongSpecDraftModel, __version__
 from hf_longspec.cli import app, audit, generate, models, options, tune
@@ -142,8 +142,11 @@ def test_drafts_that_do_not_fit(fails, copy_of, tiny, tmp_path):
     assert "cannot load the draft '" in fails("generate", "--draft", copy_of("longspec", model_type="tokenswift"))
     LongSpecDraftModel.from_target(tiny_target("llama")).save_pretrained(tmp_path / "other")
     assert "was made for a target with" in fails("generate", "--draft", tmp_path / "other")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     T5EncoderModel(T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1)).save_pretrained(tmp_path / "t5")
     assert "not a draft" in fails("generate", "--draft", tmp_path / "t5")
+    LlamaForCausalLM(LlamaConfig(vocab_size=12, **sizes)).save_pretrained(tmp_path / "other words")
+    assert "was not found to translate" in fails("generate", "--draft", tmp_path / "other words")
 
 
 def test_weights_without_a_use_are_noted(command, tiny, copy_of):
@@ -238,6 +241,12 @@ def test_outputs_are_checked_before_anything_is_loaded(main, tiny, tmp_path, mon
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_missing_folders_of_an_output_are_made(command, tiny, tmp_path):
+    page = tmp_path / "new" / "pages" / "page.html"
+    arguments = ["--target", tiny.target, "--draft", "ngram", "--max-new-tokens", 2, "--html", page]
+    assert command("generate", tiny.notes, *arguments).exit_code == 0 and page.is_file()
+
+
 @pytest.mark.parametrize(
     ("name", "error", "status", "output"),
     [
@@ -268,6 +277,13 @@ def test_a_missing_package_is_named_in_one_line(monkeypatch, capsys):
         runpy.run_module("hf_longspec.cli.app")
     expected = "error: hf-longspec needs typer, which is not installed: pip install typer rich\n"
     assert (exit_of.value.code, *capsys.readouterr()) == (2, "", expected)
+
+
+def test_a_missing_package_of_a_command_is_named_in_one_line(main, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.text", None)
+    monkeypatch.delitem(sys.modules, "hf_longspec.cli.generate")
+    status, _, errors = main("generate", tiny.notes, "--target", tiny.target)
+    assert (status, errors) == (2, "error: rich is not installed: pip install rich\n")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tests.tiny_targets import made_for, tiny_target
 
 SETTINGS = {
     "longspec_eagle3": {"tree_widths": [3, 2], "window": 9},
+    "longspec_dflash": {"num_tree_nodes": 6, "window": 9},
     "longspec": {"tree_widths": [3, 2]},
     "tokenswift": {"num_heads": 2, "tree_branching": [1, 2, 2]},
     "specattn": {"num_assistant_tokens": 3, "sparse_min_tokens": 8},

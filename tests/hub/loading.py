@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 PACKAGE = "hf_longspec"
 CLASSES = {
     "longspec_eagle3": "Eagle3DraftModel",
+    "longspec_dflash": "DFlashDraftModel",
     "longspec_mtp": "MtpDraftModel",
     "longspec": "LongSpecDraftModel",
     "tokenswift": "TokenSwiftDraftModel",

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 SETTINGS = {
     "longspec_eagle3": {"tree_widths": [6, 4], "window": 8, "sinks": 2, "fc_norm": True},
     "longspec": {"window": 8, "tree_widths": [6, 4]},
+    "longspec_dflash": {"num_tree_nodes": 12, "block_size": 5, "window": 8, "sinks": 2, "num_hidden_layers": 3},
     "longspec_mtp": {"tree_widths": [6, 4], "window": 8, "sinks": 2},
     # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens
     "specattn": {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"},
@@ -70,7 +71,14 @@ def check_drafted(draft, model):
 
 
 # They read tokens, logits or hidden states, whatever the attention of the target is.
-WITHOUT_KEYS = (*("longspec_ngram", "longspec_eagle3", "tokenswift", "longspec_token_recycling", "longspec_plain"),)
+WITHOUT_KEYS = (
+    "longspec_ngram",
+    "longspec_eagle3",
+    "longspec_dflash",
+    "tokenswift",
+    "longspec_token_recycling",
+    "longspec_plain",
+)
 # The other drafts on every kind of attention, and one of these on every target; `make models` runs all on all.
 GREEDY = [*product(sorted(DRAFTS.keys() - {*WITHOUT_KEYS}), ATTENTION), *zip(cycle(WITHOUT_KEYS), TINY_TARGETS)]
 
@@ -116,6 +124,11 @@ VARIANTS = [
     ("tokenswift", "deepseek_v3", NGRAMS),
     ("longspec_eagle3", "gpt_oss", {"draft_vocab_size": 7, "tree_widths": [1, 1, 1]}),
     ("longspec_eagle3", "llama", NGRAMS),
+    ("longspec_eagle3", "gemma3", {"mask_token_id": 5, "num_hidden_layers": 2, "layer_windows": [3, None]}),
+    ("longspec_dflash", "gemma2", {"num_tree_nodes": None, "layer_windows": [5, 5, None], "causal_windows": True}),
+    ("longspec_dflash", "llama", NGRAMS | {"markov_rank": 4, "sample_from_anchor": True, "markov_head_type": "rnn"}),
+    ("longspec_dflash", "qwen3", {"selector_rank": 4, "selector_top_k": 3, "conv_kernel_size": 2}),
+    ("longspec_dflash", "gpt_oss", {"draft_vocab_size": 7, "own_head": True, "markov_rank": 3}),
     ("longspec_mtp", "qwen3", {"tree_widths": [1, 1, 1], "window": "all"}),
     ("longspec_mtp", "deepseek_v3", NGRAMS),
     ("longspec", "llama", NGRAMS),

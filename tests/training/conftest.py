@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from hf_longspec import Eagle3DraftModel, LongSpecDraftModel, TokenSwiftDraftModel
+from hf_longspec import DFlashDraftModel, Eagle3DraftModel, LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows, frozen_target
 from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import byte_tokenizer
@@ -56,6 +56,11 @@ def heads(make_heads):
 @pytest.fixture
 def make_eagle3(target):
     return maker(Eagle3DraftModel, target)
+
+
+@pytest.fixture
+def make_dflash(target):
+    return maker(DFlashDraftModel, target, block_size=4, training_blocks=5, mask_token_id=2)
 
 
 @pytest.fixture

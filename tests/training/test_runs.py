@@ -13,9 +13,9 @@ SGD_TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 
 @pytest.fixture
-def make(make_draft, make_heads, make_eagle3):
+def make(make_draft, make_heads, make_eagle3, make_dflash):
     """`make[kind](**settings)`: a new draft, with the same weights every time."""
-    return {"longspec": make_draft, "heads": make_heads, "eagle3": make_eagle3}
+    return {"longspec": make_draft, "heads": make_heads, "eagle3": make_eagle3, "dflash": make_dflash}
 
 
 def trained(make_trainer, model, **settings):
@@ -68,7 +68,7 @@ def test_the_result_is_the_same(make_trainer, make, kind):
         torch.testing.assert_close(trained(make_trainer, make[kind](), **sgd, **settings)[1], expected, **SGD_TOLERANCE)
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("longspec", "kl"), ("heads", "ce"), ("eagle3", "kl")])
+@pytest.mark.parametrize(("kind", "loss"), [("longspec", "kl"), ("heads", "ce"), ("eagle3", "kl"), ("dflash", "kl")])
 def test_stored_states_give_the_losses_with_the_target(make_trainer, make, rows, tmp_path, loss, kind, monkeypatch):
     settings = {"dataset": rows, "loss": loss, "max_steps": 2} | ({"max_offset": 0} if kind == "longspec" else {})
     running = trained(make_trainer, make[kind](), **settings)[0]

@@ -10,13 +10,14 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ..aux_hidden_states import AuxConfig
 from ..configuration_base import text_config
 from ..loading import Checkpoint
 from ..register_draft import DRAFTS, Converter
@@ -60,6 +61,9 @@ AS_EAGLE3 = {
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
 }
+# Tokens that P-EAGLE drafts if its config.json does not say how many.
+DRAFTED = 4
+KIN = {"speculators_model_type": ("peagle",)}
 # Default `max_position_embeddings` of drafts is their target's in some files: no draft is trained on so long texts.
 USUAL_LENGTH = 2048
 
@@ -92,14 +96,15 @@ def eagle3_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> Any:
     return _draft(checkpoint, raw, target, None)
 
 
-EAGLE3 = Converter(EAGLE3_TARGETS, "hidden_norm.", eagle3_draft)
+# In DFlash drafts the norm of this name belongs to no layer.
+EAGLE3 = Converter(EAGLE3_TARGETS, r"layer(s\.0)?\.hidden_norm\.", eagle3_draft)
 
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of an EAGLE-3 draft of another project."""
     named = {str(name) for name in raw.get("architectures") or ()}
     return (
-        raw.get("speculators_model_type") == "eagle3"
+        raw.get("speculators_model_type") in ("eagle3", "peagle")
         or "eagle_config" in raw
         or any("eagle3" in name.lower() for name in named)
         or ("draft_vocab_size" in raw and raw.get("model_type") in LAYER_TYPES)
@@ -127,14 +132,34 @@ def _draft(
 ) -> Any:
     names = renamed(checkpoint.names)
     config = _config_of(checkpoint.source, raw, set(names.values()), target)
+    draft = draft_of(checkpoint, raw, names, config, "complete EAGLE-3 draft", dtype)
+    if config.mask_token_id is not None:
+        methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        draft.generation_config.tree_widths = [1] * int(methods[0].get("speculative_tokens") or DRAFTED)
+    return draft
+
+
+def draft_of(
+    checkpoint: Checkpoint, raw: Mapping[str, Any], names: dict[str, str], config: AuxConfig, what: str, dtype: Any
+) -> Any:
+    """Return the draft of a configuration with the tensors of a checkpoint, in eval mode.
+
+    Args:
+        checkpoint ([`Checkpoint`]): The checkpoint.
+        raw (`Mapping[str, Any]`): Its config.json.
+        names (`dict[str, str]`): Name in the draft of every tensor, by its name in the checkpoint.
+        config ([`AuxConfig`]): Configuration of the draft.
+        what (`str`): What the draft is, for messages.
+        dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
+    """
     with torch.device("meta"):
-        draft = DRAFTS[Eagle3Config.model_type].model(config)
+        draft: Any = DRAFTS[config.model_type].model(config)
     expected = draft.state_dict()
     if "d2t" in expected and "t2d" in names.values():
         expected["t2d"] = torch.empty(config.vocab_size, device="meta")
     unused = {"d2t", "t2d"} - expected.keys()
     names = {name: new_name for name, new_name in names.items() if new_name not in unused}
-    weights = checkpoint.tensors(names, expected, "complete EAGLE-3 draft")
+    weights = checkpoint.tensors(names, expected, what)
     marks = weights.pop("t2d", None)
     if "d2t" in expected:
         weights["d2t"] = weights["d2t"].long()
@@ -154,15 +179,16 @@ def _config_of(
     inner, nested = dict(raw.get("transformer_layer_config") or raw), raw.get("eagle_config") or {}
     kind = inner.pop("model_type", None) or "llama"
     if kind not in LAYER_TYPES:
-        raise ValueError(
-            f"{source}: the draft's layer has model_type={kind!r}, expected one of {', '.join(LAYER_TYPES)}. Use "
-            "another draft."
-        )
+        refuse(source, f"the draft's layer has model_type={kind!r}", f"expected one of {', '.join(LAYER_TYPES)}")
     for name, value in AS_EAGLE3.items():
-        if (field := nested.get(name, raw.get(name))) not in (None, value):
-            raise ValueError(
-                f"{source}: config.json has {name}={field!r}, expected {value!r} for EAGLE-3. Use another draft."
-            )
+        if (field := nested.get(name, raw.get(name))) not in (None, value, *(KIN.get(name, ()))):
+            refuse(source, f"config.json has {name}={field!r}", f"expected {value!r} for EAGLE-3")
+    is_parallel = raw.get("speculators_model_type") == "peagle"
+    if is_parallel and raw.get("mask_token_id") is None:
+        refuse(source, "config.json has no mask_token_id", "expected the token of the entries of P-EAGLE's masks")
+    for name in ("pard_token", "ptd_token_id"):
+        if name in raw or name in nested:
+            refuse(source, f"config.json has {name}", "a variant of P-EAGLE of which no checkpoint is known")
     if "speculators_model_type" in raw and "norm_before_residual" not in {*nested, *raw}:
         logger.warning(
             "%s: config.json has no norm_before_residual, so False is assumed. If few drafted tokens are accepted, set "
@@ -173,7 +199,7 @@ def _config_of(
     def flag(*names: str) -> bool:
         return any(bool(part.get(name)) for name in names for part in (nested, raw))
 
-    layer = AutoConfig.for_model("qwen3" if kind == "qwen3" else "llama", **_plain(inner))
+    layer = AutoConfig.for_model("qwen3" if kind == "qwen3" else "llama", **plain_fields(inner))
     num_layers = len({name.split(".")[1] for name in names if name.startswith("layers.")})
     text = None if target is None else text_config(target)
     width = raw.get("target_hidden_size") or nested.get("target_hidden_size") or layer.hidden_size
@@ -193,19 +219,25 @@ def _config_of(
         fc_bias="fc.bias" in names,
         qk_norm="layers.0.self_attn.q_norm.weight" in names,
         draft_vocab_size=None if size == layer.vocab_size else size,
-        own_embedding="embed_tokens.weight" in names,
+        own_embedding=is_parallel or "embed_tokens.weight" in names,
         own_head="lm_head.weight" in names,
         norm_before_residual=flag("norm_before_residual"),
         norm_before_fc=flag("norm_before_fc"),
         fc_norm=flag("fc_norm", "use_aux_norm"),
         norm_output=flag("norm_output"),
+        mask_token_id=raw["mask_token_id"] if is_parallel else None,
         rope_parameters=rope,
         layer_windows=_windows(inner, num_layers),
         trained_max_length=longest if rope["rope_type"] == "yarn" else min(longest, USUAL_LENGTH),
     )
 
 
-def _plain(inner: Mapping[str, Any]) -> dict[str, Any]:
+def refuse(source: str, fact: str, rule: str) -> NoReturn:
+    """Raise the error of a checkpoint that is not supported."""
+    raise ValueError(f"{source}: {fact}, {rule}. Use another draft.")
+
+
+def plain_fields(inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a layer's configuration that are needed, numbers as numbers."""
     fields = (*LAYER_FIELDS, "rope_theta", "rope_scaling", "rope_parameters")
     values = {name: copy.copy(inner[name]) for name in fields if inner.get(name) is not None}
@@ -292,13 +324,7 @@ def save_speculators(draft: Any, folder: Any, target: PreTrainedModel | None = N
             rows = getattr(target, part)().weight.detach().cpu()
             rows = rows if name == "embed_tokens.weight" else rows[draft.token_ids.cpu()]
             tensors[name] = rows.to(draft.dtype).contiguous()
-    if draft.d2t is not None:
-        tensors["t2d"] = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
-        tensors["t2d"][draft.token_ids.cpu()] = True
-    path, config = Path(folder), speculators_config(draft, target)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    write_speculators(draft, tensors, speculators_config(draft, target), folder)
 
 
 def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dict[str, Any]:
@@ -307,7 +333,30 @@ def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dic
     layers = draft.effective("target_layer_ids") or ()
     if not layers and target is None:
         raise ValueError("the draft's config does not name the target's layers that it reads: pass target=.")
-    theta = draft.effective("rope_theta")
+    width, kind = config.target_hidden_size, "eagle3" if config.mask_token_id is None else "peagle"
+    is_parallel = kind == "peagle"
+    return ({"mask_token_id": config.mask_token_id} if is_parallel else {}) | {
+        "architectures": ["PEagleDraftModel" if is_parallel else "Eagle3DraftModel"],
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "dtype": str(draft.dtype).removeprefix("torch."),
+        "eagle_aux_hidden_state_layer_ids": list(layers) or list(draft.layers_of(text_config(target))),
+        "embed_requires_grad": is_parallel,
+        "fc_norm": config.fc_norm,
+        "norm_before_fc": config.norm_before_fc,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": bool(draft.effective("norm_output")),
+        "speculators_config": proposals(draft, kind, len(draft.setting("tree_widths")), target),
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None if width == config.hidden_size else width,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer_config(draft),
+    }
+
+
+def layer_config(draft: Any) -> dict[str, Any]:
+    """Return the configuration of a draft's layers, as a model of transformers would have it."""
+    config, theta = draft.config, draft.effective("rope_theta")
     rope = dict(config.rope_parameters or {}) | ({} if theta is None else {"rope_theta": float(theta)})
     windows = config.window_of_layers
     kind = "qwen3" if config.qk_norm else "llama"
@@ -319,31 +368,24 @@ def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dic
     names = (*LAYER_FIELDS, "num_hidden_layers", "initializer_range", "attention_bias")
     layer = {name: getattr(config, name) for name in names} | extra
     layer |= {"model_type": kind, "rope_parameters": rope, "tie_word_embeddings": False}
-    layer |= {"mlp_bias": config.mlp_bias} if kind == "llama" else {}
-    width = config.target_hidden_size
-    chain = len(draft.setting("tree_widths"))
-    method = {"proposal_type": "greedy", "speculative_tokens": chain, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    return layer | ({"mlp_bias": config.mlp_bias} if kind == "llama" else {})
+
+
+def proposals(draft: Any, algorithm: str, count: int, target: PreTrainedModel | None) -> dict[str, Any]:
+    """Return the field of speculators that says how an engine drafts: greedy chains of `count` tokens."""
+    method = {"proposal_type": "greedy", "speculative_tokens": count, "accept_tolerance": 0.0, "verifier_accept_k": 1}
     architectures = [] if target is None else [type(target).__name__]
-    verifier = {"name_or_path": config.target_name_or_path, "architectures": architectures}
-    return {
-        "architectures": ["Eagle3DraftModel"],
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "dtype": str(draft.dtype).removeprefix("torch."),
-        "eagle_aux_hidden_state_layer_ids": list(layers) or list(draft.layers_of(text_config(target))),
-        "embed_requires_grad": False,
-        "fc_norm": config.fc_norm,
-        "norm_before_fc": config.norm_before_fc,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_output": bool(draft.effective("norm_output")),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": verifier,
-        },
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "target_hidden_size": None if width == config.hidden_size else width,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer,
-    }
+    verifier = {"name_or_path": draft.config.target_name_or_path, "architectures": architectures}
+    algorithm_fields = {"algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [method]}
+    return algorithm_fields | {"verifier": verifier}
+
+
+def write_speculators(draft: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any], folder: Any) -> None:
+    """Write config.json and model.safetensors, with the mask of a reduced vocabulary."""
+    if draft.d2t is not None:
+        tensors["t2d"] = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][draft.token_ids.cpu()] = True
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

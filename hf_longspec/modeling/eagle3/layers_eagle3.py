@@ -72,11 +72,15 @@ class Eagle3Attention(nn.Module):
 
     def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries `(B, H, T, D)`, keys and values `(B, K, T, D)`, not rotated."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (part(normed).unflatten(-1, (-1, self.head_dim)) for part in projections)
-        if self.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query = self.q_proj(normed).unflatten(-1, (-1, self.head_dim))
+        query = self.q_norm(query) if self.qk_norm else query
+        return query.transpose(1, 2), *self.project_entries(normed)
+
+    def project_entries(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values `(B, K, T, D)`, not rotated."""
+        key, value = (part(states).unflatten(-1, (-1, self.head_dim)) for part in (self.k_proj, self.v_proj))
+        key = self.k_norm(key) if self.qk_norm else key
+        return key.transpose(1, 2), value.transpose(1, 2)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """Project attention output `(B, H, T, D)` to `(B, T, hidden)`."""

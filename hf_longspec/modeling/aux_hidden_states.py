@@ -1,0 +1,360 @@
+"""What drafts share that read auxiliary hidden states of the target: EAGLE-3, P-EAGLE, DFlash and its kin.
+
+They read the target's residual stream before some of its layers, once per committed token. Such an entry has keys and
+values of the draft's own, in a ring for each layer, so that memory does not grow with the context.
+"""
+
+import copy
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ..generation.target import TargetView
+from ..generation.target_modules import final_norm_of, layer_at, refuse_compiled_forward
+from .base import DraftModel
+from .configuration_base import DraftConfig, text_config
+from .loading import HUB_KWARGS
+from .settings import Setting
+
+# The value of `window` that stands for the number of positions that the draft was trained with.
+TRAINED = "trained"
+# Rotary embeddings whose frequencies do not change with the length of the text: a ring holds rotated keys.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+
+class AuxConfig(DraftConfig):
+    """Configuration of a draft that reads auxiliary hidden states.
+
+    Args:
+        hidden_size (`int`): Width of the draft.
+        target_hidden_size (`int`): Width of the target's residual stream.
+        num_aux_hidden_states (`int`): Number of the target's layers whose inputs ("auxiliary hidden states") are read.
+        target_layer_ids (`list[int]`): The layers whose inputs are read; the number of layers stands for the final
+            norm. The input of layer j is transformers' `hidden_states[j]`.
+        intermediate_size (`int`): Width of the SwiGLU.
+        num_hidden_layers (`int`): Number of layers.
+        num_attention_heads (`int`): Number of query heads.
+        num_key_value_heads (`int`): Number of key/value heads.
+        head_dim (`int`): Size of a head.
+        hidden_act (`str`): Activation of the SwiGLU.
+        rms_norm_eps (`float`): Epsilon of all norms.
+        initializer_range (`float`): Standard deviation of the initial weights.
+        attention_bias (`bool`): Whether the projections of the attention have a bias.
+        mlp_bias (`bool`): Whether the projections of the SwiGLU have a bias.
+        qk_norm (`bool`): Whether queries and keys are normalised before they are rotated.
+        draft_vocab_size (`int`, *optional*): Number of tokens that can be drafted; all of the vocabulary by default.
+        own_embedding (`bool`): Whether the draft has an embedding of its own. Otherwise it uses the target's.
+        own_head (`bool`): Whether the draft has a language-model head of its own. Otherwise it uses the target's.
+        mask_token_id (`int`, *optional*): Token of the entries whose token is not known yet, of drafts that draft
+            several tokens in one forward.
+        rope_parameters (`dict[str, Any]`, *optional*): Rotary embedding of the draft, independent of the target's.
+        max_position_embeddings (`int`): As in the checkpoint; no limit of positions.
+        layer_windows (`list[int | None]`, *optional*): Windows that the layers were trained with.
+        trained_max_length (`int`): Number of positions that a query saw in training, the default of `window`.
+    """
+
+    model_type = "longspec_aux"
+
+    hidden_size: int = 0
+    target_hidden_size: int = 0
+    num_aux_hidden_states: int = 3
+    target_layer_ids: list[int] | tuple[int, ...] = ()
+    intermediate_size: int = 0
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 0
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    own_head: bool = False
+    mask_token_id: int | None = None
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    layer_windows: list[Any] | tuple[Any, ...] | None = None
+    trained_max_length: int = 2048
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
+        """Return the configuration of a one-layer draft of the target's width, with its number and size of heads."""
+        text = text_config(target)
+        last = text.per_layer_config[text.num_hidden_layers - 1]  # layers may differ (gemma4)
+        heads = last.num_attention_heads
+        values = {
+            "hidden_size": text.hidden_size,
+            "target_hidden_size": text.hidden_size,
+            "target_layer_ids": default_layer_ids(text.num_hidden_layers),
+            "intermediate_size": 8 * text.hidden_size // 3,  # of a gated layer, arXiv:2002.05202, section 3.2
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(last, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(last, "head_dim", None) or text.hidden_size // heads,
+            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+        return super().from_target(target, **(values | overrides))
+
+    @property
+    def window_of_layers(self) -> list[int | None]:
+        """Window that each layer was trained with; `None` for those that saw everything."""
+        return list(self.layer_windows or [None] * self.num_hidden_layers)
+
+    def check_types(self) -> None:
+        """Refuse fields of a wrong type or out of range, and fields that do not fit together."""
+        super().check_types()
+        kind, windows = (self.rope_parameters or {}).get("rope_type", "default"), self.window_of_layers
+        reason = ""
+        if kind not in ROPE_TYPES:
+            reason = f"rope_type={kind!r}: expected one of {', '.join(ROPE_TYPES)}, whose frequencies do not change."
+        elif self.num_attention_heads % self.num_key_value_heads:
+            reason = f"num_attention_heads={self.num_attention_heads}: expected a multiple of num_key_value_heads."
+        elif len(windows) != self.num_hidden_layers:
+            reason = f"layer_windows={windows!r}: expected an entry for each of the {self.num_hidden_layers} layers."
+        elif (self.draft_vocab_size or 0) > self.vocab_size:
+            reason = f"draft_vocab_size={self.draft_vocab_size}: expected at most vocab_size={self.vocab_size}."
+        elif (self.mask_token_id or 0) >= max(1, self.vocab_size):
+            reason = f"mask_token_id={self.mask_token_id}: expected a row of the embedding, below {self.vocab_size}."
+        if reason:
+            raise ValueError(f"{reason} Correct the draft's config.json, or use another draft.")
+
+
+def default_layer_ids(num_layers: int) -> list[int]:
+    """Return the layers of the target that EAGLE-3 reads if nothing else is said: an early, the middle, a late one.
+
+    >>> default_layer_ids(32), default_layer_ids(3)
+    ([2, 16, 29], [2, 1, 0])
+    """
+    return [min(2, num_layers), num_layers // 2, max(0, num_layers - 3)]
+
+
+class AuxDraftModel(DraftModel):
+    """Base of the drafts that read auxiliary hidden states.
+
+    Subclasses build their layers and call `add_ends`, and return the module that reads checkpoints of other projects as
+    `reader`.
+    """
+
+    settings: ClassVar[dict[str, Any]] = {
+        "window": Setting(
+            TRAINED,
+            "Number of last entries that are kept; 'trained' is the length that the draft was trained with, and None "
+            "keeps all of the text.",
+            int,
+            choices=(TRAINED,),
+        ),
+        "sinks": Setting(4, "Number of first entries that are kept besides.", int, least=0),
+        "rope_theta": Setting(None, "Base of the draft's rotary embedding, in place of the config's.", float),
+        "target_layer_ids": Setting(None, "The layers of the target that are read, in place of the config's."),
+    }
+
+    @classmethod
+    def reader(cls) -> Any:
+        """Return the module that reads checkpoints of other projects; `None` in a published copy, which lacks it."""
+
+    def add_ends(self, config: Any) -> None:
+        """Add final norm, embedding, head and the map of a reduced vocabulary, and initialise all weights."""
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+        size = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, size, bias=False) if config.own_head else None
+        # Target id of draft token i is i + d2t[i].
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.long) if config.draft_vocab_size else None)
+        self.post_init()
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
+        """Return an untrained draft for `target` in eval mode at its `place`, with copies of embedding and head."""
+        draft = super().from_target(target, **overrides)
+        draft.copy_from(target)
+        return draft
+
+    @classmethod
+    def check_structure(cls, target: PreTrainedModel) -> None:
+        """Refuse targets without a final norm."""
+        final_norm_of(target)
+
+    @torch.no_grad()
+    def copy_from(self, target: PreTrainedModel) -> None:
+        """Copy the target's embedding and the rows of its head into those that the draft has of its own.
+
+        Raises:
+            ValueError: If the draft has another width, or the target's weights are not in memory.
+        """
+        for part, module, what in (
+            (self.embed_tokens, target.get_input_embeddings(), "own_embedding"),
+            (self.lm_head, target.get_output_embeddings(), "own_head"),
+        ):
+            if part is None:
+                continue
+            if module.weight.is_meta or module.weight.shape[1] != part.weight.shape[1]:
+                raise ValueError(
+                    f"{what}=True: cannot copy the target's rows, which have shape {tuple(module.weight.shape)} on "
+                    f"{module.weight.device}. Load the target without offloading, with the width of the draft."
+                )
+            ids = self.token_ids.to(module.weight.device)
+            rows = module.weight if part is self.embed_tokens else module.weight[ids]
+            part.weight.copy_(rows)
+
+    @classmethod
+    def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
+        """Load a draft of this package, or a checkpoint as other projects publish it.
+
+        Such a checkpoint needs the target if it does not say which layers of it are read. The code that a repository
+        may contain is never run.
+        """
+        reader = cls.reader()
+        if reader is not None and kwargs.get("config") is None:
+            hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
+            draft = reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
+            if draft is not None:
+                return draft, {}
+        return super()._load(path, target, *args, **kwargs)
+
+    def embed(self, tokens: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
+        """Return embeddings `(B, T, hidden)` of target ids `(B, T)`, without a factor that the target applies.
+
+        Raises:
+            ValueError: If the draft has no embedding of its own, and no target is given.
+        """
+        if self.embed_tokens is not None:
+            embedded: torch.Tensor = self.embed_tokens(tokens)
+            return embedded
+        module = _part_of(target, "input")
+        embedded = module(tokens.to(module.weight.device) if module.weight.device.type != "meta" else tokens)
+        scale = getattr(module, "embed_scale", None)  # of gemma, whose table the drafts read as it is
+        return (embedded if scale is None else embedded / scale).to(self.norm.weight)
+
+    def logits(self, outputs: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
+        """Return logits `(..., draft vocabulary)` of normalised outputs `(..., hidden)`.
+
+        Raises:
+            ValueError: If the draft has no head of its own, and no target is given.
+        """
+        if self.lm_head is not None:
+            logits: torch.Tensor = self.lm_head(outputs)
+            return logits
+        head = _part_of(target, "output")
+        logits = head(outputs)
+        return logits if self.d2t is None else logits[..., self.token_ids.to(logits.device)]
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """Target ids `(draft vocabulary,)` of the draft's tokens, in increasing order in all published drafts."""
+        if self.d2t is None:
+            return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, token_ids: Sequence[int], target: PreTrainedModel | None = None) -> None:
+        """Choose the tokens that a draft with a reduced vocabulary proposes, such as the most frequent ones.
+
+        Args:
+            token_ids (`Sequence[int]`): As many different ids as `draft_vocab_size`.
+            target (`PreTrainedModel`, *optional*): The target, whose rows are copied into a head of the draft's own.
+
+        Raises:
+            ValueError: If the number of ids is another one, or an id is outside of the vocabulary or repeated.
+        """
+        ids = sorted({int(token) for token in token_ids})
+        size = self.config.draft_vocab_size
+        if len(ids) != size or len(ids) != len(token_ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size:
+            raise ValueError(
+                f"{len(token_ids)} token ids, {len(ids)} of them distinct: expected draft_vocab_size={size} distinct "
+                f"ids from 0 to {self.config.vocab_size - 1}."
+            )
+        self.d2t.copy_(torch.tensor(ids) - torch.arange(len(ids)))
+        if target is not None:
+            self.copy_from(target)
+
+    def rotary_embedding(self, device: torch.device) -> nn.Module:
+        """Return the rotary embedding of the draft, a function of a tensor (for its dtype) and positions `(B, T)`."""
+        theta = self.effective("rope_theta")
+        config = copy.deepcopy(self.config)
+        if theta is not None:
+            config.rope_parameters = (config.rope_parameters or {}) | {"rope_theta": float(theta)}
+        return LlamaRotaryEmbedding(config).to(device)
+
+    def effective(self, name: str) -> Any:
+        """Return the value of a setting, or if it is `None` that of the config."""
+        value = getattr(self.generation_config, name, None)
+        return getattr(self.config, name, None) if value is None else value
+
+    def num_out_of_vocabulary(self, rows: Sequence[Sequence[int]]) -> int:
+        """Return how many tokens of some rows this draft cannot propose."""
+        if self.d2t is None:
+            return 0
+        vocabulary = set(self.token_ids.tolist())
+        return sum(token not in vocabulary for row in rows for token in row)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of last tokens of a text whose entries are kept; practically all without a window."""
+        window: Any = getattr(self.generation_config, "window", TRAINED)
+        window = self.config.trained_max_length if window == TRAINED else window
+        return sys.maxsize if window is None else int(window)
+
+    def layers_of(self, text: Any) -> tuple[int, ...]:
+        """Return the layers of a target with this text config whose inputs are read.
+
+        Raises:
+            ValueError: If they are not as many as the draft reads.
+        """
+        layers = self.effective("target_layer_ids") or (
+            default_layer_ids(text.num_hidden_layers) if self.config.num_aux_hidden_states == 3 else []
+        )
+        count = self.config.num_aux_hidden_states
+        if not isinstance(layers, list | tuple) or len(layers) != count or not all(type(j) is int for j in layers):
+            raise ValueError(
+                f"target_layer_ids={layers!r}: expected a list of {count} integers (num_aux_hidden_states). The input "
+                "of layer j of the target is its hidden_states[j]. Set draft.generation_config.target_layer_ids."
+            )
+        return tuple(layers)
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse targets of other sizes, and layers that do not exist."""
+        refuse_compiled_forward(target.model)
+        self._check_target(target)
+        for layer in self.layers_of(target.config):
+            layer_at(target.model, layer)
+
+    def _check_target(self, target: TargetView) -> None:
+        for name, size in (
+            ("vocab_size", target.config.vocab_size),
+            ("target_hidden_size", target.config.hidden_size),
+        ):
+            if (recorded := getattr(self.config, name)) != size:
+                raise ValueError(
+                    f"the draft has {name}={recorded}, but the target has {size}. Pass the target that the draft was "
+                    "trained for."
+                )
+        if self.config.hidden_size != target.config.hidden_size and not (self.embed_tokens and self.lm_head):
+            raise ValueError(
+                f"the draft has hidden_size={self.config.hidden_size} and no embedding or head of its own, but the "
+                f"target's have {target.config.hidden_size}. Pass the target that the draft was trained for."
+            )
+
+
+def ends_of(embed_tokens: Any, lm_head: Any) -> Any:
+    """Return what stands for a target in `embed` and `logits`, made of weights `(vocab, hidden)` or of modules."""
+    embedding, head = (getattr(part, "weight", part) for part in (embed_tokens, lm_head))
+    return SimpleNamespace(
+        get_input_embeddings=lambda: None if embedding is None else nn.Embedding.from_pretrained(embedding.detach()),
+        get_output_embeddings=lambda: None if head is None else lambda outputs: nn.functional.linear(outputs, head),
+    )
+
+
+def _part_of(target: Any, part: str) -> Any:
+    found = None if target is None else getattr(target, f"get_{part}_embeddings")()
+    if found is None:
+        name, argument = {"input": ("embedding", "embed_tokens="), "output": ("head", "lm_head=")}[part]
+        raise ValueError(f"this draft has no {name} of its own and uses the target's: pass target=, or {argument}.")
+    return found

@@ -1,0 +1,17 @@
+"""DFlash and its kin: a draft of a few layers fills in a block of tokens in one forward."""
+
+from ..register_draft import register_draft
+from .configuration_dflash import DFlashConfig
+from .modeling_dflash import DFlashDraftModel
+
+__all__ = ["DFlashConfig", "DFlashDraftModel"]
+
+register_draft(
+    DFlashConfig,
+    DFlashDraftModel,
+    training="hf_longspec.modeling.dflash.training_dflash:DFlashMethod",
+    convert="hf_longspec.modeling.dflash.convert_dflash:DFLASH",
+    tune="hf_longspec.cli.tune:tune_dflash",
+    reads="hf_longspec.modeling.dflash.convert_dflash:is_dflash",
+    card="hf_longspec.hub:templates/dflash.md",
+)

@@ -1,0 +1,344 @@
+"""Reading of DFlash, DSpark and DFlash2 drafts in the formats of other projects, and writing in that of speculators.
+
+There are four: those of z-lab, of DeepSpec, of speculators, and of the assistant of Muse in transformers. They differ
+in names of fields and tensors, in the numbers of the layers that are read, in the slots that are used, and in the
+windows. The config says which draft is built; names and shapes of the tensors are compared with those of this draft
+before any is read. Config files are read as JSON; the code that a folder may contain is never run.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ..aux_hidden_states import default_layer_ids
+from ..configuration_base import text_config
+from ..eagle3.convert_eagle3 import (
+    LAYER_FIELDS,
+    UNUSED,
+    draft_of,
+    layer_config,
+    plain_fields,
+    proposals,
+    refuse,
+    write_speculators,
+)
+from ..loading import Checkpoint
+from ..register_draft import Converter
+from .configuration_dflash import DFlashConfig
+
+# Draft -> target it was trained for.
+DFLASH_TARGETS = {
+    "z-lab/Qwen3-4B-DFlash-b16": "Qwen/Qwen3-4B",
+    "z-lab/Qwen3-8B-DFlash-b16": "Qwen/Qwen3-8B",
+    "z-lab/Qwen3-Coder-30B-A3B-DFlash": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    "z-lab/gpt-oss-20b-DFlash": "openai/gpt-oss-20b",
+    "z-lab/gpt-oss-120b-DFlash": "openai/gpt-oss-120b",
+    "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat": "meta-llama/Llama-3.1-8B-Instruct",
+    "deepseek-ai/dflash_qwen3_4b_block7": "Qwen/Qwen3-4B",
+    "deepseek-ai/dflash_qwen3_8b_block7": "Qwen/Qwen3-8B",
+    "deepseek-ai/dflash_qwen3_14b_block7": "Qwen/Qwen3-14B",
+    "deepseek-ai/dspark_qwen3_4b_block7": "Qwen/Qwen3-4B",
+    "deepseek-ai/dspark_qwen3_8b_block7": "Qwen/Qwen3-8B",
+    "deepseek-ai/dspark_qwen3_14b_block7": "Qwen/Qwen3-14B",
+}
+# Names in the assistant of Muse -> name here.
+MUSE_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+SPECULATORS = ("dflash", "dspark", "dflash2")
+LAYER_TYPES = ("qwen3", "muse_glimmer_assistant")
+MUSE_THETA, MUSE_LAYERS, MUSE_WINDOW = 500000.0, (1, 13, 25, 37, 49), 2048
+# Tokens of the texts that DeepSpec's drafts were trained on. No other file says it; max_position_embeddings does not.
+USUAL_LENGTH = 4096
+
+# Fields that say nothing about the computation, in any configuration.
+NEUTRAL = set(PreTrainedConfig().to_dict()) | {
+    *("auto_map", "torch_dtype", "dtype", "use_cache", "attention_dropout", "initializer_range", "max_window_layers"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "pretraining_tp", "num_anchors"),
+    *("_name_or_path", "model_type", "architectures", "transformers_version"),
+}
+OF_LAYER = {
+    *(*LAYER_FIELDS, "num_hidden_layers", "attention_bias", "layer_types", "sliding_window", "use_sliding_window"),
+    *("rope_parameters", "rope_theta", "rope_scaling", "mlp_bias"),
+}
+OF_HEADS = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
+FIELDS = {
+    "z-lab": OF_LAYER | {"block_size", "dflash_config", "num_target_layers"},
+    "DeepSpec": OF_LAYER | OF_HEADS | {"block_size", "mask_token_id", "target_layer_ids", "num_target_layers"},
+    "Muse": OF_LAYER | {"block_size", "mask_token_id", "target_layer_ids"},
+    "speculators": OF_HEADS
+    | {"speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config", "block_size"}
+    | {"mask_token_id", "aux_hidden_state_layer_ids", "sample_from_anchor", "sliding_window_non_causal"}
+    | {"draft_vocab_size", "target_hidden_size", "conv_kernel_size", "conv_group_size", "selector_rank"}
+    | {"selector_top_k"},
+}
+OF_DFLASH_CONFIG = {"mask_token_id", "target_layer_ids", "block_size", "projector_type"}
+
+
+def from_other_format(
+    source: Any, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None, **hub: Any
+) -> Any:
+    """Return a checkpoint of another project as a [`DFlashDraftModel`]; `None` if it is in this package's format.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        target (`PreTrainedModel` or `PreTrainedConfig`, *optional*): The target.
+        dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
+        hub (`Any`): Arguments of transformers for the Hub.
+
+    Raises:
+        OSError: If there is no config.json.
+        ValueError: If it is no DFlash draft, or its files do not fit together or to the target.
+    """
+    raw, _ = PreTrainedConfig.get_config_dict(source, **hub)
+    if raw.get("model_type") == DFlashConfig.model_type:
+        return None
+    return _draft(Checkpoint(str(source), **hub), raw, target, dtype)
+
+
+def dflash_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> Any:
+    """Return the draft of a checkpoint in its dtype, for `hf-longspec convert`; see [`from_other_format`]."""
+    path = Path(checkpoint.source)
+    raw, _ = PreTrainedConfig.get_config_dict(str(path.parent if path.is_file() else checkpoint.source))
+    return _draft(checkpoint, raw, target, None)
+
+
+DFLASH = Converter(DFLASH_TARGETS, r"^(model\.)?(hidden_norm|encoder\.output_norm_enc)\.", dflash_draft)
+
+
+def is_dflash(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a DFlash draft of another project."""
+    return layout_of(raw) is not None
+
+
+def layout_of(raw: Mapping[str, Any]) -> str | None:
+    """Return the layout of a config.json, a key of `FIELDS`; `None` if it is another model's.
+
+    >>> layout_of({"architectures": ["Qwen3DSparkModel"]}), layout_of({"model_type": "llama"})
+    ('DeepSpec', None)
+    """
+    named = {str(name) for name in raw.get("architectures") or ()}
+    if raw.get("speculators_model_type") is not None:
+        return "speculators" if raw["speculators_model_type"] in SPECULATORS else None
+    if raw.get("model_type") == "muse_glimmer_assistant":
+        return "Muse"
+    if any("DSpark" in name for name in named):
+        return "DeepSpec"
+    return "z-lab" if "dflash_config" in raw or "DFlashDraftModel" in named else None
+
+
+def renamed(names: list[str]) -> dict[str, str]:
+    """Return the name of this package for each tensor of a checkpoint that is used.
+
+    >>> renamed(["model.fc.weight", "encoder.output_norm_enc.weight", "verifier_norm.weight"])
+    {'model.fc.weight': 'fc.weight', 'encoder.output_norm_enc.weight': 'hidden_norm.weight'}
+    """
+    new_names = {}
+    for name in names:
+        new_name = name.removeprefix("model.")
+        for old, new in MUSE_NAMES.items():
+            new_name = new + new_name.removeprefix(old) if new_name.startswith(old) else new_name
+        if not new_name.startswith(UNUSED) and not new_name.endswith("rotary_emb.inv_freq"):
+            new_names[name] = new_name
+    return new_names
+
+
+def _draft(
+    checkpoint: Checkpoint, raw: dict[str, Any], target: PreTrainedModel | PreTrainedConfig | None, dtype: Any
+) -> Any:
+    names = renamed(checkpoint.names)
+    config = _config_of(checkpoint.source, raw, set(names.values()), target)
+    biases = [f"layers.{i}.self_attn.{part}_proj.bias" for i in range(config.num_hidden_layers) for part in "qkvo"]
+    heads = {"gated": ["markov_head.gate_proj.bias"], "rnn": ["markov_head.joint_proj.bias"]}
+    wanted = biases if config.attention_bias else []
+    wanted += heads.get(config.markov_head_type, []) if config.markov_rank else []
+    wanted += ["confidence_head.proj.bias"] if config.confidence_head else []
+    if missing := sorted(set(wanted) - set(names.values())):
+        refuse(checkpoint.source, f"missing tensors {missing}", "which config.json implies")
+    return draft_of(checkpoint, raw, names, config, "complete DFlash draft", dtype)
+
+
+def _config_of(
+    source: str, raw: dict[str, Any], names: set[str], target: PreTrainedModel | PreTrainedConfig | None
+) -> DFlashConfig:
+    layout = layout_of(raw)
+    if layout is None:
+        named = raw.get("speculators_model_type") or raw.get("model_type") or raw.get("architectures")
+        refuse(source, f"config.json is that of {named!r}", f"expected one of the layouts {', '.join(FIELDS)}")
+    nested = dict(raw.get("dflash_config") or {})
+    inner = dict(raw.get("transformer_layer_config") or raw)
+    _check_fields(source, layout, raw, nested, inner)
+    values = raw | nested
+    kind = inner.get("model_type") or "qwen3"
+    architecture = str((raw.get("architectures") or [""])[0])
+    if kind not in LAYER_TYPES or architecture == "Gemma4DSparkModel":
+        refuse(source, f"the draft's layer has model_type={kind!r} ({architecture})", f"expected {LAYER_TYPES[0]!r}")
+    if layout == "Muse":
+        inner = {"rope_parameters": {"rope_type": "default", "rope_theta": MUSE_THETA}} | inner
+    text = None if target is None else text_config(target)
+    if (mask := values.get("mask_token_id", 201818 if layout == "Muse" else None)) is None:
+        refuse(source, "config.json has no mask_token_id", "add the id of the mask, a row of the target's embedding")
+    if inner.get("vocab_size") is None:  # the target's, of which the mask is one of the last tokens (Muse)
+        inner["vocab_size"] = mask + 1 if text is None else text.vocab_size
+    layer = AutoConfig.for_model("qwen3", **plain_fields(inner))
+    num_layers = int(inner.get("num_hidden_layers") or layer.num_hidden_layers)
+    layers = _layer_ids(source, layout, values, num_layers, text)
+    speculators = str(raw.get("speculators_model_type"))
+    is_dspark = layout == "DeepSpec" or speculators == "dspark"
+    is_dflash2 = speculators == "dflash2"
+    rank = int(raw.get("markov_rank", 256 if speculators == "dspark" else 0) or 0) if is_dspark else 0
+    confidence = None
+    if is_dspark and raw.get("enable_confidence_head", speculators == "dspark"):
+        confidence = "markov" if raw.get("confidence_head_with_markov", True) and rank else "hidden"
+    size = int(raw.get("draft_vocab_size") or layer.vocab_size)
+    size = layer.vocab_size if layout != "speculators" else size
+    facts = {} if target is None else DFlashConfig.facts_of(target)
+    rope = dict(layer.rope_parameters) | {"rope_type": layer.rope_parameters.get("rope_type", "default")}
+    rope.setdefault("rope_theta", 10000.0)
+    return DFlashConfig(
+        **(facts | {name: getattr(layer, name) for name in LAYER_FIELDS}),
+        target_hidden_size=layer.hidden_size,
+        num_aux_hidden_states=len(layers),
+        target_layer_ids=layers,
+        num_hidden_layers=num_layers,
+        attention_bias=bool(inner.get("attention_bias", False)),
+        draft_vocab_size=None if size == layer.vocab_size else size,
+        own_embedding=layout == "DeepSpec" or "embed_tokens.weight" in names,
+        own_head=layout == "DeepSpec" or size != layer.vocab_size or "lm_head.weight" in names,
+        mask_token_id=mask,
+        rope_parameters=rope,
+        trained_max_length=min(layer.max_position_embeddings, USUAL_LENGTH),
+        block_size=int(values.get("block_size") or {"Muse": 16, "speculators": 8}.get(layout, 0)),
+        sample_from_anchor=layout == "DeepSpec"
+        or (layout == "speculators" and bool(raw.get("sample_from_anchor", speculators == "dspark"))),
+        **_windows(layout, raw, inner, num_layers),
+        markov_rank=rank,
+        markov_head_type=str(raw.get("markov_head_type") or "vanilla"),
+        confidence_head=confidence,
+        **({"conv_kernel_size": int(raw.get("conv_kernel_size", 2))} if is_dflash2 else {}),
+        **({"conv_group_size": int(raw.get("conv_group_size", 16))} if is_dflash2 else {}),
+        **({"selector_rank": int(raw.get("selector_rank", 256))} if is_dflash2 else {}),
+        **({"selector_top_k": int(raw.get("selector_top_k", 16))} if is_dflash2 else {}),
+    )
+
+
+def _check_fields(
+    source: str, layout: str, raw: Mapping[str, Any], nested: Mapping[str, Any], inner: Mapping[str, Any]
+) -> None:
+    """Refuse fields that no known draft has, and values of known ones that stand for another computation."""
+    if (projector := nested.get("projector_type")) not in (None, "linear"):
+        refuse(source, f"projector_type={projector!r}", "Domino drafts are not supported")
+    if raw.get("quantization_config") is not None:
+        refuse(source, "config.json has a quantization_config", "quantized drafts are not supported")
+    known = (
+        (f"config.json of the layout of {layout}", raw, FIELDS[layout] | NEUTRAL),
+        ("dflash_config", nested, OF_DFLASH_CONFIG),
+        ("transformer_layer_config", inner if layout == "speculators" else {}, OF_LAYER | NEUTRAL),
+    )
+    for where, fields, names in known:
+        if unknown := sorted(fields.keys() - names):
+            refuse(source, f"{where} has unknown fields {unknown}", "which no known draft has")
+    width = raw.get("target_hidden_size")
+    if width not in (None, inner.get("hidden_size")):
+        refuse(source, f"target_hidden_size={width}", f"expected the draft's width {inner.get('hidden_size')}")
+
+
+def _layer_ids(source: str, layout: str, values: Mapping[str, Any], num_layers: int, text: Any) -> list[int]:
+    """Return the layers whose inputs are read. Only speculators counts inputs, the other layouts count outputs."""
+    name = "aux_hidden_state_layer_ids" if layout == "speculators" else "target_layer_ids"
+    found = values.get(name, MUSE_LAYERS if layout == "Muse" else None)
+    of_target: Any = values.get("num_target_layers") or getattr(text, "num_hidden_layers", None)
+    if found is None and layout == "DeepSpec":
+        refuse(source, f"config.json has no {name}", "add the layers of the target that the draft reads")
+    if found is None and of_target is None:
+        refuse(source, f"config.json has no {name}", "pass target=, whose number of layers decides")
+    if layout == "speculators":
+        return [int(layer) for layer in (found or default_layer_ids(of_target))]
+    if found is None and num_layers == 1:
+        found = [of_target // 2]
+    elif found is None:
+        found = [round(1 + index * (of_target - 4) / (num_layers - 1)) for index in range(num_layers)]
+    return [int(layer) + 1 for layer in found]
+
+
+def _windows(layout: str, raw: Mapping[str, Any], inner: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return the windows of the layers and how they move; see [`DFlashConfig`].
+
+    An entry at distance W from a slot is seen in the assistant of Muse, and no longer seen in z-lab's drafts. In drafts
+    of speculators, all slots see the last W entries.
+    """
+    window = inner.get("sliding_window", MUSE_WINDOW if layout == "Muse" else None)
+    kinds = inner.get("layer_types") or (["sliding_attention"] * num_layers if layout == "Muse" else [])
+    if window is None or "sliding_attention" not in kinds or inner.get("use_sliding_window") is False:
+        return {}
+    window = int(window) + (layout == "Muse")
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    is_speculators = layout == "speculators"
+    is_causal = not raw.get("sliding_window_non_causal", raw.get("speculators_model_type") == "dflash2")
+    return {
+        "layer_windows": windows,
+        "block_window": is_speculators,
+        "causal_windows": is_speculators and is_causal,
+    }
+
+
+def save_speculators(draft: Any, folder: Any, target: PreTrainedModel | None = None) -> None:
+    """Write a draft in the format of speculators, which vLLM and SGLang read.
+
+    Args:
+        draft ([`DFlashDraftModel`]): The draft.
+        folder (`str` or `os.PathLike`): Folder to write config.json and model.safetensors to.
+        target (`PreTrainedModel`, *optional*): The target, whose rows are written as the head of a draft with a reduced
+            vocabulary that has none of its own.
+
+    Raises:
+        ValueError: If the format cannot say what the draft computes, or the target is needed.
+    """
+    config = speculators_config(draft, target)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}
+    if draft.d2t is not None and "lm_head.weight" not in tensors:
+        if target is None:
+            raise ValueError("the draft has no lm_head.weight of its own, which the format requires: pass target=.")
+        rows = target.get_output_embeddings().weight.detach().cpu()[draft.token_ids.cpu()]
+        tensors["lm_head.weight"] = rows.to(draft.dtype).contiguous()
+    write_speculators(draft, tensors, config, folder)
+
+
+def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dict[str, Any]:
+    """Return config.json of a draft in the format of speculators; see [`save_speculators`]."""
+    config = draft.config
+    if any(config.window_of_layers) and not config.block_window:
+        raise ValueError(
+            "the windows of this draft move with the slots, which the format of speculators cannot say: save it with "
+            "save_pretrained."
+        )
+    layers = draft.effective("target_layer_ids") or ()
+    if not layers and target is None:
+        raise ValueError("the draft's config does not name the target's layers that it reads: pass target=.")
+    kind = "dflash2" if config.selector_rank or config.conv_kernel_size else "dflash"
+    kind = "dspark" if config.markov_rank or config.confidence_head else kind
+    name = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}[kind]
+    values: dict[str, Any] = {
+        "architectures": [f"{name}DraftModel"],
+        "aux_hidden_state_layer_ids": list(layers) or list(draft.layers_of(text_config(target))),
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "dtype": str(draft.dtype).removeprefix("torch."),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": not config.causal_windows if any(config.window_of_layers) else kind == "dflash2",
+        "speculators_config": proposals(draft, kind, config.block_size - 1, target),
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer_config(draft),
+    }
+    if kind == "dspark":
+        values |= {name: getattr(config, name) for name in ("markov_rank", "markov_head_type")}
+        values |= {"enable_confidence_head": config.confidence_head is not None}
+        values |= {"confidence_head_with_markov": config.confidence_head == "markov"}
+    if kind == "dflash2":
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        values |= {name: getattr(config, name) for name in names}
+    return values

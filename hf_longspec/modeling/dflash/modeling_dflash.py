@@ -1,0 +1,221 @@
+"""DFlashDraftModel: a few layers on states of the target's layers fill in a block of tokens in one forward."""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...generation.target import TargetView
+from ..aux_hidden_states import AuxDraftModel, ends_of
+from ..eagle3.layers_eagle3 import Attend, Rotary
+from ..settings import Setting
+from .configuration_dflash import DFlashConfig
+from .generation_dflash import DFlashDrafter
+from .layers_dflash import BlockAttention, CandidateSelector, ConfidenceHead, DFlashLayer, MarkovHead
+
+
+class DFlashDraftModel(AuxDraftModel):
+    """A draft that fills in a block: the last emitted token and masks, whose slots see one another and the entries.
+
+    An entry is a projection of the target's residual stream at several layers, which gives each layer a key and a value
+    that depend on this entry alone. So a window over the last entries is exact for any number of layers.
+
+    DSpark adds a head that corrects the logits of a slot by the token before it, and DFlash2 one that scores pairs of
+    neighbouring tokens, and convolutions inside the block.
+
+    ```python
+    draft = DFlashDraftModel.from_pretrained("z-lab/Qwen3-4B-DFlash-b16", target=target)
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Source: DFlash, https://huggingface.co/papers/2602.06036.
+    """
+
+    config_class = DFlashConfig
+    drafter_class = DFlashDrafter
+    _no_split_modules = ["DFlashLayer"]
+    settings: ClassVar[dict[str, Any]] = {
+        "num_tree_nodes": Setting(
+            None,
+            "Number of nodes of a tree of the most probable paths, root included; None drafts a chain of all slots.",
+            int,
+            least=2,
+        )
+    }
+
+    def __init__(self, config: DFlashConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        width = config.num_aux_hidden_states * config.target_hidden_size
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(config, index) for index in range(config.num_hidden_layers))
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
+        self.add_ends(config)
+
+    @classmethod
+    def reader(cls) -> Any:
+        """Return the module that reads checkpoints of other projects; `None` in a published copy, which lacks it."""
+        try:
+            return import_module("hf_longspec.modeling.dflash.convert_dflash")  # by name, as published copies lack it
+        except ImportError:
+            return None
+
+    def forward(
+        self,
+        aux_hidden_states: torch.Tensor,
+        tokens: torch.LongTensor,
+        anchors: torch.LongTensor,
+        target: Any = None,
+        window: int | None = None,
+        sinks: int = 0,
+        score: Callable[[torch.Tensor], Any] | None = None,
+    ) -> Any:
+        """Return the states of blocks at several places of whole texts, each after the entries before it.
+
+        Args:
+            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
+                the target's layers `target_layer_ids` at the T first positions, joined.
+            tokens (`torch.LongTensor` of shape `(B, L)`): Tokens of the texts.
+            anchors (`torch.LongTensor` of shape `(B, A)`): Positions of the blocks' first slots, at most T.
+            target (`PreTrainedModel`, *optional*): The target, for drafts without an embedding of their own.
+            window (`int`, *optional*): Number of last entries that blocks attend to, in layers that were not trained
+                with a window of their own. All by default.
+            sinks (`int`, *optional*, defaults to 0): First entries that they attend to beside the window.
+            score (`Callable`, *optional*): Function of the states, for training.
+
+        Returns:
+            `torch.Tensor` of shape `(B, A, block_size, hidden)`: Normalised states of the slots, from which logits are
+            computed, or the result of `score`.
+        """
+        rotary, context = self.rotary_embedding(tokens.device), self.context(aux_hidden_states.to(self.dtype))
+        context_angles = rotary(context, torch.arange(context.shape[1], device=tokens.device)[None])
+        states = self.embed_block(tokens.gather(1, anchors).flatten(), target)
+        angles = rotary(states, self.block_positions(anchors.flatten()))
+
+        def entries(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            found: tuple[torch.Tensor, torch.Tensor] = self.layers[index].entries(context, context_angles)  # type: ignore[operator]
+            return found
+
+        states = self.run(states, angles, BlockAttention(self.config, anchors, entries, (window, sinks)))
+        states = states.unflatten(0, anchors.shape)
+        return states if score is None else score(states)
+
+    @torch.no_grad()
+    def draft_logits(
+        self,
+        aux_hidden_states: torch.Tensor,
+        tokens: torch.LongTensor,
+        lengths: Sequence[int],
+        embed_tokens: Any = None,
+        lm_head: Any = None,
+    ) -> list[torch.Tensor]:
+        """Return the logits of the blocks that are drafted after the first entries of whole texts.
+
+        Args:
+            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
+                the target's layers `target_layer_ids` at each position, joined.
+            tokens (`torch.LongTensor` of shape `(B, T)`): Tokens of the texts.
+            lengths (`Sequence[int]`): For each block, how many entries it follows. Its first slot holds the token at
+                this position.
+            embed_tokens (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's embedding, for
+                drafts without one of their own.
+            lm_head (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's head, likewise.
+
+        Returns:
+            `list[torch.Tensor]`: For each length, logits `(B, block_size, draft vocabulary)` of all slots: with a
+            Markov head those along the chain of the most likely tokens, with a selector those that it chooses from.
+        """
+        target, window = ends_of(embed_tokens, lm_head), self.prompt_tokens
+        anchors = torch.as_tensor(lengths, device=tokens.device).expand(len(tokens), -1)
+        states = self(aux_hidden_states, tokens, anchors, target, window, self.setting("sinks"))
+        logits, before = self.logits(states, target), tokens.gather(1, anchors)
+        if self.markov_head is not None:
+            memory = self.first_memory(before)
+            for slot in range(self.config.first_slot, self.config.block_size):
+                row, memory = self.next_logits(logits[:, :, slot], states[:, :, slot], before, memory)
+                logits[:, :, slot] = row
+                before = self.token_ids[row.argmax(-1)]
+        return list(logits.unbind(1))
+
+    def context(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Project auxiliary hidden states `(B, T, layers * hidden)` to what all layers read, `(B, T, hidden)`."""
+        projected: torch.Tensor = self.hidden_norm(self.fc(aux_hidden_states))
+        return projected
+
+    def embed_block(self, roots: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
+        """Return embeddings `(N, S, hidden)` of blocks, which consist of a token `(N,)` and masks."""
+        masks = roots.new_full((len(roots), self.config.block_size - 1), self.config.mask_token_id)
+        return self.embed(torch.cat([roots[:, None], masks], 1), target)
+
+    def block_positions(self, anchors: torch.Tensor) -> torch.Tensor:
+        """Return the positions `(N, S)` of the slots of blocks at `anchors` `(N,)`."""
+        return anchors[:, None] + torch.arange(self.config.block_size, device=anchors.device)
+
+    def run(self, states: torch.Tensor, angles: Rotary, attend: Attend) -> torch.Tensor:
+        """Run the layers over blocks.
+
+        Args:
+            states (`torch.Tensor` of shape `(N, S, hidden)`): Embeddings of N blocks of S slots.
+            angles (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of their positions.
+            attend (`Callable`): Attention of a layer, from its index, query `(N, H, S, D)`, key and value
+                `(N, K, S, D)` of the slots to `(N, H, S, D)`. It adds the entries.
+
+        Returns:
+            `torch.Tensor` of shape `(N, S, hidden)`: Normalised states, from which logits are computed.
+        """
+        for layer in self.layers:
+            states = layer(states, angles, attend)
+        outputs: torch.Tensor = self.norm(states)
+        return outputs
+
+    def first_memory(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the state `(..., rank)` of the Markov head before the first slot, after tokens `(...)`."""
+        return self.norm.weight.new_zeros(*tokens.shape, self.config.markov_rank)
+
+    def next_logits(
+        self, logits: torch.Tensor, hidden: torch.Tensor, tokens: torch.Tensor, memory: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of a slot after the token before it, and the state of the Markov head.
+
+        Args:
+            logits (`torch.Tensor` of shape `(B, 1 or n, draft vocabulary)`): Logits of the slot.
+            hidden (`torch.Tensor` of shape `(B, 1 or n, hidden)`): Its state.
+            tokens (`torch.LongTensor` of shape `(B, n)`): Tokens before it.
+            memory (`torch.Tensor` of shape `(B, n, rank)`): State of the Markov head after the slot before.
+        """
+        if self.markov_head is not None:
+            features, memory = self.markov_head(hidden.expand(-1, tokens.shape[1], -1), tokens, memory)
+            correction = self.markov_head.markov_w2(features)
+            logits = logits.to(correction.device) + correction
+        if self.candidate_selector is not None:
+            logits = self.candidate_selector(logits.to(hidden.device), hidden, tokens)
+        return logits, memory
+
+    @property
+    def tree_shape(self) -> tuple[list[int], int]:
+        """Widths of the levels of a tree, and how many of its nodes are verified, root included.
+
+        A level has as many nodes as the best paths can have there, of which each has its beginnings among them.
+        """
+        slots, nodes = self.config.num_drafted, self.setting("num_tree_nodes")
+        if nodes is None:
+            return [1] * slots, 1 + slots
+        return [nodes - depth for depth in range(1, min(slots, nodes - 1) + 1)], nodes
+
+    def max_nodes(self, target: TargetView) -> int:
+        """Return the number of nodes of a tree, root included."""
+        return self.tree_shape[1]
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse targets of other sizes, layers that do not exist, and the target's final state."""
+        super().check_settings(target)
+        if (last := max(self.layers_of(target.config))) >= target.num_layers:
+            raise ValueError(
+                f"target_layer_ids has {last}, the final state of a target of {target.num_layers} layers: projects "
+                "disagree whether a draft reads it before or after the final norm. Use a draft of inner layers."
+            )

@@ -1,0 +1,163 @@
+"""DFlash checkpoints of other projects: layouts, refusals, a round trip through the format of speculators."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_longspec import DFlashDraftModel, Eagle3DraftModel
+from hf_longspec.modeling.dflash.convert_dflash import save_speculators
+from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators as save_eagle3
+from hf_longspec.modeling.loading import Checkpoint
+from hf_longspec.modeling.register_draft import convert, reader_of
+from tests.modeling.dflash.test_modeling_dflash import FIXTURES, NAMES, TOLERANCE, error_of, expected_of
+from tests.tiny_targets import tiny_target
+
+PEAGLE = FIXTURES.parents[1] / "eagle3" / "peagle_llama"
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 8}
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """A checkpoint with other values in config.json, other names, and other tensors."""
+
+    def copy(name, tensors=None, drop=(), **changes):
+        source = PEAGLE if name == "peagle_llama" else FIXTURES / name
+        folder = shutil.copytree(source, tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}")
+        raw = json.loads((folder / "config.json").read_text())
+        raw = {key: value for key, value in (raw | changes).items() if value is not ...}
+        (folder / "config.json").write_text(json.dumps(raw))
+        weights = load_file(folder / "model.safetensors") | (tensors or {})
+        kept = {key: value.clone() for key, value in weights.items() if key not in drop}
+        save_file(kept, folder / "model.safetensors")
+        return folder
+
+    return copy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_chooses_its_class_and_converts(name, tmp_path):
+    """The code that a folder may contain is never run; the saved draft has the logits of the published one."""
+    raw = json.loads((FIXTURES / name / "config.json").read_text())
+    assert reader_of(raw) is DFlashDraftModel
+    model = tiny_target("llama", **SIZES)
+    model.config.save_pretrained(tmp_path / "target")
+    folder = shutil.copytree(FIXTURES / name, tmp_path / "theirs")
+    (folder / "config.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    draft = convert(str(folder), str(tmp_path / "target"))
+    assert draft.config.target["num_hidden_layers"] == 8
+    draft.save_pretrained(tmp_path / "draft")
+    loaded = DFlashDraftModel.from_pretrained(tmp_path / "draft", target=model, window=None)
+    assert error_of(loaded, expected_of(name)) < TOLERANCE
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ValueError, match="made for a target with"):
+        DFlashDraftModel.from_pretrained(tmp_path / "draft", target=tiny_target("qwen3", **SIZES))
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", [*(name for name in NAMES if name.startswith("spec_")), "peagle_llama"])
+def test_a_round_trip_through_the_format_of_speculators(name, tmp_path):
+    """Names, shapes, types and values of tensors, and every key of config.json that its reader has."""
+    cls, folder, save = DFlashDraftModel, FIXTURES / name, save_speculators
+    if name == "peagle_llama":
+        cls, folder, save = Eagle3DraftModel, PEAGLE, save_eagle3
+    save(cls.from_pretrained(folder), tmp_path)
+    theirs, ours = weights_of(folder), weights_of(tmp_path)
+    assert {key: value.dtype for key, value in ours.items()} == {key: value.dtype for key, value in theirs.items()}
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    configs = [json.loads((place / "config.json").read_text()) for place in (folder, tmp_path)]
+    for raw in configs:
+        for key in ("auto_map", "transformers_version", "max_anchors", "num_depths"):
+            raw.pop(key, None)
+        # who wrote it, what no draft reads, and how many tokens an engine drafts
+        layer = raw["transformer_layer_config"]
+        for key in ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"):
+            layer.pop(key, None)
+        for key in ("pretraining_tp", "max_window_layers", "attention_dropout"):
+            layer.pop(key, None)
+        raw["speculators_config"]["proposal_methods"][0].pop("speculative_tokens")
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("name", ["deepspec_dspark_vanilla", "zlab_full"])
+def test_other_layouts_are_written_in_that_of_speculators(name, tmp_path):
+    save_speculators(DFlashDraftModel.from_pretrained(FIXTURES / name), tmp_path)
+    assert error_of(DFlashDraftModel.from_pretrained(tmp_path, window=None), expected_of(name)) < TOLERANCE
+
+
+def test_windows_that_move_cannot_be_written(tmp_path):
+    with pytest.raises(ValueError, match="move with the slots"):
+        save_speculators(DFlashDraftModel.from_pretrained(FIXTURES / "muse_sliding"), tmp_path)
+
+
+NESTED = {"mask_token_id": 96, "target_layer_ids": [1, 3]}
+OTHERS = [
+    ("zlab_full", {"dflash_config": NESTED | {"projector_type": "domino"}}, "projector_type='domino'"),
+    ("zlab_full", {"dflash_config": NESTED | {"attention_sink_bias": True}}, r"unknown fields \['attention_sink_bias'"),
+    ("zlab_full", {"dflash_config": {"target_layer_ids": [1, 3]}}, "no mask_token_id"),
+    ("zlab_full", {"dflash_config": {"mask_token_id": 97}}, r"mask_token_id=97: .*below 97"),
+    ("zlab_full", {"has_embed_tokens": True}, r"unknown fields \['has_embed_tokens'\]"),
+    ("zlab_full", {"quantization_config": {"bits": 4}}, "quantized drafts"),
+    ("zlab_full", {"tensors": {"prefix_gru.weight": torch.ones(1)}}, r"unknown tensors \['prefix_gru.weight'\]"),
+    ("zlab_full", {"drop": ("layers.0.self_attn.q_norm.weight",)}, "missing tensors"),
+    ("zlab_full", {"tensors": {"fc.weight": torch.ones(32, 33)}}, r"fc.weight has shape \(32, 33\)"),
+    ("zlab_full", {"num_hidden_layers": 3}, "missing tensors"),
+    ("deepspec_dspark_vanilla", {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
+    ("deepspec_dspark_vanilla", {"target_layer_ids": ...}, "no target_layer_ids"),
+    ("deepspec_dspark_vanilla", {"markov_head_type": "gated"}, "missing tensors"),
+    ("deepspec_dspark_vanilla", {"drop": ("lm_head.weight",)}, r"missing tensors \['lm_head.weight'\]"),
+    ("spec_dspark_rnn", {"sample_from_anchor": False}, "markov_head_type='rnn' with sample_from_anchor=False"),
+    ("spec_dflash_reduced", {"draft_vocab_size": 41}, "has shape"),
+    ("spec_dflash_anchor", {"speculators_model_type": "xpress"}, "xpress"),
+    ("spec_dflash2", {"draft_vocab_size": 40}, "selector_rank"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), OTHERS, ids=range(len(OTHERS)))
+def test_refusals_in_one_line(copy_of, name, changes, message, monkeypatch):
+    """Before any tensor but the map of the vocabulary is read."""
+    folder, read, devices = copy_of(name, **changes), Checkpoint.read, []
+    monkeypatch.setattr(
+        Checkpoint, "read", lambda self, prefix="", device="cpu": devices.append(device) or read(self, prefix, device)
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        DFlashDraftModel.from_pretrained(folder)
+    assert "\n" not in str(caught.value)
+    assert "cpu" not in devices
+
+
+@pytest.mark.parametrize("changes", [{"mask_token_id": ...}, {"pard_token": 3}, {"drop": ("mask_hidden",)}])
+def test_refusals_of_p_eagle(copy_of, changes):
+    with pytest.raises(ValueError, match=r"mask_token_id|pard_token|mask_hidden"):
+        Eagle3DraftModel.from_pretrained(copy_of("peagle_llama", **changes))
+
+
+def test_a_draft_of_another_target(copy_of, caplog):
+    model = tiny_target("llama", **SIZES)
+    sizes = (({"vocab_size": 96}, "vocab_size=97, .* 96"), ({"hidden_size": 64}, "hidden_size=32, .* 64"))
+    for changed, message in sizes:
+        other = tiny_target("llama", **SIZES | changed)
+        with pytest.raises(ValueError, match=message):
+            DFlashDraftModel.from_pretrained(FIXTURES / "spec_dflash_anchor", target=other)
+    raw = json.loads((FIXTURES / "spec_dflash_anchor" / "config.json").read_text())["speculators_config"]
+    raw["verifier"]["name_or_path"] = "org/Another-Model"
+    model.config._name_or_path = "org/This-Model"
+    with caplog.at_level(logging.WARNING):
+        DFlashDraftModel.from_pretrained(copy_of("spec_dflash_anchor", speculators_config=raw), target=model)
+    assert "made for org/Another-Model, but the target is org/This-Model" in caplog.text
+
+
+def test_layers_follow_from_the_number_of_the_targets(copy_of):
+    """z-lab: from layer 1 to the fourth last, at equal distances, one for each layer of the draft, by outputs."""
+    nested, fc = {"mask_token_id": 96}, torch.ones(32, 64)
+    folder = copy_of("zlab_full", {"fc.weight": fc}, dflash_config=nested, num_target_layers=..., num_hidden_layers=2)
+    draft = DFlashDraftModel.from_pretrained(folder, target=tiny_target("llama", **SIZES))
+    assert draft.config.target_layer_ids == [2, 6]
+    with pytest.raises(ValueError, match="pass target=, whose number of layers"):
+        DFlashDraftModel.from_pretrained(folder)

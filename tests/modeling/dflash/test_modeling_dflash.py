@@ -1,0 +1,188 @@
+"""DFlash, DSpark and DFlash2 drafts against the outputs of the projects that publish them, and broken rules."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_longspec import DFlashDraftModel
+from hf_longspec.modeling.aux_hidden_states import ends_of
+from hf_longspec.modeling.dflash import layers_dflash
+from tests.rounding import share
+from tests.tiny_targets import randomize, tiny_target
+
+FIXTURES = Path(__file__).with_name("fixtures")
+NAMES = sorted(path.name for path in FIXTURES.iterdir())
+# two layers, the projection of the auxiliary hidden states, and the head
+TOLERANCE = share(layers=4)
+BROKEN = 1e-2
+
+
+def expected_of(name):
+    return load_file(FIXTURES / name / "expected.safetensors")
+
+
+def load(name, **options):
+    return DFlashDraftModel.from_pretrained(FIXTURES / name, window=None, **options)
+
+
+def logits_of(draft, expected, **changes):
+    """The logits of the three blocks, those that the publisher computed at the same place of the lists."""
+    given = expected | changes
+    ends = given.get("target_embed_tokens"), given.get("target_lm_head")
+    lengths = expected["context_lengths"].tolist()
+    return draft.draft_logits(given["taps"][None], given["ids"][None], lengths, *ends)
+
+
+def error_of(draft, expected, **changes):
+    """Largest error of a logit, as a share of the largest logit of its block."""
+    errors = []
+    for block, logits in enumerate(logits_of(draft, expected, **changes)):
+        wanted = expected.get(f"block_{block}_logits", expected.get(f"block_{block}_base_logits"))
+        assert logits[0].shape == wanted.shape
+        errors.append(float((logits[0] - wanted).abs().max() / wanted.abs().max()))
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_three_blocks(name):
+    assert error_of(load(name), expected_of(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "dspark" in name or "dflash2" in name])
+def test_tokens_are_chosen_after_the_token_before(name):
+    """The walk of the publisher's code from the anchor on, with the tokens of its reduced vocabulary."""
+    draft, expected = load(name), expected_of(name)
+    target = ends_of(expected.get("target_embed_tokens"), expected.get("target_lm_head"))
+    for block, length in enumerate(expected["context_lengths"].tolist()):
+        anchor = torch.tensor([[length]])
+        with torch.no_grad():
+            states = draft(expected["taps"][None], expected["ids"][None], anchor, target)[:, 0]
+            logits, before, tokens = draft.logits(states, target), expected["ids"][None, length : length + 1], []
+            memory = draft.first_memory(before)
+            for slot in range(draft.config.first_slot, draft.config.block_size):
+                row, memory = draft.next_logits(logits[:, [slot]], states[:, [slot]], before, memory)
+                before = draft.token_ids[row.argmax(-1)]
+                tokens.append(int(before))
+        assert tokens == expected[f"block_{block}_tokens"].tolist()
+
+
+def order(draft, expected, patch):
+    return {"taps": expected["taps"].unflatten(-1, (-1, 32)).roll(1, -2).flatten(-2)}
+
+
+def mask_in_slot_0(draft, expected, patch):
+    return {"ids": torch.full_like(expected["ids"], draft.config.mask_token_id)}
+
+
+def positions(draft, expected, patch):
+    whole = DFlashDraftModel.block_positions
+    patch.setattr(DFlashDraftModel, "block_positions", lambda self, anchors: 1 + whole(self, anchors))
+
+
+def states_before_the_norm(draft, expected, patch):
+    draft.hidden_norm = torch.nn.Identity()
+
+
+def causal_block(draft, expected, patch):
+    size = draft.config.block_size
+    patch.setattr(layers_dflash, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool).tril())
+
+
+def bidirectional_block(draft, expected, patch):
+    size = draft.config.block_size
+    patch.setattr(layers_dflash, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool))
+
+
+def later_entries(draft, expected, patch):
+    shape = 1, len(expected["context_lengths"]), draft.config.block_size, len(expected["ids"])
+    patch.setattr(layers_dflash.BlockAttention, "_entries", lambda *_: torch.ones(shape, dtype=torch.bool))
+
+
+def wider_window(draft, expected, patch):
+    draft.config.layer_windows = [window and window + 1 for window in draft.config.window_of_layers]
+
+
+def narrower_window(draft, expected, patch):
+    draft.config.layer_windows = [window and window - 1 for window in draft.config.window_of_layers]
+
+
+def other_rule_of_windows(draft, expected, patch):
+    draft.config.block_window = not draft.config.block_window
+
+
+def reversed_taps(draft, expected, patch):
+    for module in draft.modules():
+        if isinstance(module, layers_dflash.BlockConvolution):
+            module.base_kernel.data = module.base_kernel.flip(1)
+
+
+SLIDING = ("muse_sliding", "spec_dflash_sliding_causal", "zlab_sliding_derived")
+MUTANTS = [
+    *((rule, name) for rule in (order, mask_in_slot_0, positions, states_before_the_norm) for name in NAMES[::4]),
+    *((rule, name) for rule in (causal_block, later_entries) for name in ("zlab_full", "deepspec_dspark_vanilla")),
+    (bidirectional_block, "spec_dflash_sliding_causal"),
+    *((rule, name) for rule in (wider_window, narrower_window, other_rule_of_windows) for name in SLIDING),
+    (reversed_taps, "spec_dflash2"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name"), MUTANTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_broken_rule_shows(rule, name, monkeypatch):
+    draft, expected = load(name), expected_of(name)
+    changes = rule(draft, expected, monkeypatch) or {}
+    assert error_of(draft, expected, **changes) > BROKEN
+
+
+def test_layers_that_are_read_are_counted_in_two_ways():
+    """speculators counts inputs of layers, z-lab and DeepSpec outputs."""
+    raw = json.loads((FIXTURES / "spec_dflash_anchor" / "config.json").read_text())
+    assert load("spec_dflash_anchor").config.target_layer_ids == raw["aux_hidden_state_layer_ids"]
+    outputs = expected_of("zlab_full")["target_layer_ids"].tolist()
+    assert load("zlab_full").config.target_layer_ids == [layer + 1 for layer in outputs]
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(3, 0), (3, 2)])
+def test_a_window_hides_entries(window, sinks):
+    """The block sees what a text of the visible entries alone would show, as entries do not depend on others."""
+    model = tiny_target("llama", vocab_size=31)
+    draft = DFlashDraftModel.from_target(model, num_hidden_layers=2, block_size=4)
+    randomize(draft)
+    aux = torch.randn(1, 11, 3 * 64, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(12)[None] + 3
+    rotary = draft.rotary_embedding(tokens.device)
+    seen = [p for p in range(9) if p < sinks or p >= 9 - window]
+    with torch.no_grad():
+        states = draft(aux, tokens, torch.tensor([[9]]), model, window, sinks)[0, 0]
+        context = draft.context(aux)[:, seen]
+        angles = rotary(context, torch.tensor([seen]))
+        kept = [layer.entries(context, angles) for layer in draft.layers]
+
+        def attend(index, query, key, value):
+            key, value = (torch.cat(pair, 2) for pair in zip(kept[index], (key, value), strict=True))
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+        embedded = draft.embed_block(tokens[:, 9], model)
+        alone = draft.run(embedded, rotary(embedded, torch.arange(9, 13)[None]), attend)[0]
+    torch.testing.assert_close(states, alone, rtol=0, atol=TOLERANCE * float(alone.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["spec_dflash2", "spec_dspark_rnn", "spec_dspark_reduced"])
+def test_gradients_reach_every_weight_that_is_used(name):
+    draft, expected = load(name).train(), expected_of(name)
+    target = ends_of(expected["target_embed_tokens"], expected["target_lm_head"])
+    anchors = expected["context_lengths"][None]
+    states = draft(expected["taps"][None], expected["ids"][None], anchors, target)
+    slot = draft.config.first_slot + 1
+    before = expected["ids"][None].gather(1, anchors)
+    memory = torch.ones_like(draft.first_memory(before))
+    row, _ = draft.next_logits(draft.logits(states[:, :, slot], target), states[:, :, slot], before, memory)
+    row.masked_fill(row.isneginf(), 0).square().sum().backward()
+    unused = ("lm_head.", "embed_tokens.", "confidence_head.")
+    assert all(
+        weight.grad is not None and weight.grad.any()
+        for key, weight in draft.named_parameters()
+        if not key.startswith(unused)
+    )

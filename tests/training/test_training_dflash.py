@@ -1,0 +1,139 @@
+"""Training of DFlash drafts: the loss against a loop over blocks and levels, and a draft that learns."""
+
+from math import exp
+
+import pytest
+import torch
+
+from hf_longspec import DFlashDraftModel
+from hf_longspec.modeling.dflash.convert_dflash import save_speculators
+from hf_longspec.training import TokenWindows
+from tests.modeling.eagle3.residual_stream import residual_stream
+
+ROWS = [(0, 33), (40, 21), (70, 4), (90, 2)]
+NEVER = 999
+
+
+@pytest.fixture
+def rows(tokens):
+    """Ragged rows, the last too short for any block. Some labels of the second are ignored."""
+    rows = [{"input_ids": tokens[start : start + length]} for start, length in ROWS]
+    rows[1]["labels"] = rows[1]["input_ids"].masked_fill(torch.arange(21) % 7 < 3, -100)
+    return rows
+
+
+def definition(draft, target, rows, loss, anchors, window=None):
+    """The weighted losses, and the share of hits of every level, one block and one level at a time."""
+    config, ids = draft.config, draft.token_ids.tolist()
+    levels = range(config.num_drafted)
+    losses, wins = [[] for _ in levels], [[] for _ in levels]
+    for row, own in zip(rows, anchors.tolist(), strict=True):
+        tokens = row["input_ids"]
+        labels = row.get("labels", tokens).tolist()
+        states, wanted = residual_stream(target, tokens[None])
+        aux, wanted = torch.cat([states[j] for j in draft.layers_of(target.config)], -1), wanted[0].double()
+        for anchor in own:
+            with torch.no_grad():
+                block = draft(aux, tokens[None], torch.tensor([[anchor]]), target, window, 4)[:, 0]
+                logits, memory = draft.logits(block, target), draft.first_memory(tokens[None, :1])
+            for level in levels:
+                ahead, slot = anchor + 1 + level, config.first_slot + level
+                if ahead >= len(tokens):
+                    continue
+                with torch.no_grad():
+                    row_logits, memory = draft.next_logits(
+                        logits[:, [slot]], block[:, [slot]], tokens[None, [ahead - 1]], memory
+                    )
+                if labels[ahead] == -100 or (loss == "ce" and labels[ahead] not in ids):
+                    continue
+                log_draft = row_logits[0, 0].double().log_softmax(-1)
+                log_target = wanted[ahead - 1][ids].log_softmax(-1)
+                token = labels[ahead] if loss == "ce" else int(wanted[ahead - 1].argmax())
+                divergence = (log_target.exp() * (log_target - log_draft)).sum()
+                losses[level].append(divergence if loss == "kl" else -log_draft[ids.index(token)])
+                wins[level].append(ids[int(log_draft.argmax())] == token)
+    mean = sum(exp(-2 * k / config.block_size) * float(sum(own)) / len(own) for k, own in enumerate(losses))
+    return mean, {f"acceptance_slot_{k}": sum(own) / len(own) for k, own in enumerate(wins, start=1)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ("kl", {"draft_vocab_size": 20, "own_head": True}),
+        ("ce", {"draft_vocab_size": 20, "own_head": True, "sample_from_anchor": True, "num_hidden_layers": 2}),
+        ("kl", {"window": 6, "markov_rank": 3, "markov_head_type": "rnn", "sample_from_anchor": True}),
+        ("kl", {"layer_windows": [5], "causal_windows": True, "block_window": True, "conv_kernel_size": 2}),
+    ],
+    ids=str,
+)
+def test_the_loss_is_the_definition(make_trainer, make_dflash, target, rows, loss, settings, monkeypatch):
+    """In the first step of a run, whose anchors are drawn, and in an evaluation in one batch."""
+    draft, drawn, forward = make_dflash(**settings), [], DFlashDraftModel.forward
+
+    def recording(self, **arguments):
+        drawn.append((arguments["tokens"], arguments["anchors"]))
+        return forward(self, **arguments)
+
+    if draft.d2t is not None:
+        draft.set_vocabulary(range(3, 23), target)
+    before = {name: weight.clone() for name, weight in draft.state_dict().items()}
+    sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "loss_chunk_size": 7}
+    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, loss=loss, max_steps=1, **sizes)
+    monkeypatch.setattr(DFlashDraftModel, "forward", recording)
+    metrics = trainer.evaluate()
+    trainer.train()
+    monkeypatch.undo()
+    draft.load_state_dict(before)
+    log = trainer.state.log_history[0]
+    for (tokens, anchors), found, prefix in zip(drawn, (metrics, log), ("eval_", ""), strict=True):
+        places = [next(i for i, ids in enumerate(tokens) if is_start(row["input_ids"], ids)) for row in rows]
+        expected, shares = definition(draft, target, rows, loss, anchors[places], settings.get("window"))
+        # sums of about 40 losses around 3, in float32 against float64
+        assert found[f"{prefix}loss"] == pytest.approx(expected, rel=1e-5)
+        assert {name: found[prefix + name] for name in shares} == pytest.approx(shares)
+        ends = torch.tensor([max(1, len(row["input_ids"]) - 2) for row in rows])
+        assert (anchors[places] >= 1).all() and (anchors[places] <= ends[:, None]).all()
+        assert anchors.unique().numel() > 5
+
+
+def is_start(row, padded):
+    return torch.equal(padded[: len(row)], row)
+
+
+def test_the_draft_learns_and_drafts_better(make_trainer, make_dflash, target, tokens, tmp_path):
+    """On texts of the target. The draft that is written for other engines is the trained one."""
+    starts = tokens[: 8 * 5].view(8, 5)
+    texts = target.generate(starts, max_new_tokens=28, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
+    draft = make_dflash(gate=False, training_blocks=16, markov_rank=16, draft_vocab_size=60, own_head=True)
+    draft.set_vocabulary(texts.flatten().bincount(minlength=260).topk(60).indices, target)
+
+    def tau(one):
+        target.generate(starts, assistant_model=one, max_new_tokens=28, do_sample=False, eos_token_id=NEVER)
+        return one.last_speculation.mean_acceptance_length
+
+    untrained = tau(draft)
+    rows = TokenWindows(texts.flatten(), 33)
+    settings = {"per_device_train_batch_size": 8, "max_steps": 60, "learning_rate": 1e-2}
+    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, **settings)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.7 * before["eval_loss"]
+    drafted = tau(draft.eval())
+    assert drafted > untrained + 0.5
+    save_speculators(draft, tmp_path / "theirs", target)
+    loaded = DFlashDraftModel.from_pretrained(tmp_path / "theirs", target=target, gate=False)
+    assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert tau(loaded) == drafted
+
+
+@pytest.mark.parametrize("part", [{"selector_rank": 3}, {"confidence_head": "hidden"}])
+def test_parts_that_are_not_trained_are_refused(make_trainer, make_dflash, part):
+    (name,) = part
+    with pytest.raises(ValueError, match=f"{name}=.*is not trained here"):
+        make_trainer(model=make_dflash(**part))
+
+
+def test_p_eagle_is_refused(make_trainer, make_eagle3):
+    with pytest.raises(ValueError, match="mask_token_id=3: P-EAGLE drafts are not trained here"):
+        make_trainer(model=make_eagle3(mask_token_id=3))
