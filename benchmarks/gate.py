@@ -23,7 +23,7 @@ from benchmarks.pages import GATED, UNGATED
 from hf_longspec.bench.calls import MODES, PLAIN, PrefilledPrompts
 from hf_longspec.bench.report import mean_interval, significant
 from hf_longspec.bench.results import rotated
-from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.inputs import Prompts
 from hf_longspec.generation.support import max_length_of
@@ -75,7 +75,7 @@ class SteppedRun:
         cache = SpeculativeCache(model.config, 1, context + tokens + 1)
         prompts.fill(cache, rows, context - draft.num_tree_nodes(TargetView(model)))
         prompt = prompts.tokens[rows, :context]
-        options: dict[str, Any] = {**MODES[mode].options(), "max_new_tokens": tokens + 1, "past_key_values": cache}
+        options: dict[str, Any] = {**MODES[mode].options(), "max_new_tokens": tokens + 1, CACHE_NAME: cache}
 
         def opened(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Session:
             target = TargetView(model)

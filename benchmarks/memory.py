@@ -22,6 +22,7 @@ import hf_longspec
 from benchmarks.harness import Run, parser, start
 from benchmarks.random_inputs import Shape, cache_bytes, dynamic_cache, full_cache, random_target
 from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 
 MEASURED = "hf_longspec: measured"
@@ -124,14 +125,14 @@ class MemoryBenchmark:
         cache = full_cache(self.model, 1, context, TOKENS, draft.num_tree_nodes(TargetView(self.model)))
         cache.set_lengths([stored])
         prompt = self._prompt(context)
-        return peak_memory(lambda: self._generate(prompt, past_key_values=cache, assistant_model=draft, **options))[0]
+        return peak_memory(lambda: self._generate(prompt, **{CACHE_NAME: cache}, assistant_model=draft, **options))[0]
 
     def stock(self, context: int, stored: int, options: Mapping[str, Any]) -> Peak:
         """Plain `generate`; keys and values of the new tokens do not count, its copies of the old ones do."""
         prompt = self._prompt(context)
 
         def generate(cache: DynamicCache) -> int:
-            self._generate(prompt, past_key_values=cache, **options)
+            self._generate(prompt, **{CACHE_NAME: cache}, **options)
             return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
 
         peak, after = peak_memory(generate, lambda: (dynamic_cache(full_cache(self.model, 1, stored, 1, 1), stored),))

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.harness import load_prompts, load_target, parser, start
 from hf_longspec.bench.report import mean_interval
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
 
 ANCHORS = 4
@@ -40,7 +41,7 @@ def losses(model: PreTrainedModel, tokens: torch.Tensor, offset: int, anchors: i
     result = []
     for row in tokens:
         positions = anchor_offset_positions(len(row), [offset], anchors)
-        logits = model(input_ids=row[None], position_ids=positions, past_key_values=DynamicCache()).logits[0, :-1]
+        logits = model(input_ids=row[None], position_ids=positions, **{CACHE_NAME: DynamicCache()}).logits[0, :-1]
         result.append(torch.nn.functional.cross_entropy(logits.float(), row[1:]))
     return torch.stack(result)
 

@@ -19,7 +19,7 @@ from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionState, merge_attention_states
 from hf_longspec.bench.calls import endless
-from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from tests.attention_backends.reference import prefix_attention, tree_attention
 
@@ -279,7 +279,7 @@ class HfForward:
         logits: torch.Tensor = self.model(
             input_ids=tree.tokens,
             position_ids=self.prefix + tree.depths,
-            past_key_values=self.past,
+            **{CACHE_NAME: self.past},
             attention_mask=block_mask(tree, self.prefix) if mask is None else mask,
         ).logits
         for layer, (keys, values) in zip(self.past.layers, self._stored, strict=True):

@@ -28,6 +28,7 @@ from train_tiny_target import HELD_OUT, HELD_OUT_PACKAGES, read_sources
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_longspec.bench.report import FEWEST, mean_interval
+from hf_longspec.generation.cache import CACHE_NAME
 
 EDGES = (0, 512, 2048, 4096, 8192, 16384)
 CHUNK = 1024
@@ -203,7 +204,7 @@ def losses_of(model: PreTrainedModel, ids: torch.Tensor, cached: bool = True) ->
     cache, losses = DynamicCache(config=model.config), []
     for begin in range(0, ids.shape[1] - 1, CHUNK):
         inputs, labels = ids[:, begin : begin + CHUNK], ids[0, begin + 1 : begin + CHUNK + 1]
-        logits = model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[0, : len(labels)]
+        logits = model(input_ids=inputs, **{CACHE_NAME: cache}, use_cache=True).logits[0, : len(labels)]
         losses.append(torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none"))
     return torch.cat(losses)
 

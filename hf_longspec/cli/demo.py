@@ -177,4 +177,4 @@ def show(console: Console, calls: dict[str, Call], texts: dict[str, str]) -> Non
         same = "same text, near-ties aside" if texts[best] == NEAR_TIE else "same text"
         models.say(f"{best}: {speeds[best]:.1f}x {GENERATE}, {same}.")
     if slower := [name for name in drafts if speeds[name] < max(speeds[GENERATE], speeds[NO_DRAFT])]:
-        models.say(f"No gain here: {', '.join(slower)}. docs/results.md shows where each draft pays.")
+        models.say(f"Slower than no draft here: {', '.join(slower)}. docs/results.md shows where each draft pays.")

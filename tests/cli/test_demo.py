@@ -106,9 +106,9 @@ def call(speed, tau=1.0):
 @pytest.mark.parametrize(
     ("speeds", "texts", "said", "loses"),
     [
-        ((50, 60, 120, 55), "identical", "ngram: 2.4x generate, same text.", "No gain here: specattn."),
+        ((50, 60, 120, 55), "identical", "ngram: 2.4x generate, same text.", "Slower than no draft here: specattn."),
         ((50, 100, 150, 120), "near-tie", "ngram: 3.0x generate, same text, near-ties aside.", None),
-        ((50, 40, 30, 45), "identical", "specattn: 0.9x generate", "No gain here: ngram, specattn."),
+        ((50, 40, 30, 45), "identical", "specattn: 0.9x generate", "Slower than no draft here: ngram, specattn."),
     ],
 )
 def test_the_verdict_and_what_loses_follow_from_the_speeds(capsys, speeds, texts, said, loses):

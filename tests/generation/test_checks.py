@@ -61,7 +61,7 @@ class TestTargets:
             ("minimax", {}, "do not call the functions of transformers that keep states in a cache"),
             ("llama4_text", {}, "it has chunked attention"),
             ("deepseek_v32", {}, r"it has (indexed|deepseek_sparse)_attention layers, whose choice of keys"),
-            ("gptj", {}, "does not go through transformers' Att"),
+            ("bloom", {}, "does not go through transformers' Att"),
             ("hrm_text", {}, "never called the attention backend"),
             ("bart", {}, "takes positions from the length of its cache"),
             ("bigbird_pegasus", {}, "takes positions from the length of its cache"),

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.inputs import Prompts
 from hf_longspec.generation.target import TargetView
@@ -215,10 +216,8 @@ def test_second_turn_after_an_image(models):
     more = torch.cat([first.sequences, tiny_prompts(VOCAB_OF_TEXT, (5,))[0]], dim=1)
     again = call | {"attention_mask": torch.ones_like(more)}
     stock = model.generate(input_ids, **call)
-    again["past_key_values"] = stock.past_key_values
-    check_unsupported(
-        model, r"past_key_values holds 27 tokens.*Drop past_key_values", more, again, stock_error=ValueError
-    )
+    again[CACHE_NAME] = stock.past_key_values
+    check_unsupported(model, rf"{CACHE_NAME} holds 27 tokens.*Drop {CACHE_NAME}", more, again, stock_error=ValueError)
     second = model.generate(more, **OPTIONS, past_key_values=first.past_key_values, assistant_model=draft)
     assert torch.equal(second, model.generate(more, **OPTIONS, past_key_values=stock.past_key_values))
 
