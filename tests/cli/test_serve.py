@@ -94,10 +94,16 @@ def streamed(server, text=QUESTION):
     return "".join(chunk.choices[0].delta.content or "" for chunk in ask(server, text, stream=True))
 
 
-def metrics(server):
-    with urllib.request.urlopen(f"{server.address}/metrics") as page:
-        lines = page.read().decode().splitlines()
-    return {name: float(number) for name, number in (line.split() for line in lines if not line.startswith("#"))}
+def metrics(server, requests=0):
+    """Read the counters once so many requests are counted: a stream may reach its client before that."""
+    deadline = time.monotonic() + 30
+    while True:
+        with urllib.request.urlopen(f"{server.address}/metrics") as page:
+            lines = page.read().decode().splitlines()
+        found = {name: float(number) for name, number in (line.split() for line in lines if not line.startswith("#"))}
+        if found["hf_longspec_requests_total"] >= requests:
+            return found
+        assert time.monotonic() < deadline
 
 
 def test_answers_are_those_of_generate_and_the_draft_drafts(server, expected):
@@ -105,7 +111,7 @@ def test_answers_are_those_of_generate_and_the_draft_drafts(server, expected):
     answer = ask(server)
     assert answer.choices[0].message.content == expected(QUESTION) == streamed(server)
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == NEW
-    after = metrics(server)
+    after = metrics(server, before["hf_longspec_requests_total"] + 2)
     new = {name.removeprefix("hf_longspec_"): after[name] - before[name] for name in after if name.endswith("_total")}
     assert new["requests_total"] == 2 and new["generated_tokens_total"] == 2 * (NEW - 1)
     assert new["accepted_tokens_total"] > 0 and new["plain_requests_total"] == 0 and new["decode_seconds_total"] > 0
@@ -143,7 +149,7 @@ def test_a_client_that_disconnects_ends_its_request(server, expected):
     next(iter(stream))
     stream.close()
     assert streamed(server) == expected(QUESTION)
-    assert metrics(server)["hf_longspec_requests_total"] == before + 2
+    assert metrics(server, before + 2)["hf_longspec_requests_total"] == before + 2
 
 
 @pytest.mark.parametrize(
