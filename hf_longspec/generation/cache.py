@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..attention_backends.lengths import SeqLens
 from .draft_tree import DraftTree
 from .recurrences import Accepted, StagedNodes
-from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, EmptyLayer, StateLayer, has_states
+from .recurrent_states import StateLayer, layers_of
 
 try:
     from ..attention_backends.triton.commit import can_move, move_nodes
@@ -245,8 +245,6 @@ class HybridLayer(SpeculativeLayer, StateLayer):
         StateLayer.reorder_cache(self, beam_idx)
 
 
-# Types of layers that cache nothing.
-NO_CACHE = {"moe", "mlp"}
 # Nodes that one verification may stage after the committed tokens.
 DEFAULT_TREE_SLOTS = 80
 
@@ -278,8 +276,10 @@ class SpeculativeCache(Cache):
             )
         self.rows = Rows(batch_size)
         self.tree_slots = tree_slots
-        capacity = max_length + tree_slots
-        super().__init__(layers=_layers_of(text_config, self.rows, capacity))
+        of_keys, of_both = (
+            partial(kind, self.rows, max_length + tree_slots) for kind in (SpeculativeLayer, HybridLayer)
+        )
+        super().__init__(layers=layers_of(text_config, of_keys, partial(StateLayer, self.rows), of_both))
         self.key_layers = [layer for layer in self.layers if isinstance(layer, SpeculativeLayer)]
         self.state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         # lengths and states at the start of the call, and whether a commit has replaced states and not lengths
@@ -440,21 +440,6 @@ class SpeculativeCache(Cache):
         """Bytes of the allocated buffers."""
         keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.key_layers if layer.is_initialized)
         return keys + sum(layer.nbytes for layer in self.state_layers)
-
-
-def _layers_of(config: PreTrainedConfig, rows: Rows, capacity: int) -> list[Any]:
-    """Return the layers of a cache for this text config."""
-    if not has_states(config):
-        return [SpeculativeLayer(rows, capacity) for _ in range(config.num_hidden_layers)]
-    layers: list[Any] = []
-    for kind in config.layer_types:
-        if kind in STATE_LAYERS:
-            layers.append(StateLayer(rows))
-        elif kind in NO_CACHE:
-            layers.append(EmptyLayer())
-        else:
-            layers.append((HybridLayer if kind in HYBRID_LAYERS else SpeculativeLayer)(rows, capacity))
-    return layers
 
 
 def has_gaps(mask: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .cache import CACHE_NAME, SpeculativeCache, has_gaps
 from .target import TargetView
+from .target_modules import before_forward
 from .traits import RotaryLimit
 from .user_cache import held_by
 
@@ -216,13 +217,12 @@ def decoder_arguments(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[st
     caught: dict[str, Any] = {}
     own_thread = threading.get_ident()  # another thread may be generating on the same model
 
-    # Another thread's forward passes no keywords to a hook that is removed meanwhile.
-    def catch(module: nn.Module, positional: tuple[Any, ...], arguments: dict[str, Any] | None = None) -> None:
+    def catch(positional: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         if threading.get_ident() == own_thread:
-            caught.update(arguments or {})
+            caught.update(arguments)
             raise _Reached
 
-    handle = model.get_decoder().register_forward_pre_hook(catch, with_kwargs=True)
+    handle = before_forward(model.get_decoder(), catch)
     try:
         with suppress(_Reached), torch.compiler.set_stance("force_eager"):
             model(**inputs)

@@ -6,7 +6,7 @@ the accepted ones, and nothing has to be undone without it. A state cannot be sh
 a copy of the states at the start of the call.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from .recurrences import Accepted, StagedNodes, Stepped, Window, hand_over
 
 # What a layer without a cache has; before transformers 5.23, a layer for states that stays empty.
 EmptyLayer: Any = DummyLayer or LinearAttentionLayer
-# Types of layers with states alone, and with states beside keys and values.
+# Types of layers with states alone, with states beside keys and values, and with neither.
 STATE_LAYERS = {"linear_attention", "conv"}
 HYBRID_LAYERS = {"hybrid", "hybrid_sliding"}
+NO_CACHE = {"moe", "mlp"}
 # The two states of a layer, as attributes of [`StateLayer`].
 STATES = ("convolution", "state")
 
@@ -32,6 +33,17 @@ STATES = ("convolution", "state")
 def has_states(config: Any) -> bool:
     """Return whether layers of this text config keep states."""
     return not (STATE_LAYERS | HYBRID_LAYERS).isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def layers_of(
+    config: Any, of_keys: Callable[[], Any], of_states: Callable[[], Any], of_both: Callable[[], Any]
+) -> list[Any]:
+    """Return the layers of a cache for this text config, made by the function for what each of them keeps."""
+    if not has_states(config):
+        return [of_keys() for _ in range(config.num_hidden_layers)]
+    makers = dict.fromkeys(STATE_LAYERS, of_states) | dict.fromkeys(HYBRID_LAYERS, of_both)
+    makers |= dict.fromkeys(NO_CACHE, EmptyLayer)
+    return [makers.get(kind, of_keys)() for kind in config.layer_types]
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):

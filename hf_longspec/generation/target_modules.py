@@ -24,12 +24,27 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from .cache import CACHE_NAME
 
 # Keywords that this package adds to a forward.
 KEYWORDS = ("tree", "trial")
+
+
+def before_forward(module: nn.Module, hook: Callable[[Any, dict[str, Any]], Any]) -> RemovableHandle:
+    """Call `hook(args, kwargs)` before every forward of a module; it may return others. The handle removes it.
+
+    A forward of another thread that has begun to call the hooks of a module passes no keywords to one that is removed
+    meanwhile (`torch.nn.Module._call_impl`). The hook then gets none, and what it returns is not used.
+    """
+
+    def call(_: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        found = hook(args, kwargs or {})
+        return None if kwargs is None else found
+
+    return module.register_forward_pre_hook(call, with_kwargs=True)
 
 
 @contextmanager
@@ -41,18 +56,16 @@ def passed_on(model: nn.Module) -> Iterator[None]:
         return
     of_layer = threading.local()  # another thread may be using the same model
 
-    # A forward of another thread that has begun to call the hooks of a module passes no keywords to one that is
-    # removed meanwhile (`torch.nn.Module._call_impl`).
-    def note(_: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-        of_layer.keywords = {name: kwargs[name] for name in KEYWORDS if name in kwargs} if kwargs else {}
+    def note(args: Any, kwargs: dict[str, Any]) -> None:
+        of_layer.keywords = {name: kwargs[name] for name in KEYWORDS if name in kwargs}
 
-    def add(_: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]] | None:
-        return None if kwargs is None else (args, getattr(of_layer, "keywords", {}) | kwargs)
+    def add(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, getattr(of_layer, "keywords", {}) | kwargs
 
     with ExitStack() as hooks:
         for layer, attention in pairs:
             for module, hook in ((layer, note), (attention, add)):
-                hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                hooks.callback(before_forward(module, hook).remove)
         yield
 
 
@@ -161,6 +174,8 @@ class TargetParts(TargetEnds):
         self.rotates = rotates(self.config, kv_layer)
         self._rotation = _rotation_of(self.attention)
         self._layer_type = _rotary_layer_type(self.decoder.rotary_emb, self.config, kv_layer)
+        # time, height and width, the same for text
+        self._has_three_axes = "mrope_section" in (getattr(self.config, "rope_parameters", None) or {})
         self._is_partial: bool | None = None
 
     @property
@@ -172,8 +187,8 @@ class TargetParts(TargetEnds):
     def rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of `positions` `(B, N)` at the KV layer, with dtype and device of `like`."""
         extra = {} if self._layer_type is None else {"layer_type": self._layer_type}
-        if "mrope_section" in (getattr(self.config, "rope_parameters", None) or {}):
-            positions = positions.expand(3, -1, -1)  # time, height and width, the same for text
+        if self._has_three_axes:
+            positions = positions.expand(3, -1, -1)
         cos, sin = self.decoder.rotary_emb(like, positions, **extra)
         return cos, sin
 
@@ -332,22 +347,18 @@ class LayerInputs:
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()  # another thread may be generating on the same model
-        self._handles = [
-            module.register_forward_pre_hook(self._hook(place), with_kwargs=True)
-            for place, module in enumerate(self._modules)
-        ]
+        self._handles = [before_forward(module, self._hook(place)) for place, module in enumerate(self._modules)]
         return self
 
     def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, place: int) -> Callable[..., None]:
-        # Another thread's forward passes no keywords to a hook that is removed meanwhile.
-        def catch(module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any] | None = None) -> None:
+    def _hook(self, place: int) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+        def catch(inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
             if not torch.compiler.is_compiling() and threading.get_ident() != self._thread:
                 return
-            states = inputs[0] if inputs else arguments["hidden_states"]  # type: ignore[index]
+            states = inputs[0] if inputs else arguments["hidden_states"]
             if states.dim() != 3:
                 raise ValueError(
                     f"the layers of {self._name} pass states of shape {tuple(states.shape)}, and the draft reads one "

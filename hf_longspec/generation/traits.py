@@ -35,8 +35,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..attention_backends.interface import REFUSED
-from .cache import CACHE_NAME, NO_CACHE, Rows, SpeculativeCache
-from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, EmptyLayer, StateLayer, has_states
+from .cache import CACHE_NAME, Rows, SpeculativeCache
+from .recurrent_states import StateLayer, layers_of
 
 KEEPS, RECOMPUTES, FORGETS = "keeps", "recomputes", "forgets"
 
@@ -441,14 +441,7 @@ class DummyCache(Cache):
 
     def __init__(self, config: Any, offset: int):
         self._keys = keys = DummyLayer(offset)
-        layers: list[Any] = [keys] * config.num_hidden_layers
-        for index, kind in enumerate(config.layer_types if has_states(config) else ()):
-            if kind in STATE_LAYERS:
-                layers[index] = StateLayer(Rows(1))
-            elif kind in HYBRID_LAYERS:
-                layers[index] = DummyHybridLayer(offset)
-            elif kind in NO_CACHE:
-                layers[index] = EmptyLayer()
+        layers = layers_of(config, lambda: keys, lambda: StateLayer(Rows(1)), lambda: DummyHybridLayer(offset))
         super().__init__(layers=layers)
         self.updated: set[int] = set()
 

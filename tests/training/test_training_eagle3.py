@@ -9,17 +9,15 @@ from hf_longspec import Eagle3DraftModel
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
 from hf_longspec.training import TokenWindows
 from tests.modeling.eagle3.residual_stream import residual_stream
+from tests.training.conftest import labelled_rows
 
-ROWS = [(0, 33), (40, 21), (70, 4), (90, 2)]
 NEVER = 999
 
 
 @pytest.fixture
 def rows(tokens):
-    """Ragged rows, the last too short for any step. Some labels of the second are ignored."""
-    rows = [{"input_ids": tokens[start : start + length]} for start, length in ROWS]
-    rows[1]["labels"] = rows[1]["input_ids"].masked_fill(torch.arange(21) % 7 < 3, -100)
-    return rows
+    """Ragged rows, the last too short for any step."""
+    return labelled_rows(tokens, (0, 33), (40, 21), (70, 4), (90, 2))
 
 
 def definition(draft, target, rows, loss, window=None):

@@ -5,16 +5,13 @@ import torch
 
 from hf_longspec.generation.target_modules import LayerInputs
 from tests.modeling.tokenswift.restated_heads import restated_heads
-
-ROWS = [(0, 33), (40, 21), (70, 6), (90, 3)]
+from tests.training.conftest import labelled_rows
 
 
 @pytest.fixture
 def rows(tokens):
-    """Ragged rows, the last too short for the third head. Some labels of the second are ignored."""
-    rows = [{"input_ids": tokens[start : start + length]} for start, length in ROWS]
-    rows[1]["labels"] = rows[1]["input_ids"].masked_fill(torch.arange(21) % 7 < 3, -100)
-    return rows
+    """Ragged rows, the last too short for the third head."""
+    return labelled_rows(tokens, (0, 33), (40, 21), (70, 6), (90, 3))
 
 
 def logits_of(draft, target, tokens):

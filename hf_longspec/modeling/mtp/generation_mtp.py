@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...generation.draft_tree import Beam
+from ...generation.drafter import Binding
 from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import TargetParts, final_norm_of
 from ..aux_drafter import AuxDrafter
@@ -26,13 +27,15 @@ PIECE = 256
 class MtpDrafter(AuxDrafter):
     """Draft a tree of fixed size with one layer, or with several, a level each."""
 
-    def make_rotary(self) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        """Return the rotary embedding of the target."""
-        self.parts: TargetParts = self.draft.parts_of(self.binding.target.model)
-        self.norm = final_norm_of(self.binding.target.model)
-        self.depth = len(self.draft.layers)
+    def __init__(self, binding: Binding, draft: Any):
+        self.parts: TargetParts = draft.parts_of(binding.target.model)
+        self.norm, self.depth = final_norm_of(binding.target.model), len(draft.layers)
         # by layer but the last: output at the newest entry, and its position
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []
+        super().__init__(binding, draft)
+
+    def make_rotary(self) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Return the rotary embedding of the target."""
         return lambda like, positions: self.parts.rotary(positions, like)
 
     @cached_property

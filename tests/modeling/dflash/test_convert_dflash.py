@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from hf_longspec import DFlashDraftModel, Eagle3DraftModel
 from hf_longspec.modeling.dflash.convert_dflash import save_speculators
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators as save_eagle3
-from hf_longspec.modeling.loading import Checkpoint
 from hf_longspec.modeling.register_draft import convert, reader_of
+from tests.modeling.checkpoints import changed_copy, devices_of_refusal
 from tests.modeling.dflash.test_modeling_dflash import FIXTURES, NAMES, TOLERANCE, error_of, expected_of
 from tests.tiny_targets import tiny_target
 
@@ -24,16 +24,8 @@ SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 8}
 def copy_of(tmp_path):
     """A checkpoint with other values in config.json, other names, and other tensors."""
 
-    def copy(name, tensors=None, drop=(), **changes):
-        source = PEAGLE if name == "peagle_llama" else FIXTURES / name
-        folder = shutil.copytree(source, tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}")
-        raw = json.loads((folder / "config.json").read_text())
-        raw = {key: value for key, value in (raw | changes).items() if value is not ...}
-        (folder / "config.json").write_text(json.dumps(raw))
-        weights = load_file(folder / "model.safetensors") | (tensors or {})
-        kept = {key: value.clone() for key, value in weights.items() if key not in drop}
-        save_file(kept, folder / "model.safetensors")
-        return folder
+    def copy(name, tensors=None, **changes):
+        return changed_copy(PEAGLE if name == "peagle_llama" else FIXTURES / name, tmp_path, tensors=tensors, **changes)
 
     return copy
 
@@ -122,13 +114,7 @@ OTHERS = [
 @pytest.mark.parametrize(("name", "changes", "message"), OTHERS, ids=range(len(OTHERS)))
 def test_refusals_in_one_line(copy_of, name, changes, message, monkeypatch):
     """Before any tensor but the map of the vocabulary is read."""
-    folder, read, devices = copy_of(name, **changes), Checkpoint.read, []
-    monkeypatch.setattr(
-        Checkpoint, "read", lambda self, prefix="", device="cpu": devices.append(device) or read(self, prefix, device)
-    )
-    with pytest.raises(ValueError, match=message) as caught:
-        DFlashDraftModel.from_pretrained(folder)
-    assert "\n" not in str(caught.value)
+    devices = devices_of_refusal(DFlashDraftModel, copy_of(name, **changes), message, monkeypatch)
     assert "cpu" not in devices
 
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_longspec import Eagle3DraftModel
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
-from hf_longspec.modeling.loading import Checkpoint
 from hf_longspec.modeling.register_draft import convert, reader_of
+from tests.modeling.checkpoints import changed_copy, devices_of_refusal, weights_of
 from tests.tiny_targets import tiny_target
 
 FIXTURES = Path(__file__).with_name("fixtures")
@@ -28,25 +27,10 @@ def model():
 def copy_of(tmp_path):
     """A checkpoint with other values in config.json, other names, and other tensors."""
 
-    def copy(name, rename=lambda name: name, tensors=None, drop=(), **changes):
-        folder = shutil.copytree(FIXTURES / name, tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}")
-        raw = json.loads((folder / "config.json").read_text())
-        raw = {key: value for key, value in (raw | changes).items() if value is not ...}
-        (folder / "config.json").write_text(json.dumps(raw))
-        weights = weights_of(folder) | (tensors or {})
-        for file in ("model.safetensors", "pytorch_model.bin"):
-            (folder / file).unlink(missing_ok=True)
-        kept = {rename(key): value.clone() for key, value in weights.items() if key not in drop}
-        save_file(kept, folder / "model.safetensors")
-        return folder
+    def copy(name, *rename, **changes):
+        return changed_copy(FIXTURES / name, tmp_path, *rename, **changes)
 
     return copy
-
-
-def weights_of(folder):
-    if (folder / "model.safetensors").exists():
-        return load_file(folder / "model.safetensors")
-    return torch.load(folder / "pytorch_model.bin", weights_only=True)
 
 
 def levels_of(draft):
@@ -235,13 +219,7 @@ OTHERS = [
 @pytest.mark.parametrize(("name", "changes", "message"), OTHERS, ids=range(len(OTHERS)))
 def test_refusals_in_one_line(copy_of, name, changes, message, monkeypatch):
     """Before any tensor but d2t and its like is read."""
-    folder, read, devices = copy_of(name, **changes), Checkpoint.read, []
-    monkeypatch.setattr(
-        Checkpoint, "read", lambda self, prefix="", device="cpu": devices.append(device) or read(self, prefix, device)
-    )
-    with pytest.raises(ValueError, match=message) as caught:
-        Eagle3DraftModel.from_pretrained(folder)
-    assert "\n" not in str(caught.value)
+    devices = devices_of_refusal(Eagle3DraftModel, copy_of(name, **changes), message, monkeypatch)
     assert "cpu" not in devices or "2d" in message or message.startswith("d2t")
 
 
