@@ -100,7 +100,7 @@ def _errors(
         case.attend(backend, case.layers[0], case.context(kept))
         pairs = zip(kept.scores[0], _scores(case, exact, scores), case.lengths, strict=True)
         worst = [relative_error(own[0, :length], right) for own, right, length in pairs if length]
-        # `logits`: without `scored_attention`, sums of queries are rounded to the dtype; `weights` are float32
+        # `logits`: without `attention_with_scores`, sums of queries are rounded to the dtype; `weights` are float32
         values["score_error"] = max(worst), BUDGETS[dtype] if scores == "logits" else LSE_BUDGET
     if over := [f"{name} {value:.1e} over {most:.1e}" for name, (value, most) in values.items() if not value <= most]:
         raise RuntimeError(f"{backend.name}: {', '.join(over)}")

@@ -164,14 +164,15 @@ class SimulatedCuda(TorchDispatchMode):
 
     The current device is `cuda:0` outside of `torch.cuda.device(...)`, as for a user with several GPUs. `kernels` has,
     by the name of an operator that launches kernels, a function of tensors of the CPU that takes its place, and the
-    number of launches. Other operators run as they are, their kernels in the interpreter.
+    number of launches, or a function that returns it for arguments. Other operators run as they are, their kernels in
+    the interpreter.
     """
 
     def __init__(
         self,
         index: int = 0,
         capability: tuple[int, int] = (9, 0),
-        kernels: dict[str, tuple[Callable[..., Any], int]] | None = None,
+        kernels: dict[str, tuple[Callable[..., Any], Any]] | None = None,
     ):
         super().__init__()
         self.kernels = kernels or {}
@@ -189,6 +190,7 @@ class SimulatedCuda(TorchDispatchMode):
         self.transfers: list[Transfer] = []
         self.launches: Counter[str] = Counter()  # names of the operations launched outside of graphs
         self.replays = 0
+        self.replayed: Counter[str] = Counter()  # names of the operations launched by replays
 
     def count(self, kind: str) -> int:
         """Return the number of transfers of a kind."""
@@ -346,6 +348,7 @@ class SimulatedCuda(TorchDispatchMode):
 
         def count() -> None:
             self.replays += 1
+            self.replayed += graph.names
 
         graph.on_replay = count
         self.graphs.append(weakref.ref(graph))
@@ -373,6 +376,7 @@ class SimulatedCuda(TorchDispatchMode):
         if not ours and not to_device:
             return func(*args, **kwargs)
         stand_in, launches = self.kernels.get(func._schema.name, (None, 1))
+        launches = launches(*args) if callable(launches) else launches
         if name == "_foreach_copy_":
             launches = _launches_of_copies(*args[:2])
         if stand_in is None and (own := _implementation(func)) is not None:
@@ -415,6 +419,8 @@ class SimulatedCuda(TorchDispatchMode):
             self._memory.capture.allocate(results)
             if name not in ALLOCATIONS:
                 self._memory.capture.graph.record(run, results)
+            if name not in ALLOCATIONS and name not in FREE:
+                self._memory.capture.graph.names[name] += launches
         elif name not in FREE:
             self.launches[name] += launches
 

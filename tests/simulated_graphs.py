@@ -11,6 +11,7 @@
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ class SimulatedGraph:
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.launches: list[tuple[Callable[[], Any], list[torch.Tensor]]] = []
+        self.names: Counter[str] = Counter()  # of the operations that a replay launches
         self.generators: set[int] = set()
         self.made: list[torch.Tensor] = []
         self.workspaces: list[CublasWorkspace] = []

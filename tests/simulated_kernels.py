@@ -12,9 +12,9 @@ from tests.attention_backends import reference
 
 
 def hybrid_attention(
-    query, key, value, lengths, positions, mask, sinks, last_node, scaling, window, softcap, scores_per_row
+    query, key, value, lengths, positions, mask, sinks, last_node, scaling, window, softcap, weights, per_layer
 ):
-    """Arguments and results of `hybrid_op`, for masks of bool."""
+    """Arguments and results of `hybrid_op`, for masks of bool. The output lies in memory as `(B, N, H, D)`."""
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 3):
         raise NotImplementedError("masks other than one of bool for all heads")
     slots = torch.arange(key.shape[2])
@@ -27,22 +27,26 @@ def hybrid_attention(
         visible = visible | (staged & mask.gather(2, node.clamp(0, mask.shape[2] - 1)[:, None].expand_as(visible)))
     state = reference.tree_attention(query, key, value, visible, scaling=scaling, softcap=softcap)
     out, lse = state if sinks is None else merge_attention_states([state], sinks)
-    return out, lse, _scores(query, key, lengths, last_node, scaling, softcap, scores_per_row)
-
-
-def _scores(query, key, lengths, last_node, scaling, softcap, per_row):
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     if last_node is None:
-        return torch.empty(0)
+        return out, lse, torch.empty(0)
+    return out, lse, _scores(query, key, lengths, last_node, lse if weights else None, scaling, softcap, per_layer)
+
+
+def _scores(query, key, lengths, last_node, lse, scaling, softcap, per_layer):
+    """Scores of the slots below `lengths[b]`; NaN in the others, as nothing may read them."""
     (batch, heads, _, size), kv_heads = query.shape, key.shape[1]
     last = query.gather(2, last_node[:, None, None, None].expand(batch, heads, 1, size))
     both = torch.cat([query[:, :, :1], last], 2).view(batch, kv_heads, -1, 2, size)
     hidden = (torch.arange(key.shape[2]) >= lengths[:, None])[:, None]  # [B, 1, S]
     products = torch.einsum("bkgnd,bksd->bkngs", both.float(), key.masked_fill(hidden[..., None], 0).float())
-    if not per_row:
-        return products.sum((2, 3)).masked_fill(hidden, -torch.inf)
-    products = products * scaling
-    products = products if softcap is None else softcap * torch.tanh(products / softcap)
-    return products.masked_fill(hidden[:, :, None, None], -torch.inf)
+    if lse is not None:
+        products = products * scaling
+        products = products if softcap is None else softcap * torch.tanh(products / softcap)
+        of_both = torch.stack([lse[:, :, 0], lse.gather(2, last_node[:, None, None].expand(-1, heads, -1))[..., 0]], 1)
+        products = (products - of_both.unflatten(2, (kv_heads, -1)).transpose(1, 2)[..., None]).exp()
+    scores = products.sum((2, 3)).masked_fill(hidden, torch.nan)
+    return scores.sum(1, keepdim=True) if per_layer else scores
 
 
 def tree_attention(query, key, value, mask, scaling, softcap=None):
@@ -62,9 +66,15 @@ def move_nodes(buffers, path, lengths, counts):
             buffer[row, :, length : length + count] = buffer[row, :, length + path[row, :count]]
 
 
+def launches_of_hybrid(*arguments):
+    """Splits and tree, the merge, and the sum of scores where several are summed."""
+    (_, key, *_), last_node, (weights, per_layer) = arguments, arguments[7], arguments[-2:]
+    return 2 + (last_node is not None and (weights or (per_layer and key.shape[1] > 1)))
+
+
 # Name of the operator: function, launches.
 KERNELS = {
-    f"{LIBRARY}::triton_hybrid_attention": (hybrid_attention, 3),
+    f"{LIBRARY}::triton_hybrid_attention": (hybrid_attention, launches_of_hybrid),
     f"{LIBRARY}::triton_tree_attention": (tree_attention, 2),
     f"{LIBRARY}::triton_sparse_attention": (sparse_attention, 2),
     f"{LIBRARY}::triton_move_nodes": (move_nodes, 1),

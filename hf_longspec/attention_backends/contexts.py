@@ -131,7 +131,7 @@ class TreeContext(StepContext):
         mask (`torch.BoolTensor` of shape `(B, N, N)`): Ancestor-or-self; a padding node sees only itself.
         capture (*optional*): Object whose `collect(layer_idx, query, key, lse, *, lengths, scaling, softcap)` receives
             every layer's queries, keys and log-sum-exp. If it has `score_rows` (a [`ScoreRows`] or None) and
-            `last_node`, a backend with `scored_attention` writes the scores itself. Then `keep_scores(layer_idx,
+            `last_node`, a backend with `attention_with_scores` computes the scores itself. Then `keep_scores(layer_idx,
             scores)` is called instead.
         windows: See [`StepContext`].
         columns (`torch.LongTensor` of shape `(B, T)`, *optional*): Place by which windows count the token at each
@@ -169,18 +169,21 @@ class TreeContext(StepContext):
     def _scored(self, layer: LayerAttention) -> AttentionState | None:
         """Return the state, with the scores in the capture. None if it wants no scores or the backend writes none."""
         rows = getattr(self.capture, "score_rows", None)
-        attention = getattr(layer.backend, "scored_attention", None)  # backends of an older copy have no such field
+        attention = getattr(
+            layer.backend, "attention_with_scores", None
+        )  # backends of an older copy have no such field
         if rows is None or attention is None or layer.layer_idx in rows.skipped_layers:
             return None
         last_node, (lengths, positions) = self.capture.last_node, self.hidden_by(layer.sliding_window, self.lengths)
         window = {"positions": positions, "sliding_window": layer.sliding_window}
-        tree = {"mask": self.windowed_mask(layer.sliding_window), "sinks": layer.sinks, "per_row": rows.weights}
+        tree = {"mask": self.windowed_mask(layer.sliding_window), "sinks": layer.sinks}
+        kind = {"weights": rows.weights, "per_layer": rows.per_layer}
         inputs = (layer.query, layer.key, layer.value, lengths, last_node)
-        state = attention(*inputs, **tree, **window, **layer.options)
+        state = attention(*inputs, **tree, **kind, **window, **layer.options)
         if state is None:
             return None
         out, lse, scores = state
-        self.capture.keep_scores(layer.layer_idx, rows.of_entries(scores, lse, last_node))
+        self.capture.keep_scores(layer.layer_idx, scores)
         return out, lse
 
     def _unscored(self, layer: LayerAttention) -> AttentionState:

@@ -98,7 +98,7 @@ class AttentionBackend:
     hybrid_attention: Callable[..., AttentionState | None] | None = None
     # prefix, tree, merge and the scores of two nodes in one pass over the keys; see triton/backend.py. Returns `None`
     # for calls whose scores it cannot write.
-    scored_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] | None = None
+    attention_with_scores: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] | None = None
 
 
 def outside_autocast(attention: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
@@ -122,7 +122,7 @@ def under_autocast(backend: AttentionBackend, device_type: str) -> AttentionBack
         return backend
     functions = "prefix_attention", "tree_attention", "sparse_attention", "causal_attention"
     wrapped: dict[str, Any] = {name: partial(outside_autocast, getattr(backend, name)) for name in functions}
-    return replace(backend, **wrapped, hybrid_attention=None, scored_attention=None)
+    return replace(backend, **wrapped, hybrid_attention=None, attention_with_scores=None)
 
 
 _backends: dict[str, AttentionBackend] = {}

@@ -6,8 +6,8 @@ are summed first, one product per KV head gives the score, and no logits of sing
 
 Scores come from one of three places:
 
-- attention itself, while it reads the keys: a backend with `scored_attention` writes the products of node 0 and of the
-  last node with every key, as [`ScoreRows`] describes;
+- attention itself, while it reads the keys: a backend with `attention_with_scores` computes those of node 0 and of the
+  last node, as [`ScoreRows`] describes;
 - a second pass over the keys: [`ScoreCapture`], for all other backends, rows and scores;
 - a pass after the step, once the accepted node is known: [`QueryCapture`] keeps the queries until then.
 
@@ -35,26 +35,18 @@ PAGES_AT_ONCE = 256
 
 
 class ScoreRows(NamedTuple):
-    """Which scores a backend writes while it attends. Hashable, and the same for every step of a drafter."""
+    """Which scores a backend computes while it attends. Hashable, and the same for every step of a drafter."""
 
     weights: bool  # attention probabilities; otherwise the sums of `q . k`.
     per_layer: bool  # one score for all KV heads of a layer, rather than one each
     skipped_layers: frozenset[int]  # layers without scores
-
-    def of_entries(self, scores: torch.Tensor, lse: torch.Tensor, last_node: torch.Tensor) -> torch.Tensor:
-        """Reduce scores `(B, K, S)`, with `weights` `(B, K, 2, G, S)`, to `(B, 1 or K, S)`; `lse` is `(B, H, N)`."""
-        if self.weights:
-            grouped = lse.unflatten(1, (scores.shape[1], -1))[..., None]  # [B, K, G, N, 1]
-            # in place: with a copy for every operation these are the largest tensors of a step
-            scores = scores.sub_(boundary_rows(grouped, last_node).transpose(2, 3)).exp_().sum((2, 3))
-        return scores.sum(1, keepdim=True) if self.per_layer else scores
 
 
 @dataclass
 class ScoreCapture:
     """Collects, per layer, one score for every committed entry: the capture of a [`TreeContext`].
 
-    A backend that writes scores while it attends delivers them (`score_rows`, `keep_scores`). For other backends they
+    A backend that computes scores while it attends delivers them (`score_rows`, `keep_scores`). For other backends they
     are computed from queries and keys (`collect`).
     """
 
@@ -75,7 +67,7 @@ class ScoreCapture:
 
     @property
     def score_rows(self) -> ScoreRows | None:
-        """Return the scores that a backend may write in place of `collect`; `None` if they need a pass of their own."""
+        """Return the scores that a backend may compute in place of `collect`; `None` if they need their own pass."""
         if self.rows != "two_rows":
             return None
         return ScoreRows(self.score == "weights", self.granularity == "layer", self.skipped_layers)

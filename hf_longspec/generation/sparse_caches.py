@@ -102,13 +102,16 @@ class CompactCache(Cache):
         return logits[:, 0], None if hidden is None else hidden[:, 0]
 
 
-def gather_entries(buffer: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def flat_slots(slots: torch.Tensor, batch: int, heads: int, capacity: int) -> torch.Tensor:
+    """Return the rows `(..., B, K, n)` of a buffer `(B * K * capacity, D)` that are its slots `(..., B, 1 or K, n)`."""
+    return torch.arange(0, batch * heads * capacity, capacity, device=slots.device).view(batch, heads, 1) + slots
+
+
+def gather_entries(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Return `buffer[b, h, slots[b, h]]` as one copy of whole rows, `(B, K, n, D)`."""
     batch, heads, capacity, width = buffer.shape
-    row = torch.arange(batch * heads, device=buffer.device).view(batch, heads, 1) * capacity
-    flat = (row + slots).flatten()
-    rows = None if out is None else out.view(-1, width)
-    return torch.index_select(buffer.view(-1, width), 0, flat, out=rows).view(batch, heads, -1, width)
+    flat = flat_slots(slots, batch, heads, capacity).flatten()
+    return torch.index_select(buffer.view(-1, width), 0, flat).view(batch, heads, -1, width)
 
 
 # Number of attention sinks, which are always selected (https://huggingface.co/papers/2309.17453).
@@ -120,17 +123,17 @@ def budget(prefix_length: int, ratio: float, floor: int) -> int:
     return min(prefix_length, max(floor, math.ceil(ratio * prefix_length)))
 
 
-def select_top(scores: torch.Tensor, prefix_lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the slots `(B, K, count)` of the best entries of every row and head, sinks first, then by falling score.
+def select_top(scores: torch.Tensor, prefix_lengths: torch.Tensor, count: int, is_sorted: bool = True) -> torch.Tensor:
+    """Return the slots `(..., B, K, count)` of the best entries of every row and head.
 
-    The scores `(B, K, S)` are overwritten. Entries after a row's prefix are selected last. S is at least the longest
-    prefix.
+    The scores `(..., B, K, S)` are overwritten. Entries after a row's prefix are selected last. S is at least the
+    longest prefix. Slots are sorted, sinks first, then by falling score, so that a row with a smaller budget takes the
+    first ones; without `is_sorted` their order is arbitrary.
     """
     slots = torch.arange(scores.shape[-1], device=scores.device)
     scores[..., :SINK_TOKENS] = torch.inf
     scores.masked_fill_((slots >= prefix_lengths[:, None])[:, None], -torch.inf)
-    # a row with a smaller budget takes the first ones
-    return scores.topk(count, dim=-1).indices
+    return scores.topk(count, dim=-1, sorted=is_sorted).indices
 
 
 def select_window(prefix_lengths: torch.Tensor, counts: torch.Tensor, count: int) -> torch.Tensor:
@@ -164,7 +167,6 @@ class SelectedCache(CompactCache):
         self.counts: list[int] = []
         self._size = 0
         self._shift: list[int] = []
-        self._tail: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, counts: Sequence[int], tails: Sequence[int]) -> None:
         """Start a phase with `counts[b]` selected entries and the last `tails[b]` committed tokens of every row."""
@@ -174,15 +176,21 @@ class SelectedCache(CompactCache):
         self._shift = [stored - own for stored, own in zip(self.cache.lengths.host, used, strict=True)]
         self.used.lengths = SeqLens(used)
         self.share_dense()
-        self._tail.clear()
         self._size = capacity_for(self.used.lengths.longest + self.room)
 
-    def allocate(self, layer_idx: int) -> None:
-        """Replace the buffers of one layer if they do not have the size of this phase."""
-        source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
-        if not layer.is_initialized or layer.keys.shape[2] != self._size:
-            buffers = source.keys, source.values
-            layer.place(*(x.new_empty(*x.shape[:2], self._size, x.shape[3]) for x in buffers))
+    def layers_by_device(self) -> dict[torch.device, list[int]]:
+        """Return the sparse layers of every device."""
+        found: dict[torch.device, list[int]] = {}
+        for layer_idx in self.sparse_layers:
+            found.setdefault(self.cache.layers[layer_idx].keys.device, []).append(layer_idx)
+        return found
+
+    def allocate(self, layers: Sequence[int]) -> None:
+        """Replace the buffers of layers that do not have the size of this phase."""
+        for source, layer in ((self.cache.layers[index], self.layers[index]) for index in layers):
+            if not layer.is_initialized or layer.keys.shape[2] != self._size:
+                buffers = source.keys, source.values
+                layer.place(*(x.new_empty(*x.shape[:2], self._size, x.shape[3]) for x in buffers))
 
     def table(self, device: torch.device) -> torch.Tensor:
         """Return the shift and the number of selected entries of every row, `(2, B)`, and keep the used lengths.
@@ -193,39 +201,46 @@ class SelectedCache(CompactCache):
         self.used.lengths = SeqLens(self.used.lengths.host, self.cache.lengths.on(device) - table[0])
         return table
 
-    def fill(self, layer_idx: int, selected: torch.Tensor) -> None:
-        """Copy one layer's selected entries and tail.
+    def fill_top(
+        self,
+        layers: Sequence[int],
+        scores: Sequence[torch.Tensor],
+        prefix_lengths: torch.Tensor,
+        table: torch.Tensor,
+        any_counts: bool = False,
+    ) -> None:
+        """Select the best entries of layers by their scores `(B, 1 or K, S)`, and copy them and the tail.
 
-        The first `counts[b]` of the slots `selected` `(B, 1 or K, n)` of a row are valid.
+        `prefix_lengths` `(B,)` are those of the scored prefixes. With `any_counts` it may be part of a graph, which
+        serves all phases that buffers of this size have room for: nothing but the tensors depends on the counts.
         """
-        device = self.cache.layers[layer_idx].keys.device
-        self.allocate(layer_idx)
-        if device not in self._tail:
-            self._tail[device] = self.tail_slots(self.table(device))
-        self.gather(layer_idx, selected.to(device), *self._tail[device])
+        alike: dict[torch.Size, list[int]] = {}
+        for place, of_layer in enumerate(scores):
+            alike.setdefault(of_layer.shape, []).append(place)
+        is_sorted = any_counts or len(set(self.counts)) > 1
+        for shape, places in alike.items():
+            count = min(shape[-1], self._size) if any_counts else max(self.counts)
+            selected = select_top(torch.stack([scores[place] for place in places]), prefix_lengths, count, is_sorted)
+            self.fill([layers[place] for place in places], selected, table)
 
-    def fill_all(self, scores: Sequence[torch.Tensor], prefix_lengths: torch.Tensor, table: torch.Tensor) -> None:
-        """Select the best entries of all sparse layers by their scores `(B, 1 or K, S)`, and copy them.
+    def fill(self, layers: Sequence[int], selected: torch.Tensor, table: torch.Tensor) -> None:
+        """Copy the selected entries and the tail of layers on one device.
 
-        `prefix_lengths` `(B,)` are those of the scored prefixes. It may be part of a graph.
+        The first `counts[b]` of the slots `selected` `(L or 1, B, 1 or K, n)` of a row are valid.
         """
-        tail = self.tail_slots(table)
-        for layer_idx, of_layer in zip(self.sparse_layers, scores, strict=True):
-            count = min(of_layer.shape[-1], tail[0].shape[-1])
-            self.gather(layer_idx, select_top(of_layer, prefix_lengths, count), *tail)
-
-    def tail_slots(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots `(B, 1, T)` of the tail at its places, and which places `(B, 1, T)` selected entries take."""
         places, (shift, counts) = torch.arange(self._size, device=table.device), table[:, :, None, None]
-        return (places + shift).clamp_(0, self.cache.layers[0].capacity - 1), places < counts
-
-    def gather(self, layer_idx: int, selected: torch.Tensor, tail: torch.Tensor, is_selected: torch.Tensor) -> None:
-        """Copy one layer's entries: selected ones `(B, 1 or K, n)` at their places, and the tail."""
-        padded = torch.nn.functional.pad(selected, (0, tail.shape[-1] - selected.shape[-1]))
-        slots = torch.where(is_selected, padded, tail)
-        source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
-        gather_entries(source.keys, slots, layer.keys)
-        gather_entries(source.values, slots, layer.values)
+        tail = (places + shift).clamp_(0, self.cache.layers[0].capacity - 1)  # [B, 1, T], at its places
+        if selected.shape[-1] < self._size:
+            selected = torch.nn.functional.pad(selected, (0, self._size - selected.shape[-1]))
+        slots = torch.where(places < counts, selected, tail)
+        flat: dict[torch.Size, torch.Tensor] = {}  # by the shape of a buffer
+        for place, (source, layer) in enumerate((self.cache.layers[index], self.layers[index]) for index in layers):
+            shape = source.keys.shape[:3]
+            if shape not in flat:
+                flat[shape] = flat_slots(slots, *shape).flatten(1).expand(len(layers), -1)
+            for own, copied in ((source.keys, layer.keys), (source.values, layer.values)):
+                width = own.shape[3]
+                torch.index_select(own.view(-1, width), 0, flat[shape][place], out=copied.view(-1, width))
 
 
 class WindowedCache(SpeculativeCache):

@@ -69,6 +69,8 @@ def small_tiles(monkeypatch):
 
     monkeypatch.setattr(launch, "BLOCK_STATES", 32)
     monkeypatch.setattr(launch, "BLOCK_PARTS", 2)
+    monkeypatch.setattr(launch, "BLOCK_SCORES", 4)
+    monkeypatch.setattr(launch, "BLOCK_SLOTS", 32)
     monkeypatch.setattr(launch, "hybrid_config", small(config.hybrid_config))
     monkeypatch.setattr(launch, "tree_config", small(config.tree_config))
 

@@ -96,7 +96,8 @@ class Iteration(NamedTuple):
     reads: int
     writes: int
     copies: int
-    launches: int
+    launches: int  # outside of graphs
+    replayed: int  # launches by graphs
     graphs: int
     done: tuple[bool, ...]
 
@@ -106,7 +107,8 @@ def watch(cuda, monkeypatch):
     found, iterate = [], Session.iterate
 
     def counts():
-        return (*map(cuda.count, ("read", "write", "pinned")), sum(cuda.launches.values()))
+        transfers = map(cuda.count, ("read", "write", "pinned"))
+        return (*transfers, cuda.launches.total(), cuda.replayed.total())
 
     def counted(session):
         before = counts()
@@ -150,6 +152,38 @@ def test_drafters(name, steps, sampled, lengths, monkeypatch):
                 assert mean(iteration.launches for iteration in same) <= MOST_LAUNCHES
             iterations.clear()
         assert bool(cuda.replays) == (steps == "graph")
+
+
+def specattn_launches(layers, monkeypatch, **settings):
+    """Launches of a steady iteration of SpecAttn, all of them and those of the selection's graph, if there is one."""
+    model = tiny_target("llama", vocab_size=24, num_hidden_layers=layers)
+    settings = {"num_assistant_tokens": 1, "sparse_ratio": 0.5, "sparse_min_tokens": 6} | settings
+    draft = DRAFTS["specattn"].model.from_target(model, compile="graph", **settings)
+    with simulated() as cuda, monkeypatch.context() as patch:
+        cuda.place(model)
+        iterations = watch(cuda, patch)
+        generate(model, draft, *cuda.place(tiny_prompts(24, (40,))), False, max_new_tokens=9)
+        steady = iterations[2]
+        assert len(iterations) > 3 and steady.graphs == iterations[0].graphs  # the last one selects nothing
+        selections = [graph().names for graph in cuda.graphs if graph().names["topk"]]
+    return steady.launches + steady.replayed, *(graph.total() for graph in selections)
+
+
+# More launches of a verification per layer than without scores.
+SCORES = {("logits", "layer"): 1, ("logits", "kv_head"): 0, ("weights", "layer"): 1}
+# Launches of a selection: for all layers together, the `topk` among them, and per layer the copies of keys and values.
+MOST_OF_SELECTION, MOST_PER_LAYER = 14, 2
+
+
+@torch.no_grad()
+def test_launches_of_scores_and_selections(monkeypatch):
+    """With an eager selection of the last entries, which copies as much, an iteration has no launch for scores."""
+    (one,), (two,) = (specattn_launches(layers, monkeypatch, selection="window") for layers in (1, 2))
+    for (score, granularity), more in SCORES.items():
+        kind = {"score": score, "granularity": granularity}
+        (few, selection), (many, larger) = (specattn_launches(layers, monkeypatch, **kind) for layers in (1, 2))
+        assert (many - few) - (two - one) == more
+        assert larger - selection == MOST_PER_LAYER and selection <= MOST_OF_SELECTION + MOST_PER_LAYER
 
 
 @torch.no_grad()

@@ -68,6 +68,14 @@ def filled_cache(lengths, num_layers=3, max_length=60, tree_slots=6):
     return cache
 
 
+def fill(selected, counts, tails, chosen):
+    """Begin a phase with the entries `chosen` `(B, 1 or K, n)` in all sparse layers."""
+    selected.begin(counts, tails)
+    ((device, layers),) = selected.layers_by_device().items()
+    selected.allocate(layers)
+    selected.fill(layers, chosen[None], selected.table(device))
+
+
 PHASES = [
     # committed tokens, selected entries and tail of every row
     ((50, 30), (6, 6), (2, 2)),
@@ -87,9 +95,8 @@ def test_compact_copies_slot_by_slot(heads):
     for lengths, counts, tails in PHASES:
         cache.set_lengths(lengths)
         chosen = torch.stack([torch.arange(max(counts)) * (3 + head) for head in range(heads)]).expand(2, -1, -1)
-        selected.begin(counts, tails)
+        fill(selected, counts, tails, chosen)
         for layer in selected.sparse_layers:
-            selected.fill(layer, chosen)
             for row, (length, count, tail) in enumerate(zip(lengths, counts, tails, strict=True)):
                 for head in range(2):
                     slots = [*chosen[row, head % heads, :count].tolist(), *range(length - tail, length)]
@@ -107,14 +114,48 @@ def test_compact_copies_slot_by_slot(heads):
         assert selected.dense_used.lengths.host[0] == lengths[0] + 1
 
 
+@pytest.mark.parametrize("counts", [(6, 6), (9, 5)], ids=["equal counts", "unequal counts"])
+@pytest.mark.parametrize("any_counts", [False, True], ids=["of this phase", "of any phase"])
+def test_all_layers_select_together(counts, any_counts, monkeypatch):
+    """By one `topk` for scores of one shape, whose order counts only where a row takes fewer entries than it gave."""
+    orders, topk = [], torch.Tensor.topk
+    monkeypatch.setattr(
+        torch.Tensor, "topk", lambda x, *args, **more: orders.append(more["sorted"]) or topk(x, *args, **more)
+    )
+    cache, prefixes, tails = filled_cache((40, 30), num_layers=4), (37, 28), (3, 2)
+    selected = SelectedCache(cache, frozenset({1}), room=3)
+    layers, shapes = [0, 2, 3], [(2, 1, 40), (2, 2, 40), (2, 1, 40)]
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randn(shape, generator=generator) for shape in shapes]
+    for row, prefix in enumerate(prefixes):
+        for of_layer in scores:
+            of_layer[row, :, prefix:] = torch.nan  # arbitrary
+    before = [of_layer.clone() for of_layer in scores]
+    selected.begin(counts, tails)
+    selected.allocate(layers)
+    selected.fill_top(layers, scores, torch.tensor(prefixes), selected.table(torch.device("cpu")), any_counts)
+    for of_layer, earlier in zip(scores, before, strict=True):  # a graph writes them there again
+        torch.testing.assert_close(of_layer, earlier, rtol=0, atol=0, equal_nan=True)
+    assert orders == [any_counts or counts[0] != counts[1]] * 2
+    for layer, of_layer in zip(layers, scores, strict=True):
+        own, copy = cache.layers[layer], selected.layers[layer]
+        for row, (length, prefix, count, tail) in enumerate(zip((40, 30), prefixes, counts, tails, strict=True)):
+            for head in range(2):
+                best = best_by_sorting(of_layer[row, head % of_layer.shape[1]].tolist(), prefix, count)
+                found = copy.keys[row, head, :count, 0].sort().values
+                assert torch.equal(found, own.keys[row, head, sorted(best), 0])
+                assert torch.equal(
+                    copy.values[row, head, count : count + tail], own.values[row, head, length - tail : length]
+                )
+
+
 def test_buffers_stay_while_the_number_of_entries_hardly_changes():
     """Addresses are part of a captured graph."""
     cache = filled_cache((50, 50), max_length=400)
     selected = SelectedCache(cache, frozenset(), room=3)
     addresses = []
     for count in (20, 23, 31, 30, 200):
-        selected.begin((count, count - 1), (2, 1))
-        selected.fill(0, torch.arange(count).expand(2, 1, -1))
+        fill(selected, (count, count - 1), (2, 1), torch.arange(count).expand(2, 1, -1))
         assert torch.equal(selected.layers[0].keys[0, :, :count], cache.layers[0].keys[0, :, :count])
         addresses.append(selected.layers[0].keys.data_ptr())
     assert len(set(addresses[:4])) == 1 and addresses[4] != addresses[3]
@@ -126,9 +167,7 @@ def test_drafted_tokens_go_after_the_tail_and_never_into_the_prefix():
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
     selected = SelectedCache(cache, frozenset({1}), room=2)
     counts, tails = [6, 5], [2, 1]
-    selected.begin(counts, tails)
-    for layer in selected.sparse_layers:
-        selected.fill(layer, torch.arange(6).expand(2, 1, -1))
+    fill(selected, counts, tails, torch.arange(6).expand(2, 1, -1))
     for step in range(2):
         for layer in range(3):
             new = torch.full((2, 2, 1, 3), -1.0 - step)

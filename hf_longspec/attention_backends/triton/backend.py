@@ -1,7 +1,7 @@
 """The backend of Triton kernels for CUDA: `hf_longspec_triton`, if triton is installed.
 
 A step is two launches per layer for any batch size: splits of the prefix with the tree, and one pass that merges them.
-Neither reads a number back from the device.
+A third one sums scores where they are asked for. None reads a number back from the device.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def hybrid_attention(
     return _attend(query, key, value, lengths, mask=mask, positions=positions, **options)[:2]
 
 
-def scored_attention(
+def attention_with_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -54,19 +54,19 @@ def scored_attention(
     last_node: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Attend as above, and write the scores that SpecAttn selects by, in the same pass over the keys.
+    """Attend as above, and compute the scores that SpecAttn selects by from the same pass over the keys.
 
     Args:
         last_node (`torch.LongTensor` of shape `(B,)`): Index of every row's last node.
         mask (`torch.BoolTensor` of shape `(B, N, N)`, *optional*): With it, the staged nodes are attended to as well.
-        per_row (`bool`, *optional*, defaults to `False`): Scores of single rows instead of their sum.
+        weights (`bool`, *optional*, defaults to `False`): Attention probabilities instead of products.
+        per_layer (`bool`, *optional*, defaults to `False`): The sum over all key heads.
 
     Returns:
-        `(out, lse, scores)`; float32 scores for the slots below `lengths[b]`, whether a window hides them or not, and
-        -inf after them. By default `(B, K, S)`, `q . k` summed over node 0, the last node and the group's heads: Eq. 3
-        of the paper, [`ScoreCapture`]'s `score="logits"` per KV head. With `per_row` `(B, K, 2, H // K, S)`, the scaled
-        and capped scores of those two nodes one by one. Attention weights, `score="weights"`, are then
-        `(scores - lse of that row).exp()`.
+        `(out, lse, scores)`; float32 scores `(B, K, S)`, `(B, 1, S)` with `per_layer`, for the slots below
+        `lengths[b]`, whether a window hides them or not; what is after them is arbitrary. By default `q . k` summed
+        over node 0, the last node and the group's heads: Eq. 3 of the paper, [`ScoreCapture`]'s `score="logits"`. With
+        `weights`, the same sum of attention probabilities.
 
         None if a group has more than 32 heads (16 with vectors above 128, 8 in float32), because both nodes have to fit
         in one program.
@@ -99,7 +99,8 @@ def _attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     last_node: torch.Tensor | None = None,
-    per_row: bool = False,
+    weights: bool = False,
+    per_layer: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attend to the prefix, with `mask` to the staged nodes as well; the scores are empty without `last_node`."""
     if lengths.longest is not None:
@@ -114,7 +115,7 @@ def _attend(
         positions = positions.contiguous()
     query, key, value = with_unit_stride(query, key, value)
     tensors = (lengths.on(query.device).contiguous(), positions, mask, sinks, last_node)
-    return hybrid_op(query, key, value, *tensors, scaling, sliding_window, softcap, per_row)
+    return hybrid_op(query, key, value, *tensors, scaling, sliding_window, softcap, weights, per_layer)
 
 
 # Above the torch backend where it runs compiled; interpreted, in tests, only for those who ask for it by name.
@@ -127,7 +128,7 @@ TRITON_BACKEND = register_backend(
         causal_attention=causal_attention,
         why_not=why_not,
         hybrid_attention=hybrid_attention,
-        scored_attention=scored_attention,
+        attention_with_scores=attention_with_scores,
     ),
     priority=None if INTERPRETED else 20,
 )

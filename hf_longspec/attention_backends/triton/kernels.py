@@ -4,7 +4,8 @@
 
 `attention_kernel` and `sparse_kernel` write such partial results, and `combine_kernel` merges all parts and the sinks
 in one pass. Keys and values are never gathered or repeated, there is no mask of the prefix, and scores are not written
-unless they are asked for. docs/kernels.md explains the kernels.
+unless they are asked for; `reduce_scores_kernel` makes one score per entry of them. docs/kernels.md explains the
+kernels.
 
 The G = H // K query heads that share a key head are G * N rows of one program, so that a key is read once for all of
 them. Row r is node r // G of head r % G of its group. Softmax runs over keys that arrive block by block: a program
@@ -36,7 +37,7 @@ def attention_kernel(
     mask,  # [B, H, N, M], uint8 or floating point, with TREE
     out,  # [B, H, N, parts, Dv], float32
     lse,  # [B, H, N, parts], float32, base 2
-    score,  # [B, K, S] or [B, K, 2, G, S], float32, with SCORES
+    score,  # [B, K, S] or [B, K, 2, G, S], float32, with SCORES; base 2 if per row
     stride_qb,
     stride_qh,
     stride_qn,
@@ -335,6 +336,51 @@ def combine_kernel(
     tl.store(merged_lse + state, row_lse * LN_2, mask=is_state)
 
 
+@jit(do_not_specialize=["nodes", "slots"])
+def reduce_scores_kernel(
+    rows,  # [B * L, ROWS, S], float32; with WEIGHTS [B * L, ROWS / 2 G, 2, G, S], base 2
+    lse,  # [B, H, N], float32, natural, with WEIGHTS
+    last_node,  # [B], with WEIGHTS
+    lengths,  # [B]
+    score,  # [B * L, S], float32
+    nodes,
+    slots,
+    LISTS: tl.constexpr,  # L: scores of a batch row, one, or one for each of its key heads
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+):
+    """Sum the scores of several rows, slot by slot; with WEIGHTS their attention probabilities, exp(score - lse).
+
+    Slots from `lengths[b]` on are neither read nor written.
+    """
+    of_list = tl.program_id(1).to(tl.int64)
+    batch = of_list // LISTS
+    stop = tl.minimum(tl.load(lengths + batch).to(tl.int32), slots)  # unmasked: one number per batch row
+    first = tl.program_id(0) * BLOCK_SLOTS
+    if first >= stop:
+        return
+    slot = first + tl.arange(0, BLOCK_SLOTS)  # [slots]
+    is_slot = slot < stop
+    last = tl.load(last_node + batch).to(tl.int64) if WEIGHTS else 0  # unmasked: one number per batch row
+    total = tl.zeros([BLOCK_SLOTS], tl.float32)
+    for start in range(0, ROWS, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)  # [rows]
+        is_row = row < ROWS
+        number = of_list * ROWS + row  # among the rows of all batch rows
+        where = is_row[:, None] & is_slot[None, :]
+        values = tl.load(rows + number[:, None] * slots + slot[None, :], mask=where, other=0.0)
+        if WEIGHTS:
+            head = number // (2 * GROUPS) * GROUPS + number % GROUPS  # of all batch rows
+            node = tl.where(number // GROUPS % 2 == 0, 0, last)  # the first and the last one
+            row_lse = tl.load(lse + head * nodes + node, mask=is_row, other=0.0)
+            values = tl.where(where, tl.exp2(values - (row_lse * LOG2_E)[:, None]), 0.0)
+        total += tl.sum(values, 0)
+    tl.store(score + of_list * slots + slot, total, mask=is_slot)
+
+
 def score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
     """Return `(scale, cap)` such that `scores_of` yields scores in base 2."""
     return (scaling * math.log2(math.e), 0.0) if softcap is None else (scaling / softcap, softcap * math.log2(math.e))
@@ -392,11 +438,10 @@ def store_summed(score, products, slot, is_slot, node, last, tile, is_row):
 
 @jit()
 def store_rows(score, scores, slot, is_slot, row, node, last, tile, is_row, slots, GROUPS: tl.constexpr):
-    """Store scores [rows, keys] of node 0 and of the last node, one by one: [2, G, S]."""
+    """Store scores [rows, keys] of node 0 and of the last node, one by one: [2, G, S], in base 2."""
     if tile == 0:
         where = is_row[:, None] & is_slot[None, :]
-        logits = scores * LN_2
         of_first = score + (row % GROUPS).to(tl.int64)[:, None] * slots + slot[None, :]
-        tl.store(of_first, logits, mask=where & (node == 0)[:, None])
+        tl.store(of_first, scores, mask=where & (node == 0)[:, None])
         of_last = of_first + GROUPS * slots.to(tl.int64)
-        tl.store(of_last, logits, mask=where & (node == last)[:, None])
+        tl.store(of_last, scores, mask=where & (node == last)[:, None])

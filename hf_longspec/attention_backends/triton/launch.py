@@ -27,7 +27,7 @@ from .config import (
     tree_config,
     wanted_splits,
 )
-from .kernels import attention_kernel, combine_kernel, score_factors, sparse_kernel
+from .kernels import attention_kernel, combine_kernel, reduce_scores_kernel, score_factors, sparse_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Ampere. Older ones have neither bfloat16 nor asynchronous copies, and 64 KB of shared memory.
@@ -48,6 +48,8 @@ NO_TREE, BOOLEAN_TREE, ADDITIVE_TREE = range(3)
 # tile of rows there are at most 49.
 BLOCK_STATES = 1
 BLOCK_PARTS = 64
+# Rows of scores that are read at once, and slots of one program: 256 programs for 32K tokens.
+BLOCK_SCORES, BLOCK_SLOTS = 16, 128
 
 
 def upcast(tensor: torch.Tensor) -> bool:
@@ -105,9 +107,10 @@ def hybrid_op(
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
-    scores_per_row: bool,
+    weights: bool,
+    per_layer: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend to the prefix, with `mask` to the staged nodes after it, and with `last_node` write the scores.
+    """Attend to the prefix, with `mask` to the staged nodes after it, and with `last_node` compute the scores.
 
     Returns:
         `(out, lse, scores)`; see backend.py for the shapes.
@@ -118,16 +121,22 @@ def hybrid_op(
     config = hybrid_config(rows, *sizes, gpu_of(query.device), has_tree and last_node is None)
     wanted = wanted_splits(max(1, -(-rows // config.block_rows)), max(1, batch) * kv_heads, has_tree)
     parts = max(1, has_tree + most_splits(slots, wanted, config.split_keys, config.block_keys))
-    scores = _empty_scores(query, key, last_node, scores_per_row).fill_(-torch.inf)
+    score_rows = (2, query.shape[1] // kv_heads) if weights else ()
+    scores = None if last_node is None else query.new_empty(batch, kv_heads, *score_rows, slots, dtype=torch.float32)
     prefix = (lengths, wanted, positions, sliding_window, last_node, scores)
-    return *_attend(config, parts, query, key, value, mask, scaling, softcap, sinks, *prefix), scores
+    out, lse = _attend(config, parts, query, key, value, mask, scaling, softcap, sinks, *prefix)
+    if last_node is None or scores is None:
+        return out, lse, _empty_scores(query, key, None, per_layer)
+    if weights or (per_layer and kv_heads > 1):
+        scores = launch_reduce(scores, lse, last_node, lengths, per_layer)
+    return out, lse, scores
 
 
 @hybrid_op.register_fake
 def _(
-    query, key, value, lengths, positions, mask, sinks, last_node, scaling, sliding_window, softcap, scores_per_row
+    query, key, value, lengths, positions, mask, sinks, last_node, scaling, sliding_window, softcap, weights, per_layer
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return *_empty_state(query, value), _empty_scores(query, key, last_node, scores_per_row)
+    return *_empty_state(query, value), _empty_scores(query, key, last_node, per_layer)
 
 
 @torch.library.custom_op(f"{LIBRARY}::triton_tree_attention", mutates_args=())
@@ -224,6 +233,39 @@ def launch_combine(
     return merged.to(value.dtype).transpose(1, 2), merged_lse
 
 
+def launch_reduce(
+    rows: torch.Tensor, lse: torch.Tensor, last_node: torch.Tensor, lengths: torch.Tensor, per_layer: bool
+) -> torch.Tensor:
+    """Reduce scores to one per entry, or one per entry and key head.
+
+    Args:
+        rows (`torch.Tensor` of shape `(B, K, S)` or `(B, K, 2, G, S)`):
+            Sums of `q . k`, which are added up, or scores in base 2 of node 0 and of the last node, of whose attention
+            probabilities the sum is taken. float32.
+        lse (`torch.Tensor` of shape `(B, H, N)`): Log-sum-exp of all attention. float32.
+
+    Returns:
+        Scores `(B, 1 or K, S)` in the slots below `lengths[b]`; the others are not written. float32.
+    """
+    (batch, kv_heads), slots = rows.shape[:2], rows.shape[-1]
+    lists, groups, weights = 1 if per_layer else kv_heads, lse.shape[1] // kv_heads, rows.dim() == 5
+    count = kv_heads // lists * (2 * groups if weights else 1)
+    scores = rows.new_empty(batch, lists, slots)
+    if scores.numel():
+        with launching_on(rows):
+            reduce_scores_kernel[(-(-slots // BLOCK_SLOTS), batch * lists)](
+                *(rows, lse, last_node, lengths, scores, lse.shape[2], slots),
+                LISTS=lists,
+                ROWS=count,
+                GROUPS=groups,
+                WEIGHTS=weights,
+                BLOCK_ROWS=min(BLOCK_SCORES, power_of_two(count)),
+                BLOCK_SLOTS=BLOCK_SLOTS,
+                num_warps=4,
+            )
+    return scores
+
+
 def _attend(
     config: TileConfig,
     parts: int,
@@ -250,7 +292,7 @@ def _attend(
             Without it there is no prefix, and the tree is all keys; with it, the slots from `lengths[b]` on.
         wanted (`int`, *optional*, defaults to 1): Splits that a long prefix is cut into.
         scores (`torch.Tensor` of shape `(B, K, S)` or `(B, K, 2, G, S)`, *optional*):
-            Written with `last_node` alone, in the slots below `lengths[b]`: the sums or the single scores.
+            Written with `last_node` alone, in the slots below `lengths[b]`: the sums, or the single scores in base 2.
     """
     (batch, heads, nodes, _), (kv_heads, slots) = query.shape, key.shape[1:3]
     groups = heads // kv_heads
@@ -313,10 +355,7 @@ def _empty_state(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _empty_scores(
-    query: torch.Tensor, key: torch.Tensor, last_node: torch.Tensor | None, scores_per_row: bool
+    query: torch.Tensor, key: torch.Tensor, last_node: torch.Tensor | None, per_layer: bool
 ) -> torch.Tensor:
-    if last_node is None:
-        return query.new_empty(0, dtype=torch.float32)
-    batch, kv_heads, slots, _ = key.shape
-    rows = (2, query.shape[1] // kv_heads) if scores_per_row else ()
-    return query.new_empty(batch, kv_heads, *rows, slots, dtype=torch.float32)
+    shape = (0,) if last_node is None else (key.shape[0], 1 if per_layer else key.shape[1], key.shape[2])
+    return query.new_empty(shape, dtype=torch.float32)

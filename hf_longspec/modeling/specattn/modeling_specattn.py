@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 import torch
 
 from ...attention_backends.contexts import SparseContext
-from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import GRANULARITIES, ScoreCapture
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, SelfDrafter, Verification
-from ...generation.sparse_caches import SelectedCache, select_top, select_window
+from ...generation.sparse_caches import SelectedCache, select_window
 from ...generation.target import TargetView
 from ..base import SelfDraftModel
 from ..configuration_base import DraftConfig
@@ -67,37 +66,29 @@ class SpecAttnDrafter(SelfDrafter):
         counts = [self.num_selected(length) for length in verification.prefix_lengths.host]
         selected, capture = self.sparse, verification.capture
         selected.begin(counts, verification.num_nodes.host)
-        if capture is not None and capture.is_replayed and selected.sparse_layers:
-            scores = [capture.scores.pop(layer_idx) for layer_idx in selected.sparse_layers]
-            if len({of_layer.device for of_layer in scores}) == 1:
-                self._select_all(scores, verification)
-                return
-            capture.scores.update(zip(selected.sparse_layers, scores, strict=True))
-        for layer_idx in selected.sparse_layers:
-            selected.fill(layer_idx, self._select(layer_idx, verification, counts))
+        by_device = selected.layers_by_device()
+        for device, layers in by_device.items():
+            selected.allocate(layers)
+            changing = prefix, table = verification.prefix_lengths.on(device), selected.table(device)
+            if capture is None:
+                selected.fill(layers, select_window(prefix, table[1], max(counts))[None], table)
+                continue
+            scores = [self._scores(capture, layer_idx, verification).to(device) for layer_idx in layers]
+            if capture.is_replayed and len(by_device) == 1:  # scores that a graph wrote are read by another graph
+                settings = True, scores[0].data_ptr(), scores[0].shape, selected.layout
+                self.binding.target.replayed(_fill_top, changing, (selected, layers, scores), selected, settings)
+            else:
+                selected.fill_top(layers, scores, *changing)
 
-    def _select_all(self, scores: list[torch.Tensor], verification: Verification) -> None:
-        """Select the entries of all layers by scores that a graph wrote, in another graph."""
-        selected, device = self.sparse, scores[0].device
-        for layer_idx in selected.sparse_layers:
-            selected.allocate(layer_idx)
-        changing = verification.prefix_lengths.on(device), selected.table(device)
-        settings = (scores[0].data_ptr(), tuple(scores[0].shape), selected.layout)
-        self.binding.target.replayed(_fill_all, changing, (selected, scores), selected, settings)
-
-    def _select(self, layer_idx: int, verification: Verification, counts: list[int]) -> torch.Tensor:
-        capture = verification.capture
-        device = verification.path.device if capture is None else capture.scores[layer_idx].device
-        prefix = verification.prefix_lengths.on(device)
-        if capture is None:
-            return select_window(prefix, on_device(counts, device), max(counts))
+    def _scores(self, capture: ScoreCapture, layer_idx: int, verification: Verification) -> torch.Tensor:
+        """Take the scores `(B, 1 or K, S)` of a layer from the capture."""
         scores = capture.scores.pop(layer_idx)
         if self.selection == "last_accepted":
-            node = verification.last_nodes.to(device)
-            scores = scores[torch.arange(len(counts), device=device), :, node]
-        elif self.selection == "accepted_rows":
-            scores = _sum_of_path(scores, verification.path.to(device), verification.num_nodes.on(device))
-        return select_top(scores, prefix, max(counts))
+            rows, node = torch.arange(len(scores), device=scores.device), verification.last_nodes.to(scores.device)
+            return scores[rows, :, node]
+        if self.selection == "accepted_rows":
+            return _sum_of_path(scores, verification.path.to(scores.device), verification.num_nodes.on(scores.device))
+        return scores
 
 
 def _sum_of_path(scores: torch.Tensor, path: torch.Tensor, num_nodes: torch.Tensor) -> torch.Tensor:
@@ -113,9 +104,9 @@ def _context(ends, positions, windows, dense_layers):
     return SparseContext(sparse, positions, dense, dense_layers, windows=windows)
 
 
-def _fill_all(changing, selected, scores, *settings):
-    """Run [`SelectedCache.fill_all`], maybe inside a graph."""
-    selected.fill_all(scores, *changing)
+def _fill_top(changing, selected, layers, scores, any_counts, *settings):
+    """Run [`SelectedCache.fill_top`], maybe inside a graph."""
+    selected.fill_top(layers, scores, *changing, any_counts)
     return ()
 
 

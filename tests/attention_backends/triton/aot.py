@@ -74,9 +74,9 @@ def hybrid(size, rows, dtype, features):
     numbers, sinks = torch.zeros(1, nodes, dtype=torch.long), torch.zeros(2 * GROUPS)
     lengths, mask = numbers[:, 0].contiguous(), torch.ones(1, nodes, nodes, dtype=torch.bool)
     options = {
-        "plain": (None, mask, sinks, None, 0.1, None, None, False),
-        "all": (numbers, mask, sinks, lengths, 0.1, 100, 3.0, True),
-        "none": (None, None, sinks, None, 0.1, None, None, False),
+        "plain": (None, mask, sinks, None, 0.1, None, None, False, False),
+        "all": (numbers, mask, sinks, lengths, 0.1, 100, 3.0, True, True),
+        "none": (None, None, sinks, None, 0.1, None, None, False, False),
     }
     launch.hybrid_op._init_fn(query, key, key, lengths, *options[features])
 

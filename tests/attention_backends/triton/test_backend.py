@@ -34,12 +34,14 @@ def arguments(device, lengths=(40, 70), dtype=torch.float32):
 
 
 @pytest.mark.parametrize(("with_tree", "with_scores"), [(True, True), (False, False)])
-def test_operators(kernel_device, small_tiles, with_tree, with_scores):
+def test_operators(kernel_device, small_tiles, monkeypatch, with_tree, with_scores):
+    """Two runs are compared: what is not written, the scores after a prefix, has to be the same."""
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     context, query, key, value = arguments(kernel_device)
     sinks = torch.linspace(-2, 3, 6, device=kernel_device)
     last = torch.tensor([4, 2], device=kernel_device) if with_scores else None
     place = (context.lengths.on(kernel_device), context.positions, context.mask if with_tree else None, sinks, last)
-    torch.library.opcheck(hybrid_op, (query, key, value, *place, 0.3, 50, 3.0, with_tree))
+    torch.library.opcheck(hybrid_op, (query, key, value, *place, 0.3, 50, 3.0, with_tree, with_tree))
     if with_tree:
         half = [x.half() for x in (query, context.staged(key), context.staged(value))]
         torch.library.opcheck(tree_op, (*half, context.mask, 0.3, None))
@@ -111,7 +113,7 @@ def test_a_second_copy_has_operators_of_its_own(kernel_device, kernel_copy):
     assert copy._qualname == "hf_longspec_hub_copy_launch::triton_hybrid_attention"
     _, query, key, value = arguments(kernel_device)
     inputs = (query, key, value, torch.tensor([9, 5], device=kernel_device), None, None, None, None, 0.3, None, None)
-    for one, other in zip(hybrid_op(*inputs, False), copy(*inputs, False), strict=True):
+    for one, other in zip(hybrid_op(*inputs, False, False), copy(*inputs, False, False), strict=True):
         assert torch.equal(one, other)
 
 
@@ -143,10 +145,10 @@ class Watched:
         draft = SpecAttnDraftModel.from_target(target, **settings)
         self.written, self.computed, self.selected, fill = [], [], [], SelectedCache.fill
 
-        def noting_fill(cache, layer_idx, chosen):
-            rows = [chosen[row, :, :count].sort(-1).values.tolist() for row, count in enumerate(tuple(cache.counts))]
-            self.selected.append((layer_idx, rows))
-            return fill(cache, layer_idx, chosen)
+        def noting_fill(cache, layers, chosen, table):
+            rows = [chosen[:, row, :, :count].sort(-1).values.tolist() for row, count in enumerate(cache.counts)]
+            self.selected.append((layers, rows))
+            return fill(cache, layers, chosen, table)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SelectedCache, "fill", noting_fill)

@@ -229,7 +229,8 @@ def test_every_tile_with_scores(kernel_device, hopper, nodes, groups):
     """The tiles of 32 keys, a window and a softcap; the scores of node 0 and of the last node by a plain product."""
     query, key, value, lengths, options, exact, plain = prefix_case(nodes, groups, 128, (270, 33), 150, FLOAT16, 3.0)
     last = torch.tensor([nodes - 1, nodes // 2])
-    *state, scores = computed(TRITON_BACKEND, "scored", (query, key, value, lengths, last), options, kernel_device)
+    inputs, options = on(kernel_device, (query, key, value, lengths, last), options)
+    *state, scores = on("cpu", *backend.attention_with_scores(*inputs, **options))
     assert_within_budget(state, exact, plain)
     for b, length in enumerate(lengths.host):
         both = query[b].double()[:, [0, int(last[b])]].unflatten(0, (2, groups)).sum((1, 2))

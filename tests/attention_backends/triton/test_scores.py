@@ -1,7 +1,9 @@
 """Scores that the Triton kernels write while they attend, against a double loop and a second pass over the keys."""
 
+import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -9,9 +11,9 @@ import torch
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, scored_attention
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, attention_with_scores
 from hf_longspec.generation.sparse_caches import select_top
-from tests.attention_backends.oracle import SCALING, assert_within_budget, computed, prefix_case, tensors, tree_case
+from tests.attention_backends.oracle import SCALING, assert_within_budget, layout, prefix_case, tensors, tree_case
 from tests.attention_backends.triton.machine import on
 from tests.pairwise import pairwise
 
@@ -20,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 CPU = torch.device("cpu")
 # Sums of 16 products of standard normal numbers, of up to 14 rows: 1e-6 each.
 SCORE_ERROR = 2e-5
+# Of up to 14 probabilities, which are up to e^2 where a window hides an entry.
+WEIGHT_ERROR = 2e-5
 
 SCORED = [
     # nodes, groups, last nodes, window, dtype; the last node of a row need not be the last of the tensor
@@ -35,32 +39,41 @@ def test_scores_against_a_double_loop(kernel_device, nodes, groups, last, window
     lengths, size, softcap = (70, 37), 16, 2.0
     case = prefix_case(nodes, groups, size, lengths, window, dtype, softcap)
     query, key, value, lengths, options, exact, plain = case
-    run = partial(computed, TRITON_BACKEND, "scored", (query, key, value, lengths, torch.tensor(last)))
-    *state, summed = run(options, kernel_device, "buffer")
-    assert_within_budget(state, exact, plain)
-    *state, rows = run({**options, "per_row": True}, kernel_device, "buffer")
-    assert_within_budget(state, exact, plain)
-    assert (summed.shape, rows.shape) == ((2, 2, key.shape[2]), (2, 2, 2, groups, key.shape[2]))
-    q, k = query.double(), key.double()
+    run = partial(scored, (query, key, value, lengths, torch.tensor(last)), kernel_device, options)
+    found = {}
+    for kind in product((False, True), repeat=2):
+        *state, found[kind] = run(*kind)
+        assert_within_budget(state, exact, plain)
+        assert found[kind].shape == (2, 1 if kind[1] else 2, key.shape[2])
+    q, k, lse = query.double(), key.double(), exact[1]
     for b, length in enumerate(lengths.host):
-        for head in range(2):
-            for slot in range(length):
-                dots = [
-                    [(q[b, head * groups + g, n] @ k[b, head, slot]).item() for g in range(groups)]
-                    for n in (0, last[b])
-                ]
-                assert summed[b, head, slot].item() == pytest.approx(sum(map(sum, dots)), abs=SCORE_ERROR)
-                capped = softcap * torch.tanh(torch.tensor(dots) * options["scaling"] / softcap)
-                torch.testing.assert_close(rows[b, head, :, :, slot], capped, rtol=0, atol=SCORE_ERROR)
-        assert (summed[b, :, length:] == -torch.inf).all() and (rows[b, ..., length:] == -torch.inf).all()
+        for slot in range(length):
+            products, weights = [0.0, 0.0], [0.0, 0.0]
+            for head, g, n in product(range(2), range(groups), (0, last[b])):
+                dot = (q[b, head * groups + g, n] @ k[b, head, slot]).item()
+                capped = softcap * math.tanh(dot * options["scaling"] / softcap)
+                products[head] += dot
+                weights[head] += math.exp(capped - lse[b, head * groups + g, n].item())
+            for is_weights, expected, error in ((False, products, SCORE_ERROR), (True, weights, WEIGHT_ERROR)):
+                assert found[is_weights, False][b, :, slot].tolist() == pytest.approx(expected, abs=error)
+                assert found[is_weights, True][b, 0, slot].item() == pytest.approx(sum(expected), abs=2 * error)
+        for scores in found.values():  # arbitrary, here as it was allocated: nothing is written there
+            assert scores[b, :, length:].isnan().all()
+
+
+def scored(inputs, device, options, weights, per_layer):
+    """`(out, lse, scores)` on the CPU, computed on the device."""
+    (query, key, value, *rest), options = on(device, inputs, options)
+    inputs = query, layout(key, "buffer"), layout(value, "buffer"), *rest
+    return on("cpu", *attention_with_scores(*inputs, weights=weights, per_layer=per_layer, **options))
 
 
 def test_scores_of_too_many_heads(kernel_device):
     query, key, value = tensors(1, 1, 9, 2, 20, 16, torch.float32)
     inputs = (*on(kernel_device, query, key, value), SeqLens([20]), torch.tensor([1]))
-    assert scored_attention(*inputs, scaling=1.0) is None
+    assert attention_with_scores(*inputs, scaling=1.0) is None
     eight = on(kernel_device, *tensors(1, 1, 8, 2, 20, 16, torch.float32))
-    assert scored_attention(*eight, *inputs[3:], scaling=1.0) is not None
+    assert attention_with_scores(*eight, *inputs[3:], scaling=1.0) is not None
 
 
 # nodes, groups, prefix lengths, last nodes, window, softcap, sinks
@@ -116,7 +129,7 @@ def test_the_selection_is_that_of_the_second_pass(kernel_device, monkeypatch, na
         (TRITON_BACKEND, {"rows": "all_rows"}, 3),
         (TRITON_BACKEND, {"rows": "each_row"}, 3),
         (TRITON_BACKEND, {"score": "weights"}, 9),  # 18 rows of two nodes do not fit in one program of 16
-        (replace(TRITON_BACKEND, scored_attention=None), {"score": "weights"}, 3),
+        (replace(TRITON_BACKEND, attention_with_scores=None), {"score": "weights"}, 3),
     ],
     ids=["all_rows", "each_row", "too_many_heads", "no_score_rows"],
 )
