@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.gpu_goals import HF_ATTENTION
 from benchmarks.gpu_run import GpuRun
 from benchmarks.harness import Skip
 from benchmarks.random_inputs import (
@@ -135,7 +136,6 @@ def flashinfer_attention(case: DeviceAttention) -> Attend:
 
 # Computes less than the others, and so is a bound instead of a competitor.
 LOWER_BOUND = "flash, no mask (lower bound)"
-HF_ATTENTION = "transformers sdpa, repeated keys and mask"
 BASELINES: dict[str, Callable[[DeviceAttention], Attend]] = {
     HF_ATTENTION: hf_attention,
     LOWER_BOUND: lambda case: (

@@ -15,6 +15,7 @@ import torch
 from transformers import StaticCache
 
 import hf_longspec
+from benchmarks.gpu_goals import COMPILE, GRAPH, OFF
 from benchmarks.gpu_run import GpuRun, Plan, Timing
 from benchmarks.harness import Skip
 from benchmarks.random_inputs import HfForward, block_mask, dynamic_cache, random_tree
@@ -28,9 +29,8 @@ CALLS = 2  # timed calls of `generate` per row
 WARM_UP_TOKENS, FEWEST_TOKENS = 16, 8  # tokens of the call before them, and of each of them at least
 ROW_SECONDS = 6.0  # that the timed calls of a row may take together
 
-# How steps run: as they are, captured, or compiled and captured. Stock `generate` has two implementations of attention,
-# and a cache of fixed size, whose steps transformers compiles on a GPU.
-OFF, GRAPH, COMPILE = "off", "graph", "compile"
+# Stock `generate` has two implementations of attention, and a cache of fixed size. Transformers compiles steps with the
+# latter on a GPU.
 HF_MODES = ("sdpa", "eager", "static cache")
 
 

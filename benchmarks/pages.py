@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from benchmarks import figure_report
+from benchmarks import figure_report, gpu_goals
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.report import (
     ACCEPTANCE_NOTE,
@@ -270,6 +270,7 @@ class Page:
     parts: Callable[[Sequence[Record]], list[str]] | None = None  # the report; the headline by default
     report_title: str | None = None  # heading of the report
     about: Callable[[Sequence[Record], str], str] | None = None  # what documents quote about one thing
+    last: Callable[[Sequence[Record]], str] | None = None  # end of the report, after what was left out
 
     def report(self, records: Sequence[Record]) -> str:
         """The report, with its target, its environment and what was left out."""
@@ -277,7 +278,8 @@ class Page:
         if target := of_kind(records, "environment")[0].get("settings", {}).get("target"):
             head.insert(1, f"Target: {target}.")
         parts = [self.headline(records)] if self.parts is None else self.parts(records)
-        return "\n\n".join([*head, *parts, *left_out(records)]) + "\n"
+        last = [] if self.last is None else [self.last(records)]
+        return "\n\n".join([*head, *parts, *left_out(records), *last]) + "\n"
 
 
 def _one_table(kind: str, columns: Columns) -> Callable[[Sequence[Record]], str]:
@@ -301,7 +303,7 @@ PAGES = {
     ),
     "offsets": Page("The target under offsets", OFFSETS_NOTE, _one_table("offsets", OFFSETS)),
     "long": Page("Long generation", LONG_NOTE, long_headline),
-    "gpu": Page("On a GPU", GPU_NOTE, gpu_report, report_title="GPU"),
+    "gpu": Page("On a GPU", GPU_NOTE, gpu_report, report_title="GPU", last=gpu_goals.judged),
     "memory": Page("Extra memory", MEMORY_NOTE, memory_headline, memory_tables),
     "acceptance": Page(
         "Tokens per verification (tau)", ACCEPTANCE_NOTE, acceptance_table, report_title="Tokens per verification"

@@ -17,6 +17,8 @@ from unittest import mock
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 ROOT = Path(__file__).resolve().parents[2]
 REPEATS = 3
+# Context, nodes and drafts of `--smoke`, in place of those of a target of 8B parameters.
+SIZES = (64, 64, 5, 9, ("LongSpec, 2+2", "SpecAttn, gamma 2"))
 
 
 def bench(function, **options):
@@ -47,13 +49,14 @@ def main():
     import torch
     import triton.testing
 
-    from benchmarks import gpu_run
+    from benchmarks import gpu_goals, gpu_run
     from tests.generation.test_on_simulated_cuda import simulated
 
     torch.compile = lambda function, **options: function  # the simulation is a mode of torch, which dynamo skips
     replaced = {"do_bench": bench, "do_bench_cudagraph": bench_graph}
     with simulated(), mock.patch.multiple(triton.testing, **replaced):
         gpu_run.LLAMA_8B = gpu_run.SMOKE  # what a run without `--smoke` takes
+        gpu_goals.SIZES = gpu_goals.Sizes(*SIZES)
         sys.argv[0] = str(ROOT / "benchmarks" / "gpu.py")
         runpy.run_path(sys.argv[0], run_name="__main__")
 

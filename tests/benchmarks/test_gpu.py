@@ -5,11 +5,8 @@ The last test runs the command as it is started on a machine with nothing but to
 
 import dataclasses
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +15,9 @@ import torch
 from benchmarks import gpu, gpu_attention
 from benchmarks.gpu_attention import BASELINES
 from benchmarks.gpu_checks import CASES
+from benchmarks.gpu_goals import judged
 from benchmarks.gpu_iterations import GRAPH, OFF, require_replays
-from benchmarks.gpu_run import SMOKE, GpuRun, Stop
+from benchmarks.gpu_run import SMOKE, GpuRun
 from benchmarks.harness import Skip
 from benchmarks.roofline import Machine
 from hf_longspec.attention_backends import registry
@@ -56,8 +54,8 @@ def make_run(tmp_path):
 def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_path):
     output = tmp_path / "gpu.jsonl"
     gpu.main(["--smoke", "--quiet", "--threads", "1", "--output", str(output), "--backends", f"{TORCH},not_there"])
-    assert output.with_suffix(".md").read_text().startswith("# GPU\n")
-    records = read_records(output)
+    records, report = read_records(output), output.with_suffix(".md").read_text()
+    assert report.startswith("# GPU\n") and report.endswith(f"{judged(records)}\n")
     assert not of(records, "failed")
     assert list(dict.fromkeys(record["section"] for record in of(records, "section"))) == list(gpu.SECTIONS)
     timed = {"kernel", "score_rows", "baseline", "forward", "iteration"}
@@ -85,49 +83,6 @@ def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_pat
             assert row["ms"]["count"] == row["iterations"] and row["c"] > 0 and row["tau"] >= 1
         assert not any(row["captures"] or row["replays"] or row["warnings"] for row in rows)
         assert rows[0]["c"] == 1 and rows[0]["tau"] == 1 and rows[0]["same_tokens"] == SMOKE.tokens
-
-
-def lost(run):
-    run.write("capture", step="before it was lost")
-    raise Stop("the device is lost: illegal access")
-
-
-def without_memory(run):
-    raise torch.OutOfMemoryError("no memory")
-
-
-def cut_off(run):
-    run._file.write('{"kind": "kern')
-    run._file.flush()
-    os._exit(3)
-
-
-ENDS = {
-    "lost": (lost, "the device is lost: illegal access: the rest of it"),
-    "hangs": (lambda run: time.sleep(60), "killed after 0.5 s"),
-    "killed": (lambda run: os.kill(os.getpid(), signal.SIGKILL), "its process ended with -9"),
-    "without memory": (without_memory, "out of memory: no memory"),
-    "cut off": (cut_off, "its process ended with 3"),
-}
-
-
-def test_a_section_that_ends_badly_ends_alone(tmp_path, monkeypatch, capsys):
-    """The sections after it run, and the report has all that was measured."""
-    sections = {name: gpu.Section(measure, 0.5 if name == "hangs" else 20) for name, (measure, _) in ENDS.items()}
-    sections = {"ceilings": gpu.SECTIONS["ceilings"], **sections, "kernels": gpu.SECTIONS["kernels"]}
-    monkeypatch.setattr(gpu, "SECTIONS", sections)
-    output = tmp_path / "gpu.jsonl"
-    arguments = ["--smoke", "--quiet", "--threads", "1", "--backends", TORCH, "--output", str(output)]
-    gpu.main([*arguments, "--sections", ",".join(sections)])
-    records = read_records(output)
-    for name, (_, reason) in ENDS.items():
-        found = [r["reason"] for kind in ("failed", "skipped") for r in of(records, kind, section=name)]
-        assert found == [reason]
-    assert of(records, "capture", step="before it was lost") and of(records, "kernel", section="kernels", backend=TORCH)
-    assert records[-1]["kind"] == "end" and "## Attention of one layer" in capsys.readouterr().out
-
-    gpu.main([*arguments, "--minutes", "0.01"])
-    assert {record["reason"] for record in of(read_records(output), "skipped")} == {"no time left"}
 
 
 def test_captured_steps_without_a_replay_are_no_row():
