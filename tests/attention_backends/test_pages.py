@@ -8,6 +8,7 @@ from hf_longspec.attention_backends.scores import KeyPages, PageContext, PageSiz
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.oracle import SCALING, assert_within_budget, double_loop, plain_attention
+from tests.attention_backends.triton.machine import on
 from tests.pairwise import pairwise
 
 # 7 eps of float32, for sums of 7 products that are 20 at most
@@ -77,24 +78,25 @@ def chosen_by_loops(query, keys, lengths, prefixes, chosen, page_size, num_sinks
 def test_a_step(name, page_size, groups, prefixes, spare, request):
     """Attention to the entries that loops choose. Sizes may be larger than needed, and unused slots hold NaN."""
     backend = BACKENDS[name]
-    if name == "triton":
-        request.getfixturevalue("kernel_device")
+    device = request.getfixturevalue("kernel_device") if name == "triton" else torch.device("cpu")
     drafted, num_sinks = 2, 4
     lengths = [prefix + drafted for prefix in prefixes]
     query, key, value = random_case(80, groups, seed=page_size)
     for row, length in enumerate(lengths):
         key[row, :, length:] = value[row, :, length:] = torch.nan
+    inputs = here, keys, _ = on(device, query, key, value)
     pages = KeyPages(page_size, num_sinks)
-    pages.reserve(4, key)
+    pages.reserve(4, keys)
     full = [prefix // page_size for prefix in prefixes]
     chosen = [min(end, max(-(-num_sinks // page_size), end // 2)) for end in full]
-    pages.update(4, key, torch.zeros(2, dtype=torch.long), torch.tensor(full), max(full))
+    positions = torch.tensor(lengths)[:, None] - 1
+    ends, counts, positions = on(device, torch.tensor(full), torch.tensor(chosen), positions)
+    pages.update(4, keys, torch.zeros_like(ends), ends, max(full))
     most = key.shape[2] // page_size
     sizes = PageSizes(min(most, max(full) + spare), min(most, max(full) + spare, max(chosen) + spare), page_size + 1)
-    positions = torch.tensor(lengths)[:, None] - 1
-    context = PageContext(SeqLens(lengths), positions, torch.tensor(full), torch.tensor(chosen), pages, sizes)
+    context = PageContext(SeqLens(lengths), positions, ends, counts, pages, sizes)
 
-    slots, counts = context.slots(4, query)
+    slots, counts = context.slots(4, here)
     known = key.nan_to_num(0.0)
     expected = chosen_by_loops(query, known, lengths, prefixes, chosen, page_size, num_sinks)
     visible = torch.zeros(*query.shape[:3], key.shape[2], dtype=torch.bool)
@@ -103,16 +105,16 @@ def test_a_step(name, page_size, groups, prefixes, spare, request):
             used = slots.expand(-1, KV_HEADS, -1)[row, head, : counts[row]].tolist()
             assert len(used) == len(set(used)) and set(used) == entries
             visible[row, head * groups : (head + 1) * groups, :, list(entries)] = True
-    out = context.attend(backend, 4, query, key, value, scaling=SCALING)
+    out = context.attend(backend, 4, *inputs, scaling=SCALING).cpu()
     exact = double_loop(query, known, value.nan_to_num(0.0), visible, scaling=SCALING)
     plain = plain_attention(query, known, value.nan_to_num(0.0), visible, scaling=SCALING)
     assert_within_budget((out, exact[1].float()), exact, plain)
 
     # layers without bounds, and with bounds of other heads than their attention gets, attend to everything
-    pages.reserve(6, key[:, :1])
+    pages.reserve(6, keys[:, :1])
     places, ends = torch.arange(key.shape[2]), torch.tensor(lengths)[:, None]
     for layer, window in ((5, 9), (6, None)):
-        out = context.attend(backend, layer, query, key, value, scaling=SCALING, sliding_window=window)
+        out = context.attend(backend, layer, *inputs, scaling=SCALING, sliding_window=window).cpu()
         near = (places < ends) & (places >= ends - (window or 80))
         seen = near[:, None, None].expand_as(visible)
         exact = double_loop(query, known, value.nan_to_num(0.0), seen, scaling=SCALING)
