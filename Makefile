@@ -6,12 +6,14 @@
 #   FILE         text that `make demo` continues                             make demo FILE=notes.txt
 #   SIMD         instructions of torch in `make test-cpu`: default, avx2    make test-cpu SIMD=avx2
 #   GPU_PYTHON   interpreter on a GPU, with torch, triton and pytest       make gpu GPU_PYTHON=python3
+#   OUT          folder that everything of `make gpu` goes to   make gpu OUT=results
 #   ARGS         further arguments for pytest or the benchmark               make test ARGS="-k cache -x"
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 SIMD ?= default
 GPU_PYTHON ?=
+OUT ?= benchmarks/results
 ARGS ?=
 
 VENV := .venv
@@ -48,7 +50,7 @@ CPU_TESTS := $(addprefix tests/attention_backends/test_,contexts.py interface.py
 	training_tokenswift.py) tests/robustness/test_threads.py tests/test_auditing.py
 # torch's kernels without AVX by default, as on no machine that runs the tests; MKL and oneDNN without AVX-512.
 OLDER_CPU = ATEN_CPU_CAPABILITY=$(SIMD) MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
-GPU_TESTS := tests/attention_backends/triton tests/attention_backends/test_parity.py
+GPU_TESTS := tests/attention_backends/triton $(addprefix tests/attention_backends/test_,pages.py parity.py)
 
 GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 
@@ -85,10 +87,10 @@ test-cpu: $(READY) ## the numerical tests, with the instructions of an older pro
 
 gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: all measurements, then parity of every kernel there
 	@$(GPU) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no NVIDIA GPU here")'
-	@echo "Measuring for nine minutes at most. Leave the machine alone meanwhile."
-	$(GPU) benchmarks/gpu.py $(ARGS)
+	@echo "Measuring for nine minutes at most, into $(OUT). Leave the machine alone meanwhile."
+	$(GPU) benchmarks/gpu.py --output "$(OUT)/gpu.jsonl" $(ARGS)
 	@echo "Comparing every kernel on the GPU with the reference, for nine minutes at most."
-	timeout 540 $(GPU) -m pytest -q -k triton $(GPU_TESTS)
+	timeout 540 $(GPU) -m pytest -q -k triton --junitxml "$(OUT)/gpu-tests.xml" $(GPU_TESTS)
 
 install: $(READY) ## make the environment for the newest transformers
 

@@ -217,7 +217,7 @@ def refuse_target(target: TargetView, draft: type, max_length: int | None = None
 
 
 def _refuse_training_mode(model: PreTrainedModel) -> None:
-    """Refuse what a model does in training mode only: gradient checkpointing and dropout.
+    """Refuse what a model does in training mode only: activation checkpointing and dropout.
 
     All modules are read, as an adapter that is added to a model in eval mode is in training mode.
     """
@@ -226,8 +226,8 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
             continue
         if model.training and getattr(module, "gradient_checkpointing", False):
             raise ValueError(
-                "the model is in training mode with gradient checkpointing, which disables the cache. Call "
-                "model.eval() or model.gradient_checkpointing_disable() first."
+                "the model is in training mode with activation checkpointing, which disables the cache. Call "
+                "model.eval() first."
             )
         for part in (module, *module.children()):  # gpt2 reads the rate of its dropout module by its own mode
             kind = type(part).__name__

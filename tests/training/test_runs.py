@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, TrainingArguments
 
 from hf_longspec.training import TokenWindows
 from hf_longspec.training.frozen_target import HiddenPass, TargetPass
@@ -51,9 +51,12 @@ def test_every_weight_of_the_draft_changes_and_none_of_the_target(
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
+CHECKPOINTING = "activation_checkpointing"
+if not hasattr(TrainingArguments, CHECKPOINTING):  # before transformers 5.23
+    CHECKPOINTING = "gradient_checkpointing"
 SAME = {
     "longspec": (
-        {"gradient_checkpointing": True, "target_chunk_size": 7},
+        {CHECKPOINTING: True, "target_chunk_size": 7},
         {"torch_compile": True, "torch_compile_backend": "eager", "loss_chunk_size": 5},
     ),
     "heads": ({"target_chunk_size": 7, "loss_chunk_size": 5, "dataloader_num_workers": 1},),

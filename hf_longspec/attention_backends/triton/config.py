@@ -35,6 +35,9 @@ def constant(number: float) -> Any:
     return number if triton is None else tl.constexpr(number)
 
 
+# For every kernel that calculates: a product and a sum are one instruction. It is the default up to triton 3.9.
+OPTIONS = {"enable_fp_fusion": True}
+
 # tl.dot needs at least this many rows, keys and numbers per vector.
 SMALLEST_TILE = 16
 
@@ -196,6 +199,7 @@ def tile_options(
         "UPCAST": upcast,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **OPTIONS,
     }
 
 

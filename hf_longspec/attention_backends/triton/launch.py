@@ -16,6 +16,7 @@ import torch
 from .config import (
     INSTALLED,
     INTERPRETED,
+    OPTIONS,
     SPARSE_SPLIT,
     Gpu,
     TileConfig,
@@ -229,6 +230,7 @@ def launch_combine(
                 BLOCK_PARTS=min(BLOCK_PARTS, power_of_two(parts)),
                 HAS_SINKS=sinks is not None,
                 num_warps=4,
+                **OPTIONS,
             )
     return merged.to(value.dtype).transpose(1, 2), merged_lse
 
@@ -262,6 +264,7 @@ def launch_reduce(
                 BLOCK_ROWS=min(BLOCK_SCORES, power_of_two(count)),
                 BLOCK_SLOTS=BLOCK_SLOTS,
                 num_warps=4,
+                **OPTIONS,
             )
     return scores
 
