@@ -20,8 +20,8 @@ NOTE = (
     "tau: tokens per verification, including the target's own. Cost: time of an iteration divided by that of a step of "
     "the plain loop. Speed-ups: tokens per second from the first token to the last, divided by those of the plain loop "
     "and of `generate` after the same prompt in the same turn. All values are means over prompts or turns with "
-    'Student\'s 95 % intervals. "No draft" is the plain loop. The prefill is not timed, except that of a small model '
-    "without a window, which is part of its cost. Chains have 4 drafted tokens; a tree has 4, 4, 4 and 3 nodes per "
+    'Student\'s 95 % intervals, in brackets where they are not symmetric. "No draft" is the plain loop. The prefill is '
+    "not timed, except that of a small model without a window, which is part of its cost. Chains have 4 drafted tokens; a tree has 4, 4, 4 and 3 nodes per "
     "level. A greedy text in float32 that differs from that of `generate` is marked and has no speed."
 )
 MODES = {"greedy": "Greedy", "sample": "Sampling at temperature 1"}
@@ -227,8 +227,8 @@ CLAIMS = (
 )
 CLAIMS_NOTE = (
     "Differences of tau are ratios for the same prompt, as geometric means over all lengths. A change with the context "
-    "is that of a line fitted through all lengths. Variants of LongSpec's draft are compared with a draft that was "
-    "trained on as many tokens. Each row is one t-test. p is corrected for the number of tests by Holm's method; the "
+    "is that of a line fitted through all lengths. Variants of LongSpec's draft are compared with the whole recipe "
+    "on as many tokens. Each row is one t-test. p is corrected for the number of tests by Holm's method; the "
     "significance level is 0.05. Intervals are not corrected."
 )
 
