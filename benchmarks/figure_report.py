@@ -21,8 +21,9 @@ NOTE = (
     "the plain loop. Speed-ups: tokens per second from the first token to the last, divided by those of the plain loop "
     "and of `generate` after the same prompt in the same turn. All values are means over prompts or turns with "
     'Student\'s 95 % intervals, in brackets where they are not symmetric. "No draft" is the plain loop. The prefill is '
-    "not timed, except that of a small model without a window, which is part of its cost. Chains have 4 drafted tokens; a tree has 4, 4, 4 and 3 nodes per "
-    "level. A greedy text in float32 that differs from that of `generate` is marked and has no speed."
+    "not timed, except that of a small model without a window, which is part of its cost. Chains have 4 drafted "
+    "tokens; a tree has 4, 4, 4 and 3 nodes per level. A greedy text in float32 that differs from that of `generate` "
+    "is marked and has no speed."
 )
 MODES = {"greedy": "Greedy", "sample": "Sampling at temperature 1"}
 SPEEDS = {"cost": "cost", "to_plain": "x plain loop", "to_generate": "x `generate`"}
