@@ -78,10 +78,7 @@ def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch
 
 
 def test_longspecs_recipes_have_the_papers_positions_and_batches():
-    """Section 4.1: Anchor-Offset Indices in stage 1, vanilla indices in stages 2 and 3. Appendix D: rows per step.
-
-    Stage 2 has the rows per step of the authors' configuration.
-    """
+    """Section 4.1: Anchor-Offset Indices in stage 1. Appendix D: rows per step; stage 2 is the authors' configuration."""
     stages = [
         train.read_recipe(EXAMPLES / f"longspec_{stage}.yaml", {}).training for stage in ("pretrain", "long", "sft")
     ]

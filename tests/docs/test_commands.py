@@ -42,11 +42,7 @@ class Parsed(Exception):
 
 
 def understand(line):
-    """Have the program of a command parse its arguments.
-
-    Raises:
-        AssertionError, KeyError, SystemExit: If it does not understand them.
-    """
+    """Have the program of a command parse its arguments; one that does not understand them fails the test."""
     words = shlex.split(line, comments=True)
     program, *arguments = words[: words.index("<")] if "<" in words else words
     if line not in TAKEN_AS_IT_IS:

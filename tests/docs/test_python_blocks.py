@@ -1,8 +1,4 @@
-"""Every block of Python in the documentation runs, on the tiny models and with fewer tokens.
-
-The blocks of a page run in order and share their names, as they would for a reader. Ids of the Hub come from a cache
-that holds the bundled repositories under those ids, without network.
-"""
+"""Every block of Python in the documentation runs in order, on the tiny models under the ids of the Hub, offline."""
 
 import re
 import shutil

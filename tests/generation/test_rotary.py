@@ -1,7 +1,4 @@
-"""Texts that cross the position where rotary frequencies change, against plain `generate` of a model built anew.
-
-Rotary modules keep state, so every text comes from a model of its own.
-"""
+"""Texts that cross a change of rotary frequencies, against plain `generate`; every text has a model of its own."""
 
 from functools import cache, partial
 

@@ -1,7 +1,4 @@
-"""One tree step against a plain forward of the bare model on every root-to-node path: all targets, all our backends.
-
-Token identity alone is a weak check: a tiny model can keep its argmax although a window was dropped.
-"""
+"""One tree step against a plain forward of the bare model on every root-to-node path: all targets, all our backends."""
 
 from functools import cache
 from itertools import cycle

@@ -1,7 +1,4 @@
-"""Acceptance rules: walks against a walk over dictionaries, and edge cases.
-
-The distribution of sampled text is tested in test_verification_distribution.py.
-"""
+"""Acceptance rules: walks against a walk over dictionaries, and edge cases."""
 
 import pytest
 import torch

@@ -42,10 +42,7 @@ def make_draft(hub_target):
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory, hub_target, make_draft):
-    """Return a folder with `target`, `drafts/<kind>`, `on-engine/<kind>`, `engine`, and `hub`, a Hub cache.
-
-    The cache holds `org/<kind>`, `org/<kind>-on-engine`, whose code is in another repository, and that, `org/engine`.
-    """
+    """`target`, `drafts/<kind>`, `on-engine/<kind>` and `engine`, and `hub`, a cache that holds them as org/<name>."""
     folder = tmp_path_factory.mktemp("published")
     hub_target.save_pretrained(folder / "target")
     for number, kind in enumerate(DRAFTS):

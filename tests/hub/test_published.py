@@ -14,10 +14,7 @@ SCRIPT = Path(__file__).with_name("loading.py")
 
 
 def test_loading_and_generating(published):
-    """The checks are in the script, whose names of a kind and a check are in the message when one fails.
-
-    It runs without network and with caches of its own.
-    """
+    """The checks are in the script, which runs without network and names a kind and a check when one fails."""
     assert sorted(KINDS) == sorted(DRAFTS)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {

@@ -79,9 +79,7 @@ def test_the_code_may_be_in_another_repository(published, kind):
 
 @KINDS
 def test_publishing_again(published, tmp_path, kind):
-    """The installed class loads without trust, writes the same files, over those that it came from too, and saves
-    without a word of the code; nothing in the draft is changed.
-    """
+    """The installed class loads without trust, writes the same files over its own, and saves no word of the code."""
     one = shutil.copytree(published / "drafts" / kind, tmp_path / "one")
     draft = AutoModel.from_pretrained(one)
     assert type(draft) is DRAFTS[kind][0]

@@ -1,8 +1,4 @@
-"""The contract of every registered draft: identity, rollback, independent rows, saving and loading.
-
-A new draft is tested as soon as it is registered. Its settings here are those with which something is drafted, accepted
-and refused on tiny targets whose text repeats itself.
-"""
+"""The contract of every registered draft, with settings with which something is drafted, accepted and refused."""
 
 from functools import cache
 from itertools import cycle, product, zip_longest

@@ -1,7 +1,4 @@
-"""Parts of the random calls of fuzz.py: targets, drafts, stopping rules, processors.
-
-Everything that is drawn is plain data, so that a failing call prints as what has to be typed to see it again.
-"""
+"""Parts of the random calls of fuzz.py: plain data, so that a failing call prints as what has to be typed."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,4 @@
-"""Comparisons of a call of `generate` with the one without a draft, which the scripts of fuzz.py repeat.
-
-`start` is the number of columns of the prompts, and `expected` the output without a draft, with scores and logits.
-"""
+"""Comparisons of a call of `generate` with the one without a draft: `start` columns of prompts, `expected` output."""
 
 import re
 import sys
@@ -59,10 +56,7 @@ def check_scores(expected, out, start):
 
 
 def is_unstable(rerun, expected, sequences):
-    """Whether noise in the weights, of the size of rounding, changes the text up to where the two differ first.
-
-    Truncation by probability has limits at which rounding decides whether a token can be drawn at all.
-    """
+    """Whether noise of the size of rounding in the weights changes the text, as at a limit of a truncation."""
     for row, (left, right) in enumerate(zip(expected.sequences.tolist(), sequences.tolist(), strict=True)):
         place = next((i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), None)
         if place is not None:

@@ -118,10 +118,7 @@ def make_trainer(draft, target, tokens, tmp_path):
 
 @pytest.fixture
 def ligers_loss(monkeypatch):
-    """`ligers_loss()`: replaces Liger's loss, whose kernels need a GPU, with a function of the same signature.
-
-    Returns a list of the number of tokens of every call. Ranks are sampled from at most 10 tokens.
-    """
+    """`ligers_loss()` puts a function of its signature in place of Liger's loss; it returns the counts of tokens."""
     calls = []
 
     class Fused:

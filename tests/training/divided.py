@@ -1,8 +1,4 @@
-"""One run of two steps of eight ragged rows, divided over batches, accumulation and processes.
-
-`accelerate launch --config_file FSDP_CONFIG divided.py FOLDER` runs every kind of draft twice in each process: with the
-whole draft in every process, and sharded.
-"""
+"""Two steps of eight ragged rows, whole and sharded: accelerate launch --config_file FSDP_CONFIG divided.py FOLDER"""
 
 import json
 import os
@@ -28,10 +24,7 @@ DIVIDED = {"whole": ("longspec", "heads"), "sharded": ("longspec",)}
 
 
 def make_trainer(folder, rows, accumulation, kind):
-    """Rows of 9 to 40 tokens, so that micro-batches predict different numbers of them.
-
-    SGD, since Adam's division by the size of the gradient would turn rounding into steps.
-    """
+    """Rows of 9 to 40 tokens for uneven micro-batches; SGD, since Adam would turn rounding into steps."""
     target = tiny_target("llama", max_position_embeddings=512)
     torch.manual_seed(1)
     draft = KINDS[kind](target)

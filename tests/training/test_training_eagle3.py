@@ -99,9 +99,7 @@ def test_positions_after_the_anchors_are_shifted(make_trainer, make_eagle3, monk
 
 
 def test_the_draft_learns_and_drafts_better(make_trainer, make_eagle3, target, tokens, tmp_path):
-    """On texts of the target, whose most frequent tokens are drafted. The draft that is written for other engines is
-    the trained one.
-    """
+    """On texts of the target; the draft that is written for other engines is the trained one."""
     starts = tokens[: 8 * 5].view(8, 5)
     texts = target.generate(starts, max_new_tokens=28, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
     rows = TokenWindows(texts.flatten(), 33)

@@ -1,6 +1,4 @@
-"""TokenSwift's drafter: the text stays the target's, every branch of the tree can be accepted, and what is drafted is
-what the heads say of the hidden state at the last accepted token.
-"""
+"""TokenSwift's drafter: every branch can be accepted, and the heads draft from the state at the last accepted token."""
 
 from itertools import product
 
@@ -91,11 +89,7 @@ def test_every_branch_can_be_accepted(plain_run, watch, mode):
     ],
 )
 def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_run, watch, name, mode, sequential):
-    """Every node's children, against one forward over the whole text without a cache, whose final norm is hooked here,
-    and heads restated in float64, which see the tokens that lead to the node if they are sequential.
-
-    The last token the heads know of is the root under `full`, and the one before it under `verify_hidden`.
-    """
+    """Every node's children against a forward over the whole text and heads restated in float64."""
     run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
     draft = draft_for(run.model, mode, tree_branching=[2, 3, 1, 2], sequential=sequential)
     assert run.again(draft).tolist() == run.sequences.tolist()
