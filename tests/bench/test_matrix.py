@@ -11,6 +11,7 @@ from hf_longspec.bench.report import rows_of
 from hf_longspec.bench.results import of_kind, read_records
 from tests.bench.conftest import CELL, LOOKUP, REPEATS, measure, opened
 from tests.tiny_targets import tiny_target
+from tests.watching import after
 
 # Steps and acceptance are counted.
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -75,15 +76,12 @@ def test_a_wrong_text_has_no_speed(dtype, verdict, documents, tmp_path, monkeypa
     right = hf_longspec.SpecAttnDraftModel.from_target(model, sparse_min_tokens=8)
     own = [Method(HF, HfMethod()), Method(PLAIN, hf_longspec.PlainDraftModel.from_target(model))]
     own += [Method("n", draft), Method("s", right)]
-    real = module.run_call
 
-    def spoiled(model, method, *args, **kwargs):
-        call = real(model, method, *args, **kwargs)
+    def spoil(call, model, method, *_, **__):
         if method is draft:
             call.text[0, -1] = (call.text[0, -1] + 1) % model.config.vocab_size
-        return call
 
-    monkeypatch.setattr(module, "run_call", spoiled)
+    after(monkeypatch, module, "run_call", spoil)
     rows = rows_of(measure(model, own, documents, tmp_path / "b.jsonl", Cell(dtype, 40, 1)))
     wrong = rows[2]
     assert wrong["text"] == verdict and "NOT lossless" in wrong["audit"]

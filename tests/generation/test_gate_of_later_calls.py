@@ -12,6 +12,7 @@ from hf_longspec.generation import gate as module
 from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate
 from tests.generation.made_up_machine import Machine, always, gates_on_a_clock, geometric
 from tests.tiny_targets import RandomTreeDraftModel, generate, tiny_target
+from tests.watching import before
 
 CALLS, TOKENS, COST = 50, 100, 1.6
 
@@ -101,13 +102,7 @@ def test_a_kept_gate_keeps_neither_the_cache_nor_the_draft(monkeypatch):
     model = tiny_target("llama")
     draft = useless(model)
     caches = []
-    make = type(draft).make_drafter
-
-    def watched(self, binding):
-        caches.append(weakref.ref(binding.cache))
-        return make(self, binding)
-
-    monkeypatch.setattr(type(draft), "make_drafter", watched)
+    before(monkeypatch, type(draft), "make_drafter", lambda _, binding: caches.append(weakref.ref(binding.cache)))
     generate(model, draft)
     draft.verifications.clear()
     gc.collect()

@@ -20,6 +20,7 @@ from hf_longspec.generation.target import TargetView
 from tests.generation import test_unsupported
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model
 from tests.tiny_targets import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
+from tests.watching import after, before
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -182,13 +183,8 @@ def test_image_with_other_drafts(name, lengths, draft, models):
 @pytest.mark.parametrize("after", [1, 5])
 def test_text_after_the_image_seeds_the_drafter(after, models, monkeypatch):
     """SpecAttn would see as many as its drafts have. Tokens of an image would be taken for text there."""
-    sizes, seed = [], Session.seed
-
-    def measured(session, tails):
-        sizes.append([*map(len, tails)])
-        seed(session, tails)
-
-    monkeypatch.setattr(Session, "seed", measured)
+    sizes = []
+    before(monkeypatch, Session, "seed", lambda session, tails: sizes.append([*map(len, tails)]))
     draft = SpecAttnDraftModel.from_target(models("llava"))
     check_image(models("llava"), lambda *_: draft, *with_image("llava", (14, 21), after=after))
     assert sizes == [[after, after]]
@@ -292,13 +288,6 @@ def test_an_image_that_text_sees_is_compared(models, monkeypatch):
     """If the prompt's end ran without what the first forward gave it, the check of the target would say so."""
     model = vision_language_model("gemma3")
     monkeypatch.setattr("hf_longspec.generation.support._checked", set())
-    run = Prompts.prefill
-
-    def wrong(self, *args):
-        tails = run(self, *args)
-        self.logits = self.logits.flip(-1)
-        return tails
-
-    monkeypatch.setattr(Prompts, "prefill", wrong)
+    after(monkeypatch, Prompts, "prefill", lambda _, own, *__: setattr(own, "logits", own.logits.flip(-1)))
     with pytest.raises(ValueError, match="cannot be verified"):
         check_image(model, random_tree, *with_image("gemma3", (17,), after=6))

@@ -12,8 +12,9 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.traits import FORGETS, RECOMPUTES, cache_at
 from tests.generation.test_unsupported import check_unsupported
 from tests.robustness.drafts import make_draft
-from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.tiny_targets import RandomTreeDrafter, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.tiny_targets import generate as generate_text
+from tests.watching import before
 
 LIMIT, NEW = 40, 22
 HALF = 8  # frequencies of a head
@@ -245,28 +246,18 @@ def test_a_further_turn_beyond_the_limit(kind):
     assert texts[0] == texts[1]
 
 
-def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty():
+def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty(monkeypatch):
     model = build("phi3", "longrope")
     if cache_at(model, LIMIT) != RECOMPUTES:
         return
     kept = SpeculativeCache(model.config, 1, 80)
     generate(model, BELOW, make("tree", model), past_key_values=kept, max_new_tokens=4)
-    draft = make("tree", model)
-    propose = type(draft).make_drafter
 
-    def failing(binding):
-        drafter = propose(draft, binding)
-        own = drafter.propose
+    def fail(drafter, root):
+        if drafter.binding.cache.lengths.host[0] > LIMIT:
+            raise RuntimeError("on purpose")
 
-        def fail(root):
-            if binding.cache.lengths.host[0] > LIMIT:
-                raise RuntimeError("on purpose")
-            return own(root)
-
-        drafter.propose = fail
-        return drafter
-
-    draft.make_drafter = failing
+    before(monkeypatch, RandomTreeDrafter, "propose", fail)
     with pytest.raises(RuntimeError, match="on purpose"):
-        generate(model, (36,), draft, past_key_values=kept)
+        generate(model, (36,), make("tree", model), past_key_values=kept)
     assert kept.lengths.host == (0,)

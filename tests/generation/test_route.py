@@ -15,6 +15,7 @@ from hf_longspec.generation import route
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target
 from tests.user_objects import Answer
+from tests.watching import after
 
 
 @pytest.fixture(autouse=True)
@@ -152,13 +153,8 @@ class TestNames:
     def test_the_draft_is_loaded_once(self, run, kind, tmp_path, monkeypatch):
         draft = make_draft(kind, run.model)
         draft.save_pretrained(tmp_path / "saved")
-        loaded, load = [], type(draft).from_pretrained
-
-        def spy(*args, **kwargs):
-            loaded.append(load(*args, **kwargs))
-            return loaded[-1]
-
-        monkeypatch.setattr(type(draft), "from_pretrained", spy)
+        loaded = []
+        after(monkeypatch, type(draft), "from_pretrained", lambda made, *_, **__: loaded.append(made))
         for name in (str(tmp_path / "saved"), tmp_path / "saved"):
             out = run.again(name, return_dict_in_generate=True)
             assert torch.equal(out.sequences, run.sequences) and out.speculation is loaded[0].last_speculation

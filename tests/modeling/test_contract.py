@@ -16,8 +16,6 @@ from tests.modeling.calls import LENGTHS, NEVER, generate
 from tests.rounding import rounding
 from tests.tiny_targets import TINY_TARGETS, made_for, randomize, tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 SETTINGS = {
     "longspec_eagle3": {"tree_widths": [6, 4], "window": 8, "sinks": 2, "fc_norm": True},
     "longspec": {"window": 8, "tree_widths": [6, 4]},

@@ -10,6 +10,7 @@ from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
 from hf_longspec.training import TokenWindows
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.training.conftest import labelled_rows
+from tests.watching import before
 
 NEVER = 999
 
@@ -82,13 +83,8 @@ def test_the_loss_is_the_definition(make_trainer, make_eagle3, target, rows, los
 
 
 def test_positions_after_the_anchors_are_shifted(make_trainer, make_eagle3, monkeypatch):
-    seen, forward = [], Eagle3DraftModel.forward
-
-    def recording(self, **arguments):
-        seen.append(arguments["position_ids"])
-        return forward(self, **arguments)
-
-    monkeypatch.setattr(Eagle3DraftModel, "forward", recording)
+    seen = []
+    before(monkeypatch, Eagle3DraftModel, "forward", lambda _, **inputs: seen.append(inputs["position_ids"]))
     make_trainer(model=make_eagle3(), max_offset=200, anchors=3, max_steps=2).train()
     positions = torch.cat(seen)
     assert (positions[:, :3] == torch.arange(3)).all() and (positions[:, 3:].diff() == 1).all()

@@ -10,8 +10,6 @@ from hf_longspec.generation.target import TargetView
 from tests.modeling.calls import LENGTHS, generate
 from tests.tiny_targets import tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 FEW = {"vocab_size": 12}
 OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False}
 # Neither of them has the shapes of the other.

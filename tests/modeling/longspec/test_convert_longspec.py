@@ -7,8 +7,6 @@ from safetensors.torch import save_file
 from hf_longspec.modeling.register_draft import convert
 from tests.tiny_targets import tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 # Hidden width, query width, key width and inner width of the tiny targets.
 D, Q, K, INNER = 64, 64, 32, 96
 

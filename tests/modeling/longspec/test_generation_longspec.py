@@ -12,8 +12,6 @@ from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
 from tests.tiny_targets import random_longspec_draft, tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 LENGTHS = (33, 3, 13)
 NEVER = 1
 # a random draft hits one token of 128; wide levels make it hit often enough that paths of several nodes are accepted

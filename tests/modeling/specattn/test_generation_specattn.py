@@ -15,8 +15,6 @@ from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from tests.rounding import rounding
 from tests.tiny_targets import tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 LENGTHS = [57, 3, 39]
 
 

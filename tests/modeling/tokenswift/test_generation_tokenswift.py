@@ -11,8 +11,7 @@ from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.rounding import rounding
 from tests.tiny_targets import random_tokenswift_draft
-
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
+from tests.watching import after
 
 LENGTHS = (33, 3, 13)
 NEVER = 999  # no token of the tiny targets
@@ -33,22 +32,14 @@ def draft_for(model, mode, **settings):
 def watch(monkeypatch):
     """One entry per iteration: the texts that are committed or about to be, the tree, and the verification."""
     records = []
-    propose, observe = TokenSwiftDrafter.propose, TokenSwiftDrafter.observe
 
-    def proposing(self, root):
-        tree = propose(self, root)
+    def note(tree, drafter, root):
         tree.validate()
-        generated = [list(row) for row in self.binding.rule.sequences.generated]
-        records.append({"generated": generated, "tree": tree})
-        return tree
+        records.append({"generated": list(map(list, drafter.binding.rule.sequences.generated)), "tree": tree})
 
-    def observing(self, verification):
-        observe(self, verification)
-        if records:
-            records[-1]["verification"] = verification
-
-    monkeypatch.setattr(TokenSwiftDrafter, "propose", proposing)
-    monkeypatch.setattr(TokenSwiftDrafter, "observe", observing)
+    after(monkeypatch, TokenSwiftDrafter, "propose", note)
+    seen = lambda _, own, verification: records and records[-1].update(verification=verification)  # noqa: E731
+    after(monkeypatch, TokenSwiftDrafter, "observe", seen)
     return records
 
 
