@@ -22,11 +22,8 @@ from hf_longspec.modeling.register_draft import weightless_drafts
 from tests.tiny_targets import tiny_target
 
 MODULES = {"generate": generate, "audit": audit, "tune": tune}
-SMALL = {
-    "generate": ["--max-new-tokens", 4],
-    "audit": ["--max-new-tokens", 4],
-    "tune": ["--context", 32, "--max-new-tokens", 4, "--repeats", 1, "--dry-run"],
-}
+SMALL = {"generate": ["--max-new-tokens", 4], "audit": ["--max-new-tokens", 4]}
+SMALL |= {"tune": ["--context", 32, "--max-new-tokens", 4, "--repeats", 1, "--dry-run"]}
 
 
 @pytest.fixture

@@ -120,11 +120,8 @@ def test_texts_of_the_command_line_replace_the_dataset_and_are_tokenized_once(
 ):
     """As rows of equal length, the end-of-text token after every document; the second run finds them in the cache."""
     (tmp_path / "notes.txt").write_text("Naïve text.\n\nAnd more. " * 20, encoding="utf-8")
-    sources = {
-        "text": [tmp_path / "notes.txt", PROJECT / "LICENSE"],
-        "lines": [data / "text.jsonl", "--column", "text"],
-        "folder": [tmp_path / "set"],
-    }
+    sources = {"text": [tmp_path / "notes.txt", PROJECT / "LICENSE"]}
+    sources |= {"lines": [data / "text.jsonl", "--column", "text"], "folder": [tmp_path / "set"]}
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text((data / "text.jsonl").read_text())
     tokenized = []

@@ -112,14 +112,8 @@ def understand_python(arguments):
             run(what, run_name="__main__")
 
 
-UNDERSTAND = {
-    "make": understand_make,
-    "pip": understand_pip,
-    "hf-longspec": understand_typer,
-    "torchrun": understand_torchrun,
-    "accelerate": understand_accelerate,
-    "python": understand_python,
-}
+UNDERSTAND = {"make": understand_make, "pip": understand_pip, "hf-longspec": understand_typer}
+UNDERSTAND |= {"torchrun": understand_torchrun, "accelerate": understand_accelerate, "python": understand_python}
 
 
 @pytest.fixture(autouse=True)

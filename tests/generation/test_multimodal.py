@@ -89,40 +89,27 @@ def test_classes_whose_text_differs(name, reason, models):
     assert draft.last_speculation is None
 
 
-FRAMES = (torch.arange(40) < 16).long()[None]  # of 40 frames, 16 have sound
+SOUND, HEARD = "feature_attention_mask", (torch.arange(40) < 16).long()[None]  # of 40 frames, 16 have sound
 FUYU_PATCHES = "image_patches"  # renamed, and still taken under this name by transformers 5.23
 # Class: number of tokens of an image or a sound, and the inputs of a batch with one in each row.
 GRID = torch.tensor([[x, y] for y in range(4) for x in range(4)])
 IMAGES = {
-    "gemma3": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 28, 28)}),
-    "gemma4": (
-        4,
-        lambda rows: {"pixel_values": torch.rand(rows, 16, 588), "image_position_ids": GRID.expand(rows, -1, -1)},
-    ),
-    "llava": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 28, 28)}),
-    "mistral3": (
-        4,
-        lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56), "image_sizes": torch.full((rows, 2), 56)},
-    ),
-    "idefics3": (1, lambda rows: {"pixel_values": torch.randn(rows, 1, 3, 28, 28)}),
-    "fuyu": (4, lambda rows: {FUYU_PATCHES: torch.randn(rows, 4, 48)}),
+    "gemma3": (4, lambda n: {"pixel_values": torch.randn(n, 3, 28, 28)}),
+    "gemma4": (4, lambda n: {"pixel_values": torch.rand(n, 16, 588), "image_position_ids": GRID.expand(n, -1, -1)}),
+    "llava": (4, lambda n: {"pixel_values": torch.randn(n, 3, 28, 28)}),
+    "mistral3": (4, lambda n: {"pixel_values": torch.randn(n, 3, 56, 56), "image_sizes": torch.full((n, 2), 56)}),
+    "idefics3": (1, lambda n: {"pixel_values": torch.randn(n, 1, 3, 28, 28)}),
+    "fuyu": (4, lambda n: {FUYU_PATCHES: torch.randn(n, 4, 48)}),
     "qwen2_audio": (
         4,
-        lambda rows: {"input_features": torch.randn(rows, 16, 40), "feature_attention_mask": FRAMES.repeat(rows, 1)},
+        lambda n: {"input_features": torch.randn(n, 16, 40), SOUND: HEARD.repeat(n, 1)},
     ),
 }
 TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"} | dict.fromkeys(QWENS, "mm_token_type_ids")
-IMAGES |= dict.fromkeys(
-    QWENS,
-    (
-        1,
-        lambda rows: {
-            "pixel_values": torch.randn(4 * rows, 3 * 2 * 14 * 14),
-            "image_grid_thw": torch.tensor([[1, 2, 2]] * rows),
-        },
-    ),
-)
-SUPPORTED = [name for name in IMAGES if name not in QWENS]
+SUPPORTED = list(IMAGES)
+QWEN = torch.tensor([[1, 2, 2]])  # patches of an image in time, height and width
+PATCHES = lambda n: {"pixel_values": torch.randn(4 * n, 3 * 2 * 14 * 14), "image_grid_thw": QWEN.repeat(n, 1)}  # noqa: E731
+IMAGES |= dict.fromkeys(QWENS, (1, PATCHES))
 LOGITS = 1e-4  # largest gap between logits of float32 whose sums have other orders; they spread by 1 to 2
 
 

@@ -18,23 +18,15 @@ from tests.watching import before
 
 LIMIT, NEW = 40, 22
 HALF = 8  # frequencies of a head
+OF = {"original_max_position_embeddings": LIMIT}
+BOTH = {"short_factor": [1.0 + 0.1 * i for i in range(HALF)], "long_factor": [4.0 + i for i in range(HALF)]}
 SETTINGS = {
     "default": {},
     "linear": {"factor": 2.0},
     "dynamic": {"factor": 4.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": LIMIT},
-    "longrope": {
-        "factor": 4.0,
-        "original_max_position_embeddings": LIMIT,
-        "short_factor": [1.0 + 0.1 * i for i in range(HALF)],
-        "long_factor": [4.0 + i for i in range(HALF)],
-    },
-    "llama3": {
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": LIMIT,
-    },
+    "yarn": {"factor": 4.0} | OF,
+    "longrope": {"factor": 4.0} | OF | BOTH,
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | OF,
     "proportional": {"partial_rotary_factor": 0.5},
 }
 # Below the limit, at it, and beyond it; rows that cross one after another.

@@ -29,11 +29,9 @@ RAGGED = (33, 3, 20)
 BATCHES = {"ragged": RAGGED, "almost a window": (WINDOW - 1,), "two windows": (2 * WINDOW, 2 * WINDOW)}
 WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss", "cohere2")
 # Every target once; those with windows, with every batch and implementation; a latent cache with every implementation.
-CASES = [
-    *((name, "ragged", implementation) for name, implementation in zip(TINY_TARGETS, cycle(IMPLEMENTATIONS))),
-    *((name, batch, IMPLEMENTATIONS[place]) for name in WINDOWED for place, batch in enumerate(BATCHES)),
-    *(("deepseek_v3", "two windows", implementation) for implementation in IMPLEMENTATIONS),
-]
+CASES = [*((name, "ragged", implementation) for name, implementation in zip(TINY_TARGETS, cycle(IMPLEMENTATIONS)))]
+CASES += [*((name, batch, IMPLEMENTATIONS[place]) for name in WINDOWED for place, batch in enumerate(BATCHES))]
+CASES += [*(("deepseek_v3", "two windows", implementation) for implementation in IMPLEMENTATIONS)]
 
 
 @cache
