@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
-from hf_longspec.attention_backends.lengths import SeqLens
+from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.generation.cache import SpeculativeLayer
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
@@ -171,19 +170,6 @@ def test_positions_stay_below_the_limit():
         target.verify(DraftTree.chain(torch.tensor([[5, 6, 7, 8, 9]])), cache, limit=3)
     handle.remove()
     assert seen[0].tolist() == [[0, 1, 2, 2, 2]]
-
-
-@pytest.mark.parametrize("context", ["tree", "sparse"])
-def test_contexts_move_like_tensors(context):
-    lengths, positions, mask = SeqLens([3, 5]), torch.tensor([[3], [5]]), torch.ones(2, 1, 1, dtype=torch.bool)
-    if context == "tree":
-        made = TreeContext(lengths, positions, mask)
-    else:
-        made = SparseContext(lengths, positions, lengths)
-    assert made.to(None) is made and made.to("cpu") is made and made.to(torch.device("cpu")) is made
-    elsewhere = made.to("meta")
-    assert elsewhere.positions.device.type == "meta" and elsewhere.lengths.host == (3, 5)
-    assert elsewhere.calls is made.calls and made.to("meta") is elsewhere
 
 
 class TestTraits:

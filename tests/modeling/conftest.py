@@ -3,10 +3,10 @@
 import pytest
 
 from hf_longspec.generation import compiled_steps as compiled
-from tests.generation.conftest import graphs, plain_run, target
+from tests.generation.conftest import graphs, plain_run, target, widths
 from tests.watching import after
 
-__all__ = ["graphs", "plain_run", "target"]
+__all__ = ["graphs", "plain_run", "target", "widths"]
 
 
 @pytest.fixture(autouse=True)

@@ -77,10 +77,10 @@ def test_trees_are_those_of_plain_forwards(name, window, widths, reach):
             assert torch.equal(found[row], field[0])
 
 
-def test_only_sinks_and_window_are_prefilled():
-    model, small, seen = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR), []
+def test_only_sinks_and_window_are_prefilled(widths):
+    model, small = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR)
     draft = AssistantDraftModel.from_model(small, model, window=24, num_assistant_tokens=2, prefill_chunk_size=10)
-    small.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
+    seen = widths(small)
     generate(model, draft, (300,), max_new_tokens=9)
     prefill = seen[: seen.index(2)]
     assert prefill[-3:] == [10, 10, 8]  # the trial forwards of the check before them

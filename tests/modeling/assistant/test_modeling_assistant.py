@@ -291,16 +291,13 @@ def test_a_model_in_training_and_in_another_dtype_drafts_in_eval_mode(model):
     assert small.training and histograms[0] == histograms[1] and histograms[0][1] > 0
 
 
-def test_the_candidate_generator_runs_only_what_is_missing(small):
-    model, seen = tiny_target("qwen3", vocab_size=12), []
+def test_the_candidate_generator_runs_only_what_is_missing(small, widths):
+    model = tiny_target("qwen3", vocab_size=12)
     draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=2)
     view = TargetView(model)
     drafter = draft.drafter(Binding(view, SpeculativeCache(model.config, 1, 64, tree_slots=3), None, 64))
     input_ids, _ = tiny_prompts(12, (30,))
     drafter.get_candidates(input_ids[:, :25])
-    handle = small.register_forward_pre_hook(
-        lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
+    seen = widths(small)
     drafter.get_candidates(input_ids)
-    handle.remove()
     assert sum(seen) == 4 + 2 + 1  # what is missing but for the last token; it and the root; one step
