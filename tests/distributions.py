@@ -66,10 +66,7 @@ class MarkovTarget:
     """A target whose logits depend on the last token only; its processors see the whole prefix."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        generator: torch.Generator,
-        processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
+        self, vocab_size: int, generator: torch.Generator, processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = ()
     ) -> None:
         self.vocab_size = vocab_size
         self.processors = processors

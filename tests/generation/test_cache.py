@@ -376,11 +376,7 @@ class TestCachesOfTransformers:
 
     @pytest.mark.parametrize(
         ("name", "kind", "with_config"),
-        [
-            ("gemma3", "specattn", True),
-            ("gemma3", "tree", False),
-            ("deepseek_v3", "tree", True),
-        ],
+        [("gemma3", "specattn", True), ("gemma3", "tree", False), ("deepseek_v3", "tree", True)],
     )
     def test_turns_of_all_kinds(self, plain_run, target, name, kind, with_config):
         """Past the windows of gemma3, of which the layers then keep the last tokens."""

@@ -100,10 +100,7 @@ IMAGES = {
     "mistral3": (4, lambda n: {"pixel_values": torch.randn(n, 3, 56, 56), "image_sizes": torch.full((n, 2), 56)}),
     "idefics3": (1, lambda n: {"pixel_values": torch.randn(n, 1, 3, 28, 28)}),
     "fuyu": (4, lambda n: {FUYU_PATCHES: torch.randn(n, 4, 48)}),
-    "qwen2_audio": (
-        4,
-        lambda n: {"input_features": torch.randn(n, 16, 40), SOUND: HEARD.repeat(n, 1)},
-    ),
+    "qwen2_audio": (4, lambda n: {"input_features": torch.randn(n, 16, 40), SOUND: HEARD.repeat(n, 1)}),
 }
 TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"} | dict.fromkeys(QWENS, "mm_token_type_ids")
 SUPPORTED = list(IMAGES)

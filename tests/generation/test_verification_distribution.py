@@ -15,12 +15,7 @@ from transformers import (
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.verification import (
-    accept_rejection,
-    accept_sampled,
-    draw_noise,
-    gumbel_max_sample,
-)
+from hf_longspec.generation.verification import accept_rejection, accept_sampled, draw_noise, gumbel_max_sample
 from tests.distributions import LONG_ROWS, SHORT_ROWS, MarkovTarget, p_value
 
 V = 7

@@ -54,12 +54,7 @@ REDUCED = {"draft_vocab_size": 20, "own_head": True}
 
 @pytest.mark.parametrize(
     ("loss", "settings"),
-    [
-        ("kl", REDUCED),
-        ("ce", REDUCED),
-        ("kl", {"window": 6, "fc_norm": True}),
-        ("ce", {"num_hidden_layers": 2}),
-    ],
+    [("kl", REDUCED), ("ce", REDUCED), ("kl", {"window": 6, "fc_norm": True}), ("ce", {"num_hidden_layers": 2})],
     ids=str,
 )
 def test_the_loss_is_the_definition(make_trainer, make_eagle3, target, rows, loss, settings):

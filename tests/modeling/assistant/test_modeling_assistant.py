@@ -154,9 +154,7 @@ def all_accepted(draft):
 
 class TestOtherTokenizers:
     @pytest.mark.parametrize(
-        "settings",
-        [{"compile": "compile"}, {"tree_widths": [3, 2]}, {"window": 8}, {"ngram_candidates": 2}],
-        ids=str,
+        "settings", [{"compile": "compile"}, {"tree_widths": [3, 2]}, {"window": 8}, {"ngram_candidates": 2}], ids=str
     )
     def test_a_model_that_differs_in_its_numbers_alone_is_always_right(
         self, named, tmp_path, model, graphs, run_as_they_are, settings

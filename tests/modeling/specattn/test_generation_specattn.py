@@ -85,8 +85,7 @@ def test_selection_takes_the_entries_with_the_highest_scores(selection):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [("llama", "two_rows"), ("gemma2", "all_rows"), ("gpt_oss", "two_rows"), ("granite", "all_rows")],
+    ("name", "rows"), [("llama", "two_rows"), ("gemma2", "all_rows"), ("gpt_oss", "two_rows"), ("granite", "all_rows")]
 )
 @torch.no_grad()
 def test_weights_are_the_attention_that_transformers_reports(name, rows):
