@@ -4,6 +4,7 @@ import pytest
 
 from hf_longspec.generation import compiled_steps as compiled
 from tests.generation.conftest import graphs, plain_run, target, widths
+from tests.tiny_targets import tiny_target
 from tests.watching import after
 
 __all__ = ["graphs", "plain_run", "target", "widths"]
@@ -12,6 +13,11 @@ __all__ = ["graphs", "plain_run", "target", "widths"]
 @pytest.fixture(autouse=True)
 def without_a_gate(every_step_speculates):
     """Whether a step speculates shall not depend on the clock."""
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_target("llama")
 
 
 @pytest.fixture

@@ -24,11 +24,6 @@ def published_tensors(dtype=torch.float16):
     return {name: (torch.randn(shape, generator=generator) * 0.2).to(dtype) for name, shape in shapes.items()}
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_target("llama")
-
-
 @pytest.fixture
 def target_config(llama, tmp_path):
     llama.config.save_pretrained(tmp_path / "target")
