@@ -12,13 +12,14 @@ plain `generate`.
 """
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -119,7 +120,8 @@ def masked_logits(
         lowest = torch.finfo(model.dtype).min
         masks = {kind: torch.where(seen, 0.0, lowest).to(model.dtype) for kind, seen in masks.items()}
     context.calls.append(0)
-    with choices_of(cache, context.positions, num_slots):
+    counts = first_count_that_matters(config) < math.inf
+    with choices_of(cache, context.positions, num_slots), _counted(cache, positions) if counts else nullcontext():
         logits: Tensor = model(
             input_ids=tokens,
             position_ids=positions,
@@ -129,6 +131,30 @@ def masked_logits(
             **more,
         ).logits
     return logits
+
+
+def first_count_that_matters(config: Any) -> float:
+    """Return the first position at which layers scale queries by the length of the cache (Llama 4); infinity if none.
+
+    Other layers get their positions from `position_ids`.
+    """
+    return int(config.floor_scale) if shape_of(config, "attn_temperature_tuning") else math.inf
+
+
+@contextmanager
+def _counted(cache: SpeculativeCache, positions: Tensor) -> Iterator[None]:
+    """Let layers that add the index of a node to the length of the cache get `positions` `(B, N)` of one row.
+
+    Of several rows, they get the lowest position of each node.
+    """
+    lengths = [layer.length for layer in cache.key_layers]
+    try:
+        for layer in cache.key_layers:
+            layer.length = positions.amin(0) - torch.arange(positions.shape[1], device=positions.device)
+        yield
+    finally:
+        for layer, length in zip(cache.key_layers, lengths, strict=True):
+            layer.length = length
 
 
 def masks_of(context: Any, config: Any, num_slots: int) -> dict[str, Tensor]:
@@ -162,7 +188,7 @@ def try_mask(model: PreTrainedModel, config: Any) -> LayerTraits:
     sizes = {SLIDING_LAYER: shape_of(config, "sliding_window"), CHUNKED_LAYER: shape_of(config, "attention_chunk_size")}
     windows = tuple(sizes.get(kind) for kind in kinds)
     try:
-        gap, spread = _gap(model, config)
+        gap, padded_gap, spread = _gaps(model, config)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -176,12 +202,16 @@ def try_mask(model: PreTrainedModel, config: Any) -> LayerTraits:
             "it does not follow a mask over prefix and nodes: logits of a tree and of single tokens differ by "
             f"{gap:.3g}, with a standard deviation of {spread:.3g}"
         )
-    return LayerTraits(windows, reasons, cut_by_the_stock_cache(config, dict(enumerate(windows))))
+    cut = cut_by_the_stock_cache(config, dict(enumerate(windows)))
+    return LayerTraits(windows, reasons, cut, counts_padding=not padded_gap <= tolerance * spread)
 
 
 @torch.no_grad()
-def _gap(model: PreTrainedModel, config: Any) -> tuple[float, float]:
-    """Return the largest difference of the logits of a trial, and the standard deviation of the logits."""
+def _gaps(model: PreTrainedModel, config: Any) -> tuple[float, float, float]:
+    """Return the largest differences of logits from those of single tokens, and the standard deviation of the latter.
+
+    The first difference is that of a tree, and the second one that of a prompt with padding.
+    """
     device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights offloaded to disk
     rows, count = len(TRIAL_PROMPTS), len(TRIAL_PARENTS)
     generator = torch.Generator().manual_seed(0)
@@ -191,18 +221,22 @@ def _gap(model: PreTrainedModel, config: Any) -> tuple[float, float]:
     tree = DraftTree(nodes, parents, torch.ones_like(nodes, dtype=torch.bool), max_depth=2)
     cache = SpeculativeCache(config, rows, max(TRIAL_PROMPTS), tree_slots=count)
     verified = _after_prompts(model, cache, tokens, tree)
-    differences, logits = [], []
+    differences, padded, logits = [], [], []
     for row, length in enumerate(TRIAL_PROMPTS):
         for path in ((0, 1, 2), (0, 3, 4)):
-            alone = SpeculativeCache(config, 1, length + len(path))
-            _plain(model, alone, tokens[row : row + 1, :length])
+            alone, prompt = SpeculativeCache(config, 1, length + len(path)), tokens[row : row + 1, :length]
+            _plain(model, alone, prompt)
             for node in path:
-                single = _plain(model, alone, nodes[row : row + 1, node : node + 1])[0, -1].float()
-                gap = (verified[row, node].float() - single).masked_fill(verified[row, node] == single, 0)
-                logits.append(single)
-                differences.append(gap.abs().max())
-    spread = torch.stack(logits)
-    return float(torch.stack(differences).max()), float(spread[spread.isfinite()].std())
+                logits.append(_plain(model, alone, nodes[row : row + 1, node : node + 1])[0, -1])
+                differences.append(_difference(verified[row, node], logits[-1]))
+        padded.append(_difference(_after_padding(model, config, prompt, nodes[row : row + 1, :1]), logits[-3]))
+    spread = torch.stack(logits).float()
+    return max(differences), max(padded), float(spread[spread.isfinite()].std())
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference of logits; those that are -inf in both are equal."""
+    return float((one.float() - other.float()).masked_fill(one == other, 0).abs().max())
 
 
 def _plain(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, **more: Any) -> Tensor:
@@ -224,6 +258,30 @@ def _after_prompts(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tens
     cache.stage(tree.num_nodes, tree)
     context = TreeContext(cache.lengths, positions, tree.mask)
     return masked_logits(context, model, tree.tokens, positions, cache, tree.mask)
+
+
+def _after_padding(model: PreTrainedModel, config: Any, prompt: Tensor, token: Tensor) -> Tensor:
+    """Logits of a token after a padded prompt, with the arguments that plain `generate` gives to the model."""
+    count = 2
+    cache = SpeculativeCache(config, 1, prompt.shape[1] + count + 1)
+    text = nn.functional.pad(torch.cat([prompt, token], 1), (count, 0), value=FIRST_TOKEN)
+    mask = torch.ones_like(text)
+    mask[:, :count] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    for step in (slice(0, -1), slice(-1, None)):
+        end = text.shape[1] if step.stop is None else text.shape[1] - 1
+        inputs = model.prepare_inputs_for_generation(
+            text[:, :end],
+            next_sequence_length=text[:, step].shape[1],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, step],
+            **{CACHE_NAME: cache},
+            use_cache=True,
+            is_first_iteration=end < text.shape[1],
+        )
+        with choices_of(cache, positions[:, step], end):
+            logits: Tensor = model(**inputs).logits[0, -1]
+    return logits
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
 from .inputs import TOKEN_TYPES, Prompts, names_of, of_every_forward
-from .masked import MASKED
+from .masked import MASKED, first_count_that_matters
 from .recurrences import has_input_bias, ignores_earlier_states
 from .sampling import refuse_stateful
 from .target import TargetView
@@ -159,6 +159,12 @@ def _reasons_of_masks(prompts: Prompts) -> Iterator[str]:
         yield (
             f"{names_of(prompts.inputs)}: inputs beside the tokens are not supported with the masks of {kind}. Pass "
             "text only."
+        )
+    limit = first_count_that_matters(prompts.target.config)
+    if prompts.max_length > limit and (len(prompts.texts) > 1 or prompts.mask is not None):
+        yield (
+            f"max_length={prompts.max_length}: from {limit} tokens on (floor_scale), {kind} scales queries by positions "
+            "that count the padding of a batch. Pass one prompt without padding, or a smaller max_length."
         )
 
 
@@ -296,8 +302,8 @@ def _refuse_inputs(
         )
     if mask is not None and not bool(mask.all()) and target.counts_padding:
         raise ValueError(
-            f"attention_mask has padding, and the forward of {type(target.model).__name__} takes no position_ids, so "
-            "plain generate counts the padding. Pass one prompt, or prompts of equal length."
+            f"attention_mask has padding, and the forward of {type(target.model).__name__} takes no position_ids or "
+            "widens the mask, so plain generate counts the padding. Pass one prompt, or prompts of equal length."
         )
     if (positions := model_kwargs.get("position_ids")) is None:
         return

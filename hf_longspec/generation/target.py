@@ -81,13 +81,13 @@ class TargetView:
 
     @property
     def counts_padding(self) -> bool:
-        """Whether in plain `generate` the positions of a row, and with them its text, depend on its left padding.
+        """Whether in plain `generate` the text of a row depends on its left padding.
 
         `generate` creates position ids only for a forward that has this parameter. Without them padding shifts all
         positions, which changes nothing for rotary embeddings, as these depend on distances only.
         """
         rotates = any("rotary_emb" in name for name, _ in self.model.named_modules())
-        return not (self._takes_positions or rotates)
+        return not (self._takes_positions or rotates) or self.traits.counts_padding
 
     @property
     def num_layers(self) -> int:

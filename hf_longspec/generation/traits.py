@@ -217,6 +217,7 @@ class LayerTraits:
     # whether zeros change nothing, for every input that was tried
     ignored: dict[str, bool] = field(default_factory=dict)
     is_reached: bool = True  # whether every layer called the attention function
+    counts_padding: bool = False  # whether the text of plain `generate` depends on padding
 
 
 # A function that runs a model and finds its traits.
