@@ -193,7 +193,7 @@ def try_mask(model: PreTrainedModel, config: Any) -> LayerTraits:
         raise
     except Exception as error:
         message = (str(error) or "no message").splitlines()[0]
-        reasons = [f"a forward under a mask of its own failed: {type(error).__name__}: {message}"]
+        reasons = [f"a forward of a few tokens failed under a mask of its own: {type(error).__name__}: {message}"]
         return LayerTraits(windows, reasons, None)
     tolerance = TRIAL_TOLERANCE if model.dtype in (torch.float32, torch.float64) else HALF_TRIAL_TOLERANCE
     reasons = []

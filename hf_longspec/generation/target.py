@@ -176,17 +176,27 @@ class TargetView:
             reasons.append("its attention does not go through transformers' AttentionInterface")
         if reasons:  # the trial below may fail with such layers
             return reasons
-        if self.way is MASKED and (reasons := why_not_masked(self.model, self.config)):
-            return reasons
-        reasons += self.traits.reasons
+        if self.way is MASKED:
+            reasons = why_not_masked(self.model, self.config) or self.traits.reasons
+            return [*self._why_masked(), *reasons] if reasons else self._why_not_as_long(max_length)
+        return reasons + self.traits.reasons + self._why_not_as_long(max_length)
+
+    def _why_masked(self) -> list[str]:
+        """Return the reasons why the attention backends cannot compute layers that do not call them."""
+        if not self.model._can_set_attn_implementation():
+            return ["its attention does not go through transformers' AttentionInterface"]
+        return [] if way_of(self.model, self.config) is MASKED else self._traits_by(HYBRID).reasons
+
+    def _why_not_as_long(self, max_length: int | None) -> list[str]:
+        """Return the reasons why texts of this length cannot be decoded speculatively."""
         window = self.traits.forgotten_window
-        if window is not None and max_length is not None and max_length > window:
-            reasons.append(
-                f"its config has sliding_window={window}, which its attention does not apply and transformers' cache "
-                f"does, so texts of more than {window} tokens depend on where the prompt ended; set "
-                "config.sliding_window to None or to the length of the longest text"
-            )
-        return reasons
+        if window is None or max_length is None or max_length <= window:
+            return []
+        return [
+            f"its config has sliding_window={window}, which its attention does not apply and transformers' cache "
+            f"does, so texts of more than {window} tokens depend on where the prompt ended; set "
+            "config.sliding_window to None or to the length of the longest text"
+        ]
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -60,7 +60,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("does not go through transformers' AttentionInterface", "no `AttentionInterface`"),
     ("never called the attention backend", "no `AttentionInterface`"),
     ("a forward of two tokens failed under its attention", "no `AttentionInterface`"),
-    ("a forward under a mask of its own failed|does not follow a mask over prefix and nodes", "no mask of its own"),
+    ("failed under a mask of its own|does not follow a mask over prefix and nodes", "no mask of its own"),
     ("may count a window by slots of the cache", "window by slots"),
     ("whose nodes are verified by masks", "masked"),
     ("a learned bias to the scores|add values of their own to the scores", "bias of the scores"),
