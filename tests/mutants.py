@@ -191,6 +191,27 @@ MUTATIONS = (
         "tests/generation/test_recurrent_states.py",
     ),
     Mutation(
+        "An indexer takes those of equal scores that it takes in plain generate",
+        "generation/masked.py",
+        "self.plain.num_keys(column))",
+        "len(seen) + lag)",
+        "tests/generation/test_masked.py::TestTies",
+    ),
+    Mutation(
+        "A mask over prefix and nodes shows the ancestors of a node alone",
+        "generation/masked.py",
+        "seen = context.mask.gather(2, index[:, None].expand(-1, count, -1)) & is_node",
+        "seen = is_node",
+        "tests/generation/test_masked.py",
+    ),
+    Mutation(
+        "The keys of an indexer move with those of its layer",
+        "generation/cache.py",
+        "[layer.indexer for layer in self.layers if isinstance(layer, IndexedLayer)]",
+        "[]",
+        "tests/generation/test_masked.py",
+    ),
+    Mutation(
         "MiMo's MTP layers join the state before the embedding",
         "modeling/mtp/layers_mtp.py",
         "parts[::-1] if self.hidden_states_first else parts",

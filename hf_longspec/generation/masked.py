@@ -148,9 +148,10 @@ def _counted(cache: SpeculativeCache, positions: Tensor) -> Iterator[None]:
     Of several rows, they get the lowest position of each node.
     """
     lengths = [layer.length for layer in cache.key_layers]
+    counted: Any = positions.amin(0) - torch.arange(positions.shape[1], device=positions.device)
     try:
         for layer in cache.key_layers:
-            layer.length = positions.amin(0) - torch.arange(positions.shape[1], device=positions.device)
+            layer.length = counted
         yield
     finally:
         for layer, length in zip(cache.key_layers, lengths, strict=True):
@@ -170,15 +171,14 @@ def masks_of(context: Any, config: Any, num_slots: int) -> dict[str, Tensor]:
     seen = context.mask.gather(2, index[:, None].expand(-1, count, -1)) & is_node[:, None] | (nodes < 0)[:, None]
     keys, queries = torch.where(is_node, positions.gather(1, index), slots)[:, None], positions[:, :, None]
     masks = {}
-    for kind in getattr(config, "layer_types", None) or ("full_attention",):
-        if kind in masks:
-            continue
-        masks[kind] = seen[:, None]
+    for kind in dict.fromkeys(getattr(config, "layer_types", None) or ("full_attention",)):
+        mask = seen
         if kind == SLIDING_LAYER:
-            masks[kind] = masks[kind] & (queries - keys < config.sliding_window)[:, None]
+            mask = seen & (queries - keys < config.sliding_window)
         elif kind == CHUNKED_LAYER:
             size = config.attention_chunk_size
-            masks[kind] = masks[kind] & (queries // size == keys // size)[:, None]
+            mask = seen & (queries // size == keys // size)
+        masks[kind] = mask[:, None]
     return masks
 
 
@@ -339,5 +339,7 @@ def why_not_masked(model: PreTrainedModel, config: Any) -> list[str]:
         fields = config.to_dict().items()
         sizes = [f"{name}={size}" for name, size in fields if "window" in name and type(size) is int and size > 0]
         if sizes:
-            reasons.append(f"its config has {', '.join(sizes)}, and its layers may count a window by slots of the cache")
+            reasons.append(
+                f"its config has {', '.join(sizes)}, and its layers may count a window by slots of the cache"
+            )
     return reasons

@@ -163,8 +163,8 @@ def _reasons_of_masks(prompts: Prompts) -> Iterator[str]:
     limit = first_count_that_matters(prompts.target.config)
     if prompts.max_length > limit and (len(prompts.texts) > 1 or prompts.mask is not None):
         yield (
-            f"max_length={prompts.max_length}: from {limit} tokens on (floor_scale), {kind} scales queries by positions "
-            "that count the padding of a batch. Pass one prompt without padding, or a smaller max_length."
+            f"max_length={prompts.max_length}: from {limit} tokens on (floor_scale), {kind} scales queries by "
+            "positions that count the padding of a batch. Pass one prompt without padding, or a smaller max_length."
         )
 
 

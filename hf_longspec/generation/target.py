@@ -261,9 +261,7 @@ class TargetView:
             end = start + begin + chunk.shape[1]
             positions = torch.arange(start + begin, end, device=chunk.device).repeat(chunk.shape[0], 1)
             with choices_of(cache, positions, end):
-                self.model(
-                    input_ids=chunk, position_ids=positions, **{CACHE_NAME: cache}, use_cache=True, **extra
-                )
+                self.model(input_ids=chunk, position_ids=positions, **{CACHE_NAME: cache}, use_cache=True, **extra)
 
     def prefill_rows(
         self,

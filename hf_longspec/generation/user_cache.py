@@ -154,7 +154,9 @@ def take_over(
         if isinstance(buffer, IndexedLayer) and layer.is_indexer_initialized:
             keys = layer.indexer_keys[:, None]
             buffer.indexer.lazy_initialization(keys, keys[..., :0])
-            buffer.indexer.keys[:, :, : max(held)] = keys if columns is None else slots_of(keys, columns.clamp_max(stored - 1))
+            buffer.indexer.keys[:, :, : max(held)] = (
+                keys if columns is None else slots_of(keys, columns.clamp_max(stored - 1))
+            )
     buffers.set_lengths(held)
 
 

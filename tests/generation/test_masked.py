@@ -274,7 +274,7 @@ class TestRefusals:
     def test_text_that_depends_on_padding(self, made):
         model = made("git")
         compare_with_stock(model, (37,))
-        with pytest.raises(ValueError, match="attention_mask has padding.*plain generate counts the padding"):
+        with pytest.raises(ValueError, match=r"attention_mask has padding.*plain generate counts the padding"):
             compare_with_stock(model, RAGGED)
 
 
@@ -282,7 +282,7 @@ def test_a_model_that_ignores_its_mask_is_refused(made, monkeypatch):
     model = copy.deepcopy(made("gptj"))
     forward = model.transformer.forward
     monkeypatch.setattr(model.transformer, "forward", lambda *args, attention_mask=None, **more: forward(*args, **more))
-    with pytest.raises(ValueError, match="does not follow a mask over prefix and nodes: logits of a tree and of single"):
+    with pytest.raises(ValueError, match="does not follow a mask over prefix and nodes: logits of a tree and of"):
         model.generate(**arguments((9,)), assistant_model=NgramDraftModel.from_target(model))
 
 
