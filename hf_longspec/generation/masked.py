@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ..attention_backends.contexts import TreeContext
 from .cache import CACHE_NAME, IndexedLayer, SpeculativeCache
 from .draft_tree import DraftTree
-from .recurrent_states import INDEXED_LAYER, has_states
+from .recurrent_states import INDEXED_LAYERS, has_states
 from .target_modules import logits_under, shape_of
 from .traits import LayerTraits, cut_by_the_stock_cache, ignores_zeros, try_backends
 
@@ -318,7 +318,7 @@ def way_of(model: PreTrainedModel, config: Any) -> Way:
     kinds = set(getattr(config, "layer_types", None) or ())
     if has_states(config) or getattr(model, "_is_stateful", False):
         return HYBRID
-    has_own_masks = bool(kinds & {INDEXED_LAYER, CHUNKED_LAYER}) or bool(shape_of(config, "attention_chunk_size"))
+    has_own_masks = bool(kinds & {*INDEXED_LAYERS, CHUNKED_LAYER}) or bool(shape_of(config, "attention_chunk_size"))
     return MASKED if has_own_masks or not model._can_set_attn_implementation() else HYBRID
 
 

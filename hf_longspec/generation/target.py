@@ -22,7 +22,7 @@ from .draft_tree import DraftTree
 from .masked import CHUNKED_LAYER, HYBRID, MASKED, Way, choices_of, way_of, why_not_masked
 from .recurrences import reached
 from .recurrences import why_not as why_not_reached
-from .recurrent_states import HYBRID_LAYERS, INDEXED_LAYER, STATE_LAYERS, has_states
+from .recurrent_states import HYBRID_LAYERS, INDEXED_LAYERS, STATE_LAYERS, has_states
 from .target_modules import LayerInputs, passed_on, shape_of
 from .traits import LayerTraits, changes_of, ignores, known_traits, layer_traits
 
@@ -154,7 +154,7 @@ class TargetView:
         if self.has_states:
             reasons += why_not_reached(self.model, self.config)
         is_masked = way_of(self.model, self.config) is MASKED
-        by_masks = {INDEXED_LAYER, CHUNKED_LAYER} if is_masked else {CHUNKED_LAYER}
+        by_masks = {*INDEXED_LAYERS, CHUNKED_LAYER} if is_masked else {CHUNKED_LAYER}
         if other := sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - STATE_LAYERS - HYBRID_LAYERS - by_masks):
             reasons.append(
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"

@@ -59,7 +59,7 @@ class TestTargets:
             # here transformers itself refuses: its stateful models know no assisted generation
             ("deepseek_v4", {}, "not supported with stateful models"),
             ("minimax", {}, "do not call the functions of transformers that keep states in a cache"),
-            ("qwen4_exp_text", {}, "it has indexed_attention layers, whose choice of keys"),
+            ("qwen4_exp_text", {}, r"it has (indexed|qwen_sparse)_attention layers, whose choice of keys"),
             ("bloom", {}, "does not go through transformers' Att.*; it takes positions from the length of its cache"),
             ("openai-gpt", {}, "does not go through transformers' Att.*; a forward .* failed under a mask of its own"),
             ("gpt_neo", {}, "its config has window_size=16, and its layers may count a window by slots"),
