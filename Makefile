@@ -29,7 +29,7 @@ READY_INTEROP := $(VENV_INTEROP)/.ready
 # What can differ between transformers versions: architectures, masks and positions, caches, what generate() passes on,
 # loading and saving, a training run. What depends on torch or on arithmetic of the package alone runs in `make test`.
 MIN_TESTS := $(addprefix tests/generation/test_,cache.py checks.py decoding.py drafter.py \
-	forward_check.py logits.py multimodal.py rotary.py route.py sequences.py target.py target_modules.py \
+	forward_check.py logits.py masked.py multimodal.py rotary.py route.py sequences.py target.py target_modules.py \
 	trial.py step.py::test_every_architecture_without_experts_is_one_graph) \
 	$(addprefix tests/modeling/test_,base.py checkpoint.py contract.py settings.py) tests/training/test_trainer.py \
 	$(addprefix tests/robustness/test_,every_architecture.py fuzz.py malformed.py persistence.py) \

@@ -274,6 +274,18 @@ ROWS = (
      "tests/cli/test_errors.py::test_what_ends_a_command_while_it_works"),
     ("A text that Ctrl-C ended is status 130", "cli/generate.py", "options.INTERRUPTED if stats.interrupted else 0",
      "0", "tests/cli/test_generate.py::test_an_interrupted_text_stays"),
+    ("An indexer takes those of equal scores that it takes in plain generate", "generation/masked.py",
+     "self.plain.num_keys(column))",
+     "len(seen) + lag)",
+     "tests/generation/test_masked.py::TestTies"),
+    ("A mask over prefix and nodes shows the ancestors of a node alone", "generation/masked.py",
+     "seen = context.mask.gather(2, index[:, None].expand(-1, count, -1)) & is_node",
+     "seen = is_node",
+     "tests/generation/test_masked.py"),
+    ("The keys of an indexer move with those of its layer", "generation/cache.py",
+     "[layer.indexer for layer in self.layers if isinstance(layer, IndexedLayer)]",
+     "[]",
+     "tests/generation/test_masked.py"),
 )
 # fmt: on
 MUTATIONS = tuple(Mutation(*row) for row in ROWS)

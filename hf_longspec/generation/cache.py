@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ class Rows:
             Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
         nodes ([`StagedNodes`], *optional*): The staged nodes, for layers with recurrent states.
         reads_prompt (`bool`): Whether the nodes belong to prompts, see [`StagedNodes`].
+        plain ([`PlainForwards`], *optional*): The forwards of plain `generate`, for layers with indexers.
     """
 
     def __init__(self, batch_size: int):
@@ -50,6 +52,7 @@ class Rows:
         self.reads_prompt = False
         self.layout = 0
         self.columns: torch.Tensor | None = None
+        self.plain: Any = None
 
 
 # Bytes. Addresses of torch's own allocations are multiples of this.
@@ -245,6 +248,38 @@ class HybridLayer(SpeculativeLayer, StateLayer):
         StateLayer.reorder_cache(self, beam_idx)
 
 
+class IndexedLayer(SpeculativeLayer):
+    """Keys and values of a layer that has an indexer, with the keys of the indexer in slots of their own.
+
+    Attributes:
+        indexer ([`SpeculativeLayer`]): Keys `(B, 1, S, D)` of the indexer, and values of width 0.
+    """
+
+    def __init__(self, rows: Rows, capacity: int):
+        super().__init__(rows, capacity)
+        self.indexer = SpeculativeLayer(rows, capacity)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write new keys `(B, N, D)` of the indexer, and return all written so far, the new ones included."""
+        keys = indexer_key_states[:, None]
+        return self.indexer.update(keys, keys[..., :0])[0][:, 0]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens."""
+        super().crop(tokens_to_remove)
+        self.indexer.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Remove all tokens, and keep the buffers."""
+        super().reset()
+        self.indexer.reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows in place, for beam search."""
+        super().reorder_cache(beam_idx)
+        self.indexer.reorder_cache(beam_idx)
+
+
 # Nodes that one verification may stage after the committed tokens.
 DEFAULT_TREE_SLOTS = 80
 
@@ -276,11 +311,13 @@ class SpeculativeCache(Cache):
             )
         self.rows = Rows(batch_size)
         self.tree_slots = tree_slots
-        of_keys, of_both = (
-            partial(kind, self.rows, max_length + tree_slots) for kind in (SpeculativeLayer, HybridLayer)
+        of_keys, of_both, of_indexers = (
+            partial(kind, self.rows, max_length + tree_slots) for kind in (SpeculativeLayer, HybridLayer, IndexedLayer)
         )
-        super().__init__(layers=layers_of(text_config, of_keys, partial(StateLayer, self.rows), of_both))
+        of_states = partial(StateLayer, self.rows)
+        super().__init__(layers=layers_of(text_config, of_keys, of_states, of_both, of_indexers))
         self.key_layers = [layer for layer in self.layers if isinstance(layer, SpeculativeLayer)]
+        self.key_layers += [layer.indexer for layer in self.layers if isinstance(layer, IndexedLayer)]
         self.state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         # lengths and states at the start of the call, and whether a commit has replaced states and not lengths
         self._start: tuple[SeqLens, list[dict[str, torch.Tensor | None]]] | None = None
@@ -375,7 +412,7 @@ class SpeculativeCache(Cache):
                 continue
             device = layer.keys.device
             if can_move is not None and device.type in TRITON_DEVICES and can_move(device):
-                together.setdefault(device, []).extend((layer.keys, layer.values))
+                together.setdefault(device, []).extend(x for x in (layer.keys, layer.values) if x.numel())
             else:
                 layer.move(path)
         for device, buffers in together.items():

@@ -171,6 +171,7 @@ class Session:
         self.drafter = gated(draft.drafter(binding), draft, self.stats, may_speculate)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
         self.cache.set_lengths(self.held)
+        self.cache.rows.plain = prompts.plain_forwards()
         self.cache.remember()
         self.cache.rows.reads_prompt = True
 

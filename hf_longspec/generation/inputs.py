@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .cache import CACHE_NAME, SpeculativeCache, has_gaps
+from .masked import PlainForwards
 from .target import TargetView
 from .target_modules import before_forward
 from .traits import RotaryLimit
@@ -122,6 +123,13 @@ class Prompts:
         self.by_chains = self.counts_gaps or len(set(self.held)) > 1 or is_uneven
         self.rotary = RotaryLimit.of(target.model, target.config, [len(text) for text in self.texts])
         self._new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
+
+    def plain_forwards(self) -> PlainForwards:
+        """Return the forwards in which plain `generate` runs the tokens of this call."""
+        width = self.input_ids.shape[1]
+        lags = tuple(width - len(text) for text in self.texts)
+        stored = min(held + lag for held, lag in zip(self.held, lags, strict=True))
+        return PlainForwards(lags, stored, width, self.config.prefill_chunk_size or width)
 
     @cached_property
     def text_sizes(self) -> list[int]:

@@ -26,6 +26,8 @@ EmptyLayer: Any = DummyLayer or LinearAttentionLayer
 STATE_LAYERS = {"linear_attention", "conv"}
 HYBRID_LAYERS = {"hybrid", "hybrid_sliding"}
 NO_CACHE = {"moe", "mlp"}
+# Types of layers with an indexer, whose keys are cached beside those of the layer; the second one before 5.23.
+INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 # The two states of a layer, as attributes of [`StateLayer`].
 STATES = ("convolution", "state")
 
@@ -36,14 +38,20 @@ def has_states(config: Any) -> bool:
 
 
 def layers_of(
-    config: Any, of_keys: Callable[[], Any], of_states: Callable[[], Any], of_both: Callable[[], Any]
+    config: Any,
+    of_keys: Callable[[], Any],
+    of_states: Callable[[], Any],
+    of_both: Callable[[], Any],
+    of_indexers: Callable[[], Any] | None = None,
 ) -> list[Any]:
     """Return the layers of a cache for this text config, made by the function for what each of them keeps."""
-    if not has_states(config):
+    kinds = getattr(config, "layer_types", None) or ()
+    if not has_states(config) and INDEXED_LAYERS.isdisjoint(kinds):
         return [of_keys() for _ in range(config.num_hidden_layers)]
-    makers = dict.fromkeys(STATE_LAYERS, of_states) | dict.fromkeys(HYBRID_LAYERS, of_both)
+    makers = dict.fromkeys(INDEXED_LAYERS, of_indexers or of_keys)
+    makers |= dict.fromkeys(STATE_LAYERS, of_states) | dict.fromkeys(HYBRID_LAYERS, of_both)
     makers |= dict.fromkeys(NO_CACHE, EmptyLayer)
-    return [makers.get(kind, of_keys)() for kind in config.layer_types]
+    return [makers.get(kind, of_keys)() for kind in kinds]
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
 from .inputs import TOKEN_TYPES, Prompts, names_of, of_every_forward
+from .masked import MASKED, first_count_that_matters
 from .recurrences import has_input_bias, ignores_earlier_states
 from .sampling import refuse_stateful
 from .target import TargetView
@@ -78,6 +79,11 @@ def refuse_unsupported(
             f"compile={mode!r} is not supported with recurrent states, which {type(target.model).__name__} has. Set "
             "compile='off'."
         )
+    if target.way is MASKED and (mode := draft.setting("compile")) in ("compile", "graph"):
+        raise ValueError(
+            f"compile={mode!r} is not supported with {type(target.model).__name__}, whose nodes are verified by a mask "
+            "that grows with the text. Set compile='off'."
+        )
     draft.check(target)
     if config.do_sample:
         draft.check_sampling()
@@ -99,6 +105,8 @@ def _reasons(prompts: Prompts) -> Iterator[str]:
         yield reason
     if prompts.target.has_states:
         yield from _reasons_of_states(prompts)
+    if prompts.target.way is MASKED:
+        yield from _reasons_of_masks(prompts)
     implementation = str(prompts.target.config._attn_implementation)
     if "flash" in implementation and prompts.counts_gaps:
         yield (
@@ -137,6 +145,27 @@ def _reasons_of_states(prompts: Prompts) -> Iterator[str]:
                 f"{CACHE_NAME} holds {stored} tokens, whose states transformers' Mamba-1 layers ignore with several "
                 f"new tokens. Drop {CACHE_NAME}."
             )
+
+
+def _reasons_of_masks(prompts: Prompts) -> Iterator[str]:
+    """Yield reasons why masks over prefix and nodes would differ from those of plain `generate`."""
+    kind = type(prompts.target.model).__name__
+    if prompts.has_gaps:
+        yield (
+            f"attention_mask has zeros between tokens, which is not supported with the masks of {kind}. Move the zeros "
+            "to the left of each row."
+        )
+    if prompts.inputs:
+        yield (
+            f"{names_of(prompts.inputs)}: inputs beside the tokens are not supported with the masks of {kind}. Pass "
+            "text only."
+        )
+    limit = first_count_that_matters(prompts.target.config)
+    if prompts.max_length > limit and (len(prompts.texts) > 1 or prompts.mask is not None):
+        yield (
+            f"max_length={prompts.max_length}: from {limit} tokens on (floor_scale), {kind} scales queries by "
+            "positions that count the padding of a batch. Pass one prompt without padding, or a smaller max_length."
+        )
 
 
 def _reasons_of_inputs(prompts: Prompts, inputs: dict[str, Any]) -> Iterator[str]:
@@ -273,8 +302,8 @@ def _refuse_inputs(
         )
     if mask is not None and not bool(mask.all()) and target.counts_padding:
         raise ValueError(
-            f"attention_mask has padding, and the forward of {type(target.model).__name__} takes no position_ids, so "
-            "plain generate counts the padding. Pass one prompt, or prompts of equal length."
+            f"attention_mask has padding, and the forward of {type(target.model).__name__} takes no position_ids or "
+            "widens the mask, so plain generate counts the padding. Pass one prompt, or prompts of equal length."
         )
     if (positions := model_kwargs.get("position_ids")) is None:
         return
@@ -340,8 +369,10 @@ def check_target(
     tree, nodes = _two_branches(chain)
     positions = torch.arange(start, start + count, device=chain.device)[None]
     view = _row_of(cache, row, target, room=tree.num_nodes)
-    # states: one token at a time, as plain generate does, since some functions for several tokens differ from it
-    parts = [slice(i, i + 1) for i in range(count)] if target.has_states and start else [slice(None)]
+    # one token at a time, as plain generate does: with states, some functions for several tokens differ from it, and
+    # the choice of an indexer depends on the number of tokens if there are ties
+    is_single = (target.has_states and start) or target.way is MASKED
+    parts = [slice(i, i + 1) for i in range(count)] if is_single else [slice(None)]
     steps = ({"input_ids": chain[:, part], "position_ids": positions[:, part]} for part in parts)
     logits_of = [target.model(**step, **{CACHE_NAME: view}, use_cache=True).logits for step in steps]
     plain = torch.cat(logits_of, 1)

@@ -4,7 +4,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,11 +19,12 @@ from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
 from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
+from .masked import CHUNKED_LAYER, HYBRID, MASKED, Way, choices_of, way_of, why_not_masked
 from .recurrences import reached
 from .recurrences import why_not as why_not_reached
-from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, has_states
-from .target_modules import LayerInputs, logits_under, passed_on, shape_of
-from .traits import LayerTraits, changes_of, ignores, ignores_zeros, known_traits, layer_traits
+from .recurrent_states import HYBRID_LAYERS, INDEXED_LAYERS, STATE_LAYERS, has_states
+from .target_modules import LayerInputs, passed_on, shape_of
+from .traits import LayerTraits, changes_of, ignores, known_traits, layer_traits
 
 try:
     from .compiled_steps import FixedSteps
@@ -61,8 +62,9 @@ class TargetView:
         self.ranks = None if Ranks is None else Ranks.of(model)
         self.config = model.config.get_text_config(decoder=True)
         self.has_states = has_states(self.config)
-        # collectives inside a graph are untested, and states are made anew in each step
-        self.runner: Any = runner if self.ranks is None and not self.has_states else None
+        # collectives inside a graph are untested, and states and masks are made anew in each step
+        is_fixed = self.ranks is None and not self.has_states and way_of(model, self.config) is HYBRID
+        self.runner: Any = runner if is_fixed else None
         self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -79,31 +81,43 @@ class TargetView:
 
     @property
     def counts_padding(self) -> bool:
-        """Whether in plain `generate` the positions of a row, and with them its text, depend on its left padding.
+        """Whether in plain `generate` the text of a row depends on its left padding.
 
         `generate` creates position ids only for a forward that has this parameter. Without them padding shifts all
         positions, which changes nothing for rotary embeddings, as these depend on distances only.
         """
         rotates = any("rotary_emb" in name for name, _ in self.model.named_modules())
-        return not (self._takes_positions or rotates)
+        return not (self._takes_positions or rotates) or self.traits.counts_padding
 
     @property
     def num_layers(self) -> int:
         return self.config.num_hidden_layers
 
     @cached_property
+    def way(self) -> Way:
+        """How nodes are verified: by hybrid tree attention, or by masks if the attention backends are not reached."""
+        way = way_of(self.model, self.config)
+        if way is HYBRID and not self.has_states and not self._traits_by(HYBRID).is_reached:
+            self.runner = self._fixed = None
+            way = MASKED
+        return way
+
+    @cached_property
     def traits(self) -> LayerTraits:
         """Traits of the attention layers, found by a trial forward."""
-        traits = known_traits(self.model, self.config)  # without waiting for a call in another thread
+        return self._traits_by(self.way)
+
+    def _traits_by(self, way: Way) -> LayerTraits:
+        traits = known_traits(self.model, self.config, way.trial)  # without waiting for a call in another thread
         if traits is None:
-            with self.attention():
-                traits = layer_traits(self.model, self.config)
+            with self._switched() if way is HYBRID else nullcontext():
+                traits = layer_traits(self.model, self.config, way.trial)
         return traits
 
     def ignores_zeros(self, name: str) -> bool:
         """Return whether an input of this name that holds only zeros changes nothing."""
         with self.attention():
-            return ignores_zeros(self.model, self.config, name)
+            return self.way.ignores_zeros(self.model, self.config, name)
 
     def ignores(self, name: str, value: Any) -> bool:
         """Whether this input changes nothing of text after a prefix."""
@@ -139,13 +153,13 @@ class TargetView:
             reasons.append(f"it has {', '.join(recurrent)} layers, whose state cannot branch into a tree or roll back")
         if self.has_states:
             reasons += why_not_reached(self.model, self.config)
-        if other := sorted(
-            kinds - PLAIN_LAYERS - RECURRENT_LAYERS - STATE_LAYERS - HYBRID_LAYERS - {"chunked_attention"}
-        ):
+        is_masked = way_of(self.model, self.config) is MASKED
+        by_masks = {*INDEXED_LAYERS, CHUNKED_LAYER} if is_masked else {CHUNKED_LAYER}
+        if other := sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - STATE_LAYERS - HYBRID_LAYERS - by_masks):
             reasons.append(
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
-        if "chunked_attention" in kinds or shape_of(self.config, "attention_chunk_size"):
+        if not is_masked and (CHUNKED_LAYER in kinds or shape_of(self.config, "attention_chunk_size")):
             reasons.append("it has chunked attention, which the attention backends do not support")
         if Ranks is None and (getattr(self.model, "_tp_size", None) or 1) > 1:
             reasons.append("it uses tensor parallelism, which is not in this copy (install the package hf_longspec)")
@@ -158,19 +172,31 @@ class TargetView:
             reasons.append(
                 "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
             )
-        if not self.model._can_set_attn_implementation():
+        if not is_masked and not self.model._can_set_attn_implementation():
             reasons.append("its attention does not go through transformers' AttentionInterface")
         if reasons:  # the trial below may fail with such layers
             return reasons
-        reasons += self.traits.reasons
+        if self.way is MASKED:
+            reasons = why_not_masked(self.model, self.config) or self.traits.reasons
+            return [*self._why_masked(), *reasons] if reasons else self._why_not_as_long(max_length)
+        return reasons + self.traits.reasons + self._why_not_as_long(max_length)
+
+    def _why_masked(self) -> list[str]:
+        """Return the reasons why the attention backends cannot compute layers that do not call them."""
+        if not self.model._can_set_attn_implementation():
+            return ["its attention does not go through transformers' AttentionInterface"]
+        return [] if way_of(self.model, self.config) is MASKED else self._traits_by(HYBRID).reasons
+
+    def _why_not_as_long(self, max_length: int | None) -> list[str]:
+        """Return the reasons why texts of this length cannot be decoded speculatively."""
         window = self.traits.forgotten_window
-        if window is not None and max_length is not None and max_length > window:
-            reasons.append(
-                f"its config has sliding_window={window}, which its attention does not apply and transformers' cache "
-                f"does, so texts of more than {window} tokens depend on where the prompt ended; set "
-                "config.sliding_window to None or to the length of the longest text"
-            )
-        return reasons
+        if window is None or max_length is None or max_length <= window:
+            return []
+        return [
+            f"its config has sliding_window={window}, which its attention does not apply and transformers' cache "
+            f"does, so texts of more than {window} tokens depend on where the prompt ended; set "
+            "config.sliding_window to None or to the length of the longest text"
+        ]
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -191,8 +217,12 @@ class TargetView:
     def _has_our_attention(self) -> bool:
         return str(self.config._attn_implementation).startswith(ATTENTION_NAME)
 
+    def attention(self) -> AbstractContextManager[None]:
+        """Return the context in which nodes are verified: the model's attention is switched unless masks are used."""
+        return nullcontext() if self.way is MASKED else self._switched()
+
     @contextmanager
-    def attention(self) -> Iterator[None]:
+    def _switched(self) -> Iterator[None]:
         """Switch the model to this package's attention, and restore its own implementation afterwards.
 
         The implementation is state of the model, so this waits for other threads as [`TargetView.lock`] does. A model
@@ -228,14 +258,10 @@ class TargetView:
         extra = self.keeping(torch.zeros(1, dtype=torch.long, device=input_ids.device))
         for begin in range(0, total, chunk_size or max(total, 1)):
             chunk = input_ids[:, begin : begin + (chunk_size or total)]
-            positions = torch.arange(start + begin, start + begin + chunk.shape[1], device=chunk.device)
-            self.model(
-                input_ids=chunk,
-                position_ids=positions.repeat(chunk.shape[0], 1),
-                **{CACHE_NAME: cache},
-                use_cache=True,
-                **extra,
-            )
+            end = start + begin + chunk.shape[1]
+            positions = torch.arange(start + begin, end, device=chunk.device).repeat(chunk.shape[0], 1)
+            with choices_of(cache, positions, end):
+                self.model(input_ids=chunk, position_ids=positions, **{CACHE_NAME: cache}, use_cache=True, **extra)
 
     def prefill_rows(
         self,
@@ -262,7 +288,7 @@ class TargetView:
             cache.stage(tree.num_nodes, tree)
             # a model with a table of positions would index beyond its end where a short row is padded
             inputs = tree.tokens, positions.clamp_max(last), cache, tree.mask[:, None]
-            logits_under(context, self.model, *inputs, **extra)
+            self.way.logits(context, self.model, *inputs, **extra)
             cache.commit(None, [min(max(len(prompt) - begin, 0), tree.num_nodes) for prompt in prompts])
 
     def verify(
@@ -333,7 +359,7 @@ class TargetView:
                 result = self._fixed.run(tokens, positions, cache, mask, context, with_hidden)
                 if result is not None:
                     return result
-            logits = logits_under(context, self.model, tokens, positions, cache, mask)
+            logits = self.way.logits(context, self.model, tokens, positions, cache, mask)
         return logits.to(tokens.device), None if caught is None else caught.hidden
 
     def clock(self) -> float:

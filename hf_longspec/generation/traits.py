@@ -23,7 +23,7 @@ prompt minus that of the row's prompt. The loop follows the columns of plain `ge
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -216,33 +216,37 @@ class LayerTraits:
     forgotten_window: int | None
     # whether zeros change nothing, for every input that was tried
     ignored: dict[str, bool] = field(default_factory=dict)
+    is_reached: bool = True  # whether every layer called the attention function
+    counts_padding: bool = False  # whether the text of plain `generate` depends on padding
 
 
-_known: WeakKeyDictionary[PreTrainedModel, tuple[dict, LayerTraits]] = WeakKeyDictionary()
+# A function that runs a model and finds its traits.
+Trial = Callable[[PreTrainedModel, Any], LayerTraits]
+_known: WeakKeyDictionary[PreTrainedModel, dict[Trial, tuple[dict, LayerTraits]]] = WeakKeyDictionary()
 
 
-def known_traits(model: PreTrainedModel, config: Any) -> LayerTraits | None:
+def known_traits(model: PreTrainedModel, config: Any, trial: Trial) -> LayerTraits | None:
     """Return the traits that an earlier trial found; `None` if there was none, or the text config has changed since."""
-    settings, traits = _known.get(model, (None, None))
+    settings, traits = _known.get(model, {}).get(trial, (None, None))
     return traits if settings is not None and settings == config.to_dict() else None
 
 
-def layer_traits(model: PreTrainedModel, config: Any) -> LayerTraits:
+def layer_traits(model: PreTrainedModel, config: Any, trial: Trial) -> LayerTraits:
     """Return the traits of the attention layers of `model`, found once and again if its text `config` has changed.
 
-    The model runs under an attention implementation of this package.
+    The model runs under the attention implementation that the `trial` needs.
     """
-    if (known := known_traits(model, config)) is not None:
+    if (known := known_traits(model, config, trial)) is not None:
         return known
-    traits = _try(model, config)
+    traits = trial(model, config)
     if traits.windows:  # a trial that failed is repeated the next time
-        _known[model] = deepcopy(config.to_dict()), traits
+        _known.setdefault(model, {})[trial] = deepcopy(config.to_dict()), traits
     return traits
 
 
 def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
     """Return whether zeros as input `name` have the same effect as no input, as is common for token types."""
-    ignored = layer_traits(model, config).ignored
+    ignored = layer_traits(model, config, try_backends).ignored
     if name not in ignored:
         zeros = {name: torch.zeros(1, QUERIES, dtype=torch.long, device=model.device)}
         without, with_zeros = _run(model, config), _run(model, config, more=zeros)
@@ -262,7 +266,8 @@ def ignores(model: PreTrainedModel, config: Any, name: str, value: Any) -> bool:
     return same and with_value.layers.keys() == without.layers.keys() and not with_value.differs_from(without)
 
 
-def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
+def try_backends(model: PreTrainedModel, config: Any) -> LayerTraits:
+    """Run two tokens under the attention of this package, and read the masks and queries of all layers."""
     longest = max([getattr(config, "max_position_embeddings", None) or NO_LIMIT, *_lengths(config)])
     try:
         first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
@@ -272,9 +277,9 @@ def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
     except Exception as error:
         message = (str(error) or "no message").splitlines()[0]
         failed = f"a forward of two tokens failed under its attention: {type(error).__name__}: {message}"
-        return LayerTraits((), [failed], None)
+        return LayerTraits((), [failed], None, is_reached=False)
     windows = {layer: found.window for layer, found in later.layers.items()}
-    reasons = []
+    reasons, missing = [], later.cached - set(windows)
     if not windows:
         reasons.append(
             "it never called the attention backend, so it would ignore the draft tree; its attention must go through "
@@ -282,7 +287,7 @@ def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
         )
     elif extra := later.cached - set(range(config.num_hidden_layers)):
         reasons.append(f"{_named(extra)} cache keys, but config.num_hidden_layers is {config.num_hidden_layers}")
-    elif missing := later.cached - set(windows):
+    elif missing:
         reasons.append(f"{_named(missing)} never called the attention backend and would ignore the draft tree")
     for reason in dict.fromkeys(reason for trial in (first, later) for reason in trial.reasons()):
         reasons.append(reason)
@@ -292,7 +297,8 @@ def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
             "nodes of a tree need"
         )
     of_layers = tuple(windows.get(layer) for layer in range(max(windows, default=-1) + 1))
-    return LayerTraits(of_layers, reasons, _cut_by_the_stock_cache(config, windows))
+    is_reached = bool(windows) and not missing
+    return LayerTraits(of_layers, reasons, cut_by_the_stock_cache(config, windows), is_reached=is_reached)
 
 
 def _lengths(config: Any) -> Iterable[int]:
@@ -302,7 +308,7 @@ def _lengths(config: Any) -> Iterable[int]:
             yield value + QUERIES
 
 
-def _cut_by_the_stock_cache(config: Any, windows: dict[int, int | None]) -> int | None:
+def cut_by_the_stock_cache(config: Any, windows: dict[int, int | None]) -> int | None:
     """Return the window by which transformers' cache drops keys that the layers attend to; `None` if it drops none."""
     layers = enumerate(DynamicCache(config=config).layers)  # may include dummy layers
     lengths = {layer: getattr(cached, "sliding_window", None) for layer, cached in layers if layer in windows}

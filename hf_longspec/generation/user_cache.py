@@ -19,13 +19,19 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .cache import CACHE_NAME, SpeculativeCache, columns_of, slots_of
+from .cache import CACHE_NAME, IndexedLayer, SpeculativeCache, columns_of, slots_of
 from .recurrent_states import StateLayer, give_back_states, take_over_states
+
+try:
+    from transformers.cache_utils import DynamicIndexedLayer
+except ImportError:  # before transformers 5.23
+    DynamicIndexedLayer = DynamicLayer
 
 # Layers of a DynamicCache that can be taken over.
 KNOWN_LAYERS = {
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
@@ -145,6 +151,12 @@ def take_over(
                 places = (columns - first).clamp(0, layer.keys.shape[2] - 1)
                 buffer.keys[:, :, : max(held)] = slots_of(layer.keys, places)
                 buffer.values[:, :, : max(held)] = slots_of(layer.values, places)
+        if isinstance(buffer, IndexedLayer) and layer.is_indexer_initialized:
+            keys = layer.indexer_keys[:, None]
+            buffer.indexer.lazy_initialization(keys, keys[..., :0])
+            buffer.indexer.keys[:, :, : max(held)] = (
+                keys if columns is None else slots_of(keys, columns.clamp_max(stored - 1))
+            )
     buffers.set_lengths(held)
 
 
@@ -171,6 +183,19 @@ def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: to
             if not layer.is_initialized:
                 layer.lazy_initialization(buffer.keys, buffer.values)
             _point(layer, buffer.keys, buffer.values, length, columns)
+        if isinstance(buffer, IndexedLayer) and buffer.indexer.is_initialized:
+            keys = buffer.indexer.keys
+            if not layer.is_indexer_initialized:
+                layer.lazy_initialization_indexer(keys[:, 0])
+            if columns is not None:
+                keys = slots_of(keys, _places(columns, 0, length))
+            layer.indexer_keys = keys[:, 0, :length]
+
+
+def _places(columns: torch.Tensor, first: int, length: int) -> torch.Tensor:
+    """Return the slots of the columns from `first` to `length` of every row; those of padding are any."""
+    numbers = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
+    return (torch.searchsorted(columns, numbers, right=True) - 1).clamp_min(0)
 
 
 def _point(
@@ -184,8 +209,7 @@ def _point(
     if columns is None:
         layer.keys, layer.values = keys[:, :, first:length], values[:, :, first:length]
         return
-    numbers = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
-    places = (torch.searchsorted(columns, numbers, right=True) - 1).clamp_min(0)
+    places = _places(columns, first, length)
     layer.keys, layer.values = slots_of(keys, places), slots_of(values, places)
 
 

@@ -15,6 +15,7 @@ from ..attention_backends.interface import register
 from ..generation.cache import SpeculativeCache
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
+from ..generation.masked import MASKED
 from ..generation.route import install
 from ..generation.sequences import SpeculationStats
 from ..generation.support import refuse_target
@@ -179,7 +180,7 @@ class DraftModel(PreTrainedModel):
         view = TargetView(target)
         refuse_target(view, type(self), max_length)
         self.check(view)
-        refuse_states(view, "candidate_generator()")
+        refuse_own_steps(view, "candidate_generator()")
         num_nodes = self.num_tree_nodes(view)
         change = FrequencyChange.of(target.config.get_text_config(decoder=True))
         if max_length + num_nodes > change.column:
@@ -387,12 +388,17 @@ class DraftModel(PreTrainedModel):
         return draft, info
 
 
-def refuse_states(target: TargetView, name: str) -> None:
-    """Refuse a target with recurrent states for a draft that runs it, or rolls it back, by itself."""
+def refuse_own_steps(target: TargetView, name: str) -> None:
+    """Refuse a target with recurrent states or masks of its own for a draft that runs it by itself."""
     if target.has_states:
         raise ValueError(
             f"{name} does not roll back the recurrent states of {type(target.model).__name__}. Use another draft, such "
             "as NgramDraftModel."
+        )
+    if target.way is MASKED:
+        raise ValueError(
+            f"{name} does not draft with {type(target.model).__name__}, whose nodes are verified by masks. Use another "
+            "draft, such as NgramDraftModel."
         )
 
 
@@ -413,5 +419,5 @@ class SelfDraftModel(DraftModel):
         return int(self.setting("num_assistant_tokens")) + 1
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets with recurrent states."""
-        refuse_states(target, type(self).__name__)
+        """Refuse targets with recurrent states and those that are verified by masks."""
+        refuse_own_steps(target, type(self).__name__)

@@ -57,7 +57,7 @@ def nothing_was_checked(monkeypatch):
 def blind(monkeypatch):
     """The trial forward finds nothing, neither reasons nor windows: the check has to find mistakes by itself."""
 
-    def nothing(model, config):
+    def nothing(model, config, trial):
         return LayerTraits((None,) * config.num_hidden_layers, [], None)
 
     monkeypatch.setattr(target, "layer_traits", nothing)

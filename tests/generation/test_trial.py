@@ -85,8 +85,9 @@ def test_more_layers_than_the_config_declares():
 
 
 def test_inputs_that_are_missing():
-    (reason,) = TargetView(vision_language_model("idefics")).why_not()
-    assert reason.startswith("a forward of two tokens failed under its attention: ValueError: Exactly 1 of pixel")
+    with_backends, with_masks = TargetView(vision_language_model("idefics")).why_not()
+    assert with_backends.startswith("a forward of two tokens failed under its attention: ValueError: Exactly 1 of")
+    assert with_masks.startswith("a forward of a few tokens failed under a mask of its own: ValueError: Exactly 1 of")
 
 
 class TestTheTrial:

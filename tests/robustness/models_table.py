@@ -31,7 +31,10 @@ COLUMNS = {
 
 
 def outcomes_of(model_type: str) -> dict[str, Any]:
-    """`{"unbuildable": reason}`, or for every draft the worst outcome of its batches: kind and detail."""
+    """`{"unbuildable": reason}`, or for every draft the worst outcome of its batches: kind and detail.
+
+    `one row` says that a draft runs on one prompt and is refused on prompts of different lengths.
+    """
     try:
         stock = stock_of(model_type)
     except Unbuildable as error:
@@ -39,7 +42,8 @@ def outcomes_of(model_type: str) -> dict[str, Any]:
     worst: dict[str, tuple[str, str]] = {}
     for kind, _, outcome in outcomes(stock):
         if outcome.kind != "identical" or kind not in worst:
-            worst[kind] = outcome.kind, outcome.detail
+            found = "one row" if outcome.kind == "refused" and worst.get(kind) == ("identical", "") else outcome.kind
+            worst[kind] = found, outcome.detail
     return worst
 
 
@@ -48,9 +52,9 @@ def status(row: dict[str, Any]) -> str:
     if "unbuildable" in row:
         return "unbuildable"
     kinds = {row[draft][0] for draft in DRAFTS}
-    if not kinds <= {"identical", "refused"}:
+    if not kinds <= {"identical", "one row", "refused"}:
         return "failed"
-    return "in part" if len(kinds) == 2 else kinds.pop()
+    return "in part" if len(kinds) > 1 or "one row" in kinds else kinds.pop()
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> str:
@@ -81,8 +85,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     marks, reasons = [], []
     for drafts in COLUMNS.values():
         others = [row[draft] for draft in drafts if row[draft][0] != "identical"]
-        marks.append({0: "yes", len(drafts): "no"}.get(len(others), "in part"))
-        reasons += [detail if kind == "refused" else f"**{kind}**" for kind, detail in others]
+        mark = "one row" if {"one row"} == {kind for kind, _ in others} else {0: "yes", len(drafts): "no"}
+        marks.append(mark if isinstance(mark, str) else mark.get(len(others), "in part"))
+        reasons += [detail if kind in ("refused", "one row") else f"**{kind}**" for kind, detail in others]
     if marks[0] == "no":  # for one reason that holds for every draft
         del reasons[1:]
     return [*marks, "; ".join(dict.fromkeys(reasons))]

@@ -1,0 +1,345 @@
+"""Verification under the model's own attention, by a mask over the prefix and the nodes.
+
+Hybrid tree attention needs a model that passes its queries and keys to an attention function, and that attends to all
+keys or to a window of them. Other models are verified as transformers runs them: the nodes get the 4-D mask
+`(B, 1, N, S + N)` of all slots of the cache, or such a mask for each kind of layer (Llama 4). Indexers read the mask
+before they choose keys (DeepSeek V3.2), and their own keys are staged and committed with the others. The mask has one
+entry for each node and slot, so a step costs more at long contexts than hybrid tree attention does.
+
+The choice of an indexer may end in a tie, as many of its scores are exactly 0. The order in which `topk` takes equal
+scores depends on the number of keys and on their places. [`IndexerChoices`] gives it the row of scores that it gets in
+plain `generate`.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from ..attention_backends.contexts import TreeContext
+from .cache import CACHE_NAME, IndexedLayer, SpeculativeCache
+from .draft_tree import DraftTree
+from .recurrent_states import INDEXED_LAYERS, has_states
+from .target_modules import logits_under, shape_of
+from .traits import LayerTraits, cut_by_the_stock_cache, ignores_zeros, try_backends
+
+CHUNKED_LAYER, SLIDING_LAYER = "chunked_attention", "sliding_attention"
+# Attention implementations of transformers that take a mask for each query and key.
+IMPLEMENTATIONS = ("eager", "sdpa")
+
+# Tokens of the two rows of a trial.
+TRIAL_PROMPTS = (9, 5)
+# Tokens of a trial lie between these, where no model has placeholders of images.
+FIRST_TOKEN, LAST_TOKEN = 3, 10
+# Parents of the nodes of a trial: two branches, the second of which lies after the first.
+TRIAL_PARENTS = (-1, 0, 1, 0, 3)
+# Largest difference of two logits of a trial, relative to their standard deviation. Rounding in float32 changed those
+# of the tiny targets of the tests by at most 5e-6; models that ignored the mask or the positions, by 0.2 and more.
+TRIAL_TOLERANCE = 1e-3
+# Likewise in half precision.
+HALF_TRIAL_TOLERANCE = 0.5
+
+
+@dataclass(frozen=True)
+class PlainForwards:
+    """The forwards in which plain `generate` runs the tokens of a call: prompts in chunks, then one column each."""
+
+    lags: tuple[int, ...]  # padding before the tokens of each row
+    stored: int  # columns that the cache held before the call
+    prompt: int  # columns of the prompts
+    chunk: int  # columns of a forward of the prompts
+
+    def num_keys(self, columns: Tensor) -> Tensor:
+        """Return the number of keys in the forward of the tokens in these columns."""
+        ends = self.stored + ((columns - self.stored) // self.chunk + 1) * self.chunk
+        return torch.where(columns < self.prompt, ends.clamp_max(self.prompt), columns + 1)
+
+
+class IndexerChoices(TorchFunctionMode):
+    """Let the indexers of one forward choose among equal scores as those of plain `generate` do.
+
+    Args:
+        positions (`torch.LongTensor` of shape `(batch, N)`): Positions of the tokens of the forward.
+        num_slots (`int`): Number of keys of the forward, in increasing order of their positions for each token.
+        plain ([`PlainForwards`], *optional*): The forwards to agree with. By default, one for each token of each row.
+    """
+
+    def __init__(self, positions: Tensor, num_slots: int, plain: PlainForwards | None):
+        super().__init__()
+        self.shape = (*positions.shape, num_slots)
+        self.positions, self.plain = positions, plain
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace `topk` of scores `(batch, N, num_slots)`."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.topk and args[0].shape == self.shape:
+            return self._settled(args[0], *result)
+        return result
+
+    def _settled(self, scores: Tensor, values: Tensor, indices: Tensor) -> Any:
+        """Return the `k` largest scores and their slots, with ties between the last ones settled."""
+        last, lowest = values[..., -1:], torch.finfo(scores.dtype).min / 2  # masked ones are lower
+        tied = (last > lowest) & ((scores >= last).sum(-1, keepdim=True) > values.shape[-1])
+        for row, token in tied[..., 0].nonzero().tolist():
+            seen = (scores[row, token] > lowest).nonzero().flatten()
+            lag = 0 if self.plain is None else self.plain.lags[row]
+            column = self.positions[row, token] + lag
+            size = int(column + 1 if self.plain is None else self.plain.num_keys(column))
+            padded = scores.new_full((size,), -torch.inf)
+            padded[lag : lag + len(seen)] = scores[row, token, seen]
+            chosen = seen[padded.topk(values.shape[-1]).indices - lag]
+            values[row, token], indices[row, token] = scores[row, token, chosen], chosen
+        return torch.return_types.topk((values, indices))
+
+
+def choices_of(cache: SpeculativeCache, positions: Tensor, num_slots: int) -> AbstractContextManager[Any]:
+    """Return the context of a forward of tokens at `positions` `(B, N)` with `num_slots` keys."""
+    if not any(isinstance(layer, IndexedLayer) for layer in cache.layers):
+        return nullcontext()
+    return IndexerChoices(positions, num_slots, cache.rows.plain)
+
+
+def masked_logits(
+    context: Any, model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: Any, mask: Tensor, **more: Any
+) -> Tensor:
+    """Logits `(B, N, vocab)` of the nodes of a [`TreeContext`] under the model's own attention.
+
+    The arguments are those of [`logits_under`]. A `mask` between the nodes is read from the context.
+    """
+    config = model.config.get_text_config(decoder=True)
+    num_slots = context.lengths.longest + tokens.shape[1]
+    masks = masks_of(context, config, num_slots)
+    if str(config._attn_implementation) == "eager":
+        lowest = torch.finfo(model.dtype).min
+        masks = {kind: torch.where(seen, 0.0, lowest).to(model.dtype) for kind, seen in masks.items()}
+    context.calls.append(0)
+    counts = first_count_that_matters(config) < math.inf
+    with choices_of(cache, context.positions, num_slots), _counted(cache, positions) if counts else nullcontext():
+        logits: Tensor = model(
+            input_ids=tokens,
+            position_ids=positions,
+            **{CACHE_NAME: cache},
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            use_cache=True,
+            **more,
+        ).logits
+    return logits
+
+
+def first_count_that_matters(config: Any) -> float:
+    """Return the first position at which layers scale queries by the length of the cache (Llama 4); infinity if none.
+
+    Other layers get their positions from `position_ids`.
+    """
+    return int(config.floor_scale) if shape_of(config, "attn_temperature_tuning") else math.inf
+
+
+@contextmanager
+def _counted(cache: SpeculativeCache, positions: Tensor) -> Iterator[None]:
+    """Let layers that add the index of a node to the length of the cache get `positions` `(B, N)` of one row.
+
+    Of several rows, they get the lowest position of each node.
+    """
+    lengths = [layer.length for layer in cache.key_layers]
+    counted: Any = positions.amin(0) - torch.arange(positions.shape[1], device=positions.device)
+    try:
+        for layer in cache.key_layers:
+            layer.length = counted
+        yield
+    finally:
+        for layer, length in zip(cache.key_layers, lengths, strict=True):
+            layer.length = length
+
+
+def masks_of(context: Any, config: Any, num_slots: int) -> dict[str, Tensor]:
+    """Return what the nodes of a [`TreeContext`] see of the slots of the cache, `(B, 1, N, num_slots)`.
+
+    There is one mask for each kind of layer of the text config.
+    """
+    positions, count = context.positions, context.positions.shape[1]
+    slots = torch.arange(num_slots, device=positions.device)
+    nodes = slots - context.lengths.on(slots.device)[:, None]  # (B, num_slots): index of the node in each slot
+    index = nodes.clamp(0, count - 1)
+    is_node = (nodes >= 0) & (nodes < count)
+    seen = context.mask.gather(2, index[:, None].expand(-1, count, -1)) & is_node[:, None] | (nodes < 0)[:, None]
+    keys, queries = torch.where(is_node, positions.gather(1, index), slots)[:, None], positions[:, :, None]
+    masks = {}
+    for kind in dict.fromkeys(getattr(config, "layer_types", None) or ("full_attention",)):
+        mask = seen
+        if kind == SLIDING_LAYER:
+            mask = seen & (queries - keys < config.sliding_window)
+        elif kind == CHUNKED_LAYER:
+            size = config.attention_chunk_size
+            mask = seen & (queries // size == keys // size)
+        masks[kind] = mask[:, None]
+    return masks
+
+
+def try_mask(model: PreTrainedModel, config: Any) -> LayerTraits:
+    """Verify a tree after two short prompts, and compare its logits with those of single tokens."""
+    kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
+    sizes = {SLIDING_LAYER: shape_of(config, "sliding_window"), CHUNKED_LAYER: shape_of(config, "attention_chunk_size")}
+    windows = tuple(sizes.get(kind) for kind in kinds)
+    try:
+        gap, padded_gap, spread = _gaps(model, config)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        message = (str(error) or "no message").splitlines()[0]
+        reasons = [f"a forward of a few tokens failed under a mask of its own: {type(error).__name__}: {message}"]
+        return LayerTraits(windows, reasons, None)
+    tolerance = TRIAL_TOLERANCE if model.dtype in (torch.float32, torch.float64) else HALF_TRIAL_TOLERANCE
+    reasons = []
+    if not gap <= tolerance * spread:
+        reasons.append(
+            "it does not follow a mask over prefix and nodes: logits of a tree and of single tokens differ by "
+            f"{gap:.3g}, with a standard deviation of {spread:.3g}"
+        )
+    cut = cut_by_the_stock_cache(config, dict(enumerate(windows)))
+    return LayerTraits(windows, reasons, cut, counts_padding=not padded_gap <= tolerance * spread)
+
+
+@torch.no_grad()
+def _gaps(model: PreTrainedModel, config: Any) -> tuple[float, float, float]:
+    """Return the largest differences of logits from those of single tokens, and the standard deviation of the latter.
+
+    The first difference is that of a tree, and the second one that of a prompt with padding.
+    """
+    device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights offloaded to disk
+    rows, count = len(TRIAL_PROMPTS), len(TRIAL_PARENTS)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(FIRST_TOKEN, LAST_TOKEN, (rows, max(TRIAL_PROMPTS) + count), generator=generator).to(device)
+    parents = torch.tensor(TRIAL_PARENTS, device=device).expand(rows, -1)
+    nodes = tokens[:, -count:]
+    tree = DraftTree(nodes, parents, torch.ones_like(nodes, dtype=torch.bool), max_depth=2)
+    cache = SpeculativeCache(config, rows, max(TRIAL_PROMPTS), tree_slots=count)
+    verified = _after_prompts(model, cache, tokens, tree)
+    differences, padded, logits = [], [], []
+    for row, length in enumerate(TRIAL_PROMPTS):
+        for path in ((0, 1, 2), (0, 3, 4)):
+            alone, prompt = SpeculativeCache(config, 1, length + len(path)), tokens[row : row + 1, :length]
+            _plain(model, alone, prompt)
+            for node in path:
+                logits.append(_plain(model, alone, nodes[row : row + 1, node : node + 1])[0, -1])
+                differences.append(_difference(verified[row, node], logits[-1]))
+        padded.append(_difference(_after_padding(model, config, prompt, nodes[row : row + 1, :1]), logits[-3]))
+    spread = torch.stack(logits).float()
+    return max(differences), max(padded), float(spread[spread.isfinite()].std())
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference of logits; those that are -inf in both are equal."""
+    return float((one.float() - other.float()).masked_fill(one == other, 0).abs().max())
+
+
+def _plain(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, **more: Any) -> Tensor:
+    """Logits of tokens `(B, N)` after those of the cache, in a forward as plain `generate` runs it."""
+    start = cache.get_seq_length()
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
+    with choices_of(cache, positions, start + tokens.shape[1]):
+        logits: Tensor = model(
+            input_ids=tokens, position_ids=positions, **{CACHE_NAME: cache}, use_cache=True, **more
+        ).logits
+    return logits
+
+
+def _after_prompts(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, tree: DraftTree) -> Tensor:
+    """Logits of the nodes of a tree after the prompts of a trial, whose rows have different lengths."""
+    _plain(model, cache, tokens[:, : max(TRIAL_PROMPTS)])
+    cache.set_lengths(TRIAL_PROMPTS)
+    positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
+    cache.stage(tree.num_nodes, tree)
+    context = TreeContext(cache.lengths, positions, tree.mask)
+    return masked_logits(context, model, tree.tokens, positions, cache, tree.mask)
+
+
+def _after_padding(model: PreTrainedModel, config: Any, prompt: Tensor, token: Tensor) -> Tensor:
+    """Logits of a token after a padded prompt, with the arguments that plain `generate` gives to the model."""
+    count = 2
+    cache = SpeculativeCache(config, 1, prompt.shape[1] + count + 1)
+    text = nn.functional.pad(torch.cat([prompt, token], 1), (count, 0), value=FIRST_TOKEN)
+    mask = torch.ones_like(text)
+    mask[:, :count] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    for step in (slice(0, -1), slice(-1, None)):
+        end = text.shape[1] if step.stop is None else text.shape[1] - 1
+        inputs = model.prepare_inputs_for_generation(
+            text[:, :end],
+            next_sequence_length=text[:, step].shape[1],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, step],
+            **{CACHE_NAME: cache},
+            use_cache=True,
+            is_first_iteration=end < text.shape[1],
+        )
+        with choices_of(cache, positions[:, step], end):
+            logits: Tensor = model(**inputs).logits[0, -1]
+    return logits
+
+
+@torch.no_grad()
+def ignores_zeros_by_logits(model: PreTrainedModel, config: Any, name: str) -> bool:
+    """Return whether zeros as input `name` change no logit of a short prompt."""
+    tokens = torch.arange(FIRST_TOKEN, LAST_TOKEN, device=model.device)[None]
+    caches = (SpeculativeCache(config, 1, tokens.shape[1]) for _ in range(2))
+    try:
+        without, with_zeros = (
+            _plain(model, cache, tokens, **more)
+            for cache, more in zip(caches, ({}, {name: torch.zeros_like(tokens)}), strict=True)
+        )
+    except Exception:  # it refuses this input, so nothing is known
+        return False
+    return torch.equal(without, with_zeros)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the nodes of a tree are verified."""
+
+    name: str
+    logits: Callable[..., Tensor]  # logits of a forward over nodes, with the arguments of [`logits_under`]
+    trial: Callable[[PreTrainedModel, Any], LayerTraits]  # finds the traits of the layers
+    ignores_zeros: Callable[[PreTrainedModel, Any, str], bool]  # whether zeros as this input change nothing
+
+
+HYBRID = Way("hybrid tree attention", logits_under, try_backends, ignores_zeros)
+MASKED = Way("masked", masked_logits, try_mask, ignores_zeros_by_logits)
+
+
+def way_of(model: PreTrainedModel, config: Any) -> Way:
+    """Return the way of verification of a model, as far as its class and its text config tell."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if has_states(config) or getattr(model, "_is_stateful", False):
+        return HYBRID
+    has_own_masks = bool(kinds & {*INDEXED_LAYERS, CHUNKED_LAYER}) or bool(shape_of(config, "attention_chunk_size"))
+    return MASKED if has_own_masks or not model._can_set_attn_implementation() else HYBRID
+
+
+def why_not_masked(model: PreTrainedModel, config: Any) -> list[str]:
+    """Return reasons why a model cannot be verified by masks, as far as its class and its text config tell."""
+    reasons = []
+    if (implementation := str(config._attn_implementation)) not in IMPLEMENTATIONS:
+        reasons.append(
+            f"it needs a mask over prefix and nodes, which attn_implementation={implementation!r} does not take; load "
+            "it with attn_implementation='eager'"
+        )
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        reasons.append(
+            "it takes positions from the length of its cache or from its tokens, not from position_ids, which the "
+            "nodes of a tree need"
+        )
+    if not getattr(config, "layer_types", None):
+        fields = config.to_dict().items()
+        sizes = [f"{name}={size}" for name, size in fields if "window" in name and type(size) is int and size > 0]
+        if sizes:
+            reasons.append(
+                f"its config has {', '.join(sizes)}, and its layers may count a window by slots of the cache"
+            )
+    return reasons

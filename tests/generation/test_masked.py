@@ -1,0 +1,311 @@
+"""Targets that are verified by a mask over prefix and nodes: the text of `generate`, and the keys of single steps."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_longspec import (
+    AssistantDraftModel,
+    NgramDraftModel,
+    PlainDraftModel,
+    QuestDraftModel,
+    SpecAttnDraftModel,
+    SpeculativeCache,
+    TokenSwiftDraftModel,
+)
+from hf_longspec.generation import masked
+from hf_longspec.generation.decoding import Session
+from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.masked import HYBRID, MASKED, IndexerChoices, PlainForwards
+from hf_longspec.generation.target import TargetView
+from tests.robustness import enumeration
+from tests.robustness.drafts import PARTIAL
+from tests.robustness.enumeration import build
+from tests.rounding import rounding
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.user_objects import Bomb
+
+# One type for each kind of mask: indexers, some of them shared, beside windows; chunks; no `AttentionInterface`.
+TYPES = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "llama4_text", "gptj", "falcon")
+TYPES = tuple(name for name in TYPES if name in enumeration.TYPES)  # dots3_note_text is newer than transformers 5.17
+NEW = 24
+RAGGED = (23, 3, 40)  # most of them longer than the `index_topk` of 8 of the tiny models
+
+
+@pytest.fixture(scope="module")
+def made():
+    models = {}
+
+    def make(name, implementation=None, **overrides):
+        key = name, implementation, *overrides.items()
+        if key not in models:
+            models[key] = build(name, **overrides)
+            if implementation is not None:
+                models[key].set_attn_implementation(implementation)
+        return models[key]
+
+    return make
+
+
+def arguments(lengths, **options):
+    input_ids, mask = tiny_prompts(127, lengths)
+    return {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0} | options
+
+
+def drafted(model, chain, text, width):
+    draft = RandomTreeDraftModel.from_target(model)
+    draft.hints, draft.chain = text[:, width:].tolist(), chain
+    draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
+    return draft
+
+
+def generated(model, seed=5, **options):
+    torch.manual_seed(seed)
+    return model.generate(**options)
+
+
+def compare_with_stock(model, lengths, chain=False, **options):
+    inputs = arguments(lengths, do_sample=False, **options)
+    text = generated(model, **inputs)
+    draft = drafted(model, chain, text, max(lengths))
+    assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
+    stats = draft.last_speculation
+    # nodes were accepted, and others were not
+    assert 1 < stats.num_emitted_tokens / stats.num_spec_steps < draft.num_nodes
+
+
+@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", TYPES)
+def test_greedy_text_of_rows_that_accept_different_numbers(made, name, chain):
+    model = made(name)
+    assert TargetView(model).way is MASKED
+    for lengths in ((37,), RAGGED):
+        compare_with_stock(model, lengths, chain)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_sampled_text_is_that_of_the_loop_without_a_draft(made, name):
+    model, inputs = made(name), arguments(RAGGED, do_sample=True, temperature=0.7)
+    text = generated(model, **inputs, assistant_model=PlainDraftModel.from_target(model))
+    draft = drafted(model, False, text, 40)
+    assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
+    assert draft.last_speculation.num_spec_steps > 0
+
+
+def test_masks_that_are_added_to_the_scores(made):
+    compare_with_stock(made("deepseek_v32", "eager"), RAGGED)
+    compare_with_stock(made("llama4_text", "eager"), RAGGED)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "llama4_text"])
+@pytest.mark.parametrize("lengths", [(37,), RAGGED], ids=["one", "ragged"])
+def test_prompts_in_chunks(made, name, lengths):
+    compare_with_stock(made(name), lengths, prefill_chunk_size=7)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_choice_that_begins_in_the_middle_of_the_text(made, name):
+    """The indexer takes all keys of the prompts and of the trial, and not all keys of the text."""
+    compare_with_stock(made(name, index_topk=44), (37, 23))
+
+
+def test_keys_after_a_commit_are_those_of_single_steps(made):
+    """Rows of a tree with two branches keep paths of different lengths, and one row nothing."""
+    model = made("deepseek_v32")
+    target = TargetView(model)
+    prompt = torch.randint(3, 127, (3, 11), generator=torch.Generator().manual_seed(1))
+    nodes = torch.randint(3, 127, (3, 6), generator=torch.Generator().manual_seed(2))
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 4]]).expand(3, -1)
+    tree = DraftTree(nodes, parents, torch.ones_like(nodes, dtype=torch.bool))
+    path, counts = torch.tensor([[0, 2, 4, 5], [0, 1, 3, 0], [0, 0, 0, 0]]), [4, 3, 0]
+    cache = SpeculativeCache(model.config, 3, 40, tree_slots=8)
+    with torch.no_grad():
+        target.prefill(prompt, cache, None)
+        cache.set_lengths([prompt.shape[1]] * 3)
+        before = [layer.keys[:, :, :11].clone() for layer in cache.key_layers]
+        target.verify(tree, cache)
+        cache.rollback()
+        assert all(torch.equal(layer.keys[:, :, :11], old) for layer, old in zip(cache.key_layers, before, strict=True))
+        target.verify(tree, cache)
+        cache.commit(path, counts)
+        assert len(cache.key_layers) == 2 * model.config.num_hidden_layers
+        for row, count in enumerate(counts):
+            alone = SpeculativeCache(model.config, 1, 40, tree_slots=8)
+            target.prefill(prompt[row : row + 1], alone, None)
+            for node in path[row, :count]:
+                target.prefill(nodes[row, node].view(1, 1), alone, None)
+            for layer, single in zip(cache.key_layers, alone.key_layers, strict=True):
+                keys, expected = (x[:, :, : 11 + count] for x in (layer.keys[row : row + 1], single.keys))
+                torch.testing.assert_close(keys, expected, **rounding(expected, model.config.num_hidden_layers))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "llama4_text", "gptj"])
+@pytest.mark.parametrize("kind", ["dynamic", "speculative"])
+def test_a_returned_cache_continues(made, name, kind):
+    """Also by plain `generate`; Ctrl-C before the first token leaves it as it was."""
+    model, inputs = made(name), arguments((21,), do_sample=False)
+    whole = generated(model, **inputs | {"max_new_tokens": 2 * NEW})
+    draft = drafted(model, False, whole, 21)
+    cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 1, 90)
+    first = generated(model, **inputs, assistant_model=draft, past_key_values=cache)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    more = {"input_ids": first, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    kept = copy.deepcopy(cache)
+    draft.hints = whole[:, first.shape[1] :].tolist()
+    processors = [Bomb().processor()]
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(**more, assistant_model=draft, past_key_values=cache, logits_processor=processors)
+    for continued in ({"assistant_model": draft, "past_key_values": cache}, {"past_key_values": kept}):
+        assert generated(model, **more, **continued).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "llama4_text"])
+@pytest.mark.parametrize("kind", ["dynamic", "speculative"])
+def test_a_second_turn_of_padded_rows(made, name, kind):
+    model, inputs = made(name), arguments(RAGGED, do_sample=False)
+    whole = generated(model, **inputs | {"max_new_tokens": 2 * NEW})
+    draft = drafted(model, False, whole, 40)
+    cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 3, 110)
+    first = generated(model, **inputs, assistant_model=draft, past_key_values=cache)
+    draft.hints = whole[:, first.shape[1] :].tolist()
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, NEW, dtype=torch.long)], 1)
+    again = inputs | {"input_ids": first, "attention_mask": mask}
+    assert generated(model, **again, assistant_model=draft, past_key_values=cache).tolist() == whole.tolist()
+
+
+class TestTies:
+    def test_equal_scores_are_chosen_as_in_the_forward_of_plain_generate(self):
+        """Of two rows, one with padding, whose nodes are a tree; the reference ranks the padded row of each node."""
+        lengths, lags, size, count = (30, 26), (0, 4), 33, 5
+        parents = torch.tensor([[-1, 0, 1, 0, 3]]).expand(2, -1)
+        tree = DraftTree(torch.zeros(2, 5, dtype=torch.long), parents, torch.ones(2, 5, dtype=torch.bool))
+        positions = torch.tensor(lengths)[:, None] + tree.depths
+        scores = torch.randint(0, 3, (2, 5, 35), generator=torch.Generator().manual_seed(0)).float()
+        orders = []
+        for row, length in enumerate(lengths):
+            slots = torch.arange(35) - length
+            is_seen = (slots < 0) | (tree.mask[row][:, slots.clamp(0, 4)] & (slots >= 0) & (slots < 5))
+            scores[row].masked_fill_(~is_seen, -torch.inf)
+            orders.append([seen.nonzero().flatten() for seen in is_seen])
+        for prompt in (0, size):
+            plain = PlainForwards(lags, 0, prompt, max(prompt, 1))
+            with IndexerChoices(positions, 35, plain):
+                found = scores.topk(count, dim=-1).indices
+            as_it_is, differs = scores.topk(count, dim=-1).indices, 0
+            for row, lag in enumerate(lags):
+                for node, order in enumerate(orders[row]):
+                    column = int(positions[row, node]) + lag
+                    whole = torch.full((1, 1, prompt if column < prompt else column + 1), -torch.inf)
+                    whole[0, 0, lag : lag + len(order)] = scores[row, node, order]
+                    expected = order[whole.topk(count, dim=-1).indices[0, 0] - lag]
+                    assert set(found[row, node].tolist()) == set(expected.tolist())
+                    differs += set(as_it_is[row, node].tolist()) != set(expected.tolist())
+            assert differs  # what the reference chooses depends on the layout
+
+    def test_a_text_depends_on_them(self, made, monkeypatch):
+        model, inputs = made("glm_moe_dsa"), arguments(RAGGED, do_sample=False)
+        text = generated(model, **inputs)
+        monkeypatch.setattr(IndexerChoices, "_settled", lambda self, scores, *found: torch.return_types.topk(found))
+        draft = drafted(model, False, text, 40)
+        draft.generation_config.check_target = False
+        assert generated(model, **inputs, assistant_model=draft).tolist() != text.tolist()
+
+
+class TestPositionsCountedByTheCache:
+    """Llama 4 scales queries by positions that it counts itself, from `floor_scale` on."""
+
+    def test_one_row(self, made):
+        compare_with_stock(made("llama4_text", floor_scale=16), (37,))
+
+    def test_rows_below_it(self, made):
+        compare_with_stock(made("llama4_text", floor_scale=40 + NEW), RAGGED)
+
+    def test_rows_beyond_it_are_not_drafted_for(self, made):
+        with pytest.raises(ValueError, match=r"max_length=64: from 63 tokens on \(floor_scale\)"):
+            compare_with_stock(made("llama4_text", floor_scale=39 + NEW), RAGGED)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "draft",
+        [
+            SpecAttnDraftModel,
+            QuestDraftModel,
+            AssistantDraftModel,
+            lambda target: TokenSwiftDraftModel.from_target(target, num_heads=2, **PARTIAL),
+        ],
+    )
+    def test_drafts_that_run_the_target_themselves(self, made, draft):
+        with pytest.raises(ValueError, match="does not draft with GPTJForCausalLM, whose nodes are verified by masks"):
+            getattr(draft, "from_target", draft)(made("gptj"))
+
+    def test_draft_models(self, made):
+        with pytest.raises(ValueError, match="does not draft with GPTJForCausalLM"):
+            AssistantDraftModel.from_model(made("gptj"), tiny_target("llama"))
+
+    def test_compiled_steps(self, made):
+        model = made("gptj")
+        draft = NgramDraftModel.from_target(model, compile="compile")
+        with pytest.raises(ValueError, match="compile='compile' is not supported with GPTJForCausalLM"):
+            model.generate(**arguments((9,)), assistant_model=draft)
+
+    def test_attention_implementations(self, made):
+        model = made("deepseek_v32", "hf_longspec")
+        with pytest.raises(ValueError, match=r"attn_implementation='hf_longspec' does not take; load.*'eager'"):
+            model.generate(**arguments((9,)), assistant_model=NgramDraftModel.from_target(model))
+
+    def test_padding_between_tokens(self, made):
+        model, inputs = made("gptj"), arguments((9,), do_sample=False)
+        inputs["attention_mask"][0, 4] = 0
+        draft = NgramDraftModel.from_target(model, on_unsupported="error")
+        with pytest.raises(ValueError, match="zeros between tokens, which is not supported with the masks of GPTJ"):
+            model.generate(**inputs, assistant_model=draft)
+
+    def test_inputs_beside_the_tokens(self, made):
+        model, inputs = made("megatron-bert"), arguments((9,), do_sample=False)
+        types = torch.zeros_like(inputs["input_ids"])
+        text = generated(model, **inputs)
+        draft = drafted(model, False, text, 9)
+        assert generated(model, **inputs, token_type_ids=types, assistant_model=draft).tolist() == text.tolist()
+        with pytest.raises(ValueError, match="token_type_ids: inputs beside the tokens are not supported"):
+            generated(model, **inputs, token_type_ids=types + 1, assistant_model=draft)
+
+    def test_text_that_depends_on_padding(self, made):
+        model = made("git")
+        compare_with_stock(model, (37,))
+        with pytest.raises(ValueError, match=r"attention_mask has padding.*plain generate counts the padding"):
+            compare_with_stock(model, RAGGED)
+
+
+def test_a_model_that_ignores_its_mask_is_refused(made, monkeypatch):
+    model = copy.deepcopy(made("gptj"))
+    forward = model.transformer.forward
+    monkeypatch.setattr(model.transformer, "forward", lambda *args, attention_mask=None, **more: forward(*args, **more))
+    with pytest.raises(ValueError, match="does not follow a mask over prefix and nodes: logits of a tree and of"):
+        model.generate(**arguments((9,)), assistant_model=NgramDraftModel.from_target(model))
+
+
+def test_an_iteration_of_other_targets_runs_nothing_of_this_way(monkeypatch):
+    model, inputs, entered = tiny_target("llama"), arguments((23, 9), do_sample=False), set()
+    assert TargetView(model).way is HYBRID
+    iterate = Session.iterate
+
+    def watched(self):
+        def note(frame, event, argument):
+            if event == "call" and frame.f_code.co_filename == masked.__file__:
+                entered.add(frame.f_code.co_name)
+
+        sys.setprofile(note)
+        try:
+            iterate(self)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(Session, "iterate", watched)
+    text = generated(model, **inputs)
+    draft = drafted(model, False, text, 23)
+    assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
+    assert draft.last_speculation.num_spec_steps > 0 and not entered
