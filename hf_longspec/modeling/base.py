@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
@@ -61,6 +62,8 @@ class DraftModel(PreTrainedModel):
     drafter_class: ClassVar[Any]
     settings: ClassVar[dict[str, Any]] = {}
     declared: ClassVar[dict[str, Setting]] = COMMON
+    # Module with `from_other_format`, which reads checkpoints of other projects. Published copies lack it.
+    reader: ClassVar[str | None] = None
     # A marker for the route, because an installed class and one loaded from the Hub are different classes.
     _is_longspec_draft = True
 
@@ -372,8 +375,19 @@ class DraftModel(PreTrainedModel):
 
     @classmethod
     def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
-        """Return a saved draft and transformers' loading info. The target is for subclasses that read other files."""
+        """Return a saved draft and transformers' loading info, or a checkpoint as other projects publish it.
+
+        Some of these need the target. The code that a repository may contain is never run.
+        """
         hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
+        if cls.reader is not None and kwargs.get("config") is None:
+            try:
+                reader = import_module(cls.reader)
+            except ImportError:
+                reader = None
+            draft = reader and reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
+            if draft is not None:
+                return draft, {}
         if cls.weightless:
             config = kwargs.get("config")
             draft = cls(
