@@ -24,6 +24,7 @@ CLASSES = {
     "longspec_eagle3": "Eagle3DraftModel",
     "longspec_dflash": "DFlashDraftModel",
     "longspec_mtp": "MtpDraftModel",
+    "longspec_gemma4_assistant": "Gemma4AssistantDraftModel",
     "longspec": "LongSpecDraftModel",
     "tokenswift": "TokenSwiftDraftModel",
     "specattn": "SpecAttnDraftModel",
