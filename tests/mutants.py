@@ -205,6 +205,20 @@ MUTATIONS = (
         "tests/modeling/dflash/test_generation_dflash.py",
     ),
     Mutation(
+        "Assistants of Gemma 4 see a token more than their window",
+        "modeling/gemma4_assistant/modeling_gemma4_assistant.py",
+        "layer.sliding_window + 2",
+        "layer.sliding_window + 1",
+        "tests/modeling/gemma4_assistant",
+    ),
+    Mutation(
+        "An assistant of Gemma 4 reads the state of the last committed token",
+        "modeling/gemma4_assistant/generation_gemma4_assistant.py",
+        "last = last_of(path, counts)",
+        "last = path[:, 0]",
+        "tests/modeling/gemma4_assistant",
+    ),
+    Mutation(
         "A hook may be removed while another thread calls it",
         "generation/target_modules.py",
         "def call(_: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> Any:",

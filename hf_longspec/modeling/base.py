@@ -382,12 +382,12 @@ class DraftModel(PreTrainedModel):
         hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
         if cls.reader is not None and kwargs.get("config") is None:
             try:
-                reader = import_module(cls.reader)
-            except ImportError:
+                reader: Any = import_module(cls.reader)
+            except ImportError:  # a published copy
                 reader = None
-            draft = reader and reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
-            if draft is not None:
-                return draft, {}
+            found = reader and reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
+            if found is not None:
+                return found, {}
         if cls.weightless:
             config = kwargs.get("config")
             draft = cls(

@@ -45,7 +45,8 @@ def steps_of(*modules):
 )
 def test_compiled_steps(target, name, graphs, run_as_they_are):
     kind, settings, steps = STEPS[name]
-    model = target("llama", vocab_size=12 if name in ("eagle3", "dflash", "gemma4_assistant") else 128, num_hidden_layers=1)
+    few = name in ("eagle3", "dflash", "gemma4_assistant")
+    model = target("llama", vocab_size=12 if few else 128, num_hidden_layers=1)
     models = [tiny_target("qwen3", 5, vocab_size=128)] if kind == "longspec_assistant" else []
     draft = DRAFTS[kind].model.from_target(model, *models, **settings)
     randomize(draft)

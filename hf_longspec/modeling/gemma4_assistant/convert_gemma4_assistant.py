@@ -69,7 +69,8 @@ def _draft(
     # transformers' own defaults, for fields that a file leaves out
     values = {name: raw[name] for name in FIELDS if name in raw}
     facts = {} if target is None else Gemma4AssistantDraftConfig.facts_of(target)
-    config = Gemma4AssistantDraftConfig(**(facts | {"vocab_size": layer.get("vocab_size", 0)}), layer_config=layer, **values)
+    values |= {"vocab_size": layer.get("vocab_size", 0), "layer_config": layer}
+    config = Gemma4AssistantDraftConfig(**(facts | values))
     names = {name: name.removeprefix("model.").removeprefix("masked_embedding.") for name in checkpoint.names}
     names.pop("lm_head.weight", None)  # a copy of the embedding
     return draft_of(checkpoint, raw, names, config, "complete assistant of Gemma 4", dtype)

@@ -32,7 +32,11 @@ class Gemma4AssistantDrafter(BeamDrafter):
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding, draft)
         target, self.rings = binding.target.model, []
-        self.ends, self.norm, self.layers = TargetEnds(target), final_norm_of(target), layers_read(binding.target.config)
+        self.ends, self.norm, self.layers = (
+            TargetEnds(target),
+            final_norm_of(target),
+            layers_read(binding.target.config),
+        )
         self.angles: Angles = binding.part((Angles, self.device), lambda: Angles(draft.rotary_embedding(self.device)))
         size = binding.cache.batch_size, 1, draft.config.backbone_hidden_size
         # output of the target's final norm at the last committed tokens

@@ -17,18 +17,11 @@ from ...attention_backends.interface import AUTOMATIC
 from ...attention_backends.lengths import SeqLens
 from ...attention_backends.registry import AttentionState
 from ...generation.target import TargetView
-from ...generation.target_modules import (
-    TargetEnds,
-    attention_of,
-    decoder_of,
-    final_norm_of,
-    refuse_compiled_forward,
-    shape_of,
-)
+from ...generation.target_modules import TargetEnds, attention_of, decoder_of, final_norm_of, refuse_compiled_forward
 from ..base import DraftModel
 from ..configuration_base import refuse_other_sizes
 from ..settings import WIDTHS
-from .configuration_gemma4_assistant import Gemma4AssistantDraftConfig, layers_read
+from .configuration_gemma4_assistant import SLIDING, Gemma4AssistantDraftConfig, layers_read
 from .generation_gemma4_assistant import Gemma4AssistantDrafter
 
 # Keys and values `(B, K, S, D)` of the target, by the type of the draft's layers that read them.
@@ -82,8 +75,9 @@ class Gemma4AssistantDraftModel(DraftModel):
         # Tokens, one cluster after another.
         self.register_buffer("token_ordering", torch.arange(layer.vocab_size) if self.centroids is not None else None)
         # A query also sees the token `sliding_window` + 1 positions before it, as the target has no key for its own.
-        windows = (block.self_attn.sliding_window for block in self.layers)
-        self._windows = tuple(None if window is None else window + 2 for window in windows)
+        self._kinds: tuple[str, ...] = tuple(layer.layer_types)
+        windows = (layer.sliding_window + 2 if kind == SLIDING else None for kind in self._kinds)
+        self._windows: tuple[int | None, ...] = tuple(windows)
         self.post_init()
 
     @classmethod
@@ -118,14 +112,9 @@ class Gemma4AssistantDraftModel(DraftModel):
         hidden = self.pre_projection(torch.cat([embedded, states], -1))
         angles = {kind: rotary(hidden, positions, kind) for kind in shared_kv_states}
         context = PrefixContext(lengths, positions.expand(-1, hidden.shape[1]), windows=self._windows)
-        for layer in self.layers:
-            hidden = layer(
-                hidden,
-                shared_kv_states=shared_kv_states,
-                position_embeddings=angles[layer.self_attn.layer_type],  # type: ignore[union-attr, index]
-                attention_mask=None,
-                tree=context,
-            )
+        for layer, kind in zip(self.layers, self._kinds, strict=True):
+            more = {"position_embeddings": angles[kind], "attention_mask": None, "tree": context}
+            hidden = layer(hidden, shared_kv_states=shared_kv_states, **more)
         hidden = self.norm(hidden)
         return self.logits(hidden), self.post_projection(hidden)
 
@@ -138,7 +127,7 @@ class Gemma4AssistantDraftModel(DraftModel):
         if self.centroids is None:
             return nn.functional.linear(hidden, rows)
         best = self.centroids(hidden).topk(self.config.centroid_intermediate_top_k, dim=-1).indices
-        tokens = self.token_ordering.view(self.config.num_centroids, -1)[best].flatten(-2)  # type: ignore[union-attr]
+        tokens = self.token_ordering.view(self.config.num_centroids, -1)[best].flatten(-2)
         logits = (rows[tokens] @ hidden[..., None]).squeeze(-1)
         return logits.new_full((*hidden.shape[:2], len(rows)), -torch.inf).scatter(-1, tokens, logits)
 

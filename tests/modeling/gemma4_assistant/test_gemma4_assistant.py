@@ -138,7 +138,9 @@ def test_clusters_of_tokens(gemma, unified, tmp_path):
     embedded = gemma.get_input_embeddings()(ids[length].view(1, 1))
     with torch.no_grad():
         outputs = own(
-            inputs_embeds=torch.cat([embedded, state], -1), position_ids=torch.tensor([[length]]), shared_kv_states=shared
+            inputs_embeds=torch.cat([embedded, state], -1),
+            position_ids=torch.tensor([[length]]),
+            shared_kv_states=shared,
         )
     (logits,) = draft.chain_logits(state, ids[length].view(1, 1), 0, shared, gemma)
     kept = logits.isfinite()
@@ -272,7 +274,10 @@ def test_files_that_are_refused(published, changes, error, tmp_path):
         ({"hidden_size": 48}, "backbone_hidden_size=32, but the target has 48"),
         ({"hidden_size": 32, "vocab_size": 97}, "vocab_size=96, but the target has 97"),
         ({"hidden_size": 32, "vocab_size": 96, "head_dim": 8}, "head_dim=16, but the target has 8"),
-        ({"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}, "multiple of"),
+        (
+            {"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8},
+            "multiple of",
+        ),
     ],
     ids=str,
 )
