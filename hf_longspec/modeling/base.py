@@ -4,7 +4,6 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
@@ -62,8 +61,6 @@ class DraftModel(PreTrainedModel):
     drafter_class: ClassVar[Any]
     settings: ClassVar[dict[str, Any]] = {}
     declared: ClassVar[dict[str, Setting]] = COMMON
-    # Module with `from_other_format`, which reads checkpoints of other projects. Published copies lack it.
-    reader: ClassVar[str | None] = None
     # A marker for the route, because an installed class and one loaded from the Hub are different classes.
     _is_longspec_draft = True
 
@@ -134,6 +131,10 @@ class DraftModel(PreTrainedModel):
         place = self.place(target)
         is_there = not self.training and (self.device, self.dtype) == place
         return self if is_there else copy.deepcopy(self).to(*place).eval()
+
+    @classmethod
+    def reader(cls) -> Any:
+        """Return the module that reads checkpoints of other projects; `None` if there is none."""
 
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         """Generate with `model` and this draft. `model.generate(assistant_model=draft)` calls this method.
@@ -380,14 +381,11 @@ class DraftModel(PreTrainedModel):
         Some of these need the target. The code that a repository may contain is never run.
         """
         hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
-        if cls.reader is not None and kwargs.get("config") is None:
-            try:
-                reader: Any = import_module(cls.reader)
-            except ImportError:  # a published copy
-                reader = None
-            found = reader and reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
-            if found is not None:
-                return found, {}
+        reader = cls.reader()
+        if reader is not None and kwargs.get("config") is None:
+            draft = reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
+            if draft is not None:
+                return draft, {}
         if cls.weightless:
             config = kwargs.get("config")
             draft = cls(

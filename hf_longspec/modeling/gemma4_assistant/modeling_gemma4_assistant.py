@@ -1,16 +1,12 @@
 """Gemma4AssistantDraftModel: a few layers without keys of their own attend to the target's cache from one position."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.gemma4.modeling_gemma4 import (
-    Gemma4RMSNorm,
-    Gemma4TextDecoderLayer,
-    Gemma4TextRotaryEmbedding,
-)
 
 from ...attention_backends.contexts import LayerAttention, StepContext
 from ...attention_backends.interface import AUTOMATIC
@@ -26,6 +22,13 @@ from .generation_gemma4_assistant import Gemma4AssistantDrafter
 
 # Keys and values `(B, K, S, D)` of the target, by the type of the draft's layers that read them.
 SharedStates = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def gemma4() -> Any:
+    """Return transformers' own module of the layers, which loads much that other drafts do not need."""
+    from transformers.models.gemma4 import modeling_gemma4
+
+    return modeling_gemma4
 
 
 @dataclass
@@ -57,18 +60,17 @@ class Gemma4AssistantDraftModel(DraftModel):
 
     config_class = Gemma4AssistantDraftConfig
     drafter_class = Gemma4AssistantDrafter
-    reader = "hf_longspec.modeling.gemma4_assistant.convert_gemma4_assistant"
     _no_split_modules = ["Gemma4TextDecoderLayer"]
     settings: ClassVar[dict[str, Any]] = {"tree_widths": WIDTHS}
 
     def __init__(self, config: Gemma4AssistantDraftConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        layer = config.layer
+        layer, parts = config.layer, gemma4()
         layer._attn_implementation = AUTOMATIC
         size, width = layer.hidden_size, config.backbone_hidden_size
         self.pre_projection = nn.Linear(2 * width, size, bias=False)
-        self.layers = nn.ModuleList(Gemma4TextDecoderLayer(layer, i) for i in range(layer.num_hidden_layers))
-        self.norm = Gemma4RMSNorm(size, eps=layer.rms_norm_eps)
+        self.layers = nn.ModuleList(parts.Gemma4TextDecoderLayer(layer, i) for i in range(layer.num_hidden_layers))
+        self.norm = parts.Gemma4RMSNorm(size, eps=layer.rms_norm_eps)
         self.post_projection = nn.Linear(size, width, bias=False)
         self.embed_tokens = nn.Embedding(layer.vocab_size, size)  # the rows of the head
         self.centroids = nn.Linear(size, config.num_centroids, bias=False) if config.use_ordered_embeddings else None
@@ -81,6 +83,16 @@ class Gemma4AssistantDraftModel(DraftModel):
         self.post_init()
 
     @classmethod
+    def reader(cls) -> Any:
+        """Return the module that reads checkpoints of other projects; `None` in a published copy, which lacks it."""
+        try:
+            return import_module(
+                "hf_longspec.modeling.gemma4_assistant.convert_gemma4_assistant"
+            )  # by name, as published copies lack it
+        except ImportError:
+            return None
+
+    @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
         """Refuse targets without rotary positions or a final norm."""
         decoder_of(target)
@@ -88,7 +100,7 @@ class Gemma4AssistantDraftModel(DraftModel):
 
     def rotary_embedding(self, device: torch.device) -> Any:
         """Return the rotary embedding of the draft, a function of a tensor, positions and the type of a layer."""
-        return Gemma4TextRotaryEmbedding(self.config.layer).to(device)
+        return gemma4().Gemma4TextRotaryEmbedding(self.config.layer).to(device)
 
     def forward(
         self,
