@@ -93,10 +93,14 @@ class Gemma4AssistantDraftConfig(DraftConfig):
                 )
         if other := sorted(set(fields.get("layer_types") or ()) - {FULL, SLIDING}):
             raise ValueError(f"layer_config has layers of types {other}: expected {FULL} and {SLIDING}.")
-        if self.use_ordered_embeddings and self.vocab_size % self.num_centroids:
+        most = self.num_centroids
+        if self.use_ordered_embeddings and not (
+            most and self.vocab_size % most == 0 and 1 <= self.centroid_intermediate_top_k <= most
+        ):
             raise ValueError(
-                f"num_centroids={self.num_centroids}: expected a divisor of vocab_size={self.vocab_size}, as all "
-                "clusters have the same size. Correct the draft's config.json."
+                f"num_centroids={most}, centroid_intermediate_top_k={self.centroid_intermediate_top_k}: expected a "
+                f"divisor of vocab_size={self.vocab_size}, as all clusters have the same size, and at most as many. "
+                "Correct the draft's config.json."
             )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..eagle3.convert_eagle3 import draft_of, refuse
@@ -73,4 +74,9 @@ def _draft(
     config = Gemma4AssistantDraftConfig(**(facts | values))
     names = {name: name.removeprefix("model.").removeprefix("masked_embedding.") for name in checkpoint.names}
     names.pop("lm_head.weight", None)  # a copy of the embedding
-    return draft_of(checkpoint, raw, names, config, "complete assistant of Gemma 4", dtype)
+    draft = draft_of(checkpoint, raw, names, config, "complete assistant of Gemma 4", dtype)
+    if (ordering := draft.token_ordering) is not None:
+        draft.token_ordering = ordering.long()
+        if not torch.equal(draft.token_ordering.sort().values, torch.arange(len(ordering))):
+            refuse(checkpoint.source, "token_ordering leaves out tokens", "expected each token of the vocabulary once")
+    return draft

@@ -86,9 +86,8 @@ class Gemma4AssistantDraftModel(DraftModel):
     def reader(cls) -> Any:
         """Return the module that reads checkpoints of other projects; `None` in a published copy, which lacks it."""
         try:
-            return import_module(
-                "hf_longspec.modeling.gemma4_assistant.convert_gemma4_assistant"
-            )  # by name, as published copies lack it
+            # by name, as published copies lack it
+            return import_module("hf_longspec.modeling.gemma4_assistant.convert_gemma4_assistant")
         except ImportError:
             return None
 

@@ -151,6 +151,23 @@ def test_clusters_of_tokens(gemma, unified, tmp_path):
     check(gemma, draft)
 
 
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"centroid_intermediate_top_k": 13}, "centroid_intermediate_top_k=13"),
+        ({"num_centroids": 7}, "num_centroids=7"),
+        ({}, "token_ordering leaves out tokens"),
+    ],
+    ids=str,
+)
+def test_clusters_that_are_refused(fields, error, tmp_path):
+    own_class(False, use_ordered_embeddings=True, centroid_intermediate_top_k=3).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | fields
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=error):
+        Gemma4AssistantDraftModel.from_pretrained(tmp_path)
+
+
 def check(target, draft, **options):
     """The text is that of `generate`, or when sampled that of the loop without a draft; drafted tokens are accepted."""
     texts = []
