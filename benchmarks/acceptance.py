@@ -187,9 +187,7 @@ def main(arguments: list[str] | None = None) -> None:
 def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planned]:
     """Plan the runs, the most important first: drafts are compared with one setting, the first of a kind has others.
 
-    Args:
-        kinds (`Mapping[str, str]`): Model type of each draft by its name; `None` is the name of SpecAttn.
-        lengths (`Sequence[int]`): Tokens of the prompts.
+    `kinds` has the model type of each draft by its name, `None` for SpecAttn.
     """
     middle = sorted(lengths)[len(lengths) // 2]
     if None in kinds:

@@ -49,14 +49,7 @@ class TimedStep:
 
 
 class SteppedRun:
-    """One decoding after a prefilled prompt, advanced from outside; the prompt is done, the first token is out.
-
-    Args:
-        draft (`DraftModel`): The draft, with its setting `gate`.
-        row (`int`): Index of the prompt, whose first `context` tokens are used.
-        mode (`str`): `sample` or `greedy`.
-        tokens (`int`): Tokens after the first one.
-    """
+    """One greedy decoding after the first `context` tokens of a prompt, advanced from outside; one token is out."""
 
     @torch.no_grad()
     def __init__(
@@ -66,8 +59,6 @@ class SteppedRun:
         prompts: PrefilledPrompts,
         row: int,
         context: int,
-        *,
-        mode: str,
         seed: int,
         tokens: int,
     ):
@@ -75,7 +66,7 @@ class SteppedRun:
         cache = SpeculativeCache(model.config, 1, context + tokens + 1)
         prompts.fill(cache, rows, context - draft.num_tree_nodes(TargetView(model)))
         prompt = prompts.tokens[rows, :context]
-        options: dict[str, Any] = {**MODES[mode].options(), "max_new_tokens": tokens + 1, CACHE_NAME: cache}
+        options: dict[str, Any] = {**MODES["greedy"].options(), "max_new_tokens": tokens + 1, CACHE_NAME: cache}
 
         def opened(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Session:
             target = TargetView(model)
@@ -127,17 +118,10 @@ def interleave(runs: Mapping[str, SteppedRun], tokens: int, clocks: Clocks = CLO
 def accounted(
     steps: Sequence[Sequence[TimedStep]], base: Sequence[Sequence[TimedStep]]
 ) -> tuple[float, dict[str, Any]]:
-    """Time of some runs over that of `base`, from exact counts of steps and the median cost of each kind.
+    """Time of runs over that of `base`, the loop without a draft in the same turns, and steps and cost of each kind.
 
     A step's cost is its time over the median of the base's steps in the same turn: the unit follows the machine.
     Medians leave out disturbances of single steps, so the result is the cost of the choice of steps.
-
-    Args:
-        steps (`Sequence[Sequence[TimedStep]]`): Steps of each run.
-        base (`Sequence[Sequence[TimedStep]]`): Steps of the loop without a draft in the same turns.
-
-    Returns:
-        The ratio, and for each kind how many steps a run has on average and their median cost.
 
     >>> plain = [TimedStep(0, "plain", 1.0, 1.0)] * 4
     >>> accounted([[TimedStep(0, "plain", 1.0, 1.0)] * 3 + [TimedStep(0, "speculation", 3.0, 3.0)]], [plain])[0]
@@ -188,22 +172,14 @@ class GateBenchmark:
             ungated = name.removesuffix(GATED) + UNGATED
             rivals = [PLAIN, ungated] if name.endswith(GATED) and ungated in wall else [PLAIN]
             base = min(rivals, key=lambda way: sum(wall[way]))  # the choice of a perfect gate, as measured
-            results.write(
-                "gate",
-                context=context,
-                method=name,
-                tokens_per_second=significant(self.tokens * len(repeats) / sum(wall[name])),
-                time_over_plain=_over(wall[name], wall[PLAIN]),
-                cpu_over_plain=_over(cpu[name], cpu[PLAIN]),
-                accounted_over_plain=significant(ratio),
-                kinds=kinds,
-                faster=base,
-                time_over_faster=_over(wall[name], wall[base]),
-                tau=significant(last.mean_acceptance_length),
-                same_texts=sum(runs[name].text == runs[PLAIN].text for runs in repeats),
-                texts=len(repeats),
-                decisions=[asdict(decision) for decision in last.gate_decisions],
-            )
+            record: dict[str, Any] = {"context": context, "method": name}
+            record |= {"tokens_per_second": significant(self.tokens * len(repeats) / sum(wall[name]))}
+            record |= {"time_over_plain": _over(wall[name], wall[PLAIN])}
+            record |= {"cpu_over_plain": _over(cpu[name], cpu[PLAIN]), "accounted_over_plain": significant(ratio)}
+            record |= {"kinds": kinds, "faster": base, "time_over_faster": _over(wall[name], wall[base])}
+            same = sum(runs[name].text == runs[PLAIN].text for runs in repeats)
+            record |= {"tau": significant(last.mean_acceptance_length), "same_texts": same, "texts": len(repeats)}
+            results.write("gate", **record, decisions=[asdict(decision) for decision in last.gate_decisions])
 
     def _repeat(self, repeat: int, context: int, tokens: int) -> dict[str, SteppedRun]:
         runs = {}
@@ -211,9 +187,7 @@ class GateBenchmark:
             draft, gated = self.ways[name]
             draft.generation_config.gate = gated
             row = repeat % len(self.prompts.tokens)
-            runs[name] = SteppedRun(
-                self.model, draft, self.prompts, row, context, mode="greedy", seed=repeat, tokens=tokens
-            )
+            runs[name] = SteppedRun(self.model, draft, self.prompts, row, context, repeat, tokens)
         interleave(runs, tokens)
         return runs
 

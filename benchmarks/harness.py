@@ -71,11 +71,7 @@ class Run(ResultFile):
         return False
 
     def in_time(self, planned: Iterable[T], describe: Callable[[T], Mapping[str, Any]]) -> Iterator[T]:
-        """Yield what there is time for, as long as the longest before took; add a line for all else.
-
-        Args:
-            describe (`Callable`): Names one of `planned` in such a line.
-        """
+        """Yield what there is time for, as long as the longest before took; add a line by `describe` for all else."""
         longest = 0.0
         for item in planned:
             if self.has_time(longest, **describe(item)):
@@ -121,9 +117,7 @@ def parser(
 ) -> argparse.ArgumentParser:
     """Make a parser with the arguments of every benchmark; `name` is that of its default result file.
 
-    Args:
-        repeats (`int`, *optional*): Default of `--repeats`, for benchmarks that time something.
-        prompts (`bool`, *optional*): Add `--target` and `--data`, for benchmarks that run a real model.
+    `repeats` is for benchmarks that time something, `prompts` for those that run a real model.
     """
     arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--minutes", type=float, default=minutes, help="time limit (default: %(default)s)")
@@ -178,11 +172,7 @@ def names(text: str) -> list[str]:
 
 
 def load_target(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A target without an end-of-text token, under transformers' `sdpa` attention.
-
-    Raises:
-        ValueError: If there is no such model.
-    """
+    """A target without an end-of-text token, under `sdpa` attention; ValueError if there is no such model."""
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
     except OSError as error:
@@ -193,14 +183,7 @@ def load_target(path: str, dtype: torch.dtype) -> PreTrainedModel:
 def load_prompts(target: str, sources: Sequence[str] | None, window: int, count: int) -> tuple[torch.Tensor, dict]:
     """Prompts `(count, window)` from every source in turn, and the settings for the result file that describe them.
 
-    A source without a text of `window` tokens is left out.
-
-    Args:
-        target (`str`): Folder or Hub id with the tokenizer.
-        sources (`Sequence[str]`, *optional*): Values of `--data`.
-
-    Raises:
-        ValueError: If no source has one.
+    A source without a text of `window` tokens is left out; ValueError if no source has one.
     """
     tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target).get_text_config()
     corpora, origins = [], []

@@ -23,14 +23,10 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.sequences import SpeculationStats
 from hf_longspec.generation.target import TargetView
 
-# Tokens before a mark over which the speed at the mark is taken.
-NEAR = 1000
-# Tokens of a call that compiles what a row will run, before its clock starts.
-WARM_UP = 24
-# Slots after the last mark, for baselines that go on there.
-ROOM = 2048
-# Rows of logits that a draft has, for alpha and beta (Eqs. 4 and 6 of the paper).
-LEVELS = 4
+NEAR = 1000  # tokens before a mark over which the speed at the mark is taken
+WARM_UP = 24  # tokens of a call that compiles what a row will run, before its clock starts
+ROOM = 2048  # slots after the last mark, for baselines that go on there
+LEVELS = 4  # rows of logits that a draft has, for alpha and beta (Eqs. 4 and 6 of the paper)
 # Tokens of the prompt, and of each baseline at every mark; the paper's way to sample.
 PROMPT, BASELINE_TOKENS = 2048, 512
 MIN_P, PENALTY, PENALTY_WINDOW = 0.1, 1.2, 1024
@@ -105,17 +101,12 @@ class LongBenchmark:
         for mark in marks:
             stats = arrivals.stats[mark]
             logits = max(1, LEVELS * stats.num_spec_steps)
-            results.write(
-                "long",
-                method=row.method,
-                **row.how(),
-                mark=mark,
-                tokens_per_second=arrivals.speed(1, mark),
-                tokens_per_second_near=arrivals.speed(max(1, mark - NEAR), mark),
-                tau=significant(stats.mean_acceptance_length),
-                alpha=significant(stats.num_accepted_draft_tokens / logits),
-                beta=significant(stats.num_accepted_ngram_tokens / logits),
-            )
+            record = {"mark": mark, "tokens_per_second": arrivals.speed(1, mark)}
+            record |= {"tokens_per_second_near": arrivals.speed(max(1, mark - NEAR), mark)}
+            shares = {"tau": stats.mean_acceptance_length, "alpha": stats.num_accepted_draft_tokens / logits}
+            shares |= {"beta": stats.num_accepted_ngram_tokens / logits}
+            record |= {name: significant(share) for name, share in shares.items()}
+            results.write("long", method=row.method, **row.how(), **record)
         return torch.cat([self.prompt, call.text], dim=1), cache
 
     def _call(self, method: Any, row: LongRow, prompt: torch.Tensor, tokens: int, cache: Any, **how: Any) -> Call:

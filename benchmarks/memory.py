@@ -42,18 +42,11 @@ class Peak:
 
 
 def peak_memory(function: Callable[..., Any], prepare: Callable[[], tuple[Any, ...]] = tuple) -> tuple[Peak, Any]:
-    """Peak of one call on the CPU, and what the call returned.
+    """Peak of one call on the CPU, beyond the arguments that `prepare` gives, and what the call returned.
 
-    Torch's allocator reports every block to the profiler (`profile_memory`), also the scratch buffers inside an
-    operation, which no hook on operations sees, and not what `malloc` keeps for later. Only blocks that were handed out
-    under the profiler are followed to their end, so objects that a call may replace are made under it: `prepare`. The
-    peaks of torch and of `tracemalloc` need not coincide. Pages of zeros count in full, touched or not.
-
-    Args:
-        function (`Callable`): The function to measure.
-        prepare (`Callable`, *optional*): Gives the arguments of `function`. They are there before the call and do not
-            count; where the call gives one back and takes the same size again, nothing is added. No other reference to
-            them is kept.
+    Torch's allocator reports every block to the profiler, also scratch buffers inside an operation. Only blocks that
+    were handed out under the profiler are followed to their end, so what a call may replace is made by `prepare`.
+    The peaks of torch and of `tracemalloc` need not coincide. Pages of zeros count in full, touched or not.
     """
     tracemalloc.start()
     try:

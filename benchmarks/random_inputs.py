@@ -46,17 +46,10 @@ class Shape:
 
     def config(self, max_length: int) -> LlamaConfig:
         """As a Llama configuration."""
-        return LlamaConfig(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=max_length,
-            attn_implementation="sdpa",
-        )
+        sizes = {"vocab_size": self.vocab, "hidden_size": self.hidden, "intermediate_size": self.intermediate}
+        sizes |= {"num_hidden_layers": self.layers, "num_attention_heads": self.heads, "head_dim": self.head_dim}
+        sizes |= {"num_key_value_heads": self.kv_heads, "max_position_embeddings": max_length}
+        return LlamaConfig(**sizes, attn_implementation="sdpa")
 
 
 def random_target(shape: Shape, max_length: int, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -78,14 +71,7 @@ def cache_bytes(shape: Shape, batch: int, length: int, dtype: torch.dtype) -> in
 
 
 def full_cache(model: LlamaForCausalLM, batch: int, context: int, room: int, slots: int) -> SpeculativeCache:
-    """A cache of random keys and values.
-
-    Args:
-        batch (`int`): Rows.
-        context (`int`): Committed tokens of each.
-        room (`int`): Tokens that can be committed after them.
-        slots (`int`): Nodes that can be staged.
-    """
+    """Random keys and values of `context` tokens a row, with `room` for more and `slots` for nodes."""
     cache = SpeculativeCache(model.config, batch, context + room, tree_slots=slots)
     heads, size = model.config.num_key_value_heads, model.config.head_dim
     like = torch.empty(batch, heads, 1, size, device=model.device, dtype=model.dtype)
@@ -216,10 +202,7 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Tensors that are made without values hold NaN in this context, so that a place nobody wrote to is seen.
-
-    By `torch.utils.deterministic.fill_uninitialized_memory`, which is on by default.
-    """
+    """Memory without values holds NaN in this context (`torch.utils.deterministic.fill_uninitialized_memory`)."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -258,10 +241,7 @@ def dynamic_cache(cache: SpeculativeCache, length: int, copy: Cache | None = Non
 
 
 class HfForward:
-    """The forward of a model under `sdpa` on a `DynamicCache` with the prefix of `cache`, one length for all rows.
-
-    It forgets the tree again.
-    """
+    """A forward under `sdpa` on a `DynamicCache` with the prefix of `cache`, of one length; it forgets the tree."""
 
     def __init__(self, model: PreTrainedModel, cache: SpeculativeCache):
         self.model = model
@@ -271,11 +251,7 @@ class HfForward:
 
     @torch.no_grad()
     def __call__(self, tree: DraftTree, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of the nodes, `(B, N, vocab)`.
-
-        Args:
-            mask (`torch.BoolTensor`, *optional*): That of [`block_mask`], if it is not to be made here.
-        """
+        """Logits of the nodes, `(B, N, vocab)`, under the mask of [`block_mask`]."""
         logits: torch.Tensor = self.model(
             input_ids=tree.tokens,
             position_ids=self.prefix + tree.depths,

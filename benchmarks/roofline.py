@@ -100,11 +100,7 @@ ALIKE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 
 
 
 def shape_of(target: str) -> TargetShape:
-    """The shape of a built-in configuration, or that of one in a folder or on the Hub.
-
-    Raises:
-        ValueError: If there is no such model, or its cache is not one of keys and values.
-    """
+    """The shape of a built-in configuration, or that of one in a folder or on the Hub; ValueError if there is none."""
     if target in CONFIGS:
         return shape_from_config(AutoConfig.for_model(**CONFIGS[target], **ALIKE, tie_word_embeddings=False), target)
     try:
@@ -117,11 +113,7 @@ def shape_of(target: str) -> TargetShape:
 
 
 def shape_from_config(config: Any, name: str) -> TargetShape:
-    """Sizes of a causal language model, its weights counted on a model without memory (the meta device).
-
-    Raises:
-        ValueError: If it caches latents (MLA) or a recurrent state, whose traffic is not that of keys and values.
-    """
+    """Sizes of a causal language model, its weights counted on the meta device; ValueError unless it caches keys."""
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
     if getattr(text, "kv_lora_rank", None) is not None or kinds - {"full_attention", "sliding_attention"}:
@@ -138,22 +130,13 @@ def shape_from_config(config: Any, name: str) -> TargetShape:
     looked_up = 0 if embedding is head else embedding.numel()
     experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 0
     heads = text.num_attention_heads
-    return TargetShape(
-        name,
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        intermediate=_first(text, "moe_intermediate_size", "intermediate_size") or 0,
-        heads=heads,
-        kv_heads=_first(text, "num_key_value_heads") or heads,
-        head_dim=_first(text, "head_dim") or text.hidden_size // heads,
-        vocab=text.vocab_size,
-        read_weights=stored - of_experts - looked_up,
-        stored_weights=stored,
-        expert_weights=of_experts,
-        experts=experts if of_experts else 0,
-        experts_per_token=_first(text, "num_experts_per_tok") or 0,
-        windows=_windows(text),
-    )
+    sizes = {"layers": text.num_hidden_layers, "hidden": text.hidden_size, "heads": heads, "vocab": text.vocab_size}
+    sizes |= {"intermediate": _first(text, "moe_intermediate_size", "intermediate_size") or 0}
+    sizes |= {"kv_heads": _first(text, "num_key_value_heads") or heads}
+    sizes |= {"head_dim": _first(text, "head_dim") or text.hidden_size // heads, "expert_weights": of_experts}
+    sizes |= {"read_weights": stored - of_experts - looked_up, "stored_weights": stored}
+    sizes |= {"experts": experts if of_experts else 0, "experts_per_token": _first(text, "num_experts_per_tok") or 0}
+    return TargetShape(name, **sizes, windows=_windows(text))
 
 
 def _windows(text: Any) -> tuple[int | None, ...]:
@@ -273,10 +256,8 @@ class Roofline:
     def tokenswift(self, branching: list[int], budget: int | None = 4096) -> Iteration:
         """TokenSwift: heads of one square matrix each, with one pass over the language-model head for all of them.
 
-        Args:
-            branching (`list[int]`): Children of every node, level by level; entry 0 is the target's own prediction.
-            budget (`int`, *optional*): Entries that the step which gives the hidden state reads. None: the state is
-                that of the last verification, whose prediction is the root already (`verify_hidden`).
+        Level 0 of the branching is the target's own prediction, by a step over `budget` entries; without it the state
+        is that of the last verification, whose prediction is the root already (`verify_hidden`).
         """
         widths = branching[1:] if budget is None else branching
         heads = (len(branching) - 1) * self.shape.hidden**2
@@ -322,11 +303,8 @@ def tables(rooflines: list[Roofline], args: argparse.Namespace) -> str:
         iterations += [at.specattn(gamma, RATIO) for gamma in args.gammas]
         iterations += [at.tokenswift(BRANCHING, budget=budget) for budget in (BUDGET, None)]
         for iteration in iterations:
-            times = {
-                "draft, ms": iteration.draft_ms,
-                "verify, ms": iteration.verify_ms,
-                "iteration, ms": iteration.iteration_ms,
-            }
+            times = {"draft, ms": iteration.draft_ms, "verify, ms": iteration.verify_ms}
+            times |= {"iteration, ms": iteration.iteration_ms}
             line: dict[str, Any] = {**place, "drafter": iteration.drafter}
             line |= {name: f"{value:.2f}" for name, value in times.items()}
             line |= {"c": f"{iteration.c:.3f}", "break-even tau": f"{iteration.break_even_tau:.2f}"}

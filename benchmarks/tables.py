@@ -24,11 +24,7 @@ BLOCK = re.compile(r"(<!-- bench:start (?P<what>[^>]+) -->)(?P<old>.*?)(<!-- ben
 
 
 def page_of(records: Sequence[Record]) -> Page:
-    """How the results of a benchmark are shown.
-
-    Raises:
-        ValueError: If the records are of no known benchmark.
-    """
+    """How the results of a benchmark are shown; ValueError for those of no known benchmark."""
     environments = of_kind(records, "environment")
     name = environments[0].get("benchmark") if environments else None
     if name not in PAGES:
@@ -50,16 +46,7 @@ def report(records: Sequence[Record]) -> str:
 
 
 def refreshed(path: Path, results: Path = RESULTS) -> str:
-    """The text of a page with all its blocks regenerated.
-
-    Args:
-        path (`Path`): The page.
-        results (`Path`, *optional*): Folder of the result files.
-
-    Raises:
-        ValueError: If a block begins or ends twice, names nothing, or names a file of no known benchmark.
-        OSError: If a file cannot be read.
-    """
+    """The text of a page with all its blocks regenerated; ValueError for a block that is not as documented."""
 
     def block(match: re.Match[str]) -> str:
         parts = []

@@ -15,15 +15,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import random_inputs
 from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
-from benchmarks.random_inputs import (
-    LOGIT_BUDGET,
-    DeviceAttention,
-    HfForward,
-    Shape,
-    block_mask,
-    hf_attention,
-    relative_error,
-)
+from benchmarks.random_inputs import DeviceAttention, HfForward, Shape, block_mask, hf_attention, relative_error
 from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.bench.machine import read_gb_per_second
 from hf_longspec.bench.report import significant, summarize
@@ -47,11 +39,7 @@ def measure(
     repeats: int,
     bandwidth: float,
 ) -> None:
-    """Measure both parts in one dtype after another, so that only one copy of the weights exists.
-
-    Args:
-        bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the floor.
-    """
+    """Measure both parts in one dtype after another, with one copy of the weights; bandwidth in GB per second."""
     results.say("drawing random weights, keys and values")
     model = random_inputs.random_target(shape, context + max(nodes), CPU, torch.bfloat16)
     parts = {"attention": AttentionCase, "forward": ForwardCase}
@@ -79,11 +67,7 @@ def measure(
 
 
 class AttentionCase:
-    """Attention alone, layer after layer so that no cache level of the processor holds what is read.
-
-    Args:
-        cache ([`SpeculativeCache`]): Keys and values of one row; the nodes' slots are overwritten.
-    """
+    """Attention alone, layer after layer, so that no cache of the processor holds the keys."""
 
     def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache, tree: DraftTree):
         layers = [(layer.keys, layer.values) for layer in cache.layers]
@@ -120,12 +104,7 @@ class AttentionCase:
 
 
 class ForwardCase:
-    """The whole forward: `TargetView.verify` on a preallocated cache against the same model with a `DynamicCache`.
-
-    Args:
-        model (`LlamaForCausalLM`): Under `sdpa`, in the dtype of the cache.
-        cache ([`SpeculativeCache`]): Holds the prefix. The other side reads the same keys and values.
-    """
+    """The whole forward: `TargetView.verify` on the cache, against the model under `sdpa` on a `DynamicCache`."""
 
     def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache, tree: DraftTree):
         self.model, self.cache, self.tree = model, cache, tree
@@ -153,7 +132,12 @@ class ForwardCase:
     def check(self) -> tuple[float, float, float, dict[str, float]]:
         """Relative difference of the logits, its budget, the seconds that both sides took, and nothing else."""
         (ours_seconds, ours), (hf_seconds, hf) = self.ours(), self.hf()
-        return relative_error(ours, hf.double()), LOGIT_BUDGET[self.model.dtype], ours_seconds + hf_seconds, {}
+        return (
+            relative_error(ours, hf.double()),
+            random_inputs.LOGIT_BUDGET[self.model.dtype],
+            ours_seconds + hf_seconds,
+            {},
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,6 +6,7 @@ for `every_step_speculates`; SPECULATION_GATE=flip, where gates open and shut at
 
 import dataclasses
 import datetime
+import functools
 import gc
 import logging
 import os
@@ -96,15 +97,14 @@ def sources_read_once():
     from hf_longspec.hub import flatten
     from hf_longspec.hub.repository import PACKAGE
 
-    read, known = flatten._read, {}
+    read = flatten._read
+    known = functools.cache(lambda name, left_out: read(name, PACKAGE, left_out))
 
     def read_once(name, root, left_out):
         if root != PACKAGE:
             return read(name, root, left_out)
-        key = name, tuple(left_out)
-        if key not in known:
-            known[key] = read(name, root, left_out)
-        return dataclasses.replace(known[key], pieces=list(map(dataclasses.replace, known[key].pieces)))
+        found = known(name, tuple(left_out))
+        return dataclasses.replace(found, pieces=list(map(dataclasses.replace, found.pieces)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flatten, "_read", read_once)

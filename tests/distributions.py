@@ -66,10 +66,7 @@ class MarkovTarget:
     """A target whose logits depend on the last token only; its processors see the whole prefix."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        generator: torch.Generator,
-        processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
+        self, vocab_size: int, generator: torch.Generator, processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = ()
     ) -> None:
         self.vocab_size = vocab_size
         self.processors = processors
@@ -83,10 +80,7 @@ class MarkovTarget:
         return scores
 
     def node_scores(self, prefix: Tensor, tree: DraftTree) -> Tensor:
-        """Processed scores `(rows, num_nodes, vocab_size)` after every node of trees of equal structure.
-
-        The prefix includes the root. The scores of a node depend on the tokens of its own path alone.
-        """
+        """Processed scores `(rows, nodes, vocab)` after every node; the prefix includes the root."""
         paths = [prefix]
         for node, parent in enumerate(tree.parents[0].tolist()[1:], start=1):
             paths.append(torch.cat([paths[parent], tree.tokens[:, node, None]], dim=1))

@@ -7,11 +7,7 @@ from hf_longspec.generation.gate import SpeculationGate
 
 
 class FlippingGate(SpeculationGate):
-    """Opens and closes at random: one to four steps of each kind, from a seed.
-
-    Attributes:
-        turns (`int`): Number of times it opened or closed.
-    """
+    """Opens and closes at random, for one to four steps of each kind, from a seed; `turns` counts that."""
 
     def __init__(self, seed: int = 0):
         super().__init__(2)

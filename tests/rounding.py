@@ -1,11 +1,8 @@
 """How far two float32 results of a tiny model may lie apart if both are right: the same sums in another order.
 
-The shapes of a call, the libraries and the instructions of the processor choose the order. So the bound follows from
-the computation, and not from the differences that were seen on one machine. Another order changes a sum of n terms by
-up to n eps of the size of its terms, and by about the root of n eps in most cases. Every layer adds its own part. The
-rest of the bound, n against its root, is for what magnifies an error: sharp attention, and norms of small states. A
-broken rule changes a result by a hundredth of its size and more (tests/generation/test_target.py, tests/mutations.md).
-
+Another order changes a sum of n terms by up to n eps of the size of its terms, and mostly by about the root of n eps;
+every layer adds its own part. The rest of the bound is for what magnifies an error: sharp attention, norms of small
+states. A broken rule changes a result by a hundredth and more (tests/generation/test_target.py, tests/mutations.md).
 float64 is no way out: transformers computes norms, rotary embeddings and routers in float32 in every model.
 """
 
@@ -21,8 +18,5 @@ def share(layers: int) -> float:
 
 
 def rounding(expected: torch.Tensor, layers: int) -> dict[str, float]:
-    """Return the tolerances of `torch.testing.assert_close` for a result of `layers` layers.
-
-    Small numbers have the tolerance of the largest: their terms are as large. Infinite ones do not count.
-    """
+    """Tolerances of `assert_close` for a result of `layers` layers, by its largest finite number."""
     return {"rtol": 0.0, "atol": share(layers) * expected[expected.isfinite()].abs().max().item()}

@@ -4,15 +4,10 @@
     training -> modeling        bench, auditing -> generation        cli, drafts, the package itself -> everything
     modeling/*/training_*.py, convert_*.py -> training, registry -> modeling
 
-Arrows are transitive. A room is a part of the package. The registry of drafts is a room of its own:
-`modeling/register_draft.py` and the `__init__.py` of each draft's folder. `modeling`
-does not import it, so a published draft works without it. `training_<draft>.py` and `convert_<draft>.py` are a room of
-their own too: the registry names them, and they are imported when they are used. `auditing` and `bench` work without
-`modeling`: the draft is an argument. `hub` imports the registry alone, `streaming` no room.
-The rooms in `SHIPPED` are joined into the files of a published draft. So a relative import there has the form `from
-module import names`, and a package that transformers does not install is imported inside `try`, as is this package
-itself, by name, and as are the parts that no published draft holds, `LEFT_OUT` of hub/flatten.py, except among
-themselves.
+Arrows are transitive. A room is a part of the package; the registry (`register_draft.py` and each draft's
+`__init__.py`) and the `training_` and `convert_` files that it names are rooms of their own. The rooms in `SHIPPED`
+are joined into the files of a published draft: relative imports have the form `from module import names`, and what may
+be missing there (optional packages, this package, `LEFT_OUT` of hub/flatten.py) is imported inside `try`.
 """
 
 import ast

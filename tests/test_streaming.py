@@ -82,12 +82,9 @@ def test_any_tokens_of_a_byte_level_tokenizer(tokens):
         )
 
 
-BROKEN = {
-    "continuations": [byte_level()("🙂")["input_ids"][-1]] * (3 * MANY + 1),
-    "beginnings": [byte_level()("🙂")["input_ids"][0]] * (2 * MANY),
-    "halves": byte_level()("🙂")["input_ids"][:2] * (2 * MANY),
-    "special": [0] * (2 * MANY),
-}
+BROKEN = {"continuations": [byte_level()("🙂")["input_ids"][-1]] * (3 * MANY + 1)}
+BROKEN |= {"beginnings": [byte_level()("🙂")["input_ids"][0]] * (2 * MANY)}
+BROKEN |= {"halves": byte_level()("🙂")["input_ids"][:2] * (2 * MANY), "special": [0] * (2 * MANY)}
 
 
 @pytest.mark.parametrize("kind", BROKEN)

@@ -22,10 +22,8 @@ def script():
 def rows(script):
     """Rows of two groups, told apart by their bytes: digits, and letters."""
     draw = np.random.default_rng(0)
-    groups = {
-        "source": [draw.integers(48, 58, 5000).astype(np.uint8), draw.integers(48, 58, 700).astype(np.uint8)],
-        "novels": [draw.integers(65, 91, 3000).astype(np.uint8)],
-    }
+    groups = {"source": [draw.integers(48, 58, 5000).astype(np.uint8), draw.integers(48, 58, 700).astype(np.uint8)]}
+    groups |= {"novels": [draw.integers(65, 91, 3000).astype(np.uint8)]}
     return script.Rows(groups, {"source": 0.5, "novels": 0.5}, seed=1)
 
 

@@ -1,9 +1,7 @@
-"""Tiny random targets, prompts and drafts.
+"""Tiny random targets with the structure of their architectures, prompts and drafts.
 
-A tiny target has the structure of its architecture (grouped heads, windows, softcaps, sinks, experts, latent KV) at a
-size that runs in milliseconds. Its weights are drawn so that the text depends on the context: attention is peaked,
-norms and sinks are not at their initial values, and greedy decoding does not settle on one token. The usual
-initialisation (std 0.02) gives nearly uniform attention, which would hide a dropped window or a wrong position.
+The usual initialisation gives nearly uniform attention, which would hide a dropped window or a wrong position. Here
+attention is peaked, norms and sinks are not at their initial values, and greedy texts vary.
 """
 
 import math
@@ -129,14 +127,9 @@ def tiny_target(
     attn_implementation: str | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """Random decoder-only model of an architecture of `TINY_TARGETS`, in eval mode on the CPU.
+    """Random decoder-only model of an architecture of `TINY_TARGETS`, with overrides of its config, in eval mode.
 
-    The same seed gives the same weights, drawn in float32 and then cast, and the global random state is left as it was.
-    `attn_implementation` does not change them; by default it is what transformers chooses, except for gemma2, which
-    runs `eager`. `overrides` are config fields that replace those of the row.
-
-    Raises:
-        ValueError: If `name` is unknown.
+    The same seed gives the same weights under any attention, drawn in float32 and cast; no random state is changed.
     """
     if name not in _ROWS:
         raise ValueError(f"unknown tiny target {name!r}, expected one of: {', '.join(TINY_TARGETS)}")
@@ -157,16 +150,11 @@ def tiny_target(
 
 
 def tiny_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """`input_ids` and `attention_mask` of random prompts of these lengths, padded on the left.
+    """`input_ids` and `attention_mask` of random prompts of these lengths without special tokens, padded on the left.
 
-    Special tokens (pad, bos, eos) are not drawn. A row depends on the seed, its index and its length alone, so a
-    batch of one prompt is the first row of a longer batch.
+    A row depends on the seed, its index and its length alone.
 
-    Raises:
-        ValueError: If there is no prompt, a prompt is empty, or the vocabulary holds special tokens only.
-
-    >>> input_ids, attention_mask = tiny_prompts(128, [2, 4])
-    >>> attention_mask.tolist()
+    >>> tiny_prompts(128, [2, 4])[1].tolist()
     [[0, 0, 1, 1], [1, 1, 1, 1]]
     """
     if not lengths or min(lengths) < 1:

@@ -1,8 +1,4 @@
-"""Stand-ins for the flash-attn package, versions 2 and 3.
-
-They have the documented arguments, compute in float64, and refuse what the real functions refuse: unknown arguments,
-other dtypes and layouts. Where a row has no keys, they return the same values as the real ones.
-"""
+"""Stand-ins for flash-attn 2 and 3: the documented arguments, in float64, with the refusals of the real functions."""
 
 import sys
 from functools import lru_cache

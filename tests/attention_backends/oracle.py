@@ -1,8 +1,4 @@
-"""Inputs of the attention tests, what their results are compared with, and how wrong a result may be.
-
-`double_loop` shares nothing with the package: Python floats, one query and one key at a time. `plain_attention` is what
-a user would write in torch; its error in the dtype under test is the budget. Unused slots of a cache hold NaN.
-"""
+"""Inputs of the attention tests, what results are compared with and how wrong they may be; unused slots hold NaN."""
 
 import math
 

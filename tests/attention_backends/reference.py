@@ -25,17 +25,9 @@ from hf_longspec.attention_backends.registry import WINDOW_WITHOUT_POSITIONS, At
 
 
 def prefix_attention(query, key, value, lengths, *, scaling, positions=None, sliding_window=None, softcap=None):
-    """Attend N queries to the committed prefix: all of them see the key slots below `lengths[b]`; slot j is position j.
+    """N queries see the slots below `lengths[b]`, a [`SeqLens`] with numbers on the device and, if known, on the host.
 
-    Args:
-        lengths ([`SeqLens`]): Used slots per row, possibly 0. Kernels read them on the device; a backend that slices
-            needs them on the host, and reads them from the device only if the host does not know them.
-        positions (`torch.LongTensor` of shape `(B, N)`, *optional*):
-            Absolute positions of the queries, at least `lengths - 1`. Needed with `sliding_window`.
-        sliding_window (`int`, *optional*): Query n sees slot j only if `positions[b, n] - j < sliding_window`.
-
-    Raises:
-        ValueError: If `sliding_window` comes without `positions`.
+    With `sliding_window`, query n sees slot j only if `positions[b, n] - j < sliding_window`; positions are `(B, N)`.
     """
     if sliding_window is not None and positions is None:
         raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
@@ -47,12 +39,9 @@ def prefix_attention(query, key, value, lengths, *, scaling, positions=None, sli
 
 
 def tree_attention(query, key, value, mask, *, scaling, softcap=None):
-    """Attend N queries to M keys under an explicit mask; the keys have M slots instead of S.
+    """N queries see those of M keys where the mask `(B, N, M)`, `(B, 1, N, M)` or `(B, H, N, M)` is true.
 
-    Args:
-        mask (`torch.Tensor` of shape `(B, N, M)`, `(B, 1, N, M)` or `(B, H, N, M)`):
-            True where a query sees a key. A floating point mask is added to the scores; its -inf (or the lowest
-            number of its dtype, which transformers uses) hides the key.
+    A floating point mask is added to the scores; its -inf, or the lowest number of its dtype, hides the key.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     mask = mask[:, None] if mask.dim() == 3 else mask
@@ -73,14 +62,7 @@ def tree_attention(query, key, value, mask, *, scaling, softcap=None):
 
 
 def sparse_attention(query, key, value, indices, counts, *, scaling, softcap=None):
-    """Attend N queries to chosen key slots.
-
-    Args:
-        indices (`torch.LongTensor` of shape `(B, K, T)` or `(B, 1, T)`):
-            Slots, per key/value head or the same for all. Those from `counts[b]` on must be valid slots, and are
-            not used.
-        counts (`torch.LongTensor` of shape `(B,)`): How many of the T slots are used.
-    """
+    """N queries see the first `counts[b]` of the slots `indices` `(B, K, T)` or `(B, 1, T)`, all of which are valid."""
     heads = key.shape[1]
     chosen = indices.expand(-1, heads, -1)[..., None]
     key = key.gather(2, chosen.expand(-1, -1, -1, key.shape[3]))
@@ -89,11 +71,7 @@ def sparse_attention(query, key, value, indices, counts, *, scaling, softcap=Non
 
 
 def causal_attention(query, key, value, *, scaling, sliding_window=None, softcap=None):
-    """Attend the last N of S positions to all S, causally: query n is position `S - N + n`, and N <= S.
-
-    Args:
-        sliding_window (`int`, *optional*): Each query sees the last `sliding_window` positions, its own included.
-    """
+    """Query n is position `S - N + n` and sees the positions up to its own, or the last `sliding_window` of them."""
     batch, _, nodes, _ = query.shape
     length = key.shape[2]
     slots = torch.arange(length, device=key.device)

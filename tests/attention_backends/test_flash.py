@@ -22,10 +22,7 @@ CALL = AttentionCall(torch.device("cpu"), torch.float16, 64, 64)
 
 @pytest.mark.parametrize(("window", "told"), [(None, True), (9, True), (66, True), (67, True), (67, False)])
 def test_one_call_on_the_cache_itself(window, told, calls):
-    """One row per query head of a key head; in a window that hides something, one row per node.
-
-    The deepest node of 7 after 60 tokens is at position 66: a window of 67 holds slot 0, one of 66 does not.
-    """
+    """A row per query head of a key head, or per node where a window hides a slot: the deepest is at position 66."""
     lengths, nodes, groups = (0, 5, 60), 7, 3
     query, key, value = tensors(3, 2, groups, nodes, 70, 16, torch.float16)
     key, value = layout(key, "buffer"), layout(value, "buffer")

@@ -11,6 +11,7 @@ from hf_longspec.bench.matrix import Cell, Matrix, Method
 from hf_longspec.bench.prompts import Document, DocumentPrompts
 from hf_longspec.bench.report import matrix_report
 from hf_longspec.bench.results import ResultFile, read_records
+from tests.generation.conftest import widths  # noqa: F401 - a fixture
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 CELL, WIDE = Cell("float32", 40, 1), Cell("float32", 60, 2)

@@ -38,25 +38,10 @@ def code(trained):
     return left_padded([ids[:100]], 0)
 
 
-@pytest.fixture
-def forwards(request, target):
-    """Tokens of every forward of the target, noted by a hook of this test."""
-    sizes = []
-    if "trained" in request.fixturenames:
-        target = request.getfixturevalue("trained")
-
-    def note(module, args, kwargs):
-        ids = args[0] if args else kwargs["input_ids"]
-        sizes.append(ids.shape[1])
-
-    handle = target.register_forward_pre_hook(note, with_kwargs=True)
-    yield sizes
-    handle.remove()
-
-
 @pytest.mark.parametrize("name", ["hf", "plain"])
-def test_time_to_first_token_holds_the_prompt_and_nothing_else(name, target, prompt, forwards):
+def test_time_to_first_token_holds_the_prompt_and_nothing_else(name, target, prompt, widths):
     """A clock that is moved by forwards alone: 100 s for one over the prompt, 1 s for one of a single token."""
+    forwards = widths(target)
     method = HfMethod() if name == "hf" else hf_longspec.PlainDraftModel.from_target(target)
 
     def now():
@@ -71,8 +56,9 @@ def test_time_to_first_token_holds_the_prompt_and_nothing_else(name, target, pro
     assert (call.tokens, call.steps) == (5, 5)
 
 
-def test_tau_is_that_of_counted_forwards(trained, code, forwards):
+def test_tau_is_that_of_counted_forwards(trained, code, widths):
     """The draft does not run the target: every forward after the prompt is a verification."""
+    forwards = widths(trained)
     draft = hf_longspec.LongSpecDraftModel.from_pretrained(CARDS / "tiny-longspec", dtype=torch.float32)
     run_call(trained, draft, code, decoding=Decoding(), tokens=2, seed=0)  # the first call checks the target
     forwards.clear()
@@ -85,7 +71,8 @@ def test_tau_is_that_of_counted_forwards(trained, code, forwards):
     assert counted.acceptance_histogram == call.histogram
 
 
-def test_prompt_lookup_is_counted_as_it_verifies(trained, code, forwards):
+def test_prompt_lookup_is_counted_as_it_verifies(trained, code, widths):
+    forwards = widths(trained)
     method = HfMethod({"prompt_lookup_num_tokens": 4}, max_batch=1)
     call = run_call(trained, method, code, decoding=Decoding(), tokens=24, seed=0)
     assert call.steps == len(forwards) - 1 == sum(call.histogram)

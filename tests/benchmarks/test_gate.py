@@ -1,9 +1,7 @@
 """The gate: every way to decode runs as it is named, and changes no text; the account of times."""
 
 import hf_longspec
-from benchmarks.gate import (
-    GateBenchmark,
-)
+from benchmarks.gate import GateBenchmark
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import PLAIN
 from hf_longspec.bench.results import read_records

@@ -1,7 +1,4 @@
-"""The GPU benchmark on a CPU: one run over everything, and what it refuses. Parts that need a GPU are left out by name.
-
-The last test runs the command as it is started on a machine with nothing but torch, triton and transformers.
-"""
+"""The GPU benchmark on a CPU, and with torch, triton and transformers alone: one run over everything, and refusals."""
 
 import dataclasses
 import json

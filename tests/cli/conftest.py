@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_longspec.cli import app
+from tests.hub.conftest import hub  # noqa: F401 - a fixture
 
 HUB_CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
 

@@ -13,6 +13,7 @@ from hf_longspec.bench.results import of_kind, read_records
 from hf_longspec.cli import bench, models
 from tests.cli.conftest import HUB_CARDS, run_command
 from tests.tiny_targets import tiny_target
+from tests.watching import after, before
 
 TARGET, LONGSPEC = str(HUB_CARDS / "tiny-target"), str(HUB_CARDS / "tiny-longspec")
 TEXT = str(HUB_CARDS.parent / "README.md")
@@ -108,34 +109,32 @@ def test_prompts_of_their_own_length_from_a_column(here):
 
 
 def test_an_interrupted_run_keeps_its_lines_and_is_gone_on_with(here, monkeypatch):
-    real, calls = matrix.run_call, []
+    calls = []
 
-    def interrupted(*args, **kwargs):
+    def interrupt(*_, **__):
         calls.append(None)
         if len(calls) == 5:  # two methods warm up and run, the third begins
             raise KeyboardInterrupt
-        return real(*args, **kwargs)
 
-    monkeypatch.setattr(matrix, "run_call", interrupted)
+    before(monkeypatch, matrix, "run_call", interrupt)
     result = invoke("--draft", "ngram")
     assert result.exit_code == 130
-    before = of_kind(read_records(here / "bench.jsonl"), "run")
-    assert len(before) == 2
+    first = of_kind(read_records(here / "bench.jsonl"), "run")
+    assert len(first) == 2
     assert "--resume" in result.output and "The run was not finished." in result.output
-    monkeypatch.setattr(matrix, "run_call", real)
     with monkeypatch.context() as patch:
         patch.setattr(models, "load_tokenizer", None)  # said before anything is loaded
         again = invoke("--draft", "ngram")
     assert again.exit_code == 2 and "--resume" in again.output
     absent = invoke("--draft", "ngram", "--resume", "--output", "other.jsonl")
     assert absent.exit_code == 2 and "other.jsonl" in absent.output
-    _, after = run("--draft", "ngram", "--resume")
-    assert after[:2] == before and len(after) == 4
+    _, resumed = run("--draft", "ngram", "--resume")
+    assert resumed[:2] == first and len(resumed) == 4
 
 
 def test_other_settings_and_another_environment_are_not_resumed(here, monkeypatch):
     assert invoke("--minutes", "0").exit_code == 0
-    before = (here / "bench.jsonl").read_bytes()
+    written = (here / "bench.jsonl").read_bytes()
     settings = invoke("--resume", "--max-new-tokens", "9", "--draft", "specattn")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     environment = invoke("--resume")
@@ -143,19 +142,16 @@ def test_other_settings_and_another_environment_are_not_resumed(here, monkeypatc
     assert "tokens was 8, now 9" in settings.output
     assert "drafts was ['ngram'], now ['specattn']" in settings.output
     assert "threads was" in environment.output and "now 77" in environment.output
-    assert (here / "bench.jsonl").read_bytes() == before
+    assert (here / "bench.jsonl").read_bytes() == written
 
 
 def test_a_wrong_text_is_the_exit_status(monkeypatch):
-    real = matrix.run_call
 
-    def spoiled(model, method, *args, **kwargs):
-        call = real(model, method, *args, **kwargs)
+    def spoil(call, model, method, *_, **__):
         if type(method).__name__ == "NgramDraftModel":
             call.text[0, -1] ^= 1
-        return call
 
-    monkeypatch.setattr(matrix, "run_call", spoiled)
+    after(monkeypatch, matrix, "run_call", spoil)
     result = invoke("--draft", "ngram")
     assert result.exit_code == 1
     assert "## Wrong texts" in result.output

@@ -10,6 +10,7 @@ from hf_longspec.cli import CommandError, demo, models
 from tests.cli.conftest import HUB_CARDS, run_command
 from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import save_byte_target
+from tests.watching import after
 
 MAX_POSITIONS = 512
 SMALL = ["--context", "300", "--max-new-tokens", "16"]
@@ -85,15 +86,12 @@ def test_emulated_bfloat16_gets_a_shorter_prompt_unless_a_length_was_asked_for(
 
 @pytest.mark.parametrize(("dtype", "check"), [("float32", "differs"), ("bfloat16", "NOT lossless")])
 def test_another_text_is_status_1(dtype, check, run, monkeypatch):
-    run_call = demo.run_call
 
-    def tampered(model, method, *args, **how):
-        call = run_call(model, method, *args, **how)
+    def tamper(call, model, method, *_, **__):
         if isinstance(method, SpecAttnDraftModel):
             call.text[0, 4] = 3 + (call.text[0, 4] - 2) % 250
-        return call
 
-    monkeypatch.setattr(demo, "run_call", tampered)
+    after(monkeypatch, demo, "run_call", tamper)
     status, out, _ = run(*SMALL, "--dtype", dtype)
     assert status == 1 and "Wrong text: specattn." in out and "same text" not in out
     assert [cells[-1] == check for cells in rows(out).values()] == [False, False, False, True]

@@ -18,12 +18,9 @@ COMMANDS = typer.main.get_command(app).commands
 PAGE = read("docs/cli.md")
 EXAMPLES = [line for block in blocks_of("docs/cli.md") if block.language == "bash" for line in block.code.splitlines()]
 # Sizes that are small enough for a test, on top of those of an example; the last of two values counts.
-SMALL = {
-    "generate": ["--max-new-tokens", "8"],
-    "audit": ["--max-new-tokens", "8", "--context", "24", "--sample-tokens", "2"],
-    "tune": ["--max-new-tokens", "8", "--context", "64", "--repeats", "1", "--prompts", "1"],
-    "env": [],
-}
+SMALL = {"generate": ["--max-new-tokens", "8"]}
+SMALL |= {"audit": ["--max-new-tokens", "8", "--context", "24", "--sample-tokens", "2"]}
+SMALL |= {"tune": ["--max-new-tokens", "8", "--context", "64", "--repeats", "1", "--prompts", "1"], "env": []}
 # With the tiny target and draft in place of those of the Hub, and shorter.
 HELPED = [
     line.replace("Qwen/Qwen3-0.6B", "hub_cards/tiny-target").replace("org/draft", "./draft")

@@ -12,15 +12,8 @@ from hf_longspec.attention_backends import registry
 from hf_longspec.cli import env
 
 PROJECT = str(env.Path(env.__file__).parents[2])
-SECRETS = {
-    "HOME": "/home/gwendolyn",
-    "USER": "gwendolyn",
-    "LOGNAME": "gwendolyn",
-    "HF_TOKEN": "hf_verysecret",
-    "HF_HOME": "/home/gwendolyn/cache",
-    "CUDA_VISIBLE_DEVICES": "/dev/gwendolyn",
-    "OMP_NUM_THREADS": "1",
-}
+SECRETS = {"HOME": "/home/gwendolyn", "USER": "gwendolyn", "LOGNAME": "gwendolyn", "HF_TOKEN": "hf_verysecret"}
+SECRETS |= {"HF_HOME": "/home/gwendolyn/cache", "CUDA_VISIBLE_DEVICES": "/dev/gwendolyn", "OMP_NUM_THREADS": "1"}
 
 
 def test_a_report_tells_versions_and_no_secrets(command, tmp_path, monkeypatch):

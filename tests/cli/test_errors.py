@@ -22,11 +22,8 @@ from hf_longspec.modeling.register_draft import weightless_drafts
 from tests.tiny_targets import tiny_target
 
 MODULES = {"generate": generate, "audit": audit, "tune": tune}
-SMALL = {
-    "generate": ["--max-new-tokens", 4],
-    "audit": ["--max-new-tokens", 4],
-    "tune": ["--context", 32, "--max-new-tokens", 4, "--repeats", 1, "--dry-run"],
-}
+SMALL = {"generate": ["--max-new-tokens", 4], "audit": ["--max-new-tokens", 4]}
+SMALL |= {"tune": ["--context", 32, "--max-new-tokens", 4, "--repeats", 1, "--dry-run"]}
 
 
 @pytest.fixture
@@ -112,8 +109,7 @@ class TestMistypedNames:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "share"),
-    [("audit", "target", 0.5), ("tune", "longspec", 0.5), ("generate", "target", 0)],
+    ("name", "kind", "share"), [("audit", "target", 0.5), ("tune", "longspec", 0.5), ("generate", "target", 0)]
 )
 def test_truncated_weights(fails, copy_of, name, kind, share):
     folder = copy_of(kind, share)
@@ -200,10 +196,7 @@ def test_options_with_wrong_values(fails, monkeypatch, name, arguments, complain
         (["generate", "--html", "."], "'--html': . is a folder. Name a file."),
         (["generate", "--html", "notes.txt/page.html"], "notes.txt is a file. Pass another folder."),
         (["generate", "--html", "locked/page.html"], "locked cannot be written to: Permission denied. Pass another"),
-        (
-            ["tune", "--output", "locked/deep/out"],
-            "locked cannot be written to: Permission denied.",
-        ),
+        (["tune", "--output", "locked/deep/out"], "locked cannot be written to: Permission denied."),
         (["tune", "--output", "full"], "'--output': full is not empty. Pass a new folder."),
         (["tune", "--draft", "locked"], "locked cannot be written to: Permission denied."),
         (["bench", "--output", "bench.txt"], "bench.txt does not end with .jsonl. Name it bench.jsonl."),

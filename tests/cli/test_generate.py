@@ -14,7 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 from hf_longspec import Eagle3DraftModel, NgramDraftModel, SpeculationStats
 from hf_longspec.bench.calls import TokenClock
 from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, StepText, html_page
+from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter
 from tests.cli.conftest import run_command
+from tests.watching import after
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 NEW = 20
@@ -191,28 +193,16 @@ def test_a_page_escapes_text_and_bounds_its_chart():
     assert "No verification" in html_page("t", "p", [StepText("", "x", 0, 0)], {})
 
 
-def test_steps_agree_with_tokens_seen_between_drafter_and_loop(target, tiny):
+def test_steps_agree_with_tokens_seen_between_drafter_and_loop(target, tiny, monkeypatch):
     """A recount from outside: what the drafter proposed, and where in the text each verification ended."""
     model, tokenizer = target
-    draft = NgramDraftModel.from_target(model)
-    proposals, lengths = [], []
-    make = draft.drafter
+    draft, proposals, lengths, steps = NgramDraftModel.from_target(model), [], [], []
 
-    def watched(binding):
-        drafter = make(binding)
-        propose, sequences = drafter.propose, binding.rule.sequences
+    def note(tree, drafter, root):
+        proposals.append(int(tree.valid.sum()) - 1)
+        lengths.append(len(drafter.binding.rule.sequences.generated[0]))
 
-        def record(root):
-            tree = propose(root)
-            proposals.append(int(tree.valid.sum()) - 1)
-            lengths.append(len(sequences.generated[0]))
-            return tree
-
-        drafter.propose = record
-        return drafter
-
-    draft.drafter = watched
-    steps = []
+    after(monkeypatch, NgramDrafter, "propose", note)
     streamer = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, steps.append)
     inputs = tokenizer(tiny.notes.read_text(), return_tensors="pt")
     set_seed(0)
@@ -260,14 +250,12 @@ def test_chat_applies_the_template(command, tiny, tmp_path):
 
 def test_an_interrupted_text_stays(command, tiny, expected, monkeypatch):
     """Ctrl-C at the sixth token: the text so far, one line, status 130."""
-    put = TokenClock.put
 
-    def put_six(self, value):
-        put(self, value)
-        if self.total == 6:
+    def stop(_, clock, value):
+        if clock.total == 6:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(TokenClock, "put", put_six)
+    after(monkeypatch, TokenClock, "put", stop)
     arguments = ["--draft", "plain", "--max-new-tokens", NEW, "--json"]
     result = command("generate", tiny.notes, "--target", tiny.target, *arguments)
     text = json.loads(result.stdout)["text"]

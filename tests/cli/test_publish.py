@@ -4,7 +4,6 @@ import json
 import shutil
 import socket
 import sys
-from types import SimpleNamespace
 
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
@@ -47,25 +46,6 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(repository, "HfApi", refuse)
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A stand-in whose `fail` is raised when it is set."""
-    hub = SimpleNamespace(calls=[], fail=None)
-
-    def create_repo(repo_id, **options):
-        if hub.fail is not None:
-            raise hub.fail
-        hub.calls.append((repo_id, options))
-
-    def upload_folder(**options):
-        hub.calls.append((options["repo_id"], options))
-        return SimpleNamespace(commit_url="https://huggingface.co/org/x/commit/1")
-
-    api = SimpleNamespace(create_repo=create_repo, upload_folder=upload_folder)
-    monkeypatch.setattr(repository, "HfApi", lambda token: api)
-    return hub
 
 
 @pytest.mark.usefixtures("offline")
@@ -162,7 +142,7 @@ class TestUpload:
     def test_to_the_named_repository(self, folder, hub):
         result = run(folder, "--repo", "org/x", "--base-model", "org/t", "--private")
         assert result.exit_code == 0 and result.output.strip().endswith("https://huggingface.co/org/x/commit/1")
-        assert [repo for repo, _ in hub.calls] == ["org/x", "org/x"] and hub.calls[0][1]["private"] is True
+        assert [repo for _, repo, _ in hub.calls] == ["org/x", "org/x"] and hub.calls[0][2]["private"] is True
         assert [path.name for path in folder.parent.iterdir()] == ["draft"]
 
     @pytest.mark.parametrize(

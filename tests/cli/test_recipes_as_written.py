@@ -1,8 +1,4 @@
-"""Every recipe of examples/ as it stands: its types, batches, accumulation, folders and settings, for two steps.
-
-Changed is what has to be: a tiny random target of the same architecture, a small file in place of the dataset, and the
-processor.
-"""
+"""Every recipe of examples/ for two steps, as it stands but for a tiny target, a small dataset, the processor."""
 
 import json
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec.cli import rows as module
 from tests.cli.conftest import run_command
+from tests.watching import before
 
 NEW, MANY = 10, 12
 TEXTS = [
@@ -83,15 +84,14 @@ def test_a_row_that_fails_is_written_as_such(tiny, tmp_path, expected):
 def test_a_batch_that_fails_is_tried_row_by_row(tiny, data, tmp_path, expected, monkeypatch):
     from transformers import LlamaForCausalLM
 
-    generate, calls = LlamaForCausalLM.generate, []
+    calls = []
 
-    def too_large(self, ids, **options):
+    def too_large(_, ids, **options):
         calls.append(len(ids))
         if len(ids) > 1 or ids.shape[1] == 1:
             raise torch.OutOfMemoryError("out of memory")
-        return generate(self, ids, **options)
 
-    monkeypatch.setattr(LlamaForCausalLM, "generate", too_large)
+    before(monkeypatch, LlamaForCausalLM, "generate", too_large)
     output = tmp_path / "out.jsonl"
     assert run_command(*arguments(tiny, data, output, "--batch", 3)).exit_code == 1
     assert calls == [3, 1, 1, 1, 2, 1, 1]
@@ -101,16 +101,15 @@ def test_a_batch_that_fails_is_tried_row_by_row(tiny, data, tmp_path, expected, 
 
 def test_an_interrupted_run_is_continued(tiny, data, tmp_path, expected, monkeypatch):
     output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part0"
-    decode, decoded = module.Rows.decode, []
+    decoded = []
 
-    def interrupted(self, batch):
-        if decoded:
-            raise KeyboardInterrupt
+    def interrupt(_, batch):
         decoded.append(batch)
-        decode(self, batch)
+        if len(decoded) == 2:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.Rows, "decode", interrupted)
+        before(patch, module.Rows, "decode", interrupt)
         assert run_command(*arguments(tiny, data, output, "--batch", 2)).exit_code == 130
     assert len(read(part)) == 2 and not output.exists()
     with part.open("a") as file:

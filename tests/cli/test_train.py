@@ -17,6 +17,7 @@ from hf_longspec.cli import options, train
 from hf_longspec.training import DraftTrainer
 from tests.cli.conftest import run_command
 from tests.tiny_tokenizers import save_byte_target
+from tests.watching import after
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -78,10 +79,7 @@ def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch
 
 
 def test_longspecs_recipes_have_the_papers_positions_and_batches():
-    """Section 4.1: Anchor-Offset Indices in stage 1, vanilla indices in stages 2 and 3. Appendix D: rows per step.
-
-    Stage 2 has the rows per step of the authors' configuration.
-    """
+    """Section 4.1: Anchor-Offset Indices in stage 1. Appendix D: rows per step, and the authors' of stage 2."""
     stages = [
         train.read_recipe(EXAMPLES / f"longspec_{stage}.yaml", {}).training for stage in ("pretrain", "long", "sft")
     ]
@@ -117,43 +115,36 @@ def recipe(data, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["text", "lines", "folder"])
-def test_texts_of_the_command_line_replace_the_dataset_and_are_tokenized_once(run, recipe, data, tmp_path, kind):
+def test_texts_of_the_command_line_replace_the_dataset_and_are_tokenized_once(
+    run, recipe, data, tmp_path, kind, monkeypatch
+):
     """As rows of equal length, the end-of-text token after every document; the second run finds them in the cache."""
     (tmp_path / "notes.txt").write_text("Naïve text.\n\nAnd more. " * 20, encoding="utf-8")
-    sources = {
-        "text": [tmp_path / "notes.txt", PROJECT / "LICENSE"],
-        "lines": [data / "text.jsonl", "--column", "text"],
-        "folder": [tmp_path / "set"],
-    }
+    sources = {"text": [tmp_path / "notes.txt", PROJECT / "LICENSE"]}
+    sources |= {"lines": [data / "text.jsonl", "--column", "text"], "folder": [tmp_path / "set"]}
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text((data / "text.jsonl").read_text())
-    tokenized, pack = [], training.pack
+    tokenized = []
 
-    def counting(dataset, tokenizer, *rest):
-        rows = pack(dataset, tokenizer, *rest)
+    def count(rows, dataset, tokenizer, *_):
         ids = [token for row in rows["input_ids"] for token in row]
         tokenized.append((rows.cache_files, ids.count(tokenizer.eos_token_id) - len(dataset)))
-        return rows
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "pack", counting)
-        for _ in range(2):
-            status, output = run("train", *sources[kind], "--config", recipe, "--max-steps", 1)
-            assert status == 0, output
+    after(monkeypatch, training, "pack", count)
+    for _ in range(2):
+        status, output = run("train", *sources[kind], "--config", recipe, "--max-steps", 1)
+        assert status == 0, output
     assert tokenized[0] == tokenized[1] and tokenized[0][0] and tokenized[0][1] == 0
 
 
 def press_ctrl_c(patch, step, times):
     """Press Ctrl-C so often in one step of the next run."""
-    compute = DraftTrainer.compute_loss
 
-    def interrupted(self, *call, **how):
-        loss = compute(self, *call, **how)
-        for _ in range(times if self.state.global_step == step - 1 else 0):
+    def press(_, trainer, *__, **___):
+        for _ in range(times if trainer.state.global_step == step - 1 else 0):
             signal.raise_signal(signal.SIGINT)
-        return loss
 
-    patch.setattr(DraftTrainer, "compute_loss", interrupted)
+    after(patch, DraftTrainer, "compute_loss", press)
 
 
 def test_ctrl_c_saves_the_step_and_resuming_gives_the_draft_of_a_run_that_was_not_interrupted(

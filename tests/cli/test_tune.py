@@ -14,6 +14,7 @@ from hf_longspec.cli.tune import LARGE_GAMMA, Trial, plan_for, update_settings
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
 from tests.tiny_targets import tiny_target
+from tests.watching import before
 
 QUICK = ["--context", 64, "--max-new-tokens", 8, "--repeats", 1, "--prompts", 1]
 
@@ -203,16 +204,14 @@ def test_an_interrupted_measurement_is_kept_and_gone_on_with(tune, tmp_path, dra
     rigged({json.dumps([[2, 2]]): 150.0})
     whole = json.loads(tune("--draft", drafts["longspec"], "--dry-run", "--json").stdout)["trials"]
     assert not (tmp_path / "tune.jsonl").exists()  # the run was finished
-    decode, calls = module.Tuner._decode, []
+    calls, stop = [], 10**9
 
-    def counted(self, draft, settings):
+    def count(_, draft, settings):
         calls.append(settings)
         if len(calls) == stop:
             raise KeyboardInterrupt
-        return decode(self, draft, settings)
 
-    monkeypatch.setattr(module.Tuner, "_decode", counted)
-    stop = 10**9
+    before(monkeypatch, module.Tuner, "_decode", count)
     tune("--draft", drafts["longspec"], "--dry-run")
     all_calls = len(calls)
     calls.clear()
@@ -246,13 +245,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp
 def test_eagle3_reads_the_end_of_the_prompt(tune, tiny, tmp_path, monkeypatch):
     """The prompts are decoded after a cache of their beginning, and the draft has entries of their end."""
     monkeypatch.setattr(module, "EAGLE3_WIDTHS", ([1],))
-    stored, remember = [], Eagle3Drafter.remember
-
-    def counting(self, aux, tokens, positions):
-        stored.append(int((positions >= 0).sum()))
-        remember(self, aux, tokens, positions)
-
-    monkeypatch.setattr(Eagle3Drafter, "remember", counting)
+    stored = []
+    before(monkeypatch, Eagle3Drafter, "remember", lambda *inputs: stored.append(int((inputs[-1] >= 0).sum())))
     target = AutoModelForCausalLM.from_pretrained(tiny.target)
     Eagle3DraftModel.from_target(target, window=16, tree_widths=[1]).save_pretrained(tmp_path / "eagle3")
     result = tune("--draft", tmp_path / "eagle3", "--dry-run", "--json")

@@ -9,10 +9,8 @@ from tests.docs.blocks import PROJECT
 
 NOTEBOOK = json.loads((PROJECT / "examples" / "quicktour.ipynb").read_text(encoding="utf-8"))
 CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-SIZES = {
-    "PROMPT_TOKENS, NEW_TOKENS = 4096, 256": "PROMPT_TOKENS, NEW_TOKENS = 64, 12",
-    "max_new_tokens=32": "max_new_tokens=6",
-}
+SIZES = {"PROMPT_TOKENS, NEW_TOKENS = 4096, 256": "PROMPT_TOKENS, NEW_TOKENS = 64, 12"}
+SIZES |= {"max_new_tokens=32": "max_new_tokens=6"}
 
 
 def outputs_of(cell):

@@ -1,8 +1,4 @@
-"""Every block of Python in the documentation runs, on the tiny models and with fewer tokens.
-
-The blocks of a page run in order and share their names, as they would for a reader. Ids of the Hub come from a cache
-that holds the bundled repositories under those ids, without network.
-"""
+"""Every block of Python in the documentation runs in order, on the tiny models under the ids of the Hub, offline."""
 
 import re
 import shutil
@@ -18,13 +14,8 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling import base, register_draft
 from tests.docs.blocks import PAGES, PROJECT, blocks_of
 
-HUB = {
-    "Qwen/Qwen3-0.6B": "tiny-target",
-    "Qwen/Qwen3-8B": "tiny-target",
-    "org/model": "tiny-target",
-    "org/longspec-draft": "tiny-longspec",
-    "org/tokenswift-heads": "tiny-tokenswift",
-}
+HUB = {"Qwen/Qwen3-0.6B": "tiny-target", "Qwen/Qwen3-8B": "tiny-target", "org/model": "tiny-target"}
+HUB |= {"org/longspec-draft": "tiny-longspec", "org/tokenswift-heads": "tiny-tokenswift"}
 SIZES = [
     (re.compile(r"(max_new_tokens\"?(?:=|: ))[\d_]+"), r"\g<1>8"),
     (re.compile(r"(max_length=)[\d_]+"), r"\g<1>100"),
@@ -36,15 +27,8 @@ COMPLETE = ("README.md", "docs/quicktour.md", "docs/contextual_penalty.md")
 # Run by a test of their own, with what they need.
 RUN_BY = {"docs/training.md": "tests/training/test_documentation.py"}
 # Blocks that cannot run here. A new one is added with its reason in the page and its number here.
-NOT_RUN = {
-    "docs/dflash.md": 1,
-    "docs/eagle3.md": 1,
-    "docs/gemma4_assistant.md": 1,
-    "docs/large_models.md": 1,
-    "docs/mtp.md": 1,
-    "docs/publishing.md": 1,
-    "docs/serving.md": 1,
-}
+NOT_RUN = {"docs/dflash.md": 1, "docs/eagle3.md": 1, "docs/large_models.md": 1, "docs/mtp.md": 1}
+NOT_RUN |= {"docs/gemma4_assistant.md": 1, "docs/publishing.md": 1, "docs/serving.md": 1}
 
 
 def runnable(page):
@@ -81,16 +65,10 @@ def prelude():
     """Names that the pages of drafts and settings use without defining them."""
     tokenizer = AutoTokenizer.from_pretrained("hub_cards/tiny-target", padding_side="left")
     target = AutoModelForCausalLM.from_pretrained("hub_cards/tiny-target", dtype=torch.float32)
-    return {
-        "hf_longspec": hf_longspec,
-        "AutoModel": AutoModel,
-        "AutoModelForCausalLM": AutoModelForCausalLM,
-        "SpecAttnDraftModel": hf_longspec.SpecAttnDraftModel,
-        "tokenizer": tokenizer,
-        "target": target,
-        "inputs": tokenizer(["def area(self):"], return_tensors="pt"),
-        "draft": AutoModel.from_pretrained("hub_cards/tiny-longspec"),
-    }
+    names = {"hf_longspec": hf_longspec, "AutoModel": AutoModel, "AutoModelForCausalLM": AutoModelForCausalLM}
+    names |= {"SpecAttnDraftModel": hf_longspec.SpecAttnDraftModel, "tokenizer": tokenizer, "target": target}
+    names["inputs"] = tokenizer(["def area(self):"], return_tensors="pt")
+    return names | {"draft": AutoModel.from_pretrained("hub_cards/tiny-longspec")}
 
 
 def smaller(code):

@@ -1,7 +1,4 @@
-"""Fixtures of the tests of `generation`: plain runs of tiny targets, and drafts that run them again.
-
-Targets are made once per session. A test that changes one makes its own.
-"""
+"""Plain runs of tiny targets, and drafts that run them again. A test that changes a target makes its own."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -79,10 +79,7 @@ class StepClock:
 
 
 def gates_on_a_clock(monkeypatch, seconds, keep=False):
-    """Give the gates of all calls a [`StepClock`], and return a list of `(gate, known)`.
-
-    `known` is the gate of an earlier call of the same kind, which the gate continues if `keep` is set.
-    """
+    """Give all gates a [`StepClock`]; return pairs of a gate and the earlier one, which it continues under `keep`."""
     made = []
 
     def make(wanted, drafter, ranks, known=None):

@@ -212,10 +212,7 @@ def test_plain_generate_with_our_cache(plain_run, name):
 
 
 def conversation(plain_run, model, lengths, turns, new, cache, check):
-    """Turns of plain generation and of drafts on one cache: the whole text so far is passed again.
-
-    Every turn is compared with plain generation from scratch; `check(text)` looks at the cache after it.
-    """
+    """Turns of plain generation and of drafts on one cache, each compared with plain text; `check(text)` after each."""
     run = plain_run(model, lengths, max_new_tokens=new, eos_token_id=1)
     text = run.inputs["input_ids"]
     for turn, speaker in enumerate(turns):
@@ -379,11 +376,7 @@ class TestCachesOfTransformers:
 
     @pytest.mark.parametrize(
         ("name", "kind", "with_config"),
-        [
-            ("gemma3", "specattn", True),
-            ("gemma3", "tree", False),
-            ("deepseek_v3", "tree", True),
-        ],
+        [("gemma3", "specattn", True), ("gemma3", "tree", False), ("deepseek_v3", "tree", True)],
     )
     def test_turns_of_all_kinds(self, plain_run, target, name, kind, with_config):
         """Past the windows of gemma3, of which the layers then keep the last tokens."""

@@ -48,24 +48,22 @@ OPTIONS = {
     "history": {"temperature": 1.5, "top_k": 0, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "penalised": {"temperature": 1.6, "top_k": 0, "eta_cutoff": 0.02, "logits_processor": [PENALTY]},
 }
+
+
+def assistant(model, small, **settings):
+    return AssistantDraftModel.from_model(small, model, **settings)
+
+
 # Drafter, tokens of the prompt with which a wrong distribution shows most, and maker.
 REJECTION = {
     "specattn": (SpecAttnDrafter, 7, lambda model, small: SpecAttnDraftModel.from_target(model, **SPARSE | DRAWN)),
     "quest": (QuestDrafter, 7, lambda model, small: QuestDraftModel.from_target(model, **PAGES | DRAWN)),
-    "window": (
-        AssistantDrafter,
-        5,
-        lambda model, small: AssistantDraftModel.from_model(small, model, **DRAWN, window=3, sinks=1),
-    ),
-    "PARD": (
-        AssistantDrafter,
-        5,
-        lambda model, small: AssistantDraftModel.from_model(small, model, **DRAWN, pard_token=VOCAB - 1),
-    ),
+    "window": (AssistantDrafter, 5, lambda model, small: assistant(model, small, **DRAWN, window=3, sinks=1)),
+    "PARD": (AssistantDrafter, 5, lambda model, small: assistant(model, small, **DRAWN, pard_token=VOCAB - 1)),
 }
 COUPLED = {
     "random trees": lambda model, small: RandomTreeDraftModel.from_target(model),
-    "assistant, tree": lambda model, small: AssistantDraftModel.from_model(small, model, tree_widths=[3, 4]),
+    "assistant, tree": lambda model, small: assistant(model, small, tree_widths=[3, 4]),
     "specattn": lambda model, small: SpecAttnDraftModel.from_target(model, **SPARSE, acceptance="coupled"),
     "quest": lambda model, small: QuestDraftModel.from_target(model, **PAGES, acceptance="coupled"),
     "longspec": lambda model, small: random_draft(LongSpecDraftModel, model, tree_widths=[3, 3], window=8),

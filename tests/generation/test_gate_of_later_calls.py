@@ -12,6 +12,8 @@ from hf_longspec.generation import gate as module
 from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate
 from tests.generation.made_up_machine import Machine, always, gates_on_a_clock, geometric
 from tests.tiny_targets import RandomTreeDraftModel, generate, tiny_target
+from tests.user_objects import Recorder
+from tests.watching import after, before
 
 CALLS, TOKENS, COST = 50, 100, 1.6
 
@@ -101,13 +103,7 @@ def test_a_kept_gate_keeps_neither_the_cache_nor_the_draft(monkeypatch):
     model = tiny_target("llama")
     draft = useless(model)
     caches = []
-    make = type(draft).make_drafter
-
-    def watched(self, binding):
-        caches.append(weakref.ref(binding.cache))
-        return make(self, binding)
-
-    monkeypatch.setattr(type(draft), "make_drafter", watched)
+    before(monkeypatch, type(draft), "make_drafter", lambda _, binding: caches.append(weakref.ref(binding.cache)))
     generate(model, draft)
     draft.verifications.clear()
     gc.collect()
@@ -120,22 +116,15 @@ def test_a_kept_gate_keeps_neither_the_cache_nor_the_draft(monkeypatch):
     assert reference() is None
 
 
-def test_two_calls_at_a_time_do_not_share_a_gate(gates):
+def test_two_calls_at_a_time_do_not_share_a_gate(gates, monkeypatch):
     """The third call begins while the second one is running, which has the gate of the first."""
     model = tiny_target("llama", attn_implementation="hf_longspec")  # which is a part of the kind
     draft = useless(model)
     generate(model, draft)
-    values, inner = [], []
-
-    class Streamer:
-        def put(self, value):
-            values.append(value)
-            if len(values) == 3:  # the prompt came first, before the call had a gate
-                inner.append(generate(model, draft))
-
-        def end(self):
-            pass
-
-    outer = generate(model, draft, streamer=Streamer())
+    inner, streamer = [], Recorder()
+    # the prompt comes first, before the call has a gate
+    begin = lambda *_: len(streamer.puts) == 3 and inner.append(generate(model, draft))  # noqa: E731
+    after(monkeypatch, streamer, "put", begin)
+    outer = generate(model, draft, streamer=streamer)
     assert torch.equal(outer, inner[0])
     assert len({id(gate) for gate, _ in gates}) == 2 and [known for _, known in gates] == [None, gates[0][0], None]

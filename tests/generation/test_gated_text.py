@@ -23,6 +23,7 @@ from tests.tiny_targets import (
     random_tokenswift_draft,
     tiny_target,
 )
+from tests.watching import after
 
 LENGTHS = (33, 3, 13)
 NEW = 40
@@ -86,11 +87,7 @@ def test_rows_that_end_at_different_times(target, flipping):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "n-grams",
-        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("eagle3, n-grams", "specattn")),
-    ],
+    "kind", ["n-grams", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("eagle3, n-grams", "specattn"))]
 )
 def test_compiled_steps(flipping, monkeypatch, kind):
     torch._dynamo.reset()
@@ -108,21 +105,12 @@ class Recorded:
 
     def __init__(self, draft, monkeypatch):
         self.draft, self.trees = draft, []
-        make = draft.drafter
 
-        def recording_drafter(binding):
-            drafter = make(binding)
-            propose = drafter.propose
+        def record(drafter, binding):
+            note = lambda tree, root: self.trees.append((binding.cache.lengths.host, tree))  # noqa: E731
+            after(monkeypatch, drafter, "propose", note)
 
-            def recording_propose(root):
-                tree = propose(root)
-                self.trees.append((binding.cache.lengths.host, tree))
-                return tree
-
-            drafter.propose = recording_propose
-            return drafter
-
-        monkeypatch.setattr(draft, "drafter", recording_drafter)
+        after(monkeypatch, draft, "drafter", record)
 
     def first_tree(self, model, tokens):
         """Return the first tree after a prompt."""

@@ -203,10 +203,7 @@ def test_raw_logits_are_not_written_to():
 
 @pytest.mark.parametrize("done", [False, True])
 def test_processors_see_no_row_that_does_not_exist(done):
-    """While rows of one length are processed, the others are stood in for: their own would be too short or too long.
-
-    A row that is done stops growing, and is not processed with a length of its own.
-    """
+    """Rows of other lengths are stood in for while some are processed; a row that is done has no length of its own."""
     shown = []
 
     def record(input_ids, scores):

@@ -1,7 +1,4 @@
-"""The cost of a step of a long text, in elements written and bytes kept, not in seconds.
-
-At a length four times that of the first look, everything but attention must be as it was.
-"""
+"""The cost of a step after four times as many tokens, in elements and bytes: as it was, attention apart."""
 
 import gc
 import os

@@ -20,6 +20,7 @@ from hf_longspec.generation.target import TargetView
 from tests.generation import test_unsupported
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model
 from tests.tiny_targets import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
+from tests.watching import after, before
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -88,40 +89,24 @@ def test_classes_whose_text_differs(name, reason, models):
     assert draft.last_speculation is None
 
 
-FRAMES = (torch.arange(40) < 16).long()[None]  # of 40 frames, 16 have sound
+SOUND, HEARD = "feature_attention_mask", (torch.arange(40) < 16).long()[None]  # of 40 frames, 16 have sound
 FUYU_PATCHES = "image_patches"  # renamed, and still taken under this name by transformers 5.23
 # Class: number of tokens of an image or a sound, and the inputs of a batch with one in each row.
 GRID = torch.tensor([[x, y] for y in range(4) for x in range(4)])
 IMAGES = {
-    "gemma3": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 28, 28)}),
-    "gemma4": (
-        4,
-        lambda rows: {"pixel_values": torch.rand(rows, 16, 588), "image_position_ids": GRID.expand(rows, -1, -1)},
-    ),
-    "llava": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 28, 28)}),
-    "mistral3": (
-        4,
-        lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56), "image_sizes": torch.full((rows, 2), 56)},
-    ),
-    "idefics3": (1, lambda rows: {"pixel_values": torch.randn(rows, 1, 3, 28, 28)}),
-    "fuyu": (4, lambda rows: {FUYU_PATCHES: torch.randn(rows, 4, 48)}),
-    "qwen2_audio": (
-        4,
-        lambda rows: {"input_features": torch.randn(rows, 16, 40), "feature_attention_mask": FRAMES.repeat(rows, 1)},
-    ),
+    "gemma3": (4, lambda n: {"pixel_values": torch.randn(n, 3, 28, 28)}),
+    "gemma4": (4, lambda n: {"pixel_values": torch.rand(n, 16, 588), "image_position_ids": GRID.expand(n, -1, -1)}),
+    "llava": (4, lambda n: {"pixel_values": torch.randn(n, 3, 28, 28)}),
+    "mistral3": (4, lambda n: {"pixel_values": torch.randn(n, 3, 56, 56), "image_sizes": torch.full((n, 2), 56)}),
+    "idefics3": (1, lambda n: {"pixel_values": torch.randn(n, 1, 3, 28, 28)}),
+    "fuyu": (4, lambda n: {FUYU_PATCHES: torch.randn(n, 4, 48)}),
+    "qwen2_audio": (4, lambda n: {"input_features": torch.randn(n, 16, 40), SOUND: HEARD.repeat(n, 1)}),
 }
 TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"} | dict.fromkeys(QWENS, "mm_token_type_ids")
-IMAGES |= dict.fromkeys(
-    QWENS,
-    (
-        1,
-        lambda rows: {
-            "pixel_values": torch.randn(4 * rows, 3 * 2 * 14 * 14),
-            "image_grid_thw": torch.tensor([[1, 2, 2]] * rows),
-        },
-    ),
-)
-SUPPORTED = [name for name in IMAGES if name not in QWENS]
+SUPPORTED = list(IMAGES)
+QWEN = torch.tensor([[1, 2, 2]])  # patches of an image in time, height and width
+PATCHES = lambda n: {"pixel_values": torch.randn(4 * n, 3 * 2 * 14 * 14), "image_grid_thw": QWEN.repeat(n, 1)}  # noqa: E731
+IMAGES |= dict.fromkeys(QWENS, (1, PATCHES))
 LOGITS = 1e-4  # largest gap between logits of float32 whose sums have other orders; they spread by 1 to 2
 
 
@@ -182,13 +167,8 @@ def test_image_with_other_drafts(name, lengths, draft, models):
 @pytest.mark.parametrize("after", [1, 5])
 def test_text_after_the_image_seeds_the_drafter(after, models, monkeypatch):
     """SpecAttn would see as many as its drafts have. Tokens of an image would be taken for text there."""
-    sizes, seed = [], Session.seed
-
-    def measured(session, tails):
-        sizes.append([*map(len, tails)])
-        seed(session, tails)
-
-    monkeypatch.setattr(Session, "seed", measured)
+    sizes = []
+    before(monkeypatch, Session, "seed", lambda session, tails: sizes.append([*map(len, tails)]))
     draft = SpecAttnDraftModel.from_target(models("llava"))
     check_image(models("llava"), lambda *_: draft, *with_image("llava", (14, 21), after=after))
     assert sizes == [[after, after]]
@@ -292,13 +272,6 @@ def test_an_image_that_text_sees_is_compared(models, monkeypatch):
     """If the prompt's end ran without what the first forward gave it, the check of the target would say so."""
     model = vision_language_model("gemma3")
     monkeypatch.setattr("hf_longspec.generation.support._checked", set())
-    run = Prompts.prefill
-
-    def wrong(self, *args):
-        tails = run(self, *args)
-        self.logits = self.logits.flip(-1)
-        return tails
-
-    monkeypatch.setattr(Prompts, "prefill", wrong)
+    after(monkeypatch, Prompts, "prefill", lambda _, own, *__: setattr(own, "logits", own.logits.flip(-1)))
     with pytest.raises(ValueError, match="cannot be verified"):
         check_image(model, random_tree, *with_image("gemma3", (17,), after=6))

@@ -132,10 +132,7 @@ def test_what_is_refused_by_name(made):
     tiny = AssistantDraftModel.from_model
     compiled = NgramDraftModel.from_target(model, compile="compile")
     for attempt, message in (
-        (
-            lambda: SpecAttnDraftModel.from_target(model),
-            "does not roll back the recurrent states of Qwen3_5For",
-        ),
+        (lambda: SpecAttnDraftModel.from_target(model), "does not roll back the recurrent states of Qwen3_5For"),
         (lambda: tiny(model, model), "does not roll back the recurrent states"),
         (lambda: model.generate(**inputs, assistant_model=compiled), "compile='compile' is not supported with recurr"),
         (lambda: model.generate(**inputs, assistant_model=model), "stateful models"),  # stock's assistants stay stock's

@@ -1,7 +1,4 @@
-"""Texts that cross the position where rotary frequencies change, against plain `generate` of a model built anew.
-
-Rotary modules keep state, so every text comes from a model of its own.
-"""
+"""Texts that cross a change of rotary frequencies, against plain `generate`; every text has a model of its own."""
 
 from functools import cache, partial
 
@@ -15,28 +12,21 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.traits import FORGETS, RECOMPUTES, cache_at
 from tests.generation.test_unsupported import check_unsupported
 from tests.robustness.drafts import make_draft
-from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.tiny_targets import RandomTreeDrafter, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.tiny_targets import generate as generate_text
+from tests.watching import before
 
 LIMIT, NEW = 40, 22
 HALF = 8  # frequencies of a head
+OF = {"original_max_position_embeddings": LIMIT}
+BOTH = {"short_factor": [1.0 + 0.1 * i for i in range(HALF)], "long_factor": [4.0 + i for i in range(HALF)]}
 SETTINGS = {
     "default": {},
     "linear": {"factor": 2.0},
     "dynamic": {"factor": 4.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": LIMIT},
-    "longrope": {
-        "factor": 4.0,
-        "original_max_position_embeddings": LIMIT,
-        "short_factor": [1.0 + 0.1 * i for i in range(HALF)],
-        "long_factor": [4.0 + i for i in range(HALF)],
-    },
-    "llama3": {
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": LIMIT,
-    },
+    "yarn": {"factor": 4.0} | OF,
+    "longrope": {"factor": 4.0} | OF | BOTH,
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | OF,
     "proportional": {"partial_rotary_factor": 0.5},
 }
 # Below the limit, at it, and beyond it; rows that cross one after another.
@@ -248,28 +238,18 @@ def test_a_further_turn_beyond_the_limit(kind):
     assert texts[0] == texts[1]
 
 
-def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty():
+def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty(monkeypatch):
     model = build("phi3", "longrope")
     if cache_at(model, LIMIT) != RECOMPUTES:
         return
     kept = SpeculativeCache(model.config, 1, 80)
     generate(model, BELOW, make("tree", model), past_key_values=kept, max_new_tokens=4)
-    draft = make("tree", model)
-    propose = type(draft).make_drafter
 
-    def failing(binding):
-        drafter = propose(draft, binding)
-        own = drafter.propose
+    def fail(drafter, root):
+        if drafter.binding.cache.lengths.host[0] > LIMIT:
+            raise RuntimeError("on purpose")
 
-        def fail(root):
-            if binding.cache.lengths.host[0] > LIMIT:
-                raise RuntimeError("on purpose")
-            return own(root)
-
-        drafter.propose = fail
-        return drafter
-
-    draft.make_drafter = failing
+    before(monkeypatch, RandomTreeDrafter, "propose", fail)
     with pytest.raises(RuntimeError, match="on purpose"):
-        generate(model, (36,), draft, past_key_values=kept)
+        generate(model, (36,), make("tree", model), past_key_values=kept)
     assert kept.lengths.host == (0,)

@@ -1,6 +1,5 @@
 """The way into the loop: one patch that can be put on twice and taken off, and the ways without it."""
 
-import contextlib
 import copy
 import importlib.util
 import json
@@ -15,6 +14,7 @@ from hf_longspec.generation import route
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target
 from tests.user_objects import Answer
+from tests.watching import after, before
 
 
 @pytest.fixture(autouse=True)
@@ -70,30 +70,16 @@ def test_a_second_copy_of_this_module_replaces_the_patch_instead_of_stacking():
     assert GenerationMixin._assisted_decoding is stock
 
 
-@contextlib.contextmanager
-def spied_stock(calls):
-    """The stock function is replaced by a spy, and the patch put over it anew."""
-    stock = route.stock_assisted_decoding()
-
-    def spy(self, *args, **kwargs):
-        calls.append(kwargs.get("assistant_model"))
-        return stock(self, *args, **kwargs)
-
-    GenerationMixin._assisted_decoding = spy
-    route.install()
-    try:
-        yield
-    finally:
-        GenerationMixin._assisted_decoding = stock
-        route.install()
-
-
-def test_other_assistants_take_the_stock_function_and_drafts_do_not(plain_run):
+def test_other_assistants_take_the_stock_function_and_drafts_do_not(plain_run, monkeypatch):
+    """A spy takes the place of the stock function, and the patch is put over it anew."""
     run, calls = plain_run("llama", (21,), max_new_tokens=8), []
     assistant, draft = tiny_target("llama", seed=1), run.draft("specattn")
-    with spied_stock(calls):
-        for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
-            assert run.model.generate(**run.inputs, **options).tolist() == run.sequences.tolist()
+    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", route.stock_assisted_decoding())
+    note = lambda *_, assistant_model=None, **__: calls.append(assistant_model)  # noqa: E731
+    before(monkeypatch, GenerationMixin, "_assisted_decoding", note)
+    route.install()
+    for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
+        assert run.model.generate(**run.inputs, **options).tolist() == run.sequences.tolist()
     assert calls == [assistant, None] and draft.last_speculation.num_forwards > 0
 
 
@@ -152,13 +138,8 @@ class TestNames:
     def test_the_draft_is_loaded_once(self, run, kind, tmp_path, monkeypatch):
         draft = make_draft(kind, run.model)
         draft.save_pretrained(tmp_path / "saved")
-        loaded, load = [], type(draft).from_pretrained
-
-        def spy(*args, **kwargs):
-            loaded.append(load(*args, **kwargs))
-            return loaded[-1]
-
-        monkeypatch.setattr(type(draft), "from_pretrained", spy)
+        loaded = []
+        after(monkeypatch, type(draft), "from_pretrained", lambda made, *_, **__: loaded.append(made))
         for name in (str(tmp_path / "saved"), tmp_path / "saved"):
             out = run.again(name, return_dict_in_generate=True)
             assert torch.equal(out.sequences, run.sequences) and out.speculation is loaded[0].last_speculation

@@ -1,8 +1,4 @@
-"""Sampling through the whole loop.
-
-With the coupled rule, the same seed gives the same text with and without speculation. With rejection sampling, the text
-follows the distribution of the bare model: test_distribution_of_texts.py.
-"""
+"""Sampling through the whole loop; of rejection sampling see test_distribution_of_texts.py."""
 
 from itertools import cycle
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.sparse_caches import SINK_TOKENS, SelectedCache, budget, select_top, select_window
 from tests.tiny_targets import tiny_target
+from tests.watching import before
 
 
 @given(prefix=st.integers(0, 3000), ratio=st.floats(0.001, 1.0, exclude_min=True), floor=st.integers(1, 600))
@@ -68,14 +69,9 @@ def filled_cache(lengths, num_layers=3, max_length=60, tree_slots=6):
     return cache
 
 
-PHASES = [
-    # committed tokens, selected entries and tail of every row
-    ((50, 30), (6, 6), (2, 2)),
-    ((54, 31), (6, 6), (4, 1)),
-    ((55, 36), (9, 5), (1, 5)),
-    ((59, 37), (4, 8), (4, 1)),
-    ((60, 40), (7, 7), (1, 3)),
-]
+# Committed tokens, selected entries and tail of every row.
+PHASES = [((50, 30), (6, 6), (2, 2)), ((54, 31), (6, 6), (4, 1)), ((55, 36), (9, 5), (1, 5))]
+PHASES += [((59, 37), (4, 8), (4, 1)), ((60, 40), (7, 7), (1, 3))]
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -158,19 +154,13 @@ def test_memory_is_the_share_and_the_floor_and_the_tail(plain_run, monkeypatch):
     run = plain_run("llama", lengths, max_new_tokens=8, eos_token_id=1)
     draft = run.draft("specattn", num_assistant_tokens=3, sparse_ratio=ratio, sparse_min_tokens=16)
     made, sizes = [], []
-    init, begin = SelectedCache.__init__, SelectedCache.begin
 
-    def remember(self, cache, *args, **kwargs):
-        made.append(self)
-        init(self, cache, *args, **kwargs)
+    def measure(selected, *args):
+        if any(layer.is_initialized for layer in selected.layers):
+            sizes.append((nbytes(selected), selected.cache.lengths.host))
 
-    def measure(self, *args):
-        if any(layer.is_initialized for layer in self.layers):
-            sizes.append((nbytes(self), self.cache.lengths.host))
-        begin(self, *args)
-
-    monkeypatch.setattr(SelectedCache, "__init__", remember)
-    monkeypatch.setattr(SelectedCache, "begin", measure)
+    before(monkeypatch, SelectedCache, "__init__", lambda selected, *_, **__: made.append(selected))
+    before(monkeypatch, SelectedCache, "begin", measure)
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert len(made) == 1 and len(sizes) >= 2
     config = run.model.config

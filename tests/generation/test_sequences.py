@@ -85,12 +85,8 @@ class Judge(StoppingCriteria):
         return self.form(int(input_ids.sum()) % 4 == 3 and input_ids.shape[1] > self.stop)
 
 
-FORMS = {
-    "bool": bool,
-    "scalar": torch.tensor,
-    "one": lambda stop: torch.tensor([stop]),
-    "rows": lambda stop: torch.tensor([stop] * 3),
-}
+FORMS = {"bool": bool, "scalar": torch.tensor, "one": lambda stop: torch.tensor([stop])}
+FORMS |= {"rows": lambda stop: torch.tensor([stop] * 3)}
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ from tests.tiny_targets import generate as generate_text
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 LENGTHS = (33, 5)
-DRAFTS = {
-    "plain": PlainDraftModel.from_target,
-    "specattn": lambda model: SpecAttnDraftModel.from_target(model, sparse_min_tokens=8, num_assistant_tokens=2),
-    "longspec": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2]),
-}
+DRAFTS = {"plain": PlainDraftModel.from_target}
+DRAFTS |= {"specattn": lambda model: SpecAttnDraftModel.from_target(model, sparse_min_tokens=8, num_assistant_tokens=2)}
+DRAFTS |= {"longspec": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2])}
 # Types that torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 # Compiled by `make test`, with a layer of each kind: softcaps and windows. `make soak` compiles all.

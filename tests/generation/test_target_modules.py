@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import threading
 from contextlib import ExitStack
 
 import pytest
@@ -24,6 +23,7 @@ from hf_longspec.generation.target_modules import (
     withheld,
 )
 from tests.robustness.enumeration import build
+from tests.robustness.test_threads import in_threads
 from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target
 
 ROTARY_TARGETS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
@@ -181,9 +181,7 @@ def test_a_forward_of_another_thread_is_not_caught():
     mine, other = (tiny_prompts(model.config.vocab_size, [length])[0] for length in (5, 9))
     with torch.no_grad(), LayerInputs(model, True) as caught:
         model(mine)
-        thread = threading.Thread(target=lambda: model(other))
-        thread.start()
-        thread.join()
+        in_threads(lambda: model(other))
     assert caught.hidden.shape[1] == 5
 
 
@@ -203,9 +201,7 @@ def test_a_hook_may_be_removed_while_another_thread_calls_it(context, module_of)
     module_of(model).register_forward_pre_hook(lambda *_: contexts.close())
     contexts.enter_context(context(model))
     assert len(module_of(model)._forward_pre_hooks) == 2
-    thread = threading.Thread(target=lambda: found.append(model(tokens).logits))
-    thread.start()
-    thread.join()
+    in_threads(lambda: found.append(model(tokens).logits))
     assert len(module_of(model)._forward_pre_hooks) == 1
     torch.testing.assert_close(found, [model(tokens).logits], **EQUAL)
 
@@ -249,14 +245,6 @@ def test_the_hook_goes_when_the_forward_fails():
     assert not final_norm_of(model)._forward_pre_hooks
 
 
-def test_a_model_without_a_known_final_norm_is_refused_by_name():
-    model = tiny_target("llama")
-    model.model.closing = model.model.norm
-    del model.model.norm
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM.* final norm"):
-        final_norm_of(model)
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
 def test_layers_of_most_models_are_found_and_withhold_nothing(target, name):
     model = target(name)
@@ -294,8 +282,6 @@ class TestLayersThatKeepKeywords:
         model, other = build(name), []
         with passed_on(model):
             self.seen(model, tree="mine")
-            thread = threading.Thread(target=lambda: other.extend(self.seen(model, tree="other")))
-            thread.start()
-            thread.join()
+            in_threads(lambda: other.extend(self.seen(model, tree="other")))
             assert set(self.seen(model, tree="mine")) == {"mine"}
         assert set(other) == {"other"}

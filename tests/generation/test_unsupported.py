@@ -1,8 +1,4 @@
-"""Calls that cannot be served although model and draft fit: decoded without the draft, or an error, as the draft says.
-
-The table is of reasons that text alone meets; images and rotary frequencies are in the tests of these, by
-`check_unsupported`.
-"""
+"""Calls that cannot be served although model and draft fit: decoded without the draft, or an error, as it says."""
 
 import copy
 import re
@@ -36,10 +32,7 @@ def fresh(call):
 
 
 def check_unsupported(make_model, reason, call, draft_class=PlainDraftModel, stock_error=None):
-    """The call is refused with `reason` under "error", and under "plain" equals `generate` without a draft.
-
-    `make_model` returns a model in the same state each time, and `stock_error` is what `generate` itself raises.
-    """
+    """Refused with `reason` under "error"; under "plain" equal to `generate`, which may raise `stock_error`."""
     model = make_model()
     draft = draft_class.from_target(model, on_unsupported="error")
     own, given = sorted(vars(model)), fresh(call)

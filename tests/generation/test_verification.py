@@ -1,7 +1,4 @@
-"""Acceptance rules: walks against a walk over dictionaries, and edge cases.
-
-The distribution of sampled text is tested in test_verification_distribution.py.
-"""
+"""Acceptance rules: walks against a walk over dictionaries, and edge cases."""
 
 import pytest
 import torch
@@ -121,11 +118,8 @@ def test_draw_noise_is_reproducible_and_positive():
     assert abs(draws[0].mean() - 1) < 0.02 and draws[0].min() < 1e-4
 
 
-BAD = {
-    "all -inf": torch.full((V,), -torch.inf),
-    "nan": torch.tensor([1.0, torch.nan, 0.0, 0.0, 0.0, 0.0]),
-    "inf": torch.tensor([1.0, torch.inf, 0.0, 0.0, 0.0, 0.0]),
-}
+BAD = {"all -inf": torch.full((V,), -torch.inf), "nan": torch.tensor([1.0, torch.nan, 0.0, 0.0, 0.0, 0.0])}
+BAD |= {"inf": torch.tensor([1.0, torch.inf, 0.0, 0.0, 0.0, 0.0])}
 
 
 @pytest.mark.parametrize("name", BAD)

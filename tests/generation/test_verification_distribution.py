@@ -1,7 +1,4 @@
-"""Distribution of sampled text: the target's for every acceptance rule.
-
-`pytest -m soak` runs them over 200,000 rows instead of 20,000.
-"""
+"""Distribution of sampled text: the target's for every rule; `pytest -m soak` draws ten times as many rows."""
 
 from itertools import cycle
 
@@ -18,12 +15,7 @@ from transformers import (
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.verification import (
-    accept_rejection,
-    accept_sampled,
-    draw_noise,
-    gumbel_max_sample,
-)
+from hf_longspec.generation.verification import accept_rejection, accept_sampled, draw_noise, gumbel_max_sample
 from tests.distributions import LONG_ROWS, SHORT_ROWS, MarkovTarget, p_value
 
 V = 7
@@ -124,10 +116,7 @@ class Speculation:
     ],
 )
 def test_sampled_text_follows_the_target_distribution(scheme, depth, processors, rows):
-    """Tests the joint distribution of the first two tokens, with drafts from another distribution.
-
-    In chains of depth 1, the second token is often the bonus token after a chain accepted whole.
-    """
+    """The joint distribution of the first two tokens; in chains of depth 1 the second is often the bonus token."""
     run = Speculation(processors, rows, depth)
     assert run.p_value(getattr(run, scheme)) > RIGHT
     assert 1.1 < min(run.lengths) and max(run.lengths) < depth + 0.9  # drafted tokens are both accepted and refused

@@ -1,10 +1,12 @@
 """Drafts of every kind for a tiny target, published to folders and to a hand-made Hub cache."""
 
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hf_longspec.hub import Card, write_repository
+from hf_longspec.hub import Card, repository, write_repository
 from hf_longspec.hub.repository import write_engine
 from hf_longspec.modeling import register_draft
 from tests.tiny_targets import made_for, tiny_target
@@ -22,6 +24,36 @@ SETTINGS = {
 }
 DRAFTS = {kind: (draft.model, SETTINGS.get(kind, {})) for kind, draft in register_draft.DRAFTS.items()}
 CARD = Card(base_model="org/tiny-target")
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Replace the Hub by a record of calls and uploaded files; `fail` is raised when it is set."""
+    record = SimpleNamespace(calls=[], uploaded={}, tokens=[], exists=False, fail=None)
+
+    class Api:
+        def __init__(self, token=None):
+            record.tokens.append(token)
+
+        def repo_exists(self, repo_id):
+            return record.exists
+
+        def create_repo(self, repo_id, **options):
+            if record.fail is not None:
+                raise record.fail
+            record.calls.append(("create_repo", repo_id, options))
+
+        def upload_folder(self, *, folder_path, **options):
+            record.calls.append(("upload_folder", options.pop("repo_id"), options))
+            record.uploaded = contents(Path(folder_path))
+            return SimpleNamespace(commit_url="https://huggingface.co/org/x/commit/1")
+
+    monkeypatch.setattr(repository, "HfApi", Api)
+    return record
 
 
 @pytest.fixture(scope="session")
@@ -42,10 +74,7 @@ def make_draft(hub_target):
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory, hub_target, make_draft):
-    """Return a folder with `target`, `drafts/<kind>`, `on-engine/<kind>`, `engine`, and `hub`, a Hub cache.
-
-    The cache holds `org/<kind>`, `org/<kind>-on-engine`, whose code is in another repository, and that, `org/engine`.
-    """
+    """`target`, `drafts/<kind>`, `on-engine/<kind>` and `engine`, and `hub`, a cache that holds them as org/<name>."""
     folder = tmp_path_factory.mktemp("published")
     hub_target.save_pretrained(folder / "target")
     for number, kind in enumerate(DRAFTS):

@@ -20,24 +20,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation.streamers import BaseStreamer
 
 PACKAGE = "hf_longspec"
-CLASSES = {
-    "longspec_eagle3": "Eagle3DraftModel",
-    "longspec_dflash": "DFlashDraftModel",
-    "longspec_mtp": "MtpDraftModel",
-    "longspec_gemma4_assistant": "Gemma4AssistantDraftModel",
-    "longspec": "LongSpecDraftModel",
-    "tokenswift": "TokenSwiftDraftModel",
-    "specattn": "SpecAttnDraftModel",
-    "longspec_plain": "PlainDraftModel",
-    "longspec_ngram": "NgramDraftModel",
-    "longspec_assistant": "AssistantDraftModel",
-    "longspec_token_recycling": "TokenRecyclingDraftModel",
-    "longspec_quest": "QuestDraftModel",
-}
-KINDS = tuple(CLASSES)
+OTHERS = ("eagle3", "dflash", "mtp", "gemma4_assistant", "plain", "ngram", "assistant", "token_recycling", "quest")
+KINDS = ("longspec", "tokenswift", "specattn", *(f"longspec_{name}" for name in OTHERS))
 MODES = ("absent", "package-first", "remote-first")
-# Drafts whose copies run beside the package, by the one that was imported first.
+# Drafts whose copies run beside the package, by the one that was imported first, and their classes.
 BESIDE = {"package": ("tokenswift", "specattn"), "remote": ("longspec", "longspec_ngram")}
+CLASSES = dict(zip(sum(BESIDE.values(), ()), ("TokenSwift", "SpecAttn", "LongSpec", "Ngram"), strict=True))
 ENGINE_COMMIT = f"{99:040x}"
 
 
@@ -173,7 +161,7 @@ def copies_of_the_code(kinds):
     sys.meta_path.insert(0, absent := Absent())
     copies = {}
     for kind in kinds:  # AutoModel would take an installed class that is registered
-        name = f"modeling_{kind.removeprefix('longspec_')}.{CLASSES[kind]}"
+        name = f"modeling_{kind.removeprefix('longspec_')}.{CLASSES[kind]}DraftModel"
         copies[kind] = get_class_from_dynamic_module(name, f"org/{kind}").from_pretrained(f"org/{kind}")
     sys.meta_path.remove(absent)
     sys.modules.update({name: module for name, module in hidden.items() if name.split(".")[0] == PACKAGE})

@@ -133,9 +133,7 @@ def test_no_part_that_is_left_out_is_published():
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_a_published_repository_can_be_read_and_loaded(kind, published):
-    """Transformers' own functions list the files to download and check the required packages; no file is of another
-    method than the draft's.
-    """
+    """Transformers' own functions list the files and check the packages; no file is of another method."""
     folder = published / "drafts" / kind
     texts = {path: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
     assert len(texts) <= MOST_FILES and sum(map(code_lines, texts.values())) <= MOST_LINES

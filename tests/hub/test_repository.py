@@ -2,54 +2,24 @@
 
 import json
 import shutil
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModel
 
 import hf_longspec
-from hf_longspec.hub import push, repository, write_repository
+from hf_longspec.hub import push, write_repository
 from hf_longspec.hub.repository import MARK
 
-from .conftest import CARD, DRAFTS
+from .conftest import CARD, DRAFTS, contents
 
 KINDS = pytest.mark.parametrize("kind", DRAFTS)
 SECRET = "hf_secretsecretsecret"
 ENGINE = "org/engine"
 
 
-def contents(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def auto_map(folder):
     return json.loads((folder / "config.json").read_text()).get("auto_map")
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """Replace the Hub by a record of calls and uploaded files."""
-    record = SimpleNamespace(calls=[], uploaded={}, tokens=[], exists=False)
-
-    class Api:
-        def __init__(self, token=None):
-            record.tokens.append(token)
-
-        def repo_exists(self, repo_id):
-            return record.exists
-
-        def create_repo(self, repo_id, **options):
-            record.calls.append(("create_repo", repo_id, options))
-
-        def upload_folder(self, *, folder_path, **options):
-            record.calls.append(("upload_folder", options.pop("repo_id"), options))
-            record.uploaded = contents(Path(folder_path))
-            return SimpleNamespace(commit_url="https://huggingface.co/org/x/commit/1")
-
-    monkeypatch.setattr(repository, "HfApi", Api)
-    return record
 
 
 @KINDS
@@ -79,9 +49,7 @@ def test_the_code_may_be_in_another_repository(published, kind):
 
 @KINDS
 def test_publishing_again(published, tmp_path, kind):
-    """The installed class loads without trust, writes the same files, over those that it came from too, and saves
-    without a word of the code; nothing in the draft is changed.
-    """
+    """The installed class loads without trust, writes the same files over its own, and saves no word of the code."""
     one = shutil.copytree(published / "drafts" / kind, tmp_path / "one")
     draft = AutoModel.from_pretrained(one)
     assert type(draft) is DRAFTS[kind][0]

@@ -3,9 +3,11 @@
 import pytest
 
 from hf_longspec.generation import compiled_steps as compiled
-from tests.generation.conftest import graphs, plain_run, target
+from tests.generation.conftest import graphs, plain_run, target, widths
+from tests.tiny_targets import tiny_target
+from tests.watching import after
 
-__all__ = ["graphs", "plain_run", "target"]
+__all__ = ["graphs", "plain_run", "target", "widths"]
 
 
 @pytest.fixture(autouse=True)
@@ -13,16 +15,15 @@ def without_a_gate(every_step_speculates):
     """Whether a step speculates shall not depend on the clock."""
 
 
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_target("llama")
+
+
 @pytest.fixture
 def run_as_they_are(monkeypatch):
     """Names of functions that could not be compiled."""
-    failed, call = [], compiled.CompiledRunner.__call__
-
-    def watching(self, function, *args):
-        result = call(self, function, *args)
-        if result is None:
-            failed.append(function.__name__)
-        return result
-
-    monkeypatch.setattr(compiled.CompiledRunner, "__call__", watching)
+    failed = []
+    note = lambda result, _, function, *__: result is None and failed.append(function.__name__)  # noqa: E731
+    after(monkeypatch, compiled.CompiledRunner, "__call__", note)
     return failed

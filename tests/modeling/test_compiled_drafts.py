@@ -11,15 +11,12 @@ from tests.tiny_targets import randomize, tiny_target
 
 LENGTHS = (33, 5, 19)
 PARTIAL = {"self_draft": "partial_kv", "partial_kv_budget": 27, "partial_kv_recent": 9, "tree_branching": [2, 3, 2]}
+DFLASH = {"num_tree_nodes": 12, "block_size": 4, "markov_rank": 16, "window": 9}
 # The draft, and its compiled parts: its own functions, once of a whole tree and once where processors rank each level,
 # and the forwards by their contexts. Random heads are wide, so that some of what they say is accepted.
 STEPS = {
     "eagle3": ("longspec_eagle3", {"tree_widths": [7, 5], "draft_vocab_size": 11}, {"_grow", "_level"}),
-    "dflash": (
-        "longspec_dflash",
-        {"num_tree_nodes": 12, "block_size": 4, "markov_rank": 16, "window": 9},
-        {"_grow", "_level"},
-    ),
+    "dflash": ("longspec_dflash", DFLASH, {"_grow", "_level"}),
     "gemma4_assistant": ("longspec_gemma4_assistant", {"tree_widths": [7, 5]}, {"_grow", "_level"}),
     "verify_hidden": ("tokenswift", {"tree_branching": [1, 40, 1], "ngram_candidates": 2}, {"_levels", "_logits"}),
     "dynamic": ("tokenswift", PARTIAL, {"_levels", "_logits", SparseContext}),

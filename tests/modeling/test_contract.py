@@ -1,8 +1,4 @@
-"""The contract of every registered draft: identity, rollback, independent rows, saving and loading.
-
-A new draft is tested as soon as it is registered. Its settings here are those with which something is drafted, accepted
-and refused on tiny targets whose text repeats itself.
-"""
+"""The contract of every registered draft, with settings with which something is drafted, accepted and refused."""
 
 from functools import cache
 from itertools import cycle, product, zip_longest
@@ -20,8 +16,6 @@ from tests.modeling.calls import LENGTHS, NEVER, generate
 from tests.rounding import rounding
 from tests.tiny_targets import TINY_TARGETS, made_for, randomize, tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 SETTINGS = {
     "longspec_eagle3": {"tree_widths": [6, 4], "window": 8, "sinks": 2, "fc_norm": True},
     "longspec": {"window": 8, "tree_widths": [6, 4]},
@@ -30,14 +24,8 @@ SETTINGS = {
     "longspec_gemma4_assistant": {"tree_widths": [6, 4]},
     # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens
     "specattn": {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"},
-    "longspec_quest": {
-        "num_assistant_tokens": 3,
-        "sparse_ratio": 0.3,
-        "sparse_min_tokens": 6,
-        "page_size": 3,
-        "num_dense_layers": 0,
-        "acceptance": "coupled",
-    },
+    "longspec_quest": {"num_assistant_tokens": 3, "sparse_ratio": 0.3, "sparse_min_tokens": 6, "acceptance": "coupled"}
+    | {"page_size": 3, "num_dense_layers": 0},
     "tokenswift": {"num_heads": 2, "tree_branching": [1, 5, 2]},
     "longspec_ngram": {"num_assistant_tokens": 4},
     # the target drafts for itself, on few tokens, so that every architecture is a draft as well
@@ -72,14 +60,8 @@ def check_drafted(draft, model):
 
 
 # They read tokens, logits or hidden states, whatever the attention of the target is.
-WITHOUT_KEYS = (
-    "longspec_ngram",
-    "longspec_eagle3",
-    "longspec_dflash",
-    "tokenswift",
-    "longspec_token_recycling",
-    "longspec_plain",
-)
+WITHOUT_KEYS = ("longspec_ngram", "longspec_eagle3", "longspec_dflash", "tokenswift")
+WITHOUT_KEYS += ("longspec_token_recycling", "longspec_plain")
 # The other drafts on every kind of attention, and one of these on every target; `make models` runs all on all.
 GREEDY = [*product(sorted(DRAFTS.keys() - {*WITHOUT_KEYS}), ATTENTION), *zip(cycle(WITHOUT_KEYS), TINY_TARGETS)]
 

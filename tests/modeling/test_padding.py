@@ -137,9 +137,5 @@ def test_images_beside_gaps_are_refused():
     types = torch.zeros_like(input_ids)
     input_ids[:, 2:6], types[:, 2:6] = IMAGE_TOKEN, 1
     inputs = {"input_ids": input_ids, "attention_mask": mask, "token_type_ids": types}
-    refused(
-        model,
-        "zeros between tokens.*image inputs, token_type_ids",
-        **inputs,
-        pixel_values=torch.randn(1, 3, 28, 28),
-    )
+    inputs["pixel_values"] = torch.randn(1, 3, 28, 28)
+    refused(model, "zeros between tokens.*image inputs, token_type_ids", **inputs)

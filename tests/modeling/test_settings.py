@@ -40,40 +40,25 @@ COUNT = [0, -1, True, 2.5, "four"], [1, 400]
 MAYBE_COUNT = [0, True, "four"], [None, 1]
 FROM_0 = [-1, False, "four"], [0, 7]
 WIDTHS = [[], [3, 0], [2, 2.5], [True], 5, "4"], [[1], (2, 3)]
-BOOL = ["auto", 1, 0], [True, False]
-OF_ALL = {
-    "compile": (["fast", True], ["auto", "graph", "compile", "off"]),
-    "gate": BOOL,
-    "check_target": BOOL,
-    "on_unsupported": (["warn", True], ["plain", "error"]),
-    "ngram_candidates": FROM_0,
-    "ngram_num_tokens": COUNT,
-    "ngram_size": ([0, 17, True], [1, 16]),
-    "ngram_source": (["all", "web", 3], ["both", "pool", "lookup"]),
-    "ngram_preload": BOOL,
-}
-SPARSE = {
-    "num_assistant_tokens": COUNT,
-    "sparse_ratio": ([0.0, -0.1, 1.01, 7, True, "all", float("nan")], [0.001, 1, 1.0]),
-    "sparse_min_tokens": COUNT,
-    "acceptance": (["typical", 1], ["rejection", "coupled"]),
-}
+BOOL, WINDOW = (["auto", 1, 0], [True, False]), ([0, "all", True], [1, "trained"])
+OF_ALL = {"compile": (["fast", True], ["auto", "graph", "compile", "off"]), "gate": BOOL, "check_target": BOOL}
+OF_ALL |= {"on_unsupported": (["warn", True], ["plain", "error"]), "ngram_candidates": FROM_0}
+OF_ALL |= {"ngram_num_tokens": COUNT, "ngram_size": ([0, 17, True], [1, 16])}
+OF_ALL |= {"ngram_source": (["all", "web", 3], ["both", "pool", "lookup"]), "ngram_preload": BOOL}
+SPARSE = {"num_assistant_tokens": COUNT}
+SPARSE |= {"sparse_ratio": ([0.0, -0.1, 1.01, 7, True, "all", float("nan")], [0.001, 1, 1.0])}
+SPARSE |= {"sparse_min_tokens": COUNT, "acceptance": (["typical", 1], ["rejection", "coupled"])}
 RANGES = {
     E: {
         "tree_widths": WIDTHS,
-        "window": ([0, "all", True], [1, "trained"]),
+        "window": WINDOW,
         "sinks": FROM_0,
         "rope_theta": ([0, -1.0, True, "10000"], [None, 5000, 0.5]),
         "target_layer_ids": ([[1, 2], [1, 2, 3], [0, 1, "2"], 3], []),
         "norm_output": (["yes", 1], [None, True, False]),
     },
-    DFlashDraftModel: {
-        "num_tree_nodes": ([0, 1, True, "16"], [None, 2, 40]),
-        "window": ([0, "all", True], [1, "trained"]),
-        "sinks": FROM_0,
-        "rope_theta": ([0, True], [None, 5000]),
-        "target_layer_ids": ([[1, 2], 3], []),
-    },
+    DFlashDraftModel: {"num_tree_nodes": ([0, 1, True, "16"], [None, 2, 40]), "window": WINDOW, "sinks": FROM_0}
+    | {"rope_theta": ([0, True], [None, 5000]), "target_layer_ids": ([[1, 2], 3], [])},
     MtpDraftModel: {"tree_widths": WIDTHS, "window": ([0, "some", True], [1, "all"]), "sinks": FROM_0},
     L: {"tree_widths": (WIDTHS[0] + [[1] * 511], WIDTHS[1]), "cross_attention_window": MAYBE_COUNT},
     S: SPARSE
@@ -91,19 +76,9 @@ RANGES = {
         "partial_kv_budget": ([0, 72, True], [73]),
         "partial_kv_recent": (FROM_0[0], [0, 4000]),
     },
-    R: {
-        "num_nodes": ([0, 1, 513], [2, 512]),
-        "max_depth": ([0, 33], [1, 32]),
-        "num_candidates": ([0, 17], [1, 16]),
-    },
-    A: {
-        "num_assistant_tokens": COUNT,
-        "tree_widths": (WIDTHS[0], [None, [3, 2]]),
-        "window": MAYBE_COUNT,
-        "sinks": FROM_0,
-        "acceptance": SPARSE["acceptance"],
-        "prefill_chunk_size": COUNT,
-    },
+    R: {"num_nodes": ([0, 1, 513], [2, 512]), "max_depth": ([0, 33], [1, 32]), "num_candidates": ([0, 17], [1, 16])},
+    A: {"num_assistant_tokens": COUNT, "tree_widths": (WIDTHS[0], [None, [3, 2]]), "window": MAYBE_COUNT}
+    | {"sinks": FROM_0, "acceptance": SPARSE["acceptance"], "prefill_chunk_size": COUNT},
     PlainDraftModel: {},
 }
 CASES = [(cls, name, *values) for cls, table in RANGES.items() for name, values in table.items()]
@@ -114,11 +89,8 @@ def test_every_setting_of_every_draft_has_a_row():
     assert RANGES.keys() == {draft.model for draft in DRAFTS.values()}
     for cls, table in RANGES.items():
         others = {name for name in OF_ALL if cls.takes_ngrams or not name.startswith("ngram") or cls is N}
-        assert (
-            cls.declared.keys()
-            == cls.settings.keys()
-            == table.keys() | others - {"ngram_num_tokens"} | ({"ngram_num_tokens"} if cls.takes_ngrams else set())
-        )
+        others -= set() if cls.takes_ngrams else {"ngram_num_tokens"}
+        assert cls.declared.keys() == cls.settings.keys() == table.keys() | others
 
 
 @pytest.mark.parametrize(("cls", "name", "refused", "allowed"), CASES, ids=str)

@@ -1,7 +1,4 @@
-"""Parts of the random calls of fuzz.py: targets, drafts, stopping rules, processors.
-
-Everything that is drawn is plain data, so that a failing call prints as what has to be typed to see it again.
-"""
+"""Parts of the random calls of fuzz.py: plain data, so that a failing call prints as what has to be typed."""
 
 from pathlib import Path
 from typing import Any
@@ -74,11 +71,8 @@ def targets(draw) -> tuple[str, dict[str, Any]]:
 NUMBERS = st.integers(1, 5)
 WIDTHS = st.lists(st.integers(1, 8), min_size=1, max_size=4)
 BOTH_RULES = {"acceptance": st.sampled_from(["rejection", "coupled"])}
-OF_NGRAMS = {
-    "ngram_size": st.integers(1, 4),
-    "ngram_source": st.sampled_from(settings.NGRAMS["ngram_source"].choices),
-    "ngram_preload": st.booleans(),
-}
+OF_NGRAMS = {"ngram_size": st.integers(1, 4), "ngram_source": st.sampled_from(settings.NGRAMS["ngram_source"].choices)}
+OF_NGRAMS |= {"ngram_preload": st.booleans()}
 NGRAMS = {"ngram_candidates": st.integers(0, 3), "ngram_num_tokens": st.integers(1, 6)} | OF_NGRAMS
 SPARSE = BOTH_RULES | {
     "num_assistant_tokens": NUMBERS,
@@ -152,11 +146,9 @@ def drafts(draw, vocab: int) -> tuple[str, dict[str, Any]]:
         settings["folder"] = draw(st.sampled_from(sorted(path.name for path in EAGLE3_CHECKPOINTS.iterdir())))
     if kind == "eagle3":
         count = settings["num_hidden_layers"] = draw(st.integers(1, 2))
-        options = {
-            "layer_windows": st.lists(st.integers(2, 9), min_size=count, max_size=count),
-            "draft_vocab_size": st.integers(3, vocab),
-            "target_layer_ids": st.lists(st.integers(0, 1), min_size=3, max_size=3),
-        }
+        options = {"layer_windows": st.lists(st.integers(2, 9), min_size=count, max_size=count)}
+        options |= {"draft_vocab_size": st.integers(3, vocab)}
+        options |= {"target_layer_ids": st.lists(st.integers(0, 1), min_size=3, max_size=3)}
         settings |= {name: value for name in options if (value := draw(maybe(options[name]))) is not None}
         if norm := draw(st.sampled_from([None, "norm_before_fc", "fc_norm"])):
             settings[norm] = True

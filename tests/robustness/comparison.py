@@ -1,7 +1,4 @@
-"""Comparisons of a call of `generate` with the one without a draft, which the scripts of fuzz.py repeat.
-
-`start` is the number of columns of the prompts, and `expected` the output without a draft, with scores and logits.
-"""
+"""Comparisons of a call of `generate` with the one without a draft: `start` columns of prompts, `expected` output."""
 
 import re
 import sys
@@ -34,13 +31,19 @@ class Streamed(BaseStreamer):
         self.got.append("end")
 
 
-def tied(expected, sequences, start):
-    """Whether the texts differ first where rounding chose between two tokens."""
+def first_differences(expected, sequences):
+    """Of each row that differs: its number, the place where it does first, and both rows."""
     for row, (left, right) in enumerate(zip(expected.sequences.tolist(), sequences.tolist(), strict=True)):
         place = next((i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), None)
         if place is not None:
-            scores = expected.scores[place - start][row]
-            return bool((scores[left[place]] - scores[right[place]]).abs() < TIE)
+            yield row, place, left, right
+
+
+def tied(expected, sequences, start):
+    """Whether the texts differ first where rounding chose between two tokens."""
+    for row, place, left, right in first_differences(expected, sequences):
+        scores = expected.scores[place - start][row]
+        return bool((scores[left[place]] - scores[right[place]]).abs() < TIE)
     return False
 
 
@@ -59,14 +62,9 @@ def check_scores(expected, out, start):
 
 
 def is_unstable(rerun, expected, sequences):
-    """Whether noise in the weights, of the size of rounding, changes the text up to where the two differ first.
-
-    Truncation by probability has limits at which rounding decides whether a token can be drawn at all.
-    """
-    for row, (left, right) in enumerate(zip(expected.sequences.tolist(), sequences.tolist(), strict=True)):
-        place = next((i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), None)
-        if place is not None:
-            return any(rerun(seed)[row, : place + 1].tolist() != left[: place + 1] for seed in range(10))
+    """Whether noise of the size of rounding in the weights changes the text, as at a limit of a truncation."""
+    for row, place, left, _ in first_differences(expected, sequences):
+        return any(rerun(seed)[row, : place + 1].tolist() != left[: place + 1] for seed in range(10))
     return False
 
 

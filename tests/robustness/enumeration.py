@@ -133,11 +133,7 @@ class Stock:
 
 
 def build(model_type: str, seed: int = 0, **overrides: Any) -> Any:
-    """A tiny model of a type with peaked random weights, in eval mode; one that is refused keeps its own weights.
-
-    Raises:
-        Unbuildable: If transformers cannot make it, or it would be large.
-    """
+    """A tiny model of a type with peaked weights, or its own if it is refused; it may be [`Unbuildable`]."""
     try:
         config = shrunk_config(model_type, **overrides)
         with torch.device("meta"):
@@ -163,11 +159,7 @@ def build(model_type: str, seed: int = 0, **overrides: Any) -> Any:
 
 
 def stock_of(model_type: str, **overrides: Any) -> Stock:
-    """A model and its texts, with the first of a few seeds whose texts vary.
-
-    Raises:
-        Unbuildable: If transformers cannot make the model or generate with it.
-    """
+    """A model and its texts, with the first of a few seeds whose texts vary; may be [`Unbuildable`]."""
     for seed in range(SEEDS):
         stock = Stock(build(model_type, seed, **overrides))
         if TargetView(stock.model).why_not():

@@ -1,36 +1,19 @@
 """Random calls of `generate` with a draft, each written as a script that makes the call and compares: the nightly fuzz.
 
-tests/robustness/cases.py draws targets, drafts and options; here are the ways to call. The test executes the very
-script that a failure prints. Run it in the repository with `python - < script.py`.
-
-To cover more, extend a strategy, and the part of the script that it feeds; add what is refused to `Call.refusal`.
+The test executes the script that a failure prints: in the repository, `python - < script.py`. To cover more, extend a
+strategy (cases.py), and the part of the script that it feeds; add what is refused to `Call.refusal`.
 """
 
 import math
 import os
 from dataclasses import dataclass, replace
-from inspect import getsource
 from typing import Any
 
 from hypothesis import strategies as st
 
 from tests.robustness import comparison
 from tests.robustness.architecture_variants import LIMIT, LIMIT_OF_DYNAMIC, VARIANTS
-from tests.robustness.cases import (
-    EAGLE3_CHECKPOINTS,
-    END,
-    AnyLastToken,
-    LastToken,
-    allowed_tokens,
-    character,
-    drafts,
-    maybe,
-    processors,
-    stopping,
-    targets,
-)
-from tests.robustness.test_threads import in_threads
-from tests.tiny_tokenizers import SPECIAL, character_tokenizer
+from tests.robustness.cases import EAGLE3_CHECKPOINTS, END, character, drafts, maybe, processors, stopping, targets
 
 OF_CHECKPOINTS = {"hidden_size": 32, "num_hidden_layers": 6, "vocab_size": 97}  # fields of their target
 ROPES = {label: fields for label, (name, fields) in VARIANTS.items() if label.startswith("rope") and name == "llama"}
@@ -210,36 +193,20 @@ def within_reach(call: Call) -> Call:
 
 
 IMPORTS = """# In the repository: python - < this file
-import re, sys, tempfile, threading
+import tempfile
 from functools import partial
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import DynamicCache, PreTrainedTokenizerFast
-from transformers.generation.stopping_criteria import StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers import DynamicCache
 from hf_longspec import *
+from tests.robustness.cases import AnyLastToken, LastToken, allowed_tokens
+from tests.robustness.comparison import *
 from tests.tiny_targets import *
+from tests.tiny_tokenizers import character_tokenizer
 """
-CONSTANTS = {name: getattr(comparison, name) for name in ("TIE", "SCORE_TOLERANCE", "WANTED", "NEVER")}
-CONSTANTS["SPECIAL"] = SPECIAL
-MAKERS = {
-    **{kind: f"random_{kind}_draft(model" for kind in ("longspec", "tokenswift", "eagle3")},
-    "plain": "PlainDraftModel.from_target(model",
-    "ngram": "NgramDraftModel.from_target(model",
-    "specattn": "SpecAttnDraftModel.from_target(model",
-    "quest": "QuestDraftModel.from_target(model",
-    "recycling": "TokenRecyclingDraftModel.from_target(model",
-    "assistant": "AssistantDraftModel.from_target(model",
-}
-# What scripts repeat; each comes after those that it uses.
-PARTS = (
-    *(LastToken, AnyLastToken, allowed_tokens, character_tokenizer, in_threads),
-    *(getattr(comparison, name) for name in ("Streamed", "state_of", "tied", "is_unstable", "with_noise")),
-    *(
-        getattr(comparison, f"check_{name}")
-        for name in ("scores", "text", "rounding", "calls", "two_turns", "threads", "refusal")
-    ),
-)
+NAMES = {"plain": "Plain", "ngram": "Ngram", "specattn": "SpecAttn", "quest": "Quest"}
+NAMES |= {"recycling": "TokenRecycling", "assistant": "Assistant"}
+MAKERS = {kind: f"{name}DraftModel.from_target(model" for kind, name in NAMES.items()}
+MAKERS |= {kind: f"random_{kind}_draft(model" for kind in ("longspec", "tokenswift", "eagle3")}
 
 
 def script_of(call: Call) -> str:
@@ -286,13 +253,7 @@ check, streamed = {check}, {"Streamed()" if call.streamed else None}
 expected = reference(stock, streamer=streamed, **WANTED)
 {_plan(call)}
 """
-    used, parts = body, []
-    for part in reversed(PARTS):  # those that the script uses, and what they use
-        if part.__name__ in used:
-            source = getsource(part)
-            used, parts = used + source, [source, *parts]
-    constants = "\n".join(f"{name} = {value!r}" for name, value in CONSTANTS.items())
-    return "\n\n".join([IMPORTS + "\n" + constants, *parts, body])
+    return IMPORTS + "\n" + body
 
 
 def _draft(call: Call) -> str:

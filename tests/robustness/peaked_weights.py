@@ -49,11 +49,7 @@ def peak(model: Any, vocab_size: int, seed: int = 0) -> None:
 
 
 def _spread_logits(model: Any, head: Any, tied: bool, input_ids: torch.Tensor, offset: set[int]) -> None:
-    """Scale the head, or the last norm before it where the head is the embedding, until the logits are spread.
-
-    The hidden states of all texts have a direction in common, most of all after biases and activations that are not
-    centred. The head loses it: the same few tokens would follow every text.
-    """
+    """Scale the head, or the norm before a tied one, until logits spread, without the direction of all states."""
     for _ in range(_ROUNDS):
         logits, hidden, norm = _watched(model, head, input_ids)
         scaled, shift = head.weight, 0.0

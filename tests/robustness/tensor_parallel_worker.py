@@ -1,9 +1,4 @@
-"""The ranks of tests/robustness/test_tensor_parallel.py: each generates with every draft and writes down what it saw.
-
-    python tensor_parallel_worker.py <folder of the target> <folder of results>
-
-The ranks are forks with the environment that torchrun gives, so that they share the imports.
-"""
+"""The ranks of test_tensor_parallel.py, forks that share the imports: tensor_parallel_worker.py TARGET RESULTS"""
 
 import json
 import os

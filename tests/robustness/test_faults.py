@@ -14,6 +14,7 @@ from hf_longspec.generation.target import TargetView
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.user_objects import Bomb, Recorder
+from tests.watching import after, before
 
 NEVER, NEW, PROMPT, TURN = 1, 8, 33, 11
 KINDS = ("ngram", "specattn", "longspec", "tokenswift", "partial")
@@ -25,14 +26,7 @@ class Boom(Exception):
 
 def around(owner, name, bomb, patch):
     """Let the bomb go off when a method has done its work, so that what it changed is changed."""
-    method = getattr(owner, name)
-
-    def run(*args, **kwargs):
-        result = method(*args, **kwargs)
-        bomb()
-        return result
-
-    patch.setattr(owner, name, run)
+    after(patch, owner, name, lambda *_, **__: bomb())
 
 
 def method_of(owner, name):
@@ -40,17 +34,9 @@ def method_of(owner, name):
 
 
 def drafter_method(name):
-    def arm(draft, bomb, patch):
-        make = draft.make_drafter
-
-        def armed(binding):
-            drafter = make(binding)
-            around(drafter, name, bomb, patch)
-            return drafter
-
-        patch.setattr(draft, "make_drafter", armed)
-
-    return arm
+    return lambda draft, bomb, patch: after(
+        patch, draft, "make_drafter", lambda drafter, _: around(drafter, name, bomb, patch)
+    )
 
 
 def streamer(draft, bomb, patch, method):
@@ -69,14 +55,12 @@ def in_the_second_layer(draft, bomb, patch):
 
 def in_half_a_commit(draft, bomb, patch):
     """With the lengths of the rows set, and not those of the layers."""
-    set_lengths = SpeculativeCache.set_lengths
 
-    def half(self, lengths):
-        self.rows.lengths = SeqLens.of(lengths)
+    def half(cache, lengths):
+        cache.rows.lengths = SeqLens.of(lengths)
         bomb()
-        set_lengths(self, lengths)
 
-    patch.setattr(SpeculativeCache, "set_lengths", half)
+    before(patch, SpeculativeCache, "set_lengths", half)
 
 
 # Phase: how to arm it, and at which call the bomb goes off

@@ -89,12 +89,7 @@ def test_device_map(kind, parts, tmp_path):
 
 @pytest.mark.parametrize("kind", SOME_KINDS[:2])
 def test_dynamic_int8(kind):
-    """Linear layers in int8, activations quantised per call.
-
-    The scale of an activation is that of all tokens of a forward, so a token's logits depend on the other tokens, and
-    the text may differ from the plain one where two tokens are close. Every emitted token has to be the target's
-    choice given the text before it, up to that difference.
-    """
+    """Tokens are the choice of the target up to a gap: the scale of activations is that of all tokens of a forward."""
     model = tiny_target("llama")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch announces that its quantisation moves to torchao

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,23 +30,11 @@ def switching():
 
 
 def in_threads(*works):
-    """Run functions at once; the first exception of any is raised."""
-    errors, barrier = [], threading.Barrier(len(works))
-
-    def guarded(work):
-        try:
-            barrier.wait()
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    """Run functions at once, each in a thread of its own; an exception of any is raised."""
+    barrier = threading.Barrier(len(works))
+    with ThreadPoolExecutor(len(works)) as pool:
+        for run in [pool.submit(lambda work=work: (barrier.wait(), work())) for work in works]:
+            run.result()
 
 
 class Worker:

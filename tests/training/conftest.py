@@ -92,36 +92,18 @@ def make_trainer(draft, target, tokens, tmp_path):
     """`make_trainer(max_steps=3, model=..., dataset=...)`: a trainer of `draft` for `target` on `tokens`."""
 
     def make(model=draft, dataset=None, eval_dataset=None, peft_config=None, tokenizer=None, **settings):
-        settings = {
-            "output_dir": str(tmp_path / "run"),
-            "max_steps": 3,
-            "per_device_train_batch_size": 2,
-            "learning_rate": 1e-2,
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "logging_steps": 1,
-            **settings,
-        }
-        return DraftTrainer(
-            model,
-            target,
-            DraftTrainingArguments(**settings),
-            train_dataset=TokenWindows(tokens, 33) if dataset is None else dataset,
-            eval_dataset=eval_dataset,
-            peft_config=peft_config,
-            processing_class=tokenizer,
-        )
+        defaults = {"output_dir": str(tmp_path / "run"), "max_steps": 3, "per_device_train_batch_size": 2}
+        defaults |= {"learning_rate": 1e-2, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+        args = DraftTrainingArguments(**(defaults | {"logging_steps": 1} | settings))
+        data = {"train_dataset": TokenWindows(tokens, 33) if dataset is None else dataset, "eval_dataset": eval_dataset}
+        return DraftTrainer(model, target, args, **data, peft_config=peft_config, processing_class=tokenizer)
 
     return make
 
 
 @pytest.fixture
 def ligers_loss(monkeypatch):
-    """`ligers_loss()`: replaces Liger's loss, whose kernels need a GPU, with a function of the same signature.
-
-    Returns a list of the number of tokens of every call. Ranks are sampled from at most 10 tokens.
-    """
+    """`ligers_loss()` puts a function of its signature in place of Liger's loss; it returns the counts of tokens."""
     calls = []
 
     class Fused:

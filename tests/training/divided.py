@@ -1,8 +1,4 @@
-"""One run of two steps of eight ragged rows, divided over batches, accumulation and processes.
-
-`accelerate launch --config_file FSDP_CONFIG divided.py FOLDER` runs every kind of draft twice in each process: with the
-whole draft in every process, and sharded.
-"""
+"""Two steps of eight ragged rows, whole and sharded: accelerate launch --config_file FSDP_CONFIG divided.py FOLDER"""
 
 import json
 import os
@@ -19,37 +15,23 @@ from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 from tests.tiny_targets import tiny_target
 
 ROWS_PER_STEP, STEPS = 8, 2
-KINDS = {
-    "longspec": lambda target: LongSpecDraftModel.from_target(target, window=16),
-    "heads": lambda target: TokenSwiftDraftModel.from_target(target),
-}
+KINDS = {"longspec": lambda target: LongSpecDraftModel.from_target(target, window=16)}
+KINDS |= {"heads": lambda target: TokenSwiftDraftModel.from_target(target)}
 # Kinds that two processes train with whole parameters, and with parameters that are divided between them.
 DIVIDED = {"whole": ("longspec", "heads"), "sharded": ("longspec",)}
 
 
 def make_trainer(folder, rows, accumulation, kind):
-    """Rows of 9 to 40 tokens, so that micro-batches predict different numbers of them.
-
-    SGD, since Adam's division by the size of the gradient would turn rounding into steps.
-    """
+    """Rows of 9 to 40 tokens for uneven micro-batches; SGD, since Adam would turn rounding into steps."""
     target = tiny_target("llama", max_position_embeddings=512)
     torch.manual_seed(1)
     draft = KINDS[kind](target)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(9, 41, (ROWS_PER_STEP * STEPS,), generator=generator).tolist()
     dataset = [{"input_ids": torch.randint(3, 128, (length,), generator=generator)} for length in lengths]
-    args = DraftTrainingArguments(
-        str(folder),
-        num_train_epochs=1,
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=accumulation,
-        learning_rate=0.3,
-        optim="sgd",
-        logging_steps=1,
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    sizes = {"num_train_epochs": 1, "per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+    how = {"learning_rate": 0.3, "optim": "sgd", "logging_steps": 1, "save_strategy": "no", "use_cpu": True}
+    args = DraftTrainingArguments(str(folder), **sizes, **how, disable_tqdm=True)
     return DraftTrainer(draft, target, args, train_dataset=dataset, eval_dataset=dataset)
 
 

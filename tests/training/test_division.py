@@ -59,10 +59,8 @@ def two_processes(tmp_path_factory):
     return folder
 
 
-EVALUATED = {
-    "longspec": ("eval_acceptance_gap_1", "eval_acceptance_gap_5"),
-    "heads": ("eval_head_1_top1", "eval_head_3_top3"),
-}
+EVALUATED = {"longspec": ("eval_acceptance_gap_1", "eval_acceptance_gap_5")}
+EVALUATED |= {"heads": ("eval_head_1_top1", "eval_head_3_top3")}
 
 
 @pytest.mark.parametrize(("mode", "kind"), [(mode, kind) for mode, kinds in DIVIDED.items() for kind in kinds])

@@ -8,12 +8,8 @@ import pytest
 from tests.cli.conftest import run_command
 
 PROJECT = Path(__file__).resolve().parents[2]
-SMALLER = {
-    "max_steps=2000": "max_steps=1",
-    "args, 1024)": "args, 40)",
-    "max_new_tokens=64": "max_new_tokens=4",
-    "size=4": "size=1",
-}
+SMALLER = {"max_steps=2000": "max_steps=1", "args, 1024)": "args, 40)", "max_new_tokens=64": "max_new_tokens=4"}
+SMALLER |= {"size=4": "size=1"}
 
 
 def shrunk(call, sizes):

@@ -10,6 +10,7 @@ from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
 from hf_longspec.training import TokenWindows
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.training.conftest import labelled_rows
+from tests.watching import before
 
 NEVER = 999
 
@@ -53,12 +54,7 @@ REDUCED = {"draft_vocab_size": 20, "own_head": True}
 
 @pytest.mark.parametrize(
     ("loss", "settings"),
-    [
-        ("kl", REDUCED),
-        ("ce", REDUCED),
-        ("kl", {"window": 6, "fc_norm": True}),
-        ("ce", {"num_hidden_layers": 2}),
-    ],
+    [("kl", REDUCED), ("ce", REDUCED), ("kl", {"window": 6, "fc_norm": True}), ("ce", {"num_hidden_layers": 2})],
     ids=str,
 )
 def test_the_loss_is_the_definition(make_trainer, make_eagle3, target, rows, loss, settings):
@@ -82,13 +78,8 @@ def test_the_loss_is_the_definition(make_trainer, make_eagle3, target, rows, los
 
 
 def test_positions_after_the_anchors_are_shifted(make_trainer, make_eagle3, monkeypatch):
-    seen, forward = [], Eagle3DraftModel.forward
-
-    def recording(self, **arguments):
-        seen.append(arguments["position_ids"])
-        return forward(self, **arguments)
-
-    monkeypatch.setattr(Eagle3DraftModel, "forward", recording)
+    seen = []
+    before(monkeypatch, Eagle3DraftModel, "forward", lambda _, **inputs: seen.append(inputs["position_ids"]))
     make_trainer(model=make_eagle3(), max_offset=200, anchors=3, max_steps=2).train()
     positions = torch.cat(seen)
     assert (positions[:, :3] == torch.arange(3)).all() and (positions[:, 3:].diff() == 1).all()
@@ -99,9 +90,7 @@ def test_positions_after_the_anchors_are_shifted(make_trainer, make_eagle3, monk
 
 
 def test_the_draft_learns_and_drafts_better(make_trainer, make_eagle3, target, tokens, tmp_path):
-    """On texts of the target, whose most frequent tokens are drafted. The draft that is written for other engines is
-    the trained one.
-    """
+    """On texts of the target; the draft that is written for other engines is the trained one."""
     starts = tokens[: 8 * 5].view(8, 5)
     texts = target.generate(starts, max_new_tokens=28, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
     rows = TokenWindows(texts.flatten(), 33)

@@ -10,8 +10,6 @@ from hf_longspec.generation.target import TargetView
 from tests.modeling.calls import LENGTHS, generate
 from tests.tiny_targets import tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 FEW = {"vocab_size": 12}
 OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False}
 # Neither of them has the shapes of the other.
@@ -79,10 +77,10 @@ def test_trees_are_those_of_plain_forwards(name, window, widths, reach):
             assert torch.equal(found[row], field[0])
 
 
-def test_only_sinks_and_window_are_prefilled():
-    model, small, seen = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR), []
+def test_only_sinks_and_window_are_prefilled(widths):
+    model, small = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR)
     draft = AssistantDraftModel.from_model(small, model, window=24, num_assistant_tokens=2, prefill_chunk_size=10)
-    small.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
+    seen = widths(small)
     generate(model, draft, (300,), max_new_tokens=9)
     prefill = seen[: seen.index(2)]
     assert prefill[-3:] == [10, 10, 8]  # the trial forwards of the check before them

@@ -16,8 +16,7 @@ from hf_longspec.modeling.assistant.generation_assistant import AssistantDrafter
 from tests.modeling.calls import LENGTHS, generate
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import byte_tokenizer, character_tokenizer
-
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
+from tests.watching import after
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +154,7 @@ def all_accepted(draft):
 
 class TestOtherTokenizers:
     @pytest.mark.parametrize(
-        "settings",
-        [{"compile": "compile"}, {"tree_widths": [3, 2]}, {"window": 8}, {"ngram_candidates": 2}],
-        ids=str,
+        "settings", [{"compile": "compile"}, {"tree_widths": [3, 2]}, {"window": 8}, {"ngram_candidates": 2}], ids=str
     )
     def test_a_model_that_differs_in_its_numbers_alone_is_always_right(
         self, named, tmp_path, model, graphs, run_as_they_are, settings
@@ -176,15 +173,9 @@ class TestOtherTokenizers:
         assert not run_as_they_are and (graphs.frame_count > 0) == ("compile" in settings)
 
     def test_tokens_that_the_model_lacks_are_read_as_others_and_not_proposed(self, named, tmp_path, model, monkeypatch):
-        propose, proposed = AssistantDrafter.propose, []
-
-        def watched(self, root):
-            tree = propose(self, root)
-            proposed.extend(tree.tokens[:, 1:].flatten().tolist())
-            return tree
-
-        monkeypatch.setattr(AssistantDrafter, "propose", watched)
-        target, _ = named
+        (target, _), proposed = named, []
+        note = lambda tree, *_: proposed.extend(tree.tokens[:, 1:].flatten().tolist())  # noqa: E731
+        after(monkeypatch, AssistantDrafter, "propose", note)
         folder = permuted(model, tmp_path / "other", "ihgfedcb")
         draft = AssistantDraftModel.from_pretrained(folder, target=target, acceptance="rejection")
         assert draft.translation.shared.tolist() == [True] * 3 + [False] + [True] * 8
@@ -254,53 +245,27 @@ def test_what_cannot_draft_is_refused(model, small, named):
 
 
 @pytest.mark.parametrize("settings", [{"window": 8}, {"ngram_candidates": 1, "ngram_num_tokens": 3}], ids=str)
-def test_pard_drafts_in_one_forward(model, small, settings):
+def test_pard_drafts_in_one_forward(model, small, settings, monkeypatch):
     draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=4, pard_token=11, **settings)
-    expected, drafter = generate(model, None), draft.make_drafter
-    forwards, before = [], []
-    handle = small.register_forward_hook(lambda *_: forwards.append(1))
-
-    def counted(binding):
-        made = drafter(binding)
-        start = made.start
-
-        def started(*inputs):
-            start(*inputs)
-            before.append(len(forwards))  # the prefill's, and those of the check of the settings
-
-        made.start = started
-        return made
-
-    draft.make_drafter = counted
-    assert torch.equal(generate(model, draft), expected)
-    handle.remove()
-    assert len(forwards) - before[0] == draft.last_speculation.num_forwards > 5
+    expected, forwards, first = generate(model, None), [], []
+    # the prefill's, and those of the check of the settings
+    after(monkeypatch, AssistantDrafter, "start", lambda *_: first.append(len(forwards)))
+    with small.register_forward_hook(lambda *_: forwards.append(1)):
+        assert torch.equal(generate(model, draft), expected)
+    assert len(forwards) - first[0] == draft.last_speculation.num_forwards > 5
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
 @torch.no_grad()
-def test_pard_proposes_what_follows_root_and_masks():
+def test_pard_proposes_what_follows_root_and_masks(monkeypatch):
     """Over several steps: the argmax of a plain forward over text, root and masks, at the root and each mask."""
     length, mask_token = 4, 11
     model = tiny_target("qwen3", 3, vocab_size=12)
     small = tiny_target("llama", 5, vocab_size=12, pard_token=mask_token)
     draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=length)  # the mask token is found
-    proposed, make = [], draft.make_drafter
-
-    def watched(binding):
-        drafter = make(binding)
-        propose = drafter.propose
-
-        def noted(root):
-            tree = propose(root)
-            proposed.append((binding.cache.lengths.host, tree.tokens))
-            return tree
-
-        drafter.propose = noted
-        return drafter
-
-    draft.make_drafter = watched
-    prompts = (21, 5, 13, 1)
+    proposed, prompts = [], (21, 5, 13, 1)
+    note = lambda tree, own, root: proposed.append((own.binding.cache.lengths.host, tree.tokens))  # noqa: E731
+    after(monkeypatch, AssistantDrafter, "propose", note)
     texts = generate(model, draft, prompts, max_new_tokens=20)
     assert draft.last_speculation.num_accepted_draft_tokens > 3
     width = max(prompts)
@@ -324,16 +289,13 @@ def test_a_model_in_training_and_in_another_dtype_drafts_in_eval_mode(model):
     assert small.training and histograms[0] == histograms[1] and histograms[0][1] > 0
 
 
-def test_the_candidate_generator_runs_only_what_is_missing(small):
-    model, seen = tiny_target("qwen3", vocab_size=12), []
+def test_the_candidate_generator_runs_only_what_is_missing(small, widths):
+    model = tiny_target("qwen3", vocab_size=12)
     draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=2)
     view = TargetView(model)
     drafter = draft.drafter(Binding(view, SpeculativeCache(model.config, 1, 64, tree_slots=3), None, 64))
     input_ids, _ = tiny_prompts(12, (30,))
     drafter.get_candidates(input_ids[:, :25])
-    handle = small.register_forward_pre_hook(
-        lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
+    seen = widths(small)
     drafter.get_candidates(input_ids)
-    handle.remove()
     assert sum(seen) == 4 + 2 + 1  # what is missing but for the last token; it and the root; one step

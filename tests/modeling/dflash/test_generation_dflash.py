@@ -18,7 +18,6 @@ from tests.tiny_targets import random_draft, tiny_prompts, tiny_target
 HYBRID = FIXTURES.parents[1] / "mtp" / "fixtures"
 PEAGLE = FIXTURES.parents[1] / "eagle3" / "peagle_llama"
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 8}
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 
 @pytest.fixture

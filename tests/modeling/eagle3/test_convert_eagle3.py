@@ -141,10 +141,8 @@ def test_embedding_and_head_may_be_absent(copy_of, model):
     whole = copy_of("llama_norm_before_residual", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     weights = load_file(whole / "model.safetensors")
     ids = torch.arange(40) + weights["d2t"]
-    rows = {
-        "embed_tokens.weight": model.get_input_embeddings().weight.detach(),
-        "lm_head.weight": model.get_output_embeddings().weight.detach()[ids],
-    }
+    rows = {"embed_tokens.weight": model.get_input_embeddings().weight.detach()}
+    rows |= {"lm_head.weight": model.get_output_embeddings().weight.detach()[ids]}
     save_file(weights | rows, whole / "model.safetensors", metadata={"format": "pt"})
     without = copy_of("llama_norm_before_residual", drop=rows, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     texts, ids = [], torch.arange(20)[None]

@@ -16,6 +16,7 @@ from tests.modeling.calls import LENGTHS, generate
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.rounding import rounding
 from tests.tiny_targets import random_eagle3_draft, tiny_prompts, tiny_target
+from tests.watching import after
 
 FIXTURES = Path(__file__).with_name("fixtures")
 CYCLES = ((0, 9), (9, 13))
@@ -28,20 +29,16 @@ def draft_for(model, **settings):
 @pytest.fixture
 def levels(monkeypatch):
     """Return a list that gets, for each level of each draft, the position of the last entry, tokens and logits."""
-    found, first, following = [], Eagle3Drafter.first_level, Eagle3Drafter.next_level
+    found = []
 
-    def first_level(self, aux, tokens, positions, last):
-        result = first(self, aux, tokens, positions, last)
+    def first(result, own, aux, tokens, positions, last):
         found.append([(positions.gather(1, last)[:, 0].tolist(), None, None, result[0])])
-        return result
 
-    def next_level(self, states, tokens, ancestor_mask, positions, end):
-        result = following(self, states, tokens, ancestor_mask, positions, end)
+    def following(result, own, states, tokens, ancestor_mask, positions, end):
         found[-1].append((end[:, 0].tolist(), tokens, ancestor_mask, result[0]))
-        return result
 
-    monkeypatch.setattr(Eagle3Drafter, "first_level", first_level)
-    monkeypatch.setattr(Eagle3Drafter, "next_level", next_level)
+    after(monkeypatch, Eagle3Drafter, "first_level", first)
+    after(monkeypatch, Eagle3Drafter, "next_level", following)
     return found
 
 

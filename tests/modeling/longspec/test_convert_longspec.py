@@ -7,8 +7,6 @@ from safetensors.torch import save_file
 from hf_longspec.modeling.register_draft import convert
 from tests.tiny_targets import tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 # Hidden width, query width, key width and inner width of the tiny targets.
 D, Q, K, INNER = 64, 64, 32, 96
 
@@ -24,11 +22,6 @@ def published_tensors(dtype=torch.float16):
     shapes |= {f"{norm}.weight": (D,) for norm in norms}
     generator = torch.Generator().manual_seed(0)
     return {name: (torch.randn(shape, generator=generator) * 0.2).to(dtype) for name, shape in shapes.items()}
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_target("llama")
 
 
 @pytest.fixture

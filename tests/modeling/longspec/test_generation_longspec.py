@@ -12,8 +12,6 @@ from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
 from tests.tiny_targets import random_longspec_draft, tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 LENGTHS = (33, 3, 13)
 NEVER = 1
 # a random draft hits one token of 128; wide levels make it hit often enough that paths of several nodes are accepted
@@ -26,11 +24,7 @@ def noisy_draft(model, **overrides):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Everything the drafter did: one entry per iteration with the texts, the tree and the logits of each level.
-
-    With `recorded.hints`, the continuation of each row, the first node of a level mostly carries the right token after
-    the first node of the level before: an untrained draft would never see a long path accepted.
-    """
+    """An entry per iteration: texts, tree, logits of each level. With `hints`, first nodes mostly are right."""
 
     class Recorded(list):
         hints = None
@@ -76,11 +70,7 @@ def generate(model, draft, lengths=LENGTHS, new=17, **options):
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_every_node_of_every_iteration_is_the_restated_block(window, plain_run, recorded):
-    """Prefill, ring, kept nodes, window edges, tree attention and the gap to the target's keys at once.
-
-    Paths of full depth are accepted on the way, whose deepest node has no keys when the next draft begins. With a
-    window of the cross-attention, texts are shorter and longer than the window and the four anchors.
-    """
+    """Prefill, ring, kept nodes, window edges, tree attention and the gap at once; paths of full depth are accepted."""
     model = tiny_target("llama")
     run = plain_run(model, LENGTHS, max_new_tokens=24, eos_token_id=NEVER)
     draft = noisy_draft(model, qkv_bias=True, tree_widths=[5, 6, 4], cross_attention_window=window)

@@ -1,6 +1,5 @@
 """The LongSpec draft as a Hugging Face model: shapes from its target, saving, refusals, and its training forward."""
 
-import pytest
 import torch
 from transformers import AutoModel, DynamicCache
 
@@ -8,12 +7,6 @@ from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.target_modules import TargetParts
 from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
-from tests.tiny_targets import tiny_target
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_target("llama")
 
 
 def test_what_was_loaded_can_be_asked(llama, tmp_path):

@@ -16,8 +16,7 @@ from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, 
 from tests.modeling.calls import LENGTHS, NEVER, generate
 from tests.rounding import rounding
 from tests.tiny_targets import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
-
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
+from tests.watching import after, before
 
 CASES = [
     ("gemma3", "longspec"),
@@ -50,20 +49,11 @@ def joined_draft(kind, model, hints=(), **settings):
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Every iteration: the drafter, its own tree, the joined one, and what was verified (not of the last one)."""
-    steps, propose, observe = [], JoinedDrafter.propose, JoinedDrafter.observe
-
-    def recording_propose(self, root):
-        tree = propose(self, root)
-        steps.append({"drafter": self, "tree": tree, "own": self._proposed[1], "seen": None})
-        return tree
-
-    def recording_observe(self, verification):
-        observe(self, verification)
-        steps[-1]["seen"] = verification
-
-    monkeypatch.setattr(JoinedDrafter, "propose", recording_propose)
-    monkeypatch.setattr(JoinedDrafter, "observe", recording_observe)
+    """Every iteration: the drafter's own tree, the joined one, and what was verified (not of the last one)."""
+    steps = []
+    note = lambda tree, own, _: steps.append({"tree": tree, "own": own._proposed[1], "seen": None})  # noqa: E731
+    after(monkeypatch, JoinedDrafter, "propose", note)
+    after(monkeypatch, JoinedDrafter, "observe", lambda _, own, seen: steps[-1].update(seen=seen))
     return steps
 
 
@@ -117,25 +107,19 @@ def assert_same_ring(ring, expected, rows):
 def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, joined, monkeypatch):
     """After every iteration it is that of a drafter which begins after the committed text."""
     model = target("llama", **SMALL)
-    draft = joined_draft("longspec", model)
-    checked = []
-    observe = LongSpecDrafter.observe
+    draft, checked = joined_draft("longspec", model), []
+    prompts = [row[keep.bool()].tolist() for row, keep in zip(*tiny_prompts(12, LENGTHS), strict=True)]
 
-    def checking(self, verification):
-        observe(self, verification)
-        sequences = self.binding.rule.sequences
-        texts = [
-            [*input_ids[row][mask[row].bool()].tolist(), *sequences.generated[row][:-1]] for row in range(len(LENGTHS))
-        ]
+    def check(_, own, verification):
+        sequences = own.binding.rule.sequences
+        texts = [[*prompt, *sequences.generated[row][:-1]] for row, prompt in enumerate(prompts)]
         growing = [row for row in range(len(LENGTHS)) if not sequences.done[row]]
-        assert_same_ring(self.ring, ring_of(draft, model, texts), growing)
-        assert [int(self.last_token[row]) for row in growing] == [texts[row][-1] for row in growing]
-        foreign = [verification.path[row, 1:count].ge(self.num_nodes).any() for row, count in
-                   enumerate(verification.num_nodes.host)]  # fmt: skip
-        checked.extend(bool(foreign[row]) for row in growing)
+        assert_same_ring(own.ring, ring_of(draft, model, texts), growing)
+        assert [int(own.last_token[row]) for row in growing] == [texts[row][-1] for row in growing]
+        counts, path = verification.num_nodes.host, verification.path
+        checked.extend(bool(path[row, 1 : counts[row]].ge(own.num_nodes).any()) for row in growing)
 
-    monkeypatch.setattr(LongSpecDrafter, "observe", checking)
-    input_ids, mask = tiny_prompts(12, LENGTHS)
+    after(monkeypatch, LongSpecDrafter, "observe", check)
     generate(model, draft, max_new_tokens=30)
     assert checked.count(True) > 1 and checked.count(False) > 1
 
@@ -168,13 +152,8 @@ def test_a_path_longer_than_longspecs_window(target):
 @pytest.mark.parametrize("selection", ["two_rows", "last_accepted", "window"])
 def test_specattn_scores_its_own_chain(target, plain_run, joined, monkeypatch, selection):
     """The last node of its capture is the end of its chain, and what n-grams add changes no selection's text."""
-    captured, capture = [], JoinedDrafter.capture
-
-    def recording(self, tree):
-        captured.append((tree, capture(self, tree)))
-        return captured[-1][1]
-
-    monkeypatch.setattr(JoinedDrafter, "capture", recording)
+    captured = []
+    after(monkeypatch, JoinedDrafter, "capture", lambda capture, own, tree: captured.append((tree, capture)))
     run = plain_run(target("qwen3", **SMALL), LENGTHS, max_new_tokens=14, eos_token_id=NEVER)
     draft = joined_draft("specattn", run.model, selection=selection, acceptance="rejection")  # greedily, both are right
     assert run.again(draft).tolist() == run.sequences.tolist()
@@ -189,18 +168,9 @@ def test_specattn_scores_its_own_chain(target, plain_run, joined, monkeypatch, s
 
 def test_a_partial_cache_makes_room_for_paths_of_ngrams(target, plain_run, monkeypatch):
     """They are deeper than the draft's own tree; without room for them their tokens would replace the sinks."""
-    due, slot, counts, slots = PartialCache.due, PartialKVPolicy.slot, [], []
-
-    def recording_due(self, count):
-        counts.append(count)
-        return due(self, count)
-
-    def recording_slot(self, built, token):
-        slots.append(slot(self, built, token))
-        return slots[-1]
-
-    monkeypatch.setattr(PartialCache, "due", recording_due)
-    monkeypatch.setattr(PartialKVPolicy, "slot", recording_slot)
+    counts, slots = [], []
+    before(monkeypatch, PartialCache, "due", lambda own, count: counts.append(count))
+    after(monkeypatch, PartialKVPolicy, "slot", lambda slot, *_: slots.append(slot))
     run = plain_run(target("llama", **SMALL), (21,), max_new_tokens=40, eos_token_id=NEVER)
     draft = joined_draft("partial_kv", run.model, ngram_num_tokens=8, partial_kv_budget=15)
     assert run.again(draft).tolist() == run.sequences.tolist()

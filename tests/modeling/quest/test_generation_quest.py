@@ -14,8 +14,7 @@ from hf_longspec.modeling.quest.modeling_quest import QuestDrafter
 from tests.attention_backends.test_pages import chosen_by_loops
 from tests.modeling import calls
 from tests.tiny_targets import tiny_target
-
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
+from tests.watching import after, before
 
 LENGTHS = (57, 3, 39)
 NEW_TOKENS, GAMMA, SINKS = 22, 4, 4
@@ -38,11 +37,8 @@ def test_every_step_reads_the_pages_that_fit_its_own_query(name, monkeypatch):
     model = tiny_target(name)
     draft = QuestDraftModel.from_target(model, num_assistant_tokens=GAMMA, **SPARSE)
     sliding = TargetView(model).sliding_layers
-    attend, propose, committed, phases = PageContext.attend, QuestDrafter.propose, [()], {}
-
-    def noted(self, root):
-        committed[0] = self.binding.cache.lengths.host
-        return propose(self, root)
+    attend, committed, phases = PageContext.attend, [()], {}
+    note = lambda drafter, root: committed.insert(0, drafter.binding.cache.lengths.host)  # noqa: E731
 
     def watched(self, backend, layer_idx, query, key, value, **options):
         read = []
@@ -64,7 +60,7 @@ def test_every_step_reads_the_pages_that_fit_its_own_query(name, monkeypatch):
                 phases.setdefault((layer_idx, row, prefix), []).append([{s for s in u if s < full} for u in used])
         return out
 
-    monkeypatch.setattr(QuestDrafter, "propose", noted)
+    before(monkeypatch, QuestDrafter, "propose", note)
     monkeypatch.setattr(PageContext, "attend", watched)
     assert torch.equal(generate(model, draft), generate(model, None))
     stats = draft.last_speculation
@@ -91,23 +87,18 @@ def assert_bounds(paged, page_size):
 def test_bounds_are_up_to_date_after_every_commit(page_size, monkeypatch):
     """A commit computes those of the pages that it filled, not all of them again; two at a time."""
     monkeypatch.setattr("hf_longspec.attention_backends.scores.PAGES_AT_ONCE", 2)
-    model, computed, counts, observe, update = tiny_target("llama"), [], [], QuestDrafter.observe, KeyPages.update
+    model, computed, counts = tiny_target("llama"), [], []
 
-    def checked(self, verification):
-        observe(self, verification)
-        assert_bounds(self.sparse, page_size)
-        (buffer,) = {layer.keys.shape for layer in self.binding.cache.layers}
+    def check(_, own, verification):
+        assert_bounds(own.sparse, page_size)
+        (buffer,) = {layer.keys.shape for layer in own.binding.cache.layers}
         pages = buffer[2] // page_size + 1
-        assert self.state_bytes == model.config.num_hidden_layers * 2 * 4 * buffer[0] * buffer[1] * pages * buffer[3]
+        assert own.state_bytes == model.config.num_hidden_layers * 2 * 4 * buffer[0] * buffer[1] * pages * buffer[3]
         computed.append(max(counts, default=0))
         counts.clear()
 
-    def counted(self, layer_idx, keys, first, end, count):
-        counts.append(count)
-        update(self, layer_idx, keys, first, end, count)
-
-    monkeypatch.setattr(QuestDrafter, "observe", checked)
-    monkeypatch.setattr(KeyPages, "update", counted)
+    after(monkeypatch, QuestDrafter, "observe", check)
+    before(monkeypatch, KeyPages, "update", lambda *inputs: counts.append(inputs[-1]))
     draft = QuestDraftModel.from_target(model, **(SPARSE | {"page_size": page_size, "num_assistant_tokens": GAMMA}))
     generate(model, draft)
     first, *others = computed
@@ -116,8 +107,8 @@ def test_bounds_are_up_to_date_after_every_commit(page_size, monkeypatch):
 
 
 def test_a_second_turn_and_a_cut_cache_have_their_own_bounds(monkeypatch):
-    model, observe = tiny_target("llama"), QuestDrafter.observe
-    monkeypatch.setattr(QuestDrafter, "observe", lambda self, v: (observe(self, v), assert_bounds(self.sparse, 3))[0])
+    model = tiny_target("llama")
+    after(monkeypatch, QuestDrafter, "observe", lambda _, drafter, *__: assert_bounds(drafter.sparse, 3))
     draft = QuestDraftModel.from_target(model, **SPARSE)
     cache = SpeculativeCache(model.config, 1, 40, tree_slots=draft.num_tree_nodes(TargetView(model)))
     first = generate(model, draft, lengths=(21,), past_key_values=cache)

@@ -15,8 +15,6 @@ from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from tests.rounding import rounding
 from tests.tiny_targets import tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 LENGTHS = [57, 3, 39]
 
 
@@ -69,11 +67,7 @@ def test_compact_buffers_hold_budget_and_tail(selection):
 @pytest.mark.parametrize("selection", ["two_rows", "accepted_rows"])
 @torch.no_grad()
 def test_selection_takes_the_entries_with_the_highest_scores(selection):
-    """With invented scores, exactly the best ones are copied.
-
-    Of the three nodes that `accepted_rows` scores, two are accepted. The third, whose scores are by far the largest,
-    chooses nothing.
-    """
+    """Exactly the best of invented scores, of which the largest belong to a node that is not accepted."""
     small = {"sparse_min_tokens": 12, "sparse_ratio": 0.01}
     drafter, _ = seeded_drafter(tiny_target("qwen2"), lengths=[57], selection=selection, **small)
     cache = drafter.binding.cache
@@ -91,15 +85,11 @@ def test_selection_takes_the_entries_with_the_highest_scores(selection):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [("llama", "two_rows"), ("gemma2", "all_rows"), ("gpt_oss", "two_rows"), ("granite", "all_rows")],
+    ("name", "rows"), [("llama", "two_rows"), ("gemma2", "all_rows"), ("gpt_oss", "two_rows"), ("granite", "all_rows")]
 )
 @torch.no_grad()
 def test_weights_are_the_attention_that_transformers_reports(name, rows):
-    """Scores of every layer without a window against the probabilities of the eager implementation, summed.
-
-    They include what the layers do to their logits: scaling, softcap (gemma2), sinks in the denominator (gpt_oss).
-    """
+    """Summed probabilities of the eager implementation: scaling, softcap (gemma2), sinks (gpt_oss)."""
     model = tiny_target(name, attn_implementation="eager")
     target, nodes = TargetView(model), 5
     input_ids, _ = tiny_prompts(128, [39])

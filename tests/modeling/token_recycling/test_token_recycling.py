@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from hf_longspec import TokenRecyclingDraftModel
-from hf_longspec.modeling.token_recycling.modeling_token_recycling import CHANCES, likely_tree, successors
+from hf_longspec.modeling.token_recycling.modeling_token_recycling import (
+    CHANCES,
+    TokenRecyclingDrafter,
+    likely_tree,
+    successors,
+)
 from tests.modeling.calls import generate
 from tests.tiny_targets import tiny_target
-
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
+from tests.watching import after
 
 
 @pytest.mark.parametrize(("nodes", "depth", "candidates"), [(2, 1, 1), (9, 3, 3), (23, 4, 2), (300, 3, 4)])
@@ -55,51 +59,31 @@ class Restated:
 
 
 @pytest.mark.parametrize("vocab_size", [12, 128])
-def test_trees_are_read_from_what_the_target_ranked(vocab_size):
+def test_trees_are_read_from_what_the_target_ranked(vocab_size, monkeypatch):
     """Every tree of a ragged batch, over all steps of a call: few tokens, which repeat at many nodes, and many."""
     model = tiny_target("qwen3", vocab_size=vocab_size)
     draft = TokenRecyclingDraftModel.from_target(model, num_nodes=14, max_depth=4, num_candidates=5)
-    template, make, compared = likely_tree(14, 4, 5), draft.make_drafter, []
+    template, compared, rows, trees = likely_tree(14, 4, 5), [], [], []
 
-    def watched(binding):
-        drafter = make(binding)
-        start, propose, observe = drafter.start, drafter.propose, drafter.observe
-        rows = []
+    def start(_, drafter, texts, verification):
+        for row, (text, count) in enumerate(zip(texts, verification.num_nodes.host, strict=True)):
+            rows.append(Restated(text.tolist(), 5))
+            rows[-1].write(text[len(text) - count :].tolist(), verification.logits[row], list(range(count)))
 
-        def started(texts, verification):
-            start(texts, verification)
-            for row, (text, count) in enumerate(zip(texts, verification.num_nodes.host, strict=True)):
-                rows.append(Restated(text.tolist(), 5))
-                rows[-1].write(text[len(text) - count :].tolist(), verification.logits[row], list(range(count)))
+    def propose(tree, drafter, root):
+        tree.validate()
+        fields = zip(tree.tokens.tolist(), tree.valid.tolist(), strict=True)
+        trees[:] = [[token if valid else None for token, valid in zip(*row, strict=True)] for row in fields]
+        for restated, found, token in zip(rows, trees, root.tolist(), strict=True):
+            assert found == restated.tree(token, template)
+            compared.append(sum(token is not None for token in found))
 
-        def proposed(root):
-            tree = propose(root)
-            tree.validate()
-            for row, restated in enumerate(rows):
-                found = [
-                    token if valid else None
-                    for token, valid in zip(tree.tokens[row].tolist(), tree.valid[row].tolist(), strict=True)
-                ]
-                assert found == restated.tree(int(root[row]), template)
-                compared.append(sum(token is not None for token in found))
-            rows[0].last = tree
-            return tree
+    def observe(_, drafter, verification):
+        for row, (restated, tokens) in enumerate(zip(rows, trees, strict=True)):
+            restated.write(tokens, verification.logits[row], set(verification.path[row].tolist()))
 
-        def observed(verification):
-            observe(verification)
-            tree = rows[0].last
-            for row, restated in enumerate(rows):
-                tokens = [
-                    token if valid else None
-                    for token, valid in zip(tree.tokens[row].tolist(), tree.valid[row].tolist(), strict=True)
-                ]
-                path = set(verification.path[row].tolist())
-                restated.write(tokens, verification.logits[row], path)
-
-        drafter.start, drafter.propose, drafter.observe = started, proposed, observed
-        return drafter
-
-    draft.make_drafter = watched
+    for name, look in {"start": start, "propose": propose, "observe": observe}.items():
+        after(monkeypatch, TokenRecyclingDrafter, name, look)
     assert torch.equal(generate(model, draft, max_new_tokens=40), generate(model, None, max_new_tokens=40))
     assert len(compared) > 20 and max(compared) > 10
     assert draft.last_speculation.num_accepted_draft_tokens > 0

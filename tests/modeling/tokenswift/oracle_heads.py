@@ -6,14 +6,7 @@ import torch
 
 
 class OracleHeads:
-    """Stands in for heads and language-model head of a TokenSwift drafter.
-
-    Args:
-        drafter (`TokenSwiftDrafter`): Whose heads are replaced.
-        hints (`list[list[int]]`): The tokens that each row will emit.
-        ranks (`Callable`): From iteration, row and level to the place of the right token among the level's candidates;
-            `None` for a level whose candidates are all wrong.
-    """
+    """Heads that rank the token of `hints` at place `ranks(iteration, row, level)`, or last if that is `None`."""
 
     def __init__(self, drafter: Any, hints: list[list[int]], ranks: Any):
         self.drafter, self.hints, self.ranks = drafter, hints, ranks

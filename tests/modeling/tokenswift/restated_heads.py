@@ -4,10 +4,7 @@ import torch
 
 
 def restated_heads(tensors, prefix, hidden, num_heads, eps, chained, embedded=None):
-    """The inputs of the language-model head from every head, `(num_heads, *hidden.shape)`, from tensors by their names.
-
-    For sequential heads, head i (from 1) at place t sees `embedded[..., t + i, :]`, or zeros after the end.
-    """
+    """What every head gives to the language-model head; head i (from 1) at t sees `embedded[..., t + i, :]`."""
 
     def norm(states, name):
         scale = tensors[f"{prefix}{head}.{name}.weight"].double()

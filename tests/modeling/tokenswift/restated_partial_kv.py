@@ -8,11 +8,7 @@ SINKS = 4
 
 
 class Slots:
-    """One list; entry s is the position that slot s holds.
-
-    Args:
-        scores (`list[float]`): Of the tokens that the build chooses from.
-    """
+    """One list; entry s is the position that slot s holds. The build chooses by the scores."""
 
     def __init__(self, scores, budget, recent):
         self.budget = budget
@@ -40,12 +36,7 @@ class Slots:
 
 
 class Attended:
-    """Queries `(H, T, D)` and keys `(K, T, D)` of every layer for one text, from transformers' eager attention.
-
-    Args:
-        model (`PreTrainedModel`): A target; it is run once, without a cache.
-        text (`list[int]`): Tokens.
-    """
+    """Queries `(H, T, D)` and keys `(K, T, D)` of every layer for one text, from transformers' eager attention."""
 
     def __init__(self, model, text):
         self.queries, self.keys = {}, {}

@@ -1,6 +1,4 @@
-"""TokenSwift's drafter: the text stays the target's, every branch of the tree can be accepted, and what is drafted is
-what the heads say of the hidden state at the last accepted token.
-"""
+"""TokenSwift's drafter: every branch can be accepted, and the heads draft from the state at the last accepted token."""
 
 from itertools import product
 
@@ -13,8 +11,7 @@ from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.rounding import rounding
 from tests.tiny_targets import random_tokenswift_draft
-
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
+from tests.watching import after
 
 LENGTHS = (33, 3, 13)
 NEVER = 999  # no token of the tiny targets
@@ -35,22 +32,14 @@ def draft_for(model, mode, **settings):
 def watch(monkeypatch):
     """One entry per iteration: the texts that are committed or about to be, the tree, and the verification."""
     records = []
-    propose, observe = TokenSwiftDrafter.propose, TokenSwiftDrafter.observe
 
-    def proposing(self, root):
-        tree = propose(self, root)
+    def note(tree, drafter, root):
         tree.validate()
-        generated = [list(row) for row in self.binding.rule.sequences.generated]
-        records.append({"generated": generated, "tree": tree})
-        return tree
+        records.append({"generated": list(map(list, drafter.binding.rule.sequences.generated)), "tree": tree})
 
-    def observing(self, verification):
-        observe(self, verification)
-        if records:
-            records[-1]["verification"] = verification
-
-    monkeypatch.setattr(TokenSwiftDrafter, "propose", proposing)
-    monkeypatch.setattr(TokenSwiftDrafter, "observe", observing)
+    after(monkeypatch, TokenSwiftDrafter, "propose", note)
+    seen = lambda _, own, verification: records and records[-1].update(verification=verification)  # noqa: E731
+    after(monkeypatch, TokenSwiftDrafter, "observe", seen)
     return records
 
 
@@ -91,11 +80,7 @@ def test_every_branch_can_be_accepted(plain_run, watch, mode):
     ],
 )
 def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_run, watch, name, mode, sequential):
-    """Every node's children, against one forward over the whole text without a cache, whose final norm is hooked here,
-    and heads restated in float64, which see the tokens that lead to the node if they are sequential.
-
-    The last token the heads know of is the root under `full`, and the one before it under `verify_hidden`.
-    """
+    """Every node's children against a forward over the whole text and heads restated in float64."""
     run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
     draft = draft_for(run.model, mode, tree_branching=[2, 3, 1, 2], sequential=sequential)
     assert run.again(draft).tolist() == run.sequences.tolist()

@@ -9,11 +9,6 @@ from tests.rounding import rounding
 from tests.tiny_targets import tiny_target
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_target("llama")
-
-
 @pytest.fixture
 def make_draft(llama):
     """`make_draft(chained=False)`: heads whose norms and linear layers all matter."""

@@ -10,8 +10,7 @@ from tests.attention_backends import reference  # noqa: F401 - registers its nam
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_partial_kv import Attended, Slots
 from tests.tiny_targets import random_tokenswift_draft
-
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
+from tests.watching import after, before
 
 LENGTHS = (57, 3, 39)
 NEVER = 999  # no token of the tiny targets
@@ -51,13 +50,8 @@ def test_slots_of_the_policy_are_those_of_a_list(built, more, budget, recent, se
 def watch(monkeypatch):
     """A list that gets one entry per commit: the rows that were due, the verification, and the entries after it."""
     records = []
-    observe = TokenSwiftDrafter.observe
-
-    def watching(self, verification):
-        observe(self, verification)
-        records.append({"due": self.due, "verification": verification, "held": held(self), "drafter": self})
-
-    monkeypatch.setattr(TokenSwiftDrafter, "observe", watching)
+    note = lambda _, own, seen: records.append({"due": own.due, "verification": seen, "held": held(own)})  # noqa: E731
+    after(monkeypatch, TokenSwiftDrafter, "observe", note)
     return records
 
 
@@ -131,16 +125,12 @@ def test_buffers_hold_what_a_list_per_row_layer_and_head_holds(plain_run, watch,
 
 
 def test_a_step_copies_the_new_tokens_and_no_others(plain_run, watch, monkeypatch):
-    copied, copy = [], PartialCache.copy
-
-    def counting(self, layer_idx, places):
-        copied.append((len(watch), layer_idx, places.shape[2]))
-        copy(self, layer_idx, places)
-
-    monkeypatch.setattr(PartialCache, "copy", counting)
+    copied = []
+    note = lambda own, layer_idx, places: copied.append((len(watch), places.shape[2]))  # noqa: E731
+    before(monkeypatch, PartialCache, "copy", note)
     model, _, _ = generate(plain_run, "llama", new=24)
     for step, record in enumerate(watch):
-        widths = [width for when, _, width in copied if when == step]
+        widths = [width for when, width in copied if when == step]
         assert widths == [record["verification"].num_nodes.longest] * model.config.num_hidden_layers
 
 
