@@ -8,6 +8,7 @@ from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig
 from .modeling.dflash import DFlashConfig, DFlashDraftModel
 from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
+from .modeling.gemma4_assistant import Gemma4AssistantDraftConfig, Gemma4AssistantDraftModel
 from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
 from .modeling.mtp import MtpConfig, MtpDraftModel
 from .modeling.plain import PlainConfig, PlainDraftModel
@@ -26,6 +27,8 @@ __all__ = [
     "DraftModel",
     "Eagle3Config",
     "Eagle3DraftModel",
+    "Gemma4AssistantDraftConfig",
+    "Gemma4AssistantDraftModel",
     "LongSpecConfig",
     "LongSpecDraftModel",
     "MtpConfig",

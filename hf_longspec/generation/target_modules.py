@@ -286,13 +286,18 @@ def shape_of(config: Any, name: str) -> Any:
 
 def last_full_layer(config: Any) -> int:
     """Return the last layer that caches keys of the text and has no sliding window; the last with keys if all slide."""
+    return last_layer(config, "full_attention")
+
+
+def last_layer(config: Any, kind: str) -> int:
+    """Return the last layer of a type that caches keys of the text; the last with keys if none has this type."""
     others = set(getattr(config, "cross_attention_layers", None) or ())  # keys of images
     # the last layers of gemma3n read the keys of earlier ones
     depth = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
     layers = [layer for layer in range(depth) if layer not in others]
     kinds = getattr(config, "layer_types", None) or []
-    full = [layer for layer in layers if layer < len(kinds) and kinds[layer] == "full_attention"]
-    return (full or layers)[-1]
+    found = [layer for layer in layers if layer < len(kinds) and kinds[layer] == kind]
+    return (found or layers)[-1]
 
 
 # Names of the norm after the last layer, the most common first.

@@ -18,8 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ..generation.target import TargetView
 from ..generation.target_modules import final_norm_of, layer_at, refuse_compiled_forward
 from .base import DraftModel
-from .configuration_base import DraftConfig, text_config
-from .loading import HUB_KWARGS
+from .configuration_base import DraftConfig, refuse_other_sizes, text_config
 from .settings import Setting
 
 # The value of `window` that stands for the number of positions that the draft was trained with.
@@ -140,8 +139,7 @@ def default_layer_ids(num_layers: int) -> list[int]:
 class AuxDraftModel(DraftModel):
     """Base of the drafts that read auxiliary hidden states.
 
-    Subclasses build their layers and call `add_ends`, and return the module that reads checkpoints of other projects as
-    `reader`.
+    Subclasses build their layers and call `add_ends`.
     """
 
     settings: ClassVar[dict[str, Any]] = {
@@ -156,10 +154,6 @@ class AuxDraftModel(DraftModel):
         "rope_theta": Setting(None, "Base of the draft's rotary embedding, in place of the config's.", float),
         "target_layer_ids": Setting(None, "The layers of the target that are read, in place of the config's."),
     }
-
-    @classmethod
-    def reader(cls) -> Any:
-        """Return the module that reads checkpoints of other projects; `None` in a published copy, which lacks it."""
 
     def add_ends(self, config: Any) -> None:
         """Add final norm, embedding, head and the map of a reduced vocabulary, and initialise all weights."""
@@ -204,21 +198,6 @@ class AuxDraftModel(DraftModel):
             ids = self.token_ids.to(module.weight.device)
             rows = module.weight if part is self.embed_tokens else module.weight[ids]
             part.weight.copy_(rows)
-
-    @classmethod
-    def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
-        """Load a draft of this package, or a checkpoint as other projects publish it.
-
-        Such a checkpoint needs the target if it does not say which layers of it are read. The code that a repository
-        may contain is never run.
-        """
-        reader = cls.reader()
-        if reader is not None and kwargs.get("config") is None:
-            hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
-            draft = reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
-            if draft is not None:
-                return draft, {}
-        return super()._load(path, target, *args, **kwargs)
 
     def embed(self, tokens: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
         """Return embeddings `(B, T, hidden)` of target ids `(B, T)`, without a factor that the target applies.
@@ -327,15 +306,8 @@ class AuxDraftModel(DraftModel):
             layer_at(target.model, layer)
 
     def _check_target(self, target: TargetView) -> None:
-        for name, size in (
-            ("vocab_size", target.config.vocab_size),
-            ("target_hidden_size", target.config.hidden_size),
-        ):
-            if (recorded := getattr(self.config, name)) != size:
-                raise ValueError(
-                    f"the draft has {name}={recorded}, but the target has {size}. Pass the target that the draft was "
-                    "trained for."
-                )
+        sizes = {"vocab_size": target.config.vocab_size, "target_hidden_size": target.config.hidden_size}
+        refuse_other_sizes({name: (getattr(self.config, name), size) for name, size in sizes.items()})
         if self.config.hidden_size != target.config.hidden_size and not (self.embed_tokens and self.lm_head):
             raise ValueError(
                 f"the draft has hidden_size={self.config.hidden_size} and no embedding or head of its own, but the "

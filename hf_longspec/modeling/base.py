@@ -133,6 +133,10 @@ class DraftModel(PreTrainedModel):
         is_there = not self.training and (self.device, self.dtype) == place
         return self if is_there else copy.deepcopy(self).to(*place).eval()
 
+    @classmethod
+    def reader(cls) -> Any:
+        """Return the module that reads checkpoints of other projects; `None` if there is none."""
+
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         """Generate with `model` and this draft. `model.generate(assistant_model=draft)` calls this method.
 
@@ -373,8 +377,16 @@ class DraftModel(PreTrainedModel):
 
     @classmethod
     def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
-        """Return a saved draft and transformers' loading info. The target is for subclasses that read other files."""
+        """Return a saved draft and transformers' loading info, or a checkpoint as other projects publish it.
+
+        Some of these need the target. The code that a repository may contain is never run.
+        """
         hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
+        reader = cls.reader()
+        if reader is not None and kwargs.get("config") is None:
+            draft = reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
+            if draft is not None:
+                return draft, {}
         if cls.weightless:
             config = kwargs.get("config")
             draft = cls(

@@ -1,5 +1,6 @@
 """Base of all draft configurations, with the fields that describe the target."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from math import inf
 from typing import Any, Self
@@ -36,6 +37,24 @@ SIZES = {
     "selector_top_k": (1, 2**14),
     "training_blocks": (1, 2**16),
 }
+
+
+def check_sizes(name: str, sizes: Mapping[str, Any]) -> None:
+    """Refuse sizes out of range in a field of a config.json that holds the configuration of a layer."""
+    for field, (least, most) in SIZES.items():
+        size = sizes.get(field, least)
+        if isinstance(size, int) and not least <= size <= most:
+            raise ValueError(f"{name} has {field}={size!r}: expected from {least} to {most:,}. Correct the file.")
+
+
+def refuse_other_sizes(sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse a target if a size of the draft, by name, is not that of the target."""
+    for name, (recorded, size) in sizes.items():
+        if recorded != size:
+            raise ValueError(
+                f"the draft has {name}={recorded}, but the target has {size}. Pass the target that the draft was "
+                "trained for."
+            )
 
 
 def is_packaged(cls: type) -> bool:

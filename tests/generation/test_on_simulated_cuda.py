@@ -33,6 +33,7 @@ DRAFTERS = {
     "longspec": ("longspec", {"window": 8, "tree_widths": [6, 4]}),
     "longspec, n-grams": ("longspec", {"window": 8, "tree_widths": [2, 2], "ngram_candidates": 2}),
     "eagle3": ("longspec_eagle3", {"window": 8, "tree_widths": [12, 9]}),
+    "gemma 4 assistant": ("longspec_gemma4_assistant", {"tree_widths": [9, 6]}),
     "tokenswift": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 3, 2]}),
     "partial_kv": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 2, 2], "self_draft": "partial_kv"}),
     "token recycling": ("longspec_token_recycling", {"num_nodes": 8, "max_depth": 3}),

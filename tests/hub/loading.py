@@ -20,7 +20,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation.streamers import BaseStreamer
 
 PACKAGE = "hf_longspec"
-OTHERS = ("eagle3", "dflash", "mtp", "plain", "ngram", "assistant", "token_recycling", "quest")
+OTHERS = ("eagle3", "dflash", "mtp", "gemma4_assistant", "plain", "ngram", "assistant", "token_recycling", "quest")
 KINDS = ("longspec", "tokenswift", "specattn", *(f"longspec_{name}" for name in OTHERS))
 MODES = ("absent", "package-first", "remote-first")
 # Drafts whose copies run beside the package, by the one that was imported first, and their classes.

@@ -17,6 +17,7 @@ DFLASH = {"num_tree_nodes": 12, "block_size": 4, "markov_rank": 16, "window": 9}
 STEPS = {
     "eagle3": ("longspec_eagle3", {"tree_widths": [7, 5], "draft_vocab_size": 11}, {"_grow", "_level"}),
     "dflash": ("longspec_dflash", DFLASH, {"_grow", "_level"}),
+    "gemma4_assistant": ("longspec_gemma4_assistant", {"tree_widths": [7, 5]}, {"_grow", "_level"}),
     "verify_hidden": ("tokenswift", {"tree_branching": [1, 40, 1], "ngram_candidates": 2}, {"_levels", "_logits"}),
     "dynamic": ("tokenswift", PARTIAL, {"_levels", "_logits", SparseContext}),
     "full": ("tokenswift", PARTIAL | {"partial_kv_policy": "full"}, {"_levels", "_logits", SparseContext}),
@@ -41,7 +42,8 @@ def steps_of(*modules):
 )
 def test_compiled_steps(target, name, graphs, run_as_they_are):
     kind, settings, steps = STEPS[name]
-    model = target("llama", vocab_size=12 if name in ("eagle3", "dflash") else 128, num_hidden_layers=1)
+    few = name in ("eagle3", "dflash", "gemma4_assistant")
+    model = target("llama", vocab_size=12 if few else 128, num_hidden_layers=1)
     models = [tiny_target("qwen3", 5, vocab_size=128)] if kind == "longspec_assistant" else []
     draft = DRAFTS[kind].model.from_target(model, *models, **settings)
     randomize(draft)

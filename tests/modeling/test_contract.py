@@ -21,6 +21,7 @@ SETTINGS = {
     "longspec": {"window": 8, "tree_widths": [6, 4]},
     "longspec_dflash": {"num_tree_nodes": 12, "block_size": 5, "window": 8, "sinks": 2, "num_hidden_layers": 3},
     "longspec_mtp": {"tree_widths": [6, 4], "window": 8, "sinks": 2},
+    "longspec_gemma4_assistant": {"tree_widths": [6, 4]},
     # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens
     "specattn": {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"},
     "longspec_quest": {"num_assistant_tokens": 3, "sparse_ratio": 0.3, "sparse_min_tokens": 6, "acceptance": "coupled"}
@@ -33,7 +34,7 @@ SETTINGS = {
 }
 # Of the weights with which a draft has luck often enough.
 SEEDS = {"longspec_mtp": 5}
-REFUSED = {("longspec", "deepseek_v3"): "MLA", ("longspec_quest", "deepseek_v3"): "MLA"}
+REFUSED = {(kind, "deepseek_v3"): "MLA" for kind in ("longspec", "longspec_quest", "longspec_gemma4_assistant")}
 FEW_TOKENS = {"vocab_size": 12}
 WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
 NEW = 16

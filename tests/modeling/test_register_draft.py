@@ -58,7 +58,7 @@ def test_the_lazy_parts_are_found_when_they_are_used(register, target):
     register(ToyConfig, ToyDraftModel, training=f"{HERE}:ToyMethod", tune=f"{HERE}:toy_plan")
     draft = ToyDraftModel.from_target(target("llama"))
     assert method_of(draft).__name__ == "ToyMethod" and plan_for(draft)(None, None, 0, None) == {"politeness": 2}
-    assert len(converters()) == 4  # the toy has none
+    assert len(converters()) == 5  # the toy has none
     with pytest.raises(ValueError, match=r"ToyDraftModel was registered without a model card: pass card='package:fi"):
         render(draft, Card(base_model="org/target").complete(draft, "org/toy"))
     register(ToyConfig, ToyDraftModel, training="no_such_package.training:Method")  # nothing is imported here

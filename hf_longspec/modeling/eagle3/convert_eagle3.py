@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..aux_hidden_states import AuxConfig
-from ..configuration_base import text_config
+from ..configuration_base import DraftConfig, text_config
 from ..loading import Checkpoint
 from ..register_draft import DRAFTS, Converter
 from .configuration_eagle3 import Eagle3Config
@@ -140,7 +139,7 @@ def _draft(
 
 
 def draft_of(
-    checkpoint: Checkpoint, raw: Mapping[str, Any], names: dict[str, str], config: AuxConfig, what: str, dtype: Any
+    checkpoint: Checkpoint, raw: Mapping[str, Any], names: dict[str, str], config: DraftConfig, what: str, dtype: Any
 ) -> Any:
     """Return the draft of a configuration with the tensors of a checkpoint, in eval mode.
 
@@ -148,7 +147,7 @@ def draft_of(
         checkpoint ([`Checkpoint`]): The checkpoint.
         raw (`Mapping[str, Any]`): Its config.json.
         names (`dict[str, str]`): Name in the draft of every tensor, by its name in the checkpoint.
-        config ([`AuxConfig`]): Configuration of the draft.
+        config ([`DraftConfig`]): Configuration of the draft.
         what (`str`): What the draft is, for messages.
         dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
     """
@@ -164,7 +163,8 @@ def draft_of(
     if "d2t" in expected:
         weights["d2t"] = weights["d2t"].long()
         _check_vocabulary(checkpoint.source, weights["d2t"], marks, config.vocab_size)
-    dtype = weights["fc.weight"].dtype if dtype in (None, "auto") else dtype
+    if dtype in (None, "auto"):
+        dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     typed = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     draft.load_state_dict(typed, assign=True)

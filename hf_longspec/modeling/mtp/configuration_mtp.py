@@ -5,7 +5,7 @@ from typing import Any, Self
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ...generation.target_modules import last_full_layer
-from ..configuration_base import SIZES, DraftConfig, text_config
+from ..configuration_base import DraftConfig, check_sizes, text_config
 
 
 class MtpConfig(DraftConfig):
@@ -64,12 +64,7 @@ class MtpConfig(DraftConfig):
                 f"layer_config has model_type={kind!r}, which this version of transformers does not know. Make the "
                 "draft with from_target(target), or install the version that wrote it."
             )
-        for name, (least, most) in SIZES.items():
-            size = fields.get(name, least)
-            if isinstance(size, int) and not least <= size <= most:
-                raise ValueError(
-                    f"layer_config has {name}={size!r}: expected from {least} to {most:,}. Correct the file."
-                )
+        check_sizes("layer_config", fields)
         if not 0 <= self.layer_idx < (layers := fields.get("num_hidden_layers", 0)) or self.num_mtp_layers < 1:
             raise ValueError(
                 f"layer_idx={self.layer_idx} and num_mtp_layers={self.num_mtp_layers} in the draft's config.json: "

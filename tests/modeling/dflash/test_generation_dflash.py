@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_longspec import DFlashDraftModel, Eagle3DraftModel, PlainDraftModel
 from hf_longspec.modeling.dflash.generation_dflash import DFlashDrafter
@@ -14,6 +15,7 @@ from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.rounding import rounding
 from tests.tiny_targets import random_draft, tiny_prompts, tiny_target
 
+HYBRID = FIXTURES.parents[1] / "mtp" / "fixtures"
 PEAGLE = FIXTURES.parents[1] / "eagle3" / "peagle_llama"
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 8}
 
@@ -169,6 +171,26 @@ def test_published_layouts_draft_from_a_folder(target, name):
     if name != "spec_dflash2":  # whose selector chooses after the token before; see the tree's test
         assert candidates[0, 15:].tolist() == draft.token_ids[chain].tolist()
     assert candidates.shape[1] == 15 + len(chain)
+
+
+@pytest.mark.parametrize("nodes", [None, 60])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_targets_with_recurrent_layers(family, nodes):
+    """Text as without a draft, of ragged rows and of one, greedy and sampled, with refused and accepted nodes."""
+    model = AutoModelForCausalLM.from_pretrained(HYBRID / family).eval()
+    settings = {"num_aux_hidden_states": 2, "target_layer_ids": [0, 1], "num_hidden_layers": 2, "block_size": 4}
+    settings |= {"window": 8, "num_tree_nodes": nodes, "gate": False, "on_unsupported": "error"}
+    draft, accepted = random_draft(DFlashDraftModel, model, **settings), 0
+    for lengths, do_sample in ((LENGTHS, False), ((21,), False), (LENGTHS, True)):
+        texts = []
+        for beside in (PlainDraftModel.from_target(model) if do_sample else None, draft):
+            torch.manual_seed(5)
+            texts.append(generate(model, beside, lengths, do_sample=do_sample))
+        assert torch.equal(*texts)
+        stats = draft.last_speculation
+        assert stats.num_accepted_draft_tokens < stats.num_draft_tokens
+        accepted += stats.num_accepted_draft_tokens
+    assert accepted > 0 or nodes is None
 
 
 def test_the_final_state_of_the_target_is_refused():

@@ -1,0 +1,82 @@
+"""Reading of the assistants that Google publishes for Gemma 4.
+
+Tensors and fields are those of transformers' `gemma4_assistant` and `gemma4_unified_assistant`, whose layers are equal
+as far as an assistant has them. Names and shapes are compared before a tensor is read, and only safetensors are read.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..eagle3.convert_eagle3 import draft_of, refuse
+from ..loading import Checkpoint
+from ..register_draft import Converter
+from .configuration_gemma4_assistant import Gemma4AssistantDraftConfig
+
+FORMS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
+FORMATS = ("model.safetensors.index.json", "model.safetensors")
+FIELDS = ("backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
+SIZES = ("E2B", "E4B", "26B-A4B", "31B", "12B")
+TARGETS = {f"google/gemma-4-{size}-it-assistant": f"google/gemma-4-{size}-it" for size in SIZES}
+
+
+def from_other_format(
+    source: Any, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None, **hub: Any
+) -> Any:
+    """Return a published assistant as a [`Gemma4AssistantDraftModel`]; `None` if it is in this package's format.
+
+    Args:
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        target (`PreTrainedModel` or `PreTrainedConfig`, *optional*): The target, whose facts the draft records.
+        dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
+        hub (`Any`): Arguments of transformers for the Hub.
+
+    Raises:
+        OSError: If there is no config.json.
+        ValueError: If it is no assistant of Gemma 4, or its files do not fit together.
+    """
+    raw, _ = PreTrainedConfig.get_config_dict(source, **hub)
+    if raw.get("model_type") == Gemma4AssistantDraftConfig.model_type:
+        return None
+    return _draft(Checkpoint(str(source), FORMATS, **hub), raw, target, dtype)
+
+
+def gemma4_assistant_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> Any:
+    """Return the draft of a checkpoint in its dtype, for `hf-longspec convert`; see [`from_other_format`]."""
+    path = Path(checkpoint.source)
+    raw, _ = PreTrainedConfig.get_config_dict(str(path.parent if path.is_file() else checkpoint.source))
+    return _draft(checkpoint, raw, target, None)
+
+
+GEMMA4_ASSISTANT = Converter(TARGETS, r"^post_projection\.", gemma4_assistant_draft)
+
+
+def is_gemma4_assistant(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of an assistant of Gemma 4."""
+    return raw.get("model_type") in FORMS
+
+
+def _draft(
+    checkpoint: Checkpoint, raw: dict[str, Any], target: PreTrainedModel | PreTrainedConfig | None, dtype: Any
+) -> Any:
+    layer = dict(raw.get("text_config") or {})
+    form, kind = raw.get("model_type"), layer.pop("model_type", None)
+    if form not in FORMS or kind not in (None, FORMS[form]):
+        rule = f"expected one of {', '.join(FORMS)}, with the layers of its own target"
+        refuse(checkpoint.source, f"config.json has model_type={form!r} and layers of {kind!r}", rule)
+    # transformers' own defaults, for fields that a file leaves out
+    values = {name: raw[name] for name in FIELDS if name in raw}
+    facts = {} if target is None else Gemma4AssistantDraftConfig.facts_of(target)
+    values |= {"vocab_size": layer.get("vocab_size", 0), "layer_config": layer}
+    config = Gemma4AssistantDraftConfig(**(facts | values))
+    names = {name: name.removeprefix("model.").removeprefix("masked_embedding.") for name in checkpoint.names}
+    names.pop("lm_head.weight", None)  # a copy of the embedding
+    draft = draft_of(checkpoint, raw, names, config, "complete assistant of Gemma 4", dtype)
+    if (ordering := draft.token_ordering) is not None:
+        draft.token_ordering = ordering.long()
+        if not torch.equal(draft.token_ordering.sort().values, torch.arange(len(ordering))):
+            refuse(checkpoint.source, "token_ordering leaves out tokens", "expected each token of the vocabulary once")
+    return draft

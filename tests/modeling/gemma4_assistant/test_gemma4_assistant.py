@@ -1,0 +1,320 @@
+"""Assistants of Gemma 4 against the outputs of transformers' own class, and against its text."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+    Gemma4UnifiedTextConfig,
+)
+
+from hf_longspec import AutoDraft, Gemma4AssistantDraftModel, PlainDraftModel
+from hf_longspec.generation.target_modules import LayerInputs
+from hf_longspec.modeling.gemma4_assistant.configuration_gemma4_assistant import layers_read
+from hf_longspec.modeling.gemma4_assistant.generation_gemma4_assistant import Gemma4AssistantDrafter
+from tests.modeling.calls import LENGTHS, generate
+from tests.robustness.peaked_weights import peak
+from tests.tiny_targets import random_draft, tiny_target
+
+FIXTURE = Path(__file__).parent / "fixture"
+KINDS = ("full_attention", "sliding_attention")
+# float32 sums in another order
+CLOSE = {"atol": 1e-4, "rtol": 0}
+# Wide, as the weights are random.
+TREE, CHAIN = [24, 12], [1, 1, 1]
+
+
+# Of targets like that of the fixture, which transformers cannot run: its layers share keys without inputs of their own.
+# The small ones that are published share, the large ones do not.
+SHARED = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
+OWN = {"num_kv_shared_layers": 0, "attention_k_eq_v": True}
+
+
+@pytest.fixture(scope="module")
+def published():
+    return AutoModelForCausalLM.from_pretrained(FIXTURE / "target").eval()
+
+
+@pytest.fixture(scope="module", params=[SHARED, OWN], ids=["shared", "own"])
+def gemma(request):
+    fields = json.loads((FIXTURE / "target" / "config.json").read_text()) | request.param
+    target = Gemma4ForCausalLM(Gemma4TextConfig(**fields)).eval()
+    peak(target, 96)
+    return target
+
+
+@pytest.fixture
+def assistant(published):
+    return Gemma4AssistantDraftModel.from_pretrained(FIXTURE / "assistant", on_unsupported="error")
+
+
+def fixture_round(number):
+    """State, token, keys and values, and the logits of the three steps."""
+    found = load_file(FIXTURE / "expected.safetensors")
+    shared = {kind: [found[f"round_{number}_{kind}_{part}"][None] for part in ("keys", "values")] for kind in KINDS}
+    length = shared[KINDS[0]][0].shape[2]
+    wanted = torch.stack([found[f"round_{number}_step_{step}_logits"] for step in range(3)])
+    return found["ids"], found[f"round_{number}_target_hidden"].view(1, 1, -1), length, shared, wanted
+
+
+def chain(draft, target, state, token, shared):
+    return torch.cat(draft.chain_logits(state, token.view(1, 1), 2, shared, target))[:, 0]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_logits_are_those_of_the_publisher(published, assistant, number):
+    """With more tokens than the window has, and what is nearly the same is not."""
+    ids, state, length, shared, wanted = fixture_round(number)
+    assert length > assistant.config.layer.sliding_window
+    torch.testing.assert_close(chain(assistant, published, state, ids[length], shared), wanted, **CLOSE)
+
+    def differs(*inputs):
+        return not torch.allclose(chain(assistant, published, *inputs), wanted, **CLOSE)
+
+    stale = {kind: [torch.cat([x, x[:, :, -1:]], 2) for x in pair] for kind, pair in shared.items()}
+    assert differs(state, ids[length], stale)  # an entry more, and with it the position
+    assert differs(state, ids[length - 1], shared)
+    inputs = LayerInputs(published, True)
+    with torch.no_grad(), inputs:
+        found = published(ids[None, :length], output_hidden_states=True)
+    torch.testing.assert_close(found.hidden_states[-1][:, -1:], state, **CLOSE)
+    assert differs(inputs.hidden[:, -1:], ids[length], shared)
+    full = found.past_key_values.layers[1]
+    torch.testing.assert_close([full.keys, full.values], shared["full_attention"], **CLOSE)
+    assert differs(state, ids[length], shared | {"sliding_attention": [full.keys[..., :8], full.values[..., :8]]})
+
+
+@pytest.mark.parametrize("mutant", ["position", "window", "norms"])
+def test_what_is_nearly_the_same_is_caught(published, assistant, mutant, monkeypatch):
+    ids, state, length, shared, wanted = fixture_round(1)
+    if mutant == "position":
+        forward = assistant.forward
+        monkeypatch.setattr(assistant, "forward", lambda x, s, position, *more: forward(x, s, position + 1, *more))
+    elif mutant == "window":
+        assistant._windows = tuple(window and window - 1 for window in assistant._windows)
+    else:
+        for layer in assistant.layers:
+            names = "post_attention_layernorm", "pre_feedforward_layernorm"
+            first, second = (getattr(layer, name) for name in names)
+            layer.post_attention_layernorm, layer.pre_feedforward_layernorm = second, first
+    assert not torch.allclose(chain(assistant, published, state, ids[length], shared), wanted, **CLOSE)
+
+
+def own_class(unified, **fields):
+    """A random assistant of transformers' own class, which 5.23 refuses to build."""
+    kinds = (Gemma4UnifiedTextConfig, Gemma4UnifiedAssistantConfig, Gemma4UnifiedAssistantForCausalLM)
+    text, config, model = kinds if unified else (Gemma4TextConfig, Gemma4AssistantConfig, Gemma4AssistantForCausalLM)
+    raw = json.loads((FIXTURE / "assistant" / "config.json").read_text())
+    layer = raw["text_config"] | {"model_type": text.model_type}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "kv_sharing_modes", property(lambda self: ["reuse"] * self.num_hidden_layers))
+        made = model(config(text_config=text(**layer), backbone_hidden_size=32, num_centroids=12, **fields)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.4)
+    return made
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_clusters_of_tokens(gemma, unified, tmp_path):
+    """Logits of transformers' own class for the tokens of the best clusters; all others are out of the question."""
+    own = own_class(unified, use_ordered_embeddings=True, centroid_intermediate_top_k=3)
+    own.masked_embedding.token_ordering.copy_(torch.randperm(96, generator=torch.Generator().manual_seed(2)))
+    own.save_pretrained(tmp_path)
+    draft = Gemma4AssistantDraftModel.from_pretrained(tmp_path, target=gemma)
+    ids, state, length, shared, _ = fixture_round(1)
+    embedded = gemma.get_input_embeddings()(ids[length].view(1, 1))
+    with torch.no_grad():
+        outputs = own(
+            inputs_embeds=torch.cat([embedded, state], -1),
+            position_ids=torch.tensor([[length]]),
+            shared_kv_states=shared,
+        )
+    (logits,) = draft.chain_logits(state, ids[length].view(1, 1), 0, shared, gemma)
+    kept = logits.isfinite()
+    assert int(kept.sum()) == 3 * 96 // 12
+    torch.testing.assert_close(logits[kept], outputs.logits[kept], **CLOSE)
+    assert bool((outputs.logits[~kept] < logits[kept].min()).all())
+    draft.generation_config.update(tree_widths=TREE, on_unsupported="error")
+    check(gemma, draft)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"centroid_intermediate_top_k": 13}, "centroid_intermediate_top_k=13"),
+        ({"num_centroids": 7}, "num_centroids=7"),
+        ({}, "token_ordering leaves out tokens"),
+    ],
+    ids=str,
+)
+def test_clusters_that_are_refused(fields, error, tmp_path):
+    own_class(False, use_ordered_embeddings=True, centroid_intermediate_top_k=3).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | fields
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=error):
+        Gemma4AssistantDraftModel.from_pretrained(tmp_path)
+
+
+def check(target, draft, **options):
+    """The text is that of `generate`, or when sampled that of the loop without a draft; drafted tokens are accepted."""
+    texts = []
+    is_sampled = options.get("do_sample", False)
+    for beside in (PlainDraftModel.from_target(target) if is_sampled else None, draft):
+        torch.manual_seed(5)
+        texts.append(generate(target, beside, max_new_tokens=30, **options))
+    assert torch.equal(*texts)
+    stats = draft.last_speculation
+    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (26,)], ids=["ragged", "one"])
+def test_text(gemma, assistant, do_sample, lengths):
+    assistant.generation_config.tree_widths = TREE
+    check(gemma, assistant, do_sample=do_sample, lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("widths", "options", "chunk"), [(CHAIN, {}, 7), (TREE, {"do_sample": True}, 5), (TREE, {}, None)]
+)
+def test_drafting_is_a_forward_over_the_text(gemma, assistant, widths, options, chunk, monkeypatch):
+    """Of the most likely token of every level, after a text of any length, with what a plain cache holds.
+
+    In float64, as chained steps amplify differences of rounding.
+    """
+    drafted, gemma, assistant = [], copy.deepcopy(gemma).double(), assistant.double()
+
+    def level(self, changing, depth, prefix, run=Gemma4AssistantDrafter.level):
+        result = run(self, changing, depth, prefix)
+        if not depth:
+            drafted.append((changing[2][:, 0].tolist(), []))
+        drafted[-1][1].append(result[0][:, 0])
+        return result
+
+    monkeypatch.setattr(Gemma4AssistantDrafter, "level", level)
+    assistant.generation_config.tree_widths = widths
+    if options:
+        torch.manual_seed(2)
+    text = generate(gemma, assistant, max_new_tokens=24, prefill_chunk_size=chunk, **options)
+    stats, compared = assistant.last_speculation, 0
+    assert widths is CHAIN or 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+    for row, length in enumerate(LENGTHS):
+        ids = text[row : row + 1, max(LENGTHS) - length :]
+        for lengths, levels in drafted:
+            known = lengths[row]
+            if known + 1 >= ids.shape[1]:  # the row has ended
+                continue
+            with torch.no_grad():
+                cache = DynamicCache()  # without windows
+                outputs = gemma(ids[:, :known], past_key_values=cache, output_hidden_states=True)
+            state, first = outputs.hidden_states[-1][:, -1:], len(cache.layers) - 2  # of two types in turn
+            shared = {KINDS[1 - j]: (cache.layers[first + j].keys, cache.layers[first + j].values) for j in range(2)}
+            depth = 0 if options else len(levels) - 1  # the noise decides which token is the first of its level
+            expected = assistant.chain_logits(state, ids[:, known : known + 1], depth, shared, gemma)
+            for logits, wanted in zip(levels, expected, strict=False):
+                torch.testing.assert_close(logits[row], wanted[0, -1], **CLOSE)
+                compared += 1
+    assert compared > 20
+
+
+def test_layers_that_are_read(published):
+    """The last of each type with a cache of its own; the last two of the fixture's target share those of the others."""
+    assert layers_read(published.config) == {"sliding_attention": 0, "full_attention": 1}
+    assert layers_read(tiny_target("gemma3").config) == {"sliding_attention": 2, "full_attention": 1}
+    assert layers_read(tiny_target("llama").config) == {"full_attention": 1}
+
+
+def test_saved_and_chosen_by_a_target(published, assistant, tmp_path, monkeypatch):
+    """A saved draft gives the same logits, and a target's card may name either form."""
+    ids, state, length, shared, wanted = fixture_round(0)
+    assistant.save_pretrained(tmp_path)
+    loaded = Gemma4AssistantDraftModel.from_pretrained(tmp_path, target=published)
+    torch.testing.assert_close(chain(loaded, published, state, ids[length], shared), wanted, **CLOSE)
+    assert loaded.num_parameters() == assistant.num_parameters()
+    for folder in (tmp_path, FIXTURE / "assistant"):
+        monkeypatch.setattr(published.config, "draft_model", str(folder), raising=False)
+        candidates = AutoDraft.from_target(published)._candidates
+        assert isinstance(candidates[str(folder)], Gemma4AssistantDraftModel)
+
+
+def test_ngrams_beside(gemma, assistant):
+    assistant.generation_config.update(tree_widths=TREE, ngram_candidates=3, ngram_num_tokens=4)
+    check(gemma, assistant)
+
+
+def test_half_precision(gemma):
+    draft = Gemma4AssistantDraftModel.from_pretrained(FIXTURE / "assistant", dtype="bfloat16")
+    assert draft.dtype == torch.bfloat16
+    draft.generation_config.tree_widths = TREE
+    check(gemma, draft)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input=8: expected 0"),
+        ({"enable_moe_block": True}, "enable_moe_block=True: expected False"),
+        ({"use_double_wide_mlp": True}, "use_double_wide_mlp=True"),
+        ({"layer_types": ["chunked_attention", "sliding_attention", "full_attention"]}, "chunked_attention"),
+        ({"model_type": "llama"}, "layers of 'llama'"),
+        ({"vocab_size": 97}, "embed_tokens.weight has shape"),
+        ({"intermediate_size": 2**30}, "intermediate_size=1073741824: expected from"),
+        ({"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "per_layer_config": None}, "missing tensors"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_files_that_are_refused(published, changes, error, tmp_path):
+    raw = json.loads((FIXTURE / "assistant" / "config.json").read_text())
+    raw["text_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(load_file(FIXTURE / "assistant" / "model.safetensors"), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=error):
+        Gemma4AssistantDraftModel.from_pretrained(tmp_path, target=published)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ({"hidden_size": 48}, "backbone_hidden_size=32, but the target has 48"),
+        ({"hidden_size": 32, "vocab_size": 97}, "vocab_size=96, but the target has 97"),
+        ({"hidden_size": 32, "vocab_size": 96, "head_dim": 8}, "head_dim=16, but the target has 8"),
+        (
+            {"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8},
+            "multiple of",
+        ),
+    ],
+    ids=str,
+)
+def test_another_target_is_refused(sizes, error):
+    target = tiny_target("gemma3", **sizes)
+    with pytest.raises(ValueError, match=error):
+        Gemma4AssistantDraftModel.from_pretrained(FIXTURE / "assistant", target=target)
+
+
+def test_a_target_without_a_type_of_layer_is_refused():
+    gemma3, llama = (tiny_target(name, num_hidden_layers=3) for name in ("gemma3", "llama"))
+    draft = random_draft(Gemma4AssistantDraftModel, gemma3)
+    draft.config.target = None
+    draft.generation_config.on_unsupported = "error"
+    with pytest.raises(ValueError, match="sliding_attention, and the target has none"):
+        generate(llama, draft)
+
+
+def test_pickles_are_not_read(tmp_path):
+    (tmp_path / "config.json").write_text((FIXTURE / "assistant" / "config.json").read_text())
+    torch.save(load_file(FIXTURE / "assistant" / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="contains no weights"):
+        Gemma4AssistantDraftModel.from_pretrained(tmp_path)

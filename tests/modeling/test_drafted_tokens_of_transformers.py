@@ -1,0 +1,60 @@
+"""Drafted tokens of transformers' own generators, which read the same files, after every prefix that they come to."""
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator, MTPCandidateGenerator
+
+from hf_longspec import DFlashDraftModel, MtpDraftModel
+from tests.modeling.calls import NEVER
+from tests.modeling.dflash.test_modeling_dflash import FIXTURES as OF_DFLASH
+from tests.modeling.mtp.test_mtp_fixtures import FIXTURES as OF_MTP
+from tests.tiny_targets import tiny_prompts, tiny_target, write_mtp_layers
+
+NEW, LENGTH = 24, 128
+OPTIONS = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": 0, "max_new_tokens": NEW}
+
+
+def compare(monkeypatch, kind, draft, target, **options):
+    """Generate with transformers' generator, and compare its tokens with those of the draft; return the rounds."""
+    ours, theirs, rounds = draft.candidate_generator(target, LENGTH), kind.get_candidates, []
+
+    def candidates(self, input_ids, *args, **kwargs):
+        drafted, logits = theirs(self, input_ids, *args, **kwargs)
+        if drafted.shape[1] > input_ids.shape[1]:
+            assert ours.get_candidates(input_ids)[0].tolist() == drafted.tolist()
+            rounds.append(drafted.shape[1] - input_ids.shape[1])
+        return drafted, logits
+
+    monkeypatch.setattr(kind, "get_candidates", candidates)
+    ids = tiny_prompts(target.config.vocab_size, (13,))[0]
+    text = target.generate(ids, **OPTIONS, **options)
+    monkeypatch.undo()
+    assert torch.equal(text, target.generate(ids, **OPTIONS))
+    return rounds
+
+
+@pytest.mark.parametrize(("family", "count"), [("deepseek_v3", 1), ("glm4_moe", 1), ("deepseek_v3", 2)])
+def test_mtp(family, count, tmp_path, monkeypatch):
+    """With two layers also after corrections of the entries that were built on refused tokens."""
+    target = AutoModelForCausalLM.from_pretrained(OF_MTP / family).eval()
+    if count > 1:
+        write_mtp_layers(target, tmp_path, count)
+        target.config.num_nextn_predict_layers, target.config._name_or_path = count, str(tmp_path)
+    # transformers looks for the layers under the numbers that they have in the published models
+    first = target.config.num_hidden_layers
+    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{first + layer}\..*" for layer in range(count)]
+    draft = MtpDraftModel.from_target(target, tree_widths=[1] * count, window="all", sinks=0)
+    rounds = compare(monkeypatch, MTPCandidateGenerator, draft, target, use_mtp=True)
+    assert len(rounds) > 12 and set(rounds) == {count}
+
+
+def test_dflash(monkeypatch):
+    """With layers that slide, on texts of more tokens than their window."""
+    target = tiny_target("llama", vocab_size=97, hidden_size=32, num_hidden_layers=8)
+    assistant = AutoModel.from_pretrained(OF_DFLASH / "muse_sliding").eval()
+    draft = DFlashDraftModel.from_pretrained(OF_DFLASH / "muse_sliding", target=target, window=None)
+    rounds = compare(
+        monkeypatch, DFlashTokenCandidateGenerator, draft, target, assistant_model=assistant, speculation_type="dflash"
+    )
+    assert len(rounds) > 12 and set(rounds) == {draft.config.block_size - 1}
