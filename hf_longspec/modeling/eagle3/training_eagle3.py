@@ -147,8 +147,4 @@ class Eagle3Method(AuxMethod):
             sinks=self.sinks,
             score=score,
         )
-        missing = self.steps - len(results)  # a row of few tokens has fewer steps
-        zero = hidden.new_zeros(missing, dtype=torch.float32)
-        totals = torch.cat([torch.stack([total for total, _ in results]), zero])
-        counts = torch.stack([count for _, count in results], 1)
-        return totals, torch.nn.functional.pad(counts, (0, 0, 0, missing))
+        return self.of_all_levels(results)  # a row of few tokens has fewer steps

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_longspec import MtpDraftModel, PlainDraftModel
 from hf_longspec.modeling.mtp.generation_mtp import MtpDrafter
-from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 from tests.modeling.calls import LENGTHS, generate
 from tests.tiny_targets import write_mtp_layers
 
@@ -143,12 +142,6 @@ def test_an_unsupported_target_is_refused_before_its_files_are_read():
     target.config.is_encoder_decoder = True
     with pytest.raises(ValueError, match="cannot be used with assistant_model=MtpDraftModel"):
         MtpDraftModel.from_target(target, "no/folder")
-
-
-def test_training_is_refused(tmp_path):
-    target = target_of(FIXTURES / "glm4_moe")
-    with pytest.raises(ValueError, match="MtpDraftModel cannot be trained"):
-        DraftTrainer(MtpDraftModel.from_target(target), target, DraftTrainingArguments(str(tmp_path)))
 
 
 def test_layers_in_turn(tmp_path):
