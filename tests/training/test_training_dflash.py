@@ -130,8 +130,3 @@ def test_parts_that_are_not_trained_are_refused(make_trainer, make_dflash, part)
     (name,) = part
     with pytest.raises(ValueError, match=f"{name}=.*is not trained here"):
         make_trainer(model=make_dflash(**part))
-
-
-def test_p_eagle_is_refused(make_trainer, make_eagle3):
-    with pytest.raises(ValueError, match="mask_token_id=3: P-EAGLE drafts are not trained here"):
-        make_trainer(model=make_eagle3(mask_token_id=3))
