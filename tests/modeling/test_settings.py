@@ -69,6 +69,7 @@ RANGES = {
     },
     DFlashDraftModel: {
         "num_tree_nodes": ([0, 1, True, "16"], [None, 2, 40]),
+        "confidence_threshold": ([0, 1.5, True], []),
         "window": ([0, "all", True], [1, "trained"]),
         "sinks": FROM_0,
         "rope_theta": ([0, True], [None, 5000]),
