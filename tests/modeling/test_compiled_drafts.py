@@ -17,7 +17,14 @@ STEPS = {
     "eagle3": ("longspec_eagle3", {"tree_widths": [7, 5], "draft_vocab_size": 11}, {"_grow", "_level"}),
     "dflash": (
         "longspec_dflash",
-        {"num_tree_nodes": 12, "block_size": 4, "markov_rank": 16, "window": 9},
+        {
+            "num_tree_nodes": 12,
+            "block_size": 4,
+            "markov_rank": 16,
+            "window": 9,
+            "confidence_head": "markov",
+            "confidence_threshold": 0.1,
+        },
         {"_grow", "_level"},
     ),
     "verify_hidden": ("tokenswift", {"tree_branching": [1, 40, 1], "ngram_candidates": 2}, {"_levels", "_logits"}),

@@ -180,7 +180,7 @@ def test_a_block_is_cut_where_confidence_ends(target, monkeypatch, nodes, settin
 
 def test_confidence_that_the_draft_lacks_is_refused(target):
     model = target("llama", vocab_size=9)
-    with pytest.raises(ValueError, match="confidence_threshold=0.5: this draft has no confidence head"):
+    with pytest.raises(ValueError, match=r"confidence_threshold=0\.5: this draft has no confidence head"):
         generate(model, random_draft(DFlashDraftModel, model, confidence_threshold=0.5))
 
 

@@ -53,7 +53,7 @@ def test_logits_of_three_blocks(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "dspark" in name or "dflash2" in name])
 def test_tokens_are_chosen_after_the_token_before(name):
-    """The walk of the publisher's code from the anchor on, with the tokens of its reduced vocabulary and confidences."""
+    """The walk of the publisher's code from the anchor on: tokens, of its reduced vocabulary, and confidences."""
     draft, expected = load(name), expected_of(name)
     target = ends_of(expected.get("target_embed_tokens"), expected.get("target_lm_head"))
     for block, length in enumerate(expected["context_lengths"].tolist()):
