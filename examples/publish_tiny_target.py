@@ -9,6 +9,7 @@ same files give the same folder.
 """
 
 import argparse
+import copy
 import itertools
 import json
 import math
@@ -32,7 +33,7 @@ from hf_longspec.generation.cache import CACHE_NAME
 
 EDGES = (0, 512, 2048, 4096, 8192, 16384)
 CHUNK = 1024
-SKIPPED_ROW = 2048  # last bytes of each text that are read without the added layers
+SKIPPED_ROW = 2048  # last bytes of each text that are read with half of the layers
 # Bytes after this many are read again with the last `SHORT` to 2 * `SHORT` bytes only.
 LONG, SHORT = 8192, 512
 # Bytes from a passage to its quotation; size of the passages, and how many of their bytes are given.
@@ -58,7 +59,7 @@ def main() -> None:
     }
     training = json.loads((args.model / "training.json").read_text(encoding="utf-8"))
     if len({stage.get("layers") for stage in training["stages"]}) > 1:
-        evaluation["without_added_layers"] = cost_of_skipping(model, texts)
+        evaluation["half_depth"] = cost_of_half_depth(model, texts)
     publish(args.model, args.output, evaluation, write_card(model, evaluation, training))
 
 
@@ -164,18 +165,22 @@ def half_width(means: torch.Tensor) -> float | None:
     return round(found["high"] - found["mean"], 4)
 
 
-def cost_of_skipping(model: PreTrainedModel, sources: dict[str, dict[str, np.ndarray]]) -> dict[str, float | None]:
-    """Return by how many nats per byte the loss grows without the layers that were added by doubling, the odd ones."""
-    layers, rows = model.model.layers, []
+def cost_of_half_depth(model: PreTrainedModel, sources: dict[str, dict[str, np.ndarray]]) -> dict[str, float | None]:
+    """Return by how many nats per byte the loss grows if each pair of layers becomes one again.
+
+    The second layer of each pair is left out, and the first adds twice as much, which undoes the doubling.
+    """
+    rows = []
     for texts in sources.values():
         rows += [torch.from_numpy(text[-SKIPPED_ROW:].astype(np.int64))[None] for text in texts.values()]
     rows = [row for row in rows if row.shape[1] == SKIPPED_ROW]
     whole = torch.stack([losses_of(model, row).mean() for row in rows])
-    model.model.layers = layers[::2]
-    try:
-        difference = torch.stack([losses_of(model, row, cached=False).mean() for row in rows]) - whole
-    finally:
-        model.model.layers = layers
+    shallow = copy.deepcopy(model)
+    shallow.model.layers = shallow.model.layers[::2]
+    for layer in shallow.model.layers:
+        layer.self_attn.o_proj.weight.data *= 2
+        layer.mlp.down_proj.weight.data *= 2
+    difference = torch.stack([losses_of(shallow, row, cached=False).mean() for row in rows]) - whole
     return {"nats": round(difference.mean().item(), 4), "half_width": half_width(difference), "rows": len(rows)}
 
 
