@@ -63,6 +63,7 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
         "EAGLE-3, window": ("tiny-eagle3", {"tree_widths": CHAIN}),
         "EAGLE-3, tree": ("tiny-eagle3", {"tree_widths": TREE}),
         "EAGLE-3, all": ("tiny-eagle3", {"tree_widths": CHAIN, "window": None}),
+        "DFlash": ("tiny-dflash", {"num_tree_nodes": None}),
         "TokenSwift": ("tiny-tokenswift", HEADS),
         "TokenSwift, paper's heads": ("chained-heads", HEADS),
         "LongSpec, no offsets": ("longspec-no-offsets", {"tree_widths": CHAIN}),
