@@ -124,7 +124,7 @@ models: $(READY) ## run every draft on every decoder of transformers, and put th
 	$(VENV)/bin/python -m tests.robustness.models_table --page docs/models.md
 
 interop: $(READY) $(READY_INTEROP) ## train drafts, load them in vLLM, and compare texts and acceptance
-	@echo "Training drafts of the tiny target, and decoding with them here and in vLLM. This takes 20 minutes."
+	@echo "Training drafts of the tiny target, and decoding with them here and in vLLM. This takes 20 minutes or more."
 	$(VENV)/bin/python -m tests.interop --python $(VENV_INTEROP)/bin/python $(ARGS)
 
 mutants: $(READY) ## break the rules of losslessness one at a time, and show that a test catches each
