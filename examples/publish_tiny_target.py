@@ -2,10 +2,10 @@
 
     python examples/publish_tiny_target.py --model runs/tiny-target/model --eval novels/eval
 
-Everything is measured in float32, on windows of held-out novels, of standard-library modules and of packages that
-`train_tiny_target.py` leaves out. Every window is as long as the model's context, so all positions are averaged over
-the same documents. The same bytes are read again with short contexts, and passages are quoted after some distance. The
-same files give the same folder.
+Everything is measured in bfloat16 where the processor has it, else in float32, on windows of held-out novels, of
+standard-library modules and of packages that `train_tiny_target.py` leaves out. Every window is as long as the model's
+context, so all positions are averaged over the same documents. The same bytes are read again with short contexts, and
+passages are quoted after some distance. The same files give the same folder on one kind of processor.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import transformers
 from long_context_rows import recalled
 from safetensors import safe_open
 from tiny_target_card import write_card
-from train_tiny_target import HELD_OUT, HELD_OUT_PACKAGES, read_sources
+from train_tiny_target import HELD_OUT, HELD_OUT_PACKAGES, in_bfloat16, read_sources
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_longspec.bench.report import FEWEST, mean_interval
@@ -46,21 +46,29 @@ def main() -> None:
     args = parse_arguments()
     check_files(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    context, texts = model.config.max_position_embeddings, held_out(args.eval)
-    evaluation = {
+    texts = held_out(args.eval)
+    training = json.loads((args.model / "training.json").read_text(encoding="utf-8"))
+    with in_bfloat16():
+        evaluation = evaluate_all(model, texts, args.windows)
+        if len({stage.get("layers") for stage in training["stages"]}) > 1:
+            evaluation["half_depth"] = cost_of_half_depth(model, texts)
+    publish(args.model, args.output, evaluation, write_card(model, evaluation, training))
+
+
+def evaluate_all(model: PreTrainedModel, texts: dict[str, dict[str, np.ndarray]], windows: int) -> dict:
+    """Return what was measured on all sources, and where."""
+    context = model.config.max_position_embeddings
+    return {
         "environment": {
+            "dtype": "bfloat16" if torch.is_autocast_enabled("cpu") else "float32",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
         "context": context,
         "measured": {"long": long_from(context), "short": SHORT, "passage": PASSAGE, "cue": CUE},
-        "sources": {source: evaluate(model, found, context, args.windows) for source, found in texts.items()},
+        "sources": {source: evaluate(model, found, context, windows) for source, found in texts.items()},
     }
-    training = json.loads((args.model / "training.json").read_text(encoding="utf-8"))
-    if len({stage.get("layers") for stage in training["stages"]}) > 1:
-        evaluation["half_depth"] = cost_of_half_depth(model, texts)
-    publish(args.model, args.output, evaluation, write_card(model, evaluation, training))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -142,7 +150,7 @@ def short_losses_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Return the loss of the bytes after `LONG`, each with `SHORT` to 2 * `SHORT` - 1 bytes before it."""
     rows = ids[long_from(len(ids)) - SHORT :].unfold(0, 2 * SHORT, SHORT)
     logits = model(rows, use_cache=False).logits[:, SHORT - 1 : -1]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, SHORT:].flatten(), reduction="none")
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, SHORT:].flatten(), reduction="none")
 
 
 def gain(long: torch.Tensor, short: torch.Tensor) -> dict[str, float]:

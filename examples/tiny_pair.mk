@@ -3,6 +3,7 @@
 #   make -f examples/tiny_pair.mk target NOVELS=novels             two core-hours with PARENT, six without
 #   make -f examples/tiny_pair.mk -j2 drafts variants              five core-hours and those of dflash, a core for each run
 #   make -f examples/tiny_pair.mk measure publish NOVELS=novels
+#   make -f examples/tiny_pair.mk figure NOVELS=novels             hours, on a machine with nothing else to do
 #
 #   NOVELS  folder whose train/ and eval/ hold text files, with no document in both
 #   RUNS    folder of checkpoints, token streams and logs
@@ -25,18 +26,18 @@ OTHERS := eagle3 dflash tokenswift assistant paper-heads
 VARIANTS := third no-offsets no-noise no-cross-attention uniform-noise
 # Tokens on short rows, on rows of 8K, and on texts of the target: three stages of LongSpec's paper, section 4.1.
 SHORT := 1.7e6
-LONG := 0.5e6
-OWN := 0.8e6
+LONG := 0.4e6
+OWN := 0.6e6
 THIRD_SHORT := 0.57e6
-THIRD_LONG := 0.17e6
-THIRD_OWN := 0.27e6
+THIRD_LONG := 0.13e6
+THIRD_OWN := 0.2e6
 
 .DEFAULT_GOAL := help
-.PHONY: help target drafts variants measure publish
+.PHONY: help target drafts variants measure publish figure
 .SECONDARY:
 
 help:
-	@sed -n '3,11s/^# \{0,1\}//p' $(lastword $(MAKEFILE_LIST))
+	@sed -n '3,12s/^# \{0,1\}//p' $(lastword $(MAKEFILE_LIST))
 
 target: $(RUNS)/tiny-target/model/training.json
 	$(PYTHON) examples/publish_tiny_target.py --model $(RUNS)/tiny-target/model --eval $(NOVELS)/eval
@@ -75,7 +76,7 @@ heads_of = $(if $(filter tokenswift,$(1)),--kind tokenswift --variant sequential
 rate_of = $(if $(filter tokenswift paper-heads,$(1)),5e-3,5e-4)
 
 $(OTHERS:%=$(RUNS)/%-long/final/config.json): $(RUNS)/%-long/final/config.json:
-	$(TRAIN) $(call heads_of,$*) $(STREAMS) --output $(@D:/final=) --tokens $(if $(filter paper-heads,$*),0.74e6,2.2e6)
+	$(TRAIN) $(call heads_of,$*) $(STREAMS) --output $(@D:/final=) --tokens $(if $(filter paper-heads,$*),0.7e6,2.1e6)
 $(OTHERS:%=$(RUNS)/%-own/final/config.json): $(RUNS)/%-own/final/config.json: $(RUNS)/%-long/final/config.json \
 		$(RUNS)/tiny-target-texts/greedy.npy
 	$(TRAIN) $(call heads_of,$*) $(TEXTS) --output $(@D:/final=) --draft $(<D) --learning-rate $(call rate_of,$*) \
@@ -92,6 +93,15 @@ publish: $(DRAFTS:%=$(RUNS)/%-own/final/config.json)
 	for kind in eagle3 dflash tokenswift assistant; do $(PYTHON) examples/publish_tiny_draft.py --kind $$kind \
 		--run $(RUNS)/$$kind-own --before $(RUNS)/$$kind-long --before $(RUNS)/tiny-target-texts || exit; done
 	mkdir -p benchmarks/drafts
-	for name in $(VARIANTS); do \
+	for name in $(VARIANTS); do rm -rf benchmarks/drafts/longspec-$$name && \
 		cp -r $(RUNS)/longspec-$$name-own/final benchmarks/drafts/longspec-$$name || exit; done
+	rm -rf benchmarks/drafts/chained-heads
 	cp -r $(RUNS)/paper-heads-own/final benchmarks/drafts/chained-heads
+
+# An interrupted run goes on with the calls that it lacks, at the same commit.
+figure:
+	$(PYTHON) -m benchmarks.figure --preset full --resume --threads $(THREADS) --data $(NOVELS)/eval --data stdlib \
+		--output $(RUNS)/figure.jsonl
+	cp $(RUNS)/figure.jsonl benchmarks/results/figure.jsonl
+	$(PYTHON) -m benchmarks.tables --reports
+	$(PYTHON) -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/drafts.svg

@@ -53,7 +53,7 @@ PARENT = " The run began there, with the weights of a model of {layers} layers t
 LOSS = """\
 ## Use of the context
 
-All numbers are in `evaluation.json`. They were measured in float32 with torch {torch}, transformers {transformers} and
+All numbers are in `evaluation.json`. They were measured in {dtype} with torch {torch}, transformers {transformers} and
 Python {python}, on windows of {context:,} bytes of texts that were not trained on: {documents}. The packages are
 {packages}. ± is half the width of Student's 95 % interval over windows.
 
