@@ -126,7 +126,7 @@ models: $(READY) ## run every draft on every decoder of transformers, and put th
 	$(VENV)/bin/python -m tests.robustness.models_table --page docs/models.md
 
 interop: $(READY) $(READY_INTEROP) ## train drafts, load them in vLLM, and compare texts and acceptance
-	@echo "Training drafts of the tiny target, and decoding with them here and in vLLM. This takes 20 minutes."
+	@echo "Training drafts of the tiny target, and decoding with them here and in vLLM. This takes 20 minutes or more."
 	$(VENV)/bin/python -m tests.interop --python $(VENV_INTEROP)/bin/python $(ARGS)
 
 mutants: $(READY) ## break the rules of losslessness one at a time, and show that a test catches each
@@ -144,9 +144,9 @@ package: $(READY) ## build wheel and sdist, and use the wheel in an empty enviro
 cards: $(READY) ## build the bundled drafts' complete repositories in build/hub_cards
 	@echo "Writing the repositories of all bundled drafts below build/hub_cards. Nothing is uploaded."
 	@mkdir -p build/hub_cards
-	@for kind in longspec tokenswift eagle3 assistant; do \
-		$(VENV)/bin/python -m hf_longspec.cli.app publish hub_cards/tiny-$$kind --dry-run \
-			--results benchmarks/results/drafts.jsonl --output build/hub_cards/tiny-$$kind || exit; \
+	@for name in $(filter-out tiny-target README.md,$(notdir $(wildcard hub_cards/*))); do \
+		$(VENV)/bin/python -m hf_longspec.cli.app publish hub_cards/$$name --dry-run \
+			--results benchmarks/results/drafts.jsonl --output build/hub_cards/$$name || exit; \
 	done
 
 clean: ## remove caches and build output; the environments stay

@@ -129,6 +129,7 @@ NGRAMS = {"ngram_candidates": 20, "ngram_num_tokens": 4}
 OF_KIND: dict[str, list[dict[str, Any]]] = {
     "longspec": [{"tree_widths": widths} for widths in ([4, 4, 4, 3], [1, 1, 1], [4, 16, 16, 16, 16])],
     "longspec_eagle3": [{"tree_widths": widths} for widths in ([4, 4, 4, 3], [1, 1, 1])],
+    "longspec_dflash": [{"num_tree_nodes": nodes} for nodes in (None, 16)],
     "longspec_assistant": [{"num_assistant_tokens": 3, "window": window} for window in (512, None)],
     "tokenswift": [
         {"self_draft": "partial_kv", **CHAIN},

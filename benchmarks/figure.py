@@ -93,6 +93,7 @@ def systems(model: PreTrainedModel, cards: Path) -> tuple[dict[str, Any], list[s
         "EAGLE-3, window": ("tiny-eagle3", {"tree_widths": CHAIN}),
         "EAGLE-3, tree": ("tiny-eagle3", {"tree_widths": TREE}),
         "EAGLE-3, all": ("tiny-eagle3", {"tree_widths": CHAIN, "window": None}),
+        "DFlash": ("tiny-dflash", {"num_tree_nodes": None}),
         "TokenSwift": ("tiny-tokenswift", HEADS),
         "TokenSwift, paper's heads": ("chained-heads", HEADS),
         "LongSpec, a third": ("longspec-third", {"tree_widths": CHAIN}),

@@ -34,6 +34,7 @@ CHAIN = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "longspec": {"tree_widths": [1] * CHAIN},
     "eagle3": {"tree_widths": [1] * CHAIN},
+    "dflash": {"num_tree_nodes": None},
     "assistant": {"num_assistant_tokens": CHAIN, "window": 512},
     "tokenswift": {"self_draft": "verify_hidden", "tree_branching": [1, 1, 1, 1]},
 }
@@ -43,6 +44,9 @@ cheap on your device, try `draft.generation_config.tree_widths = [4, 4, 4, 3]`."
 WHY = {
     "longspec": BEAM,
     "eagle3": BEAM,
+    "dflash": """\
+The draft is a chain of all tokens of a block. If verifying nodes is cheap on your device, try a tree:
+`draft.generation_config.num_tree_nodes = 16`.""",
     "assistant": f"""\
 The model drafts chains of {CHAIN} tokens and keeps the last 512 tokens of the text, so that its cost does not
 grow with the context. `draft.generation_config.window = None` keeps all.""",
@@ -64,6 +68,9 @@ The loss is the KL divergence to the target's distribution, with Anchor-Offset I
 Each row has a gap of {low} to {high} places between a query and the newest target key that it sees, drawn by the
 chance that drafting reaches its level.""",
     "eagle3": "The loss is the KL divergence to the target's distribution, summed over {chained} chained steps.",
+    "dflash": """\
+The loss is the KL divergence to the target's distribution in {chained} blocks at random places of each row, summed over
+the tokens of a block, of which later ones count less.""",
     "assistant": "The loss is the KL divergence to the target's distribution.",
     "tokenswift": """\
 The loss is the KL divergence to the target's distribution at the same place, summed over the heads; the target is
@@ -76,6 +83,17 @@ LIMITS = (
     "Greedy text of a small model repeats itself, which makes greedy numbers too favourable. docs/results.md compares "
     "this draft\nwith all other kinds of draft."
 )
+
+CODE = """\
+\"\"\"The classes of this draft, from the installed package.
+
+`make cards` builds the complete repository, which runs without the package, in build/hub_cards.
+\"\"\"
+
+from hf_longspec import {0}, {1}
+
+__all__ = ["{0}", "{1}"]
+"""
 
 
 def main() -> None:
@@ -101,11 +119,15 @@ def main() -> None:
         limits=LIMITS,
     )
     with tempfile.TemporaryDirectory() as name:
-        # the code stays that of the folder, which imports the package; `make cards` builds complete repositories
+        # the code imports the package; `make cards` builds complete repositories
         files = [file for file in write_repository(draft, Path(name), card) if file.suffix != ".py"]
         for file in files:
             (args.output / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path(name) / file, args.output / file)
+    config = json.loads((args.output / "config.json").read_text(encoding="utf-8"))
+    entry = config["auto_map"]["AutoModel"].split(".")[0]
+    classes = type(draft.config).__name__, type(draft).__name__
+    (args.output / f"{entry}.py").write_text(CODE.format(*classes), encoding="utf-8")
     print(f"{args.output}: {sum((args.output / file).stat().st_size for file in files) / 1e6:.1f} MB")
 
 
@@ -141,7 +163,7 @@ def facts_of(draft: hf_longspec.DraftModel) -> dict[str, Any]:
     if isinstance(draft, hf_longspec.LongSpecDraftModel):
         low, high = draft.config.noise_range
         return {"positions": draft.config.trained_max_length, "low": low, "high": high}
-    return {"chained": getattr(draft.config, "training_steps", None)}
+    return {"chained": getattr(draft.config, "training_steps", getattr(draft.config, "training_blocks", None))}
 
 
 def training_facts(run: Path) -> dict[str, Any]:

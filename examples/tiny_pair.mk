@@ -1,7 +1,7 @@
 # The bundled target and its drafts, from texts to hub_cards. Interrupt it and give the same command to continue.
 #
 #   make -f examples/tiny_pair.mk target NOVELS=novels             two core-hours with PARENT, six without
-#   make -f examples/tiny_pair.mk -j2 drafts variants              about five core-hours, one core for each run
+#   make -f examples/tiny_pair.mk -j2 drafts variants              five core-hours and those of dflash, a core for each run
 #   make -f examples/tiny_pair.mk measure publish NOVELS=novels
 #   make -f examples/tiny_pair.mk figure NOVELS=novels             hours, on a machine with nothing else to do
 #
@@ -20,8 +20,8 @@ export OMP_NUM_THREADS = $(THREADS)
 TRAIN = nice -n 19 $(PYTHON) examples/train_tiny_draft.py --threads $(THREADS)
 STREAMS = --streams $(RUNS)/tiny-target
 TEXTS = --streams $(RUNS)/tiny-target-texts
-DRAFTS := longspec eagle3 tokenswift assistant
-OTHERS := eagle3 tokenswift assistant paper-heads
+DRAFTS := longspec eagle3 dflash tokenswift assistant
+OTHERS := eagle3 dflash tokenswift assistant paper-heads
 # Variants of LongSpec that the figure compares with "third", the whole recipe on as many tokens.
 VARIANTS := third no-offsets no-noise no-cross-attention uniform-noise
 # Tokens on short rows, on rows of 8K, and on texts of the target: three stages of LongSpec's paper, section 4.1.
@@ -90,7 +90,7 @@ measure: $(DRAFTS:%=$(RUNS)/%-own/final/config.json)
 publish: $(DRAFTS:%=$(RUNS)/%-own/final/config.json)
 	$(PYTHON) examples/publish_tiny_draft.py --kind longspec --run $(RUNS)/longspec-own --before $(RUNS)/longspec-short \
 		--before $(RUNS)/longspec-long --before $(RUNS)/tiny-target-texts
-	for kind in eagle3 tokenswift assistant; do $(PYTHON) examples/publish_tiny_draft.py --kind $$kind \
+	for kind in eagle3 dflash tokenswift assistant; do $(PYTHON) examples/publish_tiny_draft.py --kind $$kind \
 		--run $(RUNS)/$$kind-own --before $(RUNS)/$$kind-long --before $(RUNS)/tiny-target-texts || exit; done
 	mkdir -p benchmarks/drafts
 	for name in $(VARIANTS); do rm -rf benchmarks/drafts/longspec-$$name && \

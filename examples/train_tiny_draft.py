@@ -1,4 +1,4 @@
-"""Train a draft of the tiny target on a CPU: LongSpec, EAGLE-3, TokenSwift's heads, or a small model.
+"""Train a draft of the tiny target on a CPU: LongSpec, EAGLE-3, DFlash, TokenSwift's heads, or a model.
 
     python examples/train_tiny_draft.py --streams runs/tiny-target --output runs/longspec-short --tokens 2.4e6
     python examples/train_tiny_draft.py --streams runs/tiny-target --output runs/longspec-long --tokens 0.6e6 \\
@@ -30,7 +30,14 @@ from transformers import (
     Trainer,
 )
 
-from hf_longspec import AssistantDraftModel, DraftModel, Eagle3DraftModel, LongSpecDraftModel, TokenSwiftDraftModel
+from hf_longspec import (
+    AssistantDraftModel,
+    DFlashDraftModel,
+    DraftModel,
+    Eagle3DraftModel,
+    LongSpecDraftModel,
+    TokenSwiftDraftModel,
+)
 from hf_longspec.bench.machine import git_commit, native_bfloat16
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 from hf_longspec.training.arguments import NOISE_DISTRIBUTIONS
@@ -38,7 +45,7 @@ from hf_longspec.training.arguments import NOISE_DISTRIBUTIONS
 ROOT = Path(__file__).resolve().parents[1]
 WARMUP_STEPS = 20
 DEPTH = 4  # of the trees that drafts are published with; deeper gaps are not trained
-LEARNING_RATES = {"longspec": 2e-3, "eagle3": 2e-3, "assistant": 2e-3, "tokenswift": 2e-2}
+LEARNING_RATES = {"longspec": 2e-3, "eagle3": 2e-3, "dflash": 2e-3, "assistant": 2e-3, "tokenswift": 2e-2}
 # Overrides of the draft and of the training arguments for each variant of a kind.
 VARIANTS: dict[str, dict[str, tuple[dict, dict]]] = {
     "longspec": {
@@ -47,6 +54,7 @@ VARIANTS: dict[str, dict[str, tuple[dict, dict]]] = {
         "uniform-noise": ({}, {"noise_distribution": "uniform"}),
         "no-cross-attention": ({"cross_attention": False}, {}),
     },
+    "dflash": {"dspark": ({"markov_rank": 64, "confidence_head": "markov"}, {})},
     "tokenswift": {"independent": ({"chained": False}, {}), "sequential": ({"sequential": True}, {})},
 }
 
@@ -156,6 +164,9 @@ def new_draft(kind: str, target: PreTrainedModel, overrides: dict[str, Any]) -> 
         return LongSpecDraftModel.from_target(target, **({"noise_range": [1, DEPTH]} | overrides))
     if kind == "eagle3":
         return Eagle3DraftModel.from_target(target, tree_widths=[4, 4, 4, 3])
+    if kind == "dflash":  # two layers, each with half of the usual MLP
+        sizes = {"num_hidden_layers": 2, "intermediate_size": 4 * target.config.hidden_size // 3}
+        return DFlashDraftModel.from_target(target, block_size=1 + DEPTH, **(sizes | overrides))
     if kind == "tokenswift":
         return TokenSwiftDraftModel.from_target(target, num_heads=3, **overrides)
     own = target.config.to_dict() | {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
@@ -179,7 +190,7 @@ def command(args: argparse.Namespace) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=sorted(LEARNING_RATES), default="longspec")
-    parser.add_argument("--variant", help="no-offsets, no-noise, no-cross-attention; independent, sequential (heads)")
+    parser.add_argument("--variant", help="no-offsets, no-noise, no-cross-attention, dspark, independent, sequential")
     parser.add_argument("--target", default=str(ROOT / "hub_cards" / "tiny-target"), help="folder or Hub id")
     add_streams(parser)
     parser.add_argument("--output", type=Path, required=True)

@@ -1,9 +1,10 @@
 """Load drafts of this package in vLLM, and compare texts and acceptance: `make interop`.
 
-EAGLE-3 drafts of the bundled target, without and with a window, are trained for some minutes and saved in the layout of
-speculators. vLLM, in an environment of its own, decodes the same prompts with them. Its texts have to be those of plain
-`generate`, and its share of accepted tokens differs from that of this package by at most `TOLERANCE`. It needs a
-processor on which the CPU build of vLLM runs.
+EAGLE-3 drafts of the bundled target, without and with a window, one of P-EAGLE and one of DFlash are trained for some
+minutes and saved in the layout of speculators. vLLM, in an environment of its own, decodes the same prompts with them.
+Its texts have to be those of plain `generate`, and its share of accepted tokens differs from that of this package by
+at most `TOLERANCE`. It needs a processor on which the CPU build of vLLM runs. Where that build refuses a draft, its
+message is printed, and the other drafts are still compared.
 """
 
 import argparse
@@ -19,8 +20,9 @@ import numpy as np
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from hf_longspec import Eagle3DraftModel
-from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
+from hf_longspec import DFlashDraftModel, Eagle3DraftModel
+from hf_longspec.modeling.dflash.convert_dflash import save_speculators as save_dflash
+from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators as save_eagle3
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "hub_cards" / "tiny-target"
@@ -29,13 +31,25 @@ CHAIN, NEW_TOKENS = 3, 128
 PROMPT, WINDOW = 700, 256
 TOLERANCE = 0.02  # relative; sums in another order decide near ties
 TOKENS = 4e5  # of training, for a share between 0.2 and 0.8: a draft that fails or always hits shows little
-VARIANTS: dict[str, dict[str, Any]] = {"full": {}, "window": {"layer_windows": [WINDOW]}}
+MASK = 257  # the padding token, which no text contains
+DRAFTS = {"eagle3": (Eagle3DraftModel, save_eagle3), "dflash": (DFlashDraftModel, save_dflash)}
+# Kind and fields of each draft, and what vLLM is told of it besides its folder.
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "full": ("eagle3", {}, {"method": "eagle3"}),
+    "window": ("eagle3", {"layer_windows": [WINDOW]}, {"method": "eagle3"}),
+    "peagle": (
+        "eagle3",
+        {"mask_token_id": MASK, "training_steps": CHAIN},
+        {"method": "eagle3", "parallel_drafting": True},
+    ),
+    "dflash": ("dflash", {"mask_token_id": MASK, "block_size": 1 + CHAIN}, {"method": "dflash"}),
+}
 IN_VLLM = f"""
 import json, sys
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
-target, draft, prompts = sys.argv[1:]
-speculation = {{"model": draft, "method": "eagle3", "num_speculative_tokens": {CHAIN}}}
+target, draft, options, prompts = sys.argv[1:]
+speculation = {{"model": draft, "num_speculative_tokens": {CHAIN}, **json.loads(options)}}
 llm = LLM(target, dtype="float32", max_model_len=2048, max_num_seqs=1, enforce_eager=True, enable_prefix_caching=False,
           speculative_config=speculation, disable_log_stats=False)
 how = SamplingParams(temperature=0, max_tokens={NEW_TOKENS}, ignore_eos=True)
@@ -61,11 +75,14 @@ def main() -> None:
     np.save(args.work / "stream" / "source.npy", stream)
     prompts = [list(path.read_bytes()[1000 : 1000 + PROMPT]) for path in library[-8:] if path.stat().st_size > 5000]
     wrong = 0
-    for name, overrides in VARIANTS.items():
-        draft = trained(target, args.work / name, overrides)
-        save_speculators(draft, args.work / name / "speculators", target)
+    for name, (kind, overrides, options) in VARIANTS.items():
+        draft = trained(target, args.work / name, kind, overrides)
+        DRAFTS[kind][1](draft, args.work / name / "speculators", target)
         texts, own = decoded(target, draft, prompts)
-        theirs, accepted, drafted = in_vllm(args, name, prompts)
+        if (result := in_vllm(args, name, options, prompts)) is None:
+            wrong += 1
+            continue
+        theirs, accepted, drafted = result
         same, share = sum(map(list.__eq__, texts, theirs)), accepted / drafted
         wrong += same < len(texts) or abs(share / own - 1) > TOLERANCE
         shares = f"accepted here {own:.4f}, in vLLM {share:.4f}"
@@ -73,20 +90,22 @@ def main() -> None:
     sys.exit(f"{wrong} drafts differ" if wrong else 0)
 
 
-def trained(target: Any, folder: Path, overrides: dict[str, Any]) -> Any:
+def trained(target: Any, folder: Path, kind: str, overrides: dict[str, Any]) -> Any:
     """Train a draft, or load the one of an earlier run. The layers that it reads differ, as vLLM reads each once."""
     if not (folder / "run" / "final").is_dir():
-        draft = Eagle3DraftModel.from_target(target, target_layer_ids=[1, 3, 5], tree_widths=[1] * CHAIN, **overrides)
+        draft = DRAFTS[kind][0].from_target(target, target_layer_ids=[1, 3, 5], **overrides)
         draft.save_pretrained(folder / "new")
-        command = [sys.executable, ROOT / "examples" / "train_tiny_draft.py", "--kind", "eagle3", "--threads", "1"]
+        command = [sys.executable, ROOT / "examples" / "train_tiny_draft.py", "--kind", kind, "--threads", "1"]
         command += ["--draft", folder / "new", "--streams", folder.parent / "stream", "--output", folder / "run"]
         subprocess.run([*command, "--tokens", str(TOKENS), "--length", "1024"], check=True)
-    return AutoModel.from_pretrained(folder / "run" / "final", dtype=torch.float32)
+    draft = AutoModel.from_pretrained(folder / "run" / "final", dtype=torch.float32)
+    widths = {"tree_widths": [1] * CHAIN} if kind == "eagle3" else {}  # a block of DFlash is a chain
+    draft.generation_config.update(gate=False, window=None, **widths)
+    return draft
 
 
 def decoded(target: Any, draft: Any, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
     """Return the texts of plain `generate`, and the share of drafted tokens accepted in calls with the draft."""
-    draft.generation_config.update(gate=False, tree_widths=[1] * CHAIN, window=None)
     how = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
     texts, accepted, drafted = [], 0, 0
     for prompt in prompts:
@@ -99,20 +118,24 @@ def decoded(target: Any, draft: Any, prompts: list[list[int]]) -> tuple[list[lis
     return texts, accepted / drafted
 
 
-def in_vllm(args: argparse.Namespace, name: str, prompts: list[list[int]]) -> tuple[list[list[int]], int, int]:
-    """Return texts and the numbers of accepted and drafted tokens of vLLM."""
+def in_vllm(
+    args: argparse.Namespace, name: str, options: dict[str, Any], prompts: list[list[int]]
+) -> tuple[list[list[int]], int, int] | None:
+    """Return texts and the numbers of accepted and drafted tokens of vLLM; `None` if it fails, after its message."""
     folders = [args.work / "target", args.work / name / "speculators"]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = args.work / f"{name}.log"
     with log.open("w") as errors:
         done = subprocess.run(
-            [args.python, "-c", IN_VLLM, *folders, json.dumps(prompts)],
+            [args.python, "-c", IN_VLLM, *folders, json.dumps(options), json.dumps(prompts)],
             env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
     lines = [line for line in done.stdout.split("\n") if "RESULT" in line]
     if not lines:
-        raise SystemExit(f"vLLM ended with status {done.returncode}; its messages are in {log}")
+        last = log.read_text(encoding="utf-8").strip().split("\n")[-1]
+        print(f"{name}: vLLM ended with status {done.returncode}: {last} ({log})", flush=True)
+        return None
     return tuple(json.loads(lines[0].split("RESULT")[1]))
 
 

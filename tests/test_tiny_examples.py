@@ -117,13 +117,16 @@ def test_a_learning_curve_adds_stages_and_waits_for_all_depths():
     assert "a chain of 3 tokens" in small and small.endswith("| 1.88 |")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "assistant", "tokenswift"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "assistant", "tokenswift"])
 def test_other_kinds_are_published(kind, train, tmp_path):
     folder = train(kind, "--kind", kind)
     run("publish_tiny_draft", "--kind", kind, "--run", folder, "--output", tmp_path / "card")
     text = (tmp_path / "card" / "README.md").read_text()
     assert "steps of 2 rows" in text and f"--kind {kind}" in text and str(folder.parent) not in text
     assert text.count("| 3 | 0.") == (kind == "tokenswift")  # the accuracy of its third head
+    (code,) = (tmp_path / "card").glob("*.py")
+    bundled = EXAMPLES.parent / "hub_cards" / f"tiny-{kind}" / code.name
+    assert not bundled.parent.is_dir() or code.read_text() == bundled.read_text()
     target = tiny_target("llama", max_position_embeddings=256)
     draft = AutoModel.from_pretrained(tmp_path / "card")
     settings = script("publish_tiny_draft").SETTINGS[kind]
@@ -157,6 +160,7 @@ def test_a_small_model_learns_the_divergence_from_the_target(places, tmp_path):
         ("longspec", "no-offsets", {}),  # a setting of the training
         ("longspec", "no-noise", {"noise_range": [1, 1]}),
         ("longspec", "no-cross-attention", {"cross_attention": False}),
+        ("dflash", "dspark", {"markov_rank": 64, "confidence_head": "markov"}),
         ("tokenswift", "independent", {"chained": False}),
         ("tokenswift", "sequential", {"sequential": True}),
     ],

@@ -42,7 +42,7 @@ class Recipe:
     dtype: str = "auto"  # type of the target's weights
     attn_implementation: str | None = None  # attention of the target while training
     # Hub id or folder of a draft to go on with, or settings of a new one, as in `from_target` of the draft's class,
-    # which `kind` names: `longspec` (the default), `tokenswift`, `eagle3` or `dflash`
+    # which `kind` names: `longspec` (the default), `tokenswift`, `eagle3`, `dflash` or `mtp`
     draft: str | dict[str, Any] | None = field(default_factory=dict)
     # concatenate documents and cut them into rows of so many tokens. Without it every document is a row.
     pack: int | None = None

@@ -297,7 +297,11 @@ class BeamDrafter(Drafter):
             logits, *states = results or self.level(changing, depth, prefix)
             scores = self.coupling.scores(self.spread(logits.to(inputs[0].device)), known, depth, beam.paths)
             beam.grow(scores, width)
-        return beam.fields(self.num_nodes)
+        return self.cut(beam.fields(self.num_nodes), states)
+
+    def cut(self, fields: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the fields of a tree, maybe with some nodes made padding; `states` are results of the last level."""
+        return fields
 
     def _run(self, runner: Any, function: Any, changing: tuple[torch.Tensor, ...], prefix: Any, number: int) -> Any:
         """Return the result of `_grow` or `_level`, compiled or captured; `None` if that is not possible."""

@@ -11,11 +11,12 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from ..generation.target import TargetView
+from ..generation.target_modules import TargetEnds, final_norm_of
 from ..modeling.base import DraftModel
 from ..modeling.register_draft import DRAFTS
 from .arguments import DraftTrainingArguments
 from .data import IGNORED, DocumentEncoder, DraftCollator
-from .frozen_target import HiddenPass, KVStore, digest
+from .frozen_target import DraftObjective, HiddenPass, KVStore, digest
 
 
 class TrainingMethod:
@@ -124,9 +125,36 @@ class LevelsMethod(TrainingMethod):
         hidden: torch.Tensor | None = inputs.get("hidden")
         return self.hidden_pass(inputs["input_ids"]) if hidden is None else hidden
 
+    def of_all_levels(self, results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums `(levels,)` and counts `(B, levels, 2)` of the first levels; of others, there are none."""
+        totals, counts = (torch.stack(parts, dim) for dim, parts in enumerate(zip(*results, strict=True)))
+        missing = self.count_shape[0] - len(results)
+        pad = torch.nn.functional.pad
+        return pad(totals, (0, missing)), pad(counts, (0, 0, 0, missing))
+
     def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
         check_length(len(tokens), self.position_limit)
         return {"hidden": self.hidden_pass(tokens[None].to(self.args.device))[0]}
+
+
+class FinalStateMethod(LevelsMethod):
+    """Base of methods whose drafts read the input of the target's final norm and end in the target's own head."""
+
+    def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments, count_shape: tuple[int, int]):
+        super().__init__(draft, target, args, count_shape)
+        if args.max_offset:
+            raise ValueError(f"max_offset={args.max_offset}: these drafts have no positions to offset. Leave it out.")
+        self.ends, self.norm = TargetEnds(target), final_norm_of(target)
+        self.objective = DraftObjective(self.ends, args.loss_chunk_size, self.norm)
+
+    def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
+        """Return the batch unchanged, after a check of its length. Nothing is drawn at random."""
+        check_length(batch["input_ids"].shape[1], self.position_limit)
+        return batch
+
+    def facts(self) -> dict[str, Any]:
+        """Return the kind of the stored states, and the length at which rows are cut."""
+        return {"states": "final_norm_input", "max_length": self.args.max_length}
 
 
 def trained_drafts() -> dict[str, type[PreTrainedModel]]:
@@ -200,8 +228,7 @@ class DraftTrainer(Trainer):
     target's most likely token, or the token of the text with `loss="ce"`.
 
     Args:
-        model ([`LongSpecDraftModel`], [`Eagle3DraftModel`] or [`TokenSwiftDraftModel`]): The draft, or a `PeftModel` of
-            it.
+        model ([`DraftModel`]): A draft of a kind that is trained, or a `PeftModel` of it.
         target (`PreTrainedModel`): The causal language model that the draft was created for.
         args ([`DraftTrainingArguments`]): Settings of the run.
         train_dataset, eval_dataset (*optional*): See [`DocumentEncoder`]: `input_ids`, a text or a conversation.

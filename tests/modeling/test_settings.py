@@ -57,8 +57,14 @@ RANGES = {
         "target_layer_ids": ([[1, 2], [1, 2, 3], [0, 1, "2"], 3], []),
         "norm_output": (["yes", 1], [None, True, False]),
     },
-    DFlashDraftModel: {"num_tree_nodes": ([0, 1, True, "16"], [None, 2, 40]), "window": WINDOW, "sinks": FROM_0}
-    | {"rope_theta": ([0, True], [None, 5000]), "target_layer_ids": ([[1, 2], 3], [])},
+    DFlashDraftModel: {
+        "num_tree_nodes": ([0, 1, True, "16"], [None, 2, 40]),
+        "confidence_threshold": ([0, 1.5, True], []),
+        "window": WINDOW,
+        "sinks": FROM_0,
+        "rope_theta": ([0, True], [None, 5000]),
+        "target_layer_ids": ([[1, 2], 3], []),
+    },
     MtpDraftModel: {"tree_widths": WIDTHS, "window": ([0, "some", True], [1, "all"]), "sinks": FROM_0},
     L: {"tree_widths": (WIDTHS[0] + [[1] * 511], WIDTHS[1]), "cross_attention_window": MAYBE_COUNT},
     S: SPARSE

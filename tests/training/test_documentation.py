@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import run_command
+from tests.tiny_targets import write_mtp_layers
 
 PROJECT = Path(__file__).resolve().parents[2]
 SMALLER = {"max_steps=2000": "max_steps=1", "args, 1024)": "args, 40)", "max_new_tokens=64": "max_new_tokens=4"}
@@ -23,7 +24,7 @@ def test_the_calls_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     text = (PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
     (tune,) = re.findall(r"^hf-longspec (tune .*)", text, re.MULTILINE)
-    train, heads, eagle3, export, dflash, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    train, heads, eagle3, export, dflash, mtp, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     train = shrunk(train, SMALLER)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub_cards").symlink_to(PROJECT / "hub_cards")
@@ -42,5 +43,9 @@ def test_the_calls_run(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs" / "eagle3-for-vllm" / "model.safetensors").is_file()
     exec(shrunk(dflash, {"max_steps=1000": "max_steps=1"}), own)  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "dflash" / "checkpoint-1" / "model.safetensors").is_file()
+    write_mtp_layers(own["target"], tmp_path)
+    own["target"].config._name_or_path = str(tmp_path)
+    exec(shrunk(mtp, {"max_steps=1000": "max_steps=1"}), own)  # noqa: S102 - likewise
+    assert (tmp_path / "runs" / "mtp" / "checkpoint-1" / "model.safetensors").is_file()
     exec(adapt, names)  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "draft" / "checkpoint-1" / "adapter_model.safetensors").is_file()

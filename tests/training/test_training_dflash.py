@@ -39,6 +39,7 @@ def definition(draft, target, rows, loss, anchors, window=None):
                 if ahead >= len(tokens):
                     continue
                 with torch.no_grad():
+                    own_state, before = block[0, slot], tokens[ahead - 1]
                     row_logits, memory = draft.next_logits(
                         logits[:, [slot]], block[:, [slot]], tokens[None, [ahead - 1]], memory
                     )
@@ -50,6 +51,10 @@ def definition(draft, target, rows, loss, anchors, window=None):
                 divergence = (log_target.exp() * (log_target - log_draft)).sum()
                 losses[level].append(divergence if loss == "kl" else -log_draft[ids.index(token)])
                 wins[level].append(ids[int(log_draft.argmax())] == token)
+                if draft.confidence_head is not None:
+                    with torch.no_grad():
+                        confidence = draft.confidence_logits(own_state, before).double().sigmoid()
+                    losses[level][-1] -= (confidence if wins[level][-1] else 1 - confidence).log()
     mean = sum(exp(-2 * k / config.block_size) * float(sum(own)) / len(own) for k, own in enumerate(losses))
     return mean, {f"acceptance_slot_{k}": sum(own) / len(own) for k, own in enumerate(wins, start=1)}
 
@@ -60,6 +65,7 @@ def definition(draft, target, rows, loss, anchors, window=None):
         ("kl", {"draft_vocab_size": 20, "own_head": True}),
         ("ce", {"draft_vocab_size": 20, "own_head": True, "sample_from_anchor": True, "num_hidden_layers": 2}),
         ("kl", {"window": 6, "markov_rank": 3, "markov_head_type": "rnn", "sample_from_anchor": True}),
+        ("kl", {"markov_rank": 3, "sample_from_anchor": True, "confidence_head": "markov"}),
         ("kl", {"layer_windows": [5], "causal_windows": True, "block_window": True, "conv_kernel_size": 2}),
     ],
     ids=str,
@@ -102,7 +108,8 @@ def test_the_draft_learns_and_drafts_better(make_trainer, make_dflash, target, t
     """On texts of the target. The draft that is written for other engines is the trained one."""
     starts = tokens[: 8 * 5].view(8, 5)
     texts = target.generate(starts, max_new_tokens=28, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
-    draft = make_dflash(gate=False, training_blocks=16, markov_rank=16, draft_vocab_size=60, own_head=True)
+    parts = {"markov_rank": 16, "confidence_head": "markov", "draft_vocab_size": 60, "own_head": True}
+    draft = make_dflash(gate=False, training_blocks=16, **parts)
     draft.set_vocabulary(texts.flatten().bincount(minlength=260).topk(60).indices, target)
 
     def tau(one):
@@ -124,14 +131,13 @@ def test_the_draft_learns_and_drafts_better(make_trainer, make_dflash, target, t
     assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
     assert tau(loaded) == drafted
 
+    whole = loaded.last_speculation
+    loaded.generation_config.confidence_threshold = 0.3
+    assert 1.2 < tau(loaded) <= drafted
+    cut = loaded.last_speculation
+    assert cut.draft_acceptance_rate > whole.draft_acceptance_rate
 
-@pytest.mark.parametrize("part", [{"selector_rank": 3}, {"confidence_head": "hidden"}])
-def test_parts_that_are_not_trained_are_refused(make_trainer, make_dflash, part):
-    (name,) = part
-    with pytest.raises(ValueError, match=f"{name}=.*is not trained here"):
-        make_trainer(model=make_dflash(**part))
 
-
-def test_p_eagle_is_refused(make_trainer, make_eagle3):
-    with pytest.raises(ValueError, match="mask_token_id=3: P-EAGLE drafts are not trained here"):
-        make_trainer(model=make_eagle3(mask_token_id=3))
+def test_a_selector_is_refused(make_trainer, make_dflash):
+    with pytest.raises(ValueError, match="selector_rank=3: this part of a draft is not trained here"):
+        make_trainer(model=make_dflash(selector_rank=3))

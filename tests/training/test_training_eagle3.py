@@ -21,6 +21,16 @@ def rows(tokens):
     return labelled_rows(tokens, (0, 33), (40, 21), (70, 4), (90, 2))
 
 
+@torch.no_grad()
+def levels(draft, target, aux, tokens, steps, window):
+    """Logits `(1, entries, vocabulary)` of every step; those of P-EAGLE from one forward after every entry."""
+    if draft.mask_hidden is None:
+        return draft(aux, tokens, steps, target=target, window=window, sinks=4)
+    ends = target.get_input_embeddings(), target.get_output_embeddings()
+    drafted = draft.draft_logits(aux, tokens, range(1, tokens.shape[1] + 1), *ends)
+    return torch.stack(drafted, 2)[:, :steps].unbind(1)
+
+
 def definition(draft, target, rows, loss, window=None):
     """The weighted losses, and the share of hits of every step, one place at a time."""
     losses, wins = [[], [], []], [[], [], []]
@@ -31,8 +41,7 @@ def definition(draft, target, rows, loss, window=None):
         states, wanted = residual_stream(target, tokens[None])
         aux = torch.cat([states[j] for j in draft.layers_of(target.config)], -1)[:, :-1]
         steps = min(3, len(tokens) - 1)
-        with torch.no_grad():
-            drafted = draft(aux, tokens[None, 1:], steps, target=target, window=window, sinks=4)
+        drafted = levels(draft, target, aux, tokens[None, 1:], steps, window)
         wanted = wanted[0].double()
         for step, logits in enumerate(drafted):
             for entry in range(len(tokens)):
@@ -54,12 +63,19 @@ REDUCED = {"draft_vocab_size": 20, "own_head": True}
 
 @pytest.mark.parametrize(
     ("loss", "settings"),
-    [("kl", REDUCED), ("ce", REDUCED), ("kl", {"window": 6, "fc_norm": True}), ("ce", {"num_hidden_layers": 2})],
+    [
+        ("kl", REDUCED),
+        ("ce", REDUCED),
+        ("kl", {"window": 6, "fc_norm": True}),
+        ("ce", {"num_hidden_layers": 2}),
+        ("kl", {"mask_token_id": 2, "fc_norm": True, **REDUCED}),
+        ("kl", {"mask_token_id": 2, "window": 6, "num_hidden_layers": 2, "layer_windows": [None, 2]}),
+    ],
     ids=str,
 )
 def test_the_loss_is_the_definition(make_trainer, make_eagle3, target, rows, loss, settings):
     """In the first step of a run, and in an evaluation in one batch."""
-    draft = make_eagle3(**settings)
+    draft = make_eagle3(tree_widths=[1, 1, 1], **settings)
     if draft.d2t is not None:
         draft.set_vocabulary(range(3, 23), target)
     expected, shares = definition(draft, target, rows, loss, settings.get("window"))
@@ -89,12 +105,15 @@ def test_positions_after_the_anchors_are_shifted(make_trainer, make_eagle3, monk
     assert (seen[0] == torch.arange(32)).all()
 
 
-def test_the_draft_learns_and_drafts_better(make_trainer, make_eagle3, target, tokens, tmp_path):
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_the_draft_learns_and_drafts_better(make_trainer, make_eagle3, target, tokens, kind, tmp_path):
     """On texts of the target; the draft that is written for other engines is the trained one."""
     starts = tokens[: 8 * 5].view(8, 5)
     texts = target.generate(starts, max_new_tokens=28, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
     rows = TokenWindows(texts.flatten(), 33)
-    draft = make_eagle3(tree_widths=[1, 1, 1], gate=False, own_embedding=True, draft_vocab_size=60, own_head=True)
+    masks = {"mask_token_id": 2} if kind == "peagle" else {}
+    own = {"own_embedding": True, "draft_vocab_size": 60, "own_head": True}
+    draft = make_eagle3(tree_widths=[1, 1, 1], gate=False, **own, **masks)
     draft.set_vocabulary(texts.flatten().bincount(minlength=260).topk(60).indices, target)
 
     def tau():
@@ -114,7 +133,7 @@ def test_the_draft_learns_and_drafts_better(make_trainer, make_eagle3, target, t
     assert drafted > untrained + 0.5
     save_speculators(draft, tmp_path / "theirs", target)
     raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    assert raw["speculators_model_type"] == "eagle3" and raw["draft_vocab_size"] == 60
+    assert raw["speculators_model_type"] == kind and raw["draft_vocab_size"] == 60
     assert raw["eagle_aux_hidden_state_layer_ids"] == list(draft.layers_of(target.config))
     loaded = Eagle3DraftModel.from_pretrained(tmp_path / "theirs", target=target, tree_widths=[1, 1, 1], gate=False)
     assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())

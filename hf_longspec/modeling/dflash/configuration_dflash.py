@@ -25,7 +25,7 @@ class DFlashConfig(AuxConfig):
         markov_rank (`int`): Rank of the head that corrects a slot's logits by the token before it (DSpark); 0 without.
         markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
         confidence_head (`str`, *optional*): `"hidden"` or `"markov"` for a head that says how likely a slot's token
-            is accepted, from the slot's state or also from the token before it. It is kept, and not used.
+            is accepted, from the slot's state or also from the token before it. A setting cuts blocks by it.
         conv_kernel_size (`int`): Taps of the convolutions inside a block (DFlash2); 0 without.
         conv_group_size (`int`): Features that share a kernel.
         selector_rank (`int`): Rank of the scores of pairs of neighbouring tokens (DFlash2); 0 without.

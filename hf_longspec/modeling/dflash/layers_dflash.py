@@ -116,10 +116,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Weights of a head that says how likely a slot's token is accepted (DSpark). They are kept, and not used.
-
-    A step verifies the same number of nodes whatever it says, so that a shorter draft would save nothing.
-    """
+    """Weights of a head that says how likely a slot's token is accepted (DSpark)."""
 
     def __init__(self, config: DFlashConfig):
         super().__init__()

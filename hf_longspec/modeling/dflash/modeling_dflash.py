@@ -43,7 +43,13 @@ class DFlashDraftModel(AuxDraftModel):
             "Number of nodes of a tree of the most probable paths, root included; None drafts a chain of all slots.",
             int,
             least=2,
-        )
+        ),
+        "confidence_threshold": Setting(
+            None,
+            "A token is not drafted if the product of the confidences up to it is below this; None drafts all.",
+            float,
+            most=1,
+        ),
     }
 
     def __init__(self, config: DFlashConfig, *args: Any, **kwargs: Any):
@@ -196,6 +202,20 @@ class DFlashDraftModel(AuxDraftModel):
             logits = self.candidate_selector(logits.to(hidden.device), hidden, tokens)
         return logits, memory
 
+    def confidence_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits `(...)` of the chance that the token of a slot is accepted.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(..., hidden)`): State of the slot.
+            tokens (`torch.LongTensor` of shape `(...)`): The token before it.
+        """
+        assert self.confidence_head is not None
+        if self.config.confidence_head == "markov":
+            assert self.markov_head is not None
+            hidden = torch.cat([hidden, self.markov_head.markov_w1(tokens)], -1)
+        logits: torch.Tensor = self.confidence_head.proj(hidden)[..., 0]
+        return logits
+
     @property
     def tree_shape(self) -> tuple[list[int], int]:
         """Widths of the levels of a tree, and how many of its nodes are verified, root included.
@@ -212,8 +232,13 @@ class DFlashDraftModel(AuxDraftModel):
         return self.tree_shape[1]
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets of other sizes, layers that do not exist, and the target's final state."""
+        """Refuse targets of other sizes, layers that do not exist, the target's final state, and unknown confidence."""
         super().check_settings(target)
+        if (threshold := self.setting("confidence_threshold")) is not None and self.confidence_head is None:
+            raise ValueError(
+                f"confidence_threshold={threshold}: this draft has no confidence head. Set it to None, or use a draft "
+                "of DSpark."
+            )
         if (last := max(self.layers_of(target.config))) >= target.num_layers:
             raise ValueError(
                 f"target_layer_ids has {last}, the final state of a target of {target.num_layers} layers: projects "

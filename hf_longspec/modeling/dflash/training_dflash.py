@@ -8,6 +8,7 @@ from math import exp
 from typing import Any
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
@@ -22,18 +23,18 @@ class DFlashMethod(AuxMethod):
 
     A block begins at a token e of the row, its anchor, and sees the entries before it. Level k (from 0) predicts token
     e + 1 + k. With `loss="kl"` the wanted distribution is the target's, over the draft's vocabulary; with `loss="ce"`
-    the wanted token is that of the text, if the draft has it. A Markov head reads the tokens of the text. The weight of
-    level k is exp(-2 k / block_size). Evaluations use anchors at equal distances.
+    the wanted token is that of the text, if the draft has it. A Markov head reads the tokens of the text. A confidence
+    head learns whether the most likely token of its slot is the wanted one, by the binary cross-entropy, which does not
+    reach the layers. The weight of level k is exp(-2 k / block_size). Evaluations use anchors at equal distances.
     """
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         config = draft.config
-        for part, field in (("candidate_selector", "selector_rank"), ("confidence_head", "confidence_head")):
-            if getattr(draft, part) is not None:
-                raise ValueError(
-                    f"{field}={getattr(config, field)!r}: this part of a draft is not trained here. Train a draft "
-                    "without it."
-                )
+        if draft.candidate_selector is not None:
+            raise ValueError(
+                f"selector_rank={config.selector_rank}: this part of a draft is not trained here. Train a draft "
+                "without it."
+            )
         super().__init__(draft, target, args, config.num_drafted)
         self.weights = [exp(-2 * level / config.block_size) for level in range(config.num_drafted)]
 
@@ -88,13 +89,17 @@ class DFlashMethod(AuxMethod):
             for level, weight in enumerate(self.weights):
                 of_slot, places = states[:, :, draft.config.first_slot + level], trained[:, :, level]
                 before = (anchors + level).clamp_max(tokens.shape[1] - 1)
+                own, earlier = of_slot, tokens.gather(1, before)
                 if draft.markov_head is not None:
-                    features, memory = draft.markov_head(of_slot, tokens.gather(1, before), memory)
+                    features, memory = draft.markov_head(of_slot, earlier, memory)
                     of_slot = torch.cat([of_slot, features], -1)
                 row = places.nonzero()[:, 0]
                 wanted = labels[:, :, level][places]
                 goals = wanted if self.args.loss == "ce" else hidden[row, before[places], self.width :]
                 total, hits = self.loss_of(of_slot[places], goals)
+                if draft.confidence_head is not None:
+                    logits = draft.confidence_logits(own.detach()[places], earlier[places]).float()
+                    total = total + binary_cross_entropy_with_logits(logits, hits.float(), reduction="sum")
                 totals.append(weight * total)
                 counts.append(counted(hits, row, len(tokens)))
             return torch.stack(totals), torch.stack(counts, 1)

@@ -14,7 +14,7 @@ class Eagle3Config(AuxConfig):
         norm_before_fc (`bool`): Whether the auxiliary hidden states are normalised together.
         fc_norm (`bool`): Whether each of them is normalised alone.
         norm_output (`bool`): Whether the next step reads the normalised state instead of the residual stream.
-        training_steps (`int`): Number of chained steps in training.
+        training_steps (`int`): Number of chained steps in training; of a P-EAGLE draft, of levels.
         kwargs (`Any`): Fields of [`AuxConfig`].
     """
 

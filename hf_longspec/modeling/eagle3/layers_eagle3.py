@@ -95,11 +95,12 @@ class ChainedAttention:
     the training-time test of EAGLE-3, https://huggingface.co/papers/2503.01840, section 3.2.
 
     Args:
-        spans (`Sequence[tuple[int | None, int]]`): Window and sinks of each layer. Places of all steps attend to the
-            last `window` entries up to p, as the window does not move while drafting, and to the first `sinks` entries.
+        spans (`Sequence[tuple[int | None, int, bool]]`): Window and sinks of each layer, and whether the window moves
+            with the steps. Places attend to the last `window` entries up to p, or in step s up to p + s, and to the
+            first `sinks` entries. Entry p never leaves a window.
     """
 
-    def __init__(self, spans: Sequence[tuple[int | None, int]]):
+    def __init__(self, spans: Sequence[tuple[int | None, int, bool]]):
         self.spans = spans
         self._keys: list[list[torch.Tensor]] = [[] for _ in spans]
         self._values: list[list[torch.Tensor]] = [[] for _ in spans]
@@ -123,7 +124,8 @@ class ChainedAttention:
     def _mask(self, index: int, count: int, length: int, device: torch.device) -> torch.Tensor:
         places, entries = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
         mask = entries <= places
-        window, sinks = self.spans[index]
+        window, sinks, moves = self.spans[index]
         if window is not None:
-            mask = mask & ((entries > places - window) | (entries < sinks))
+            ends = places + len(self._keys[index]) - 1 if moves else places
+            mask = mask & ((entries > ends - window) | (entries < sinks) | (entries == places))
         return mask

@@ -51,7 +51,9 @@ class Eagle3DraftModel(AuxDraftModel):
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
         parallel = config.mask_token_id is not None
-        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, width)) if parallel else None
+        # not zero, where the gradient of a norm is large
+        mask_hidden = config.initializer_range * torch.randn(1, 1, width) if parallel else None
+        self.mask_hidden = None if mask_hidden is None else nn.Parameter(mask_hidden)
         self.add_ends(config)
 
     @classmethod
@@ -75,6 +77,8 @@ class Eagle3DraftModel(AuxDraftModel):
         score: Callable[[int, torch.Tensor], Any] | None = None,
     ) -> list[Any]:
         """Return the logits of chained steps over whole texts, in which every drafted token is that of the text.
+
+        Steps after the first of a P-EAGLE draft read a mask instead of a token and of the states of the step before.
 
         Args:
             aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
@@ -100,10 +104,15 @@ class Eagle3DraftModel(AuxDraftModel):
         embedded, states = self.embed(tokens, target), self.features(aux_hidden_states.to(self.dtype))
         logits: list[Any] = []
         # layers trained with a window saw no sinks beside it
-        spans = [(size, 0) if size else (window, sinks) for size in self.config.window_of_layers]
+        parallel = self.mask_hidden is not None
+        spans = [(size, 0, parallel) if size else (window, sinks, False) for size in self.config.window_of_layers]
         attention = ChainedAttention(spans)
         for step in range(steps):
             count = length - step
+            if step == 1 and parallel:
+                masks = self.with_mask_rows(aux_hidden_states[:, :0].to(self.dtype), tokens[:, :0], length, target)
+            if step and parallel:
+                embedded, states = masks
             angles = rotary(states, positions[:, step:])
             outputs, states = self.run(states[:, :count], embedded[:, step:], angles, attention)
             logits.append(self.logits(outputs, target) if score is None else score(step, outputs))

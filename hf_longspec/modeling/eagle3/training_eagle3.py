@@ -93,7 +93,8 @@ class Eagle3Method(AuxMethod):
 
     Entry p joins the target's states at token p with token p + 1. Its step s (from 0) predicts token p + s + 2. With
     `loss="kl"` the wanted distribution is the target's at token p + s + 1, over the draft's vocabulary; with
-    `loss="ce"` the wanted token is that of the text, if the draft has it.
+    `loss="ce"` the wanted token is that of the text, if the draft has it. Steps of a P-EAGLE draft after the first read
+    masks, and none reads the result of another.
 
     `max_offset` shifts the draft's own positions after the anchors (Anchor-Offset Indices of LongSpec), and is 0 by
     default.
@@ -103,11 +104,6 @@ class Eagle3Method(AuxMethod):
         self.steps = draft.config.training_steps
         if self.steps < 1:
             raise ValueError(f"training_steps={self.steps} in the draft's config: expected at least 1; 3 is usual.")
-        if draft.config.mask_token_id is not None:
-            raise ValueError(
-                f"mask_token_id={draft.config.mask_token_id}: P-EAGLE drafts are not trained here. Train an EAGLE-3 "
-                "draft without it, or a DFlash draft."
-            )
         super().__init__(draft, target, args, self.steps)
         self.noise = RowNoise(args.seed, (1, 1), self.position_limit, args.max_offset or 0)
 
@@ -147,8 +143,4 @@ class Eagle3Method(AuxMethod):
             sinks=self.sinks,
             score=score,
         )
-        missing = self.steps - len(results)  # a row of few tokens has fewer steps
-        zero = hidden.new_zeros(missing, dtype=torch.float32)
-        totals = torch.cat([torch.stack([total for total, _ in results]), zero])
-        counts = torch.stack([count for _, count in results], 1)
-        return totals, torch.nn.functional.pad(counts, (0, 0, 0, missing))
+        return self.of_all_levels(results)  # a row of few tokens has fewer steps

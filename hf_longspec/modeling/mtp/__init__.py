@@ -9,5 +9,6 @@ __all__ = ["MtpConfig", "MtpDraftModel"]
 register_draft(
     MtpConfig,
     MtpDraftModel,
+    training="hf_longspec.modeling.mtp.training_mtp:MtpMethod",
     card="hf_longspec.hub:templates/mtp.md",
 )

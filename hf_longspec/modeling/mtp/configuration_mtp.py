@@ -18,6 +18,7 @@ class MtpConfig(DraftConfig):
         hidden_states_first (`bool`): Whether the state comes before the embedding in the input of the projection.
         zero_first_embedding (`bool`): Whether the embedding at position 0 is zero.
         final_norm (`bool`): Whether a norm follows the layer.
+        training_steps (`int`): Number of chained steps in training, if there is one layer.
     """
 
     model_type = "longspec_mtp"
@@ -28,6 +29,7 @@ class MtpConfig(DraftConfig):
     hidden_states_first: bool = False
     zero_first_embedding: bool = False
     final_norm: bool = True
+    training_steps: int = 3
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
-from ...attention_backends.interface import AUTOMATIC
+from ...attention_backends.interface import AUTOMATIC, differentiable_attention
 from ...attention_backends.registry import merge_attention_states
 from ...generation.cache import CACHE_NAME
 from ...generation.target_modules import final_norm_of, layer_at
@@ -59,7 +59,10 @@ class LayerStep:
         """Return the attention output `(B, H, n, Dv)` under the mask of the last `update`; zeros without one."""
         if self._mask is None:
             return query.new_zeros(*query.shape[:3], value.shape[3])
-        options = {"scaling": scaling, "softcap": softcap}
+        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
+        if torch.is_grad_enabled() and query.requires_grad:
+            mask = self._mask[:, None]
+            return differentiable_attention(query, key, value, mask, causal=False, sinks=sinks, **options)
         state = backend.tree_attention(query, key, value, self._mask, **options)
         return merge_attention_states([state], sinks)[0]
 
@@ -116,11 +119,13 @@ class MtpLayer(nn.Module):
 class TextEntries:
     """Keys and values of chained steps over whole texts, in one layer.
 
-    Place p of every step attends to the entries of the text up to p, and to its own entries of later steps.
+    Place p of every step attends to the entries of the text up to p, the last `window` of them and the first `sinks`,
+    and to its own entries of later steps. Later steps may have fewer places.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None, sinks: int = 0) -> None:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._window, self._sinks = window, sinks
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Store the next step, and return all keys and values with the mask of this step."""
@@ -129,5 +134,8 @@ class TextEntries:
         entries = torch.arange(length, device=keys.device)
         places = entries[:count, None]
         own = [entries[: part.shape[2]] == places for part, _ in self._parts[1:]]
-        whole = torch.cat([entries <= places, *own], 1).expand(len(keys), -1, -1)
+        seen = entries <= places
+        if self._window is not None:
+            seen = seen & ((entries > places - self._window) | (entries < self._sinks))
+        whole = torch.cat([seen, *own], 1).expand(len(keys), -1, -1)
         return *(torch.cat(parts, 2) for parts in zip(*self._parts, strict=True)), whole  # type: ignore[return-value]

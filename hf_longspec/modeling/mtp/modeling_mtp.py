@@ -1,5 +1,6 @@
 """MtpDraftModel: the layers for multi-token prediction in the target's checkpoint, run once per drafted token."""
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, ClassVar, Self
 from weakref import ref
@@ -104,6 +105,44 @@ class MtpDraftModel(DraftModel):
             raise ValueError("this draft uses the target's embedding and head: pass target=.")
         return TargetParts(target, self.config.layer_idx)
 
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        tokens: torch.Tensor,
+        steps: int = 1,
+        target: PreTrainedModel | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        score: Callable[[int, torch.Tensor], Any] | None = None,
+    ) -> list[Any]:
+        """Return the logits of chained steps over whole texts, in which every drafted token is that of the text.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at T tokens.
+            tokens (`torch.LongTensor` of shape `(B, L)`): The tokens after the first of these, at least T.
+            steps (`int`, *optional*, defaults to 1): Number of chained steps, at most that of several layers.
+            target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
+            window (`int`, *optional*): Number of entries of the text that each place attends to. All by default.
+            sinks (`int`, *optional*, defaults to 0): First entries that all places attend to beside the window.
+            score (`Callable`, *optional*): Function of the step and of its outputs `(B, n, hidden)`, for training.
+
+        Returns:
+            `list[torch.Tensor]`: For each step s, logits `(B, n, vocab)`, or the result of `score`, of the
+            n = min(T, L - s) first entries. Row p follows the entries 0 to p and the tokens p + 1 to p + s.
+        """
+        parts, results = self.parts_of(target), []
+        store, states = TextEntries(window, sinks), hidden_states.to(self.dtype)
+        for step in range(steps):
+            layer = self.layers[step if len(self.layers) > 1 else 0]
+            if step and len(self.layers) > 1:
+                store = TextEntries(window, sinks)
+            after = tokens[:, step : step + states.shape[1]]
+            states = states[:, : after.shape[1]]
+            positions = (step + torch.arange(after.shape[1], device=after.device)).expand_as(after)
+            states = layer(states, parts.embed(after).to(states), positions, parts.rotary(positions, states), store)
+            results.append(parts.head(states) if score is None else score(step, states))
+        return results
+
     @torch.no_grad()
     def chain_logits(
         self,
@@ -124,24 +163,17 @@ class MtpDraftModel(DraftModel):
             `list[torch.Tensor]`: Logits `(B, T - 1, vocab)` of the entries of the text, then of each chained step
             `(B, 1, vocab)`. Its token is the most likely one of the step before.
         """
-        parts, logits = self.parts_of(target), []
         if 1 < len(self.layers) <= steps:
             raise ValueError(
                 f"steps={steps}: this draft has {len(self.layers)} layers, each of which drafts one token. Pass at "
                 f"most {len(self.layers) - 1}."
             )
-        states, tokens = hidden_states[:, :-1].to(self.dtype), tokens[:, 1:]
-        positions, store = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), TextEntries()
-        for step in range(steps + 1):
-            if step and len(self.layers) > 1:
-                store = TextEntries()
-            layer = self.layers[step if len(self.layers) > 1 else 0]
-            angles = parts.rotary(positions, states)
-            states = layer(states, parts.embed(tokens).to(states), positions, angles, store)
-            logits.append(parts.head(states))
-            drafted, positions = logits[-1].argmax(-1), positions + 1
-            tokens = drafted if len(self.layers) == 1 else torch.cat([tokens[:, 1:], drafted[:, -1:]], 1)
-        return [logits[0], *(later[:, -1:] for later in logits[1:])]
+        states, tokens = hidden_states[:, :-1], tokens[:, 1:]
+        logits: list[torch.Tensor] = self(states, tokens, target=target)
+        for step in range(1, steps + 1):
+            tokens = torch.cat([tokens, logits[-1][:, -1:].argmax(-1)], 1)
+            logits.append(self(states, tokens, step + 1, target)[-1][:, -1:])
+        return logits
 
     @property
     def prompt_tokens(self) -> int:

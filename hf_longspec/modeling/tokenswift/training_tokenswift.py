@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...generation.target_modules import TargetEnds, final_norm_of
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
-from ...training.frozen_target import DraftObjective
-from ...training.trainer import LevelsMethod, check_length
+from ...training.trainer import FinalStateMethod
 
 TOP = 3  # number of children that a tree usually gives to a node of a head
 
 
-class TokenSwiftMethod(LevelsMethod):
+class TokenSwiftMethod(FinalStateMethod):
     """Trains heads on rows at the positions 0, 1, 2, ... Each head is a level.
 
     Head i (from 1) at index t predicts token t + 1 + i. With `loss="ce"` the wanted token is that of the text; with
@@ -28,15 +26,6 @@ class TokenSwiftMethod(LevelsMethod):
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         super().__init__(draft, target, args, (draft.config.num_heads, 3))
-        if args.max_offset:
-            raise ValueError(f"max_offset={args.max_offset}: heads have no positions to offset. Leave it out.")
-        self.ends = TargetEnds(target)
-        self.objective = DraftObjective(self.ends, args.loss_chunk_size, final_norm_of(target))
-
-    def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
-        """Return the batch unchanged, after a check of its length. Nothing is drawn at random."""
-        check_length(batch["input_ids"].shape[1], self.position_limit)
-        return batch
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
         """Compute the share of hits of every head, by its most likely token and by its three most likely tokens."""
@@ -45,10 +34,6 @@ class TokenSwiftMethod(LevelsMethod):
             if places:
                 logs |= {f"head_{head}_top1": first / places, f"head_{head}_top{TOP}": top / places}
         return logs
-
-    def facts(self) -> dict[str, Any]:
-        """Return the kind of the stored states, and the length at which rows are cut."""
-        return {"states": "final_norm_input", "max_length": self.args.max_length}
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the heads; the counts are hits, hits among the first three, and predicted tokens."""

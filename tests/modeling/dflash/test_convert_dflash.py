@@ -12,6 +12,8 @@ from hf_longspec import DFlashDraftModel, Eagle3DraftModel
 from hf_longspec.modeling.dflash.convert_dflash import save_speculators
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators as save_eagle3
 from hf_longspec.modeling.register_draft import convert, reader_of
+from tests.interop import CHAIN, VARIANTS
+from tests.interop import DRAFTS as INTEROP
 from tests.modeling.checkpoints import changed_copy, devices_of_refusal
 from tests.modeling.dflash.test_modeling_dflash import FIXTURES, NAMES, TOLERANCE, error_of, expected_of
 from tests.tiny_targets import tiny_target
@@ -75,6 +77,31 @@ def test_a_round_trip_through_the_format_of_speculators(name, tmp_path):
             layer.pop(key, None)
         raw["speculators_config"]["proposal_methods"][0].pop("speculative_tokens")
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "window"])
+def test_vllm_finds_the_fields_that_it_reads(target, name, tmp_path):
+    """In the drafts that `make interop` loads there: vLLM 0.32 refuses a config that lacks one of them."""
+    kind, overrides, options = VARIANTS[name]
+    cls, save = INTEROP[kind]
+    widths = {"tree_widths": [1] * CHAIN} if kind == "eagle3" else {}
+    model = target("llama", vocab_size=258, num_hidden_layers=7)
+    save(cls.from_target(model, target_layer_ids=[1, 3, 5], **overrides, **widths), tmp_path, model)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    written, given = raw["speculators_config"], {"peagle": "eagle3"}.get(raw["speculators_model_type"])
+    assert (given or raw["speculators_model_type"]) == options["method"]
+    assert (raw["speculators_model_type"] == "peagle") == options.get("parallel_drafting", False)
+    (method,) = written["proposal_methods"]
+    assert written["default_proposal_method"] == method["proposal_type"] == "greedy"
+    assert method["speculative_tokens"] == CHAIN and "name_or_path" in written["verifier"]
+    assert raw["transformer_layer_config"]["model_type"] == ("qwen3" if kind == "dflash" else "llama")
+    ids = "aux_hidden_state_layer_ids" if kind == "dflash" else "eagle_aux_hidden_state_layer_ids"
+    assert raw[ids] == [1, 3, 5] and raw["draft_vocab_size"] == 258
+    assert raw.get("mask_token_id") == overrides.get("mask_token_id")
+    assert not raw.get("sample_from_anchor", False)  # vLLM reads slot 0 as the last emitted token
+    names = set(weights_of(tmp_path))
+    assert ("mask_hidden" in names) == (name == "peagle")
+    assert {"embed_tokens.weight", "lm_head.weight"} <= names or kind == "dflash"  # whose ends are the target's
 
 
 @pytest.mark.parametrize("name", ["deepspec_dspark_vanilla", "zlab_full"])

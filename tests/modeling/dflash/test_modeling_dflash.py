@@ -53,7 +53,7 @@ def test_logits_of_three_blocks(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "dspark" in name or "dflash2" in name])
 def test_tokens_are_chosen_after_the_token_before(name):
-    """The walk of the publisher's code from the anchor on, with the tokens of its reduced vocabulary."""
+    """The walk of the publisher's code from the anchor on: tokens, of its reduced vocabulary, and confidences."""
     draft, expected = load(name), expected_of(name)
     target = ends_of(expected.get("target_embed_tokens"), expected.get("target_lm_head"))
     for block, length in enumerate(expected["context_lengths"].tolist()):
@@ -61,12 +61,16 @@ def test_tokens_are_chosen_after_the_token_before(name):
         with torch.no_grad():
             states = draft(expected["taps"][None], expected["ids"][None], anchor, target)[:, 0]
             logits, before, tokens = draft.logits(states, target), expected["ids"][None, length : length + 1], []
-            memory = draft.first_memory(before)
+            memory, confidence = draft.first_memory(before), []
             for slot in range(draft.config.first_slot, draft.config.block_size):
                 row, memory = draft.next_logits(logits[:, [slot]], states[:, [slot]], before, memory)
+                if draft.confidence_head is not None:
+                    confidence.append(draft.confidence_logits(states[:, [slot]], before)[0, 0])
                 before = draft.token_ids[row.argmax(-1)]
                 tokens.append(int(before))
         assert tokens == expected[f"block_{block}_tokens"].tolist()
+        if confidence:
+            torch.testing.assert_close(torch.stack(confidence), expected[f"block_{block}_confidence_logits"])
 
 
 def order(draft, expected, patch):

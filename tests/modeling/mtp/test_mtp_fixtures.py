@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_longspec import MtpDraftModel, PlainDraftModel
 from hf_longspec.modeling.mtp.generation_mtp import MtpDrafter
-from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 from tests.modeling.calls import LENGTHS, generate
+from tests.robustness.test_targets import adapted
 from tests.tiny_targets import write_mtp_layers
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -110,6 +110,27 @@ def test_ngrams_beside():
     check(target, MtpDraftModel.from_target(target, ngram_candidates=3, ngram_num_tokens=4, **SETTINGS))
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
+def test_a_target_with_an_adapter(family):
+    """The layers are those of the checkpoint, whether they are read before or after the adapter was added."""
+    target = target_of(FIXTURES / family)
+    plain, draft = generate(target, None), MtpDraftModel.from_target(target, **SETTINGS)
+    lora = adapted(target, ["o_proj"])
+    assert not torch.equal(generate(lora, None), plain)
+    check(lora, draft)
+    check(lora, MtpDraftModel.from_target(lora, **SETTINGS))
+
+
+def test_a_target_on_a_disk(tmp_path):
+    folder = FIXTURES / "qwen3_5"
+    places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    places |= {f"model.layers.{index}": "disk" for index in range(target_of(folder).config.num_hidden_layers)}
+    target = AutoModelForCausalLM.from_pretrained(
+        folder, device_map=places, offload_folder=tmp_path, dtype=torch.float32
+    )
+    check(target.eval(), MtpDraftModel.from_target(target, **SETTINGS))
+
+
 def test_a_target_in_memory_is_refused():
     target = target_of(FIXTURES / "glm4_moe")
     target.config._name_or_path = ""
@@ -143,12 +164,6 @@ def test_an_unsupported_target_is_refused_before_its_files_are_read():
     target.config.is_encoder_decoder = True
     with pytest.raises(ValueError, match="cannot be used with assistant_model=MtpDraftModel"):
         MtpDraftModel.from_target(target, "no/folder")
-
-
-def test_training_is_refused(tmp_path):
-    target = target_of(FIXTURES / "glm4_moe")
-    with pytest.raises(ValueError, match="MtpDraftModel cannot be trained"):
-        DraftTrainer(MtpDraftModel.from_target(target), target, DraftTrainingArguments(str(tmp_path)))
 
 
 def test_layers_in_turn(tmp_path):
