@@ -179,7 +179,11 @@ class DraftModel(PreTrainedModel):
         view = TargetView(target)
         refuse_target(view, type(self), max_length)
         self.check(view)
-        refuse_states(view, "candidate_generator()")
+        if view.has_states:
+            raise ValueError(
+                f"candidate_generator() cannot follow {type(target).__name__}, whose recurrent states do not go back "
+                "with the text of another loop. Call generate(assistant_model=draft)."
+            )
         num_nodes = self.num_tree_nodes(view)
         change = FrequencyChange.of(target.config.get_text_config(decoder=True))
         if max_length + num_nodes > change.column:
@@ -387,15 +391,6 @@ class DraftModel(PreTrainedModel):
         return draft, info
 
 
-def refuse_states(target: TargetView, name: str) -> None:
-    """Refuse a target with recurrent states for a draft that runs it, or rolls it back, by itself."""
-    if target.has_states:
-        raise ValueError(
-            f"{name} does not roll back the recurrent states of {type(target.model).__name__}. Use another draft, such "
-            "as NgramDraftModel."
-        )
-
-
 class SelfDraftModel(DraftModel):
     """Draft chains with the target model itself on a part of its cache, without weights."""
 
@@ -411,7 +406,3 @@ class SelfDraftModel(DraftModel):
 
     def max_nodes(self, target: TargetView) -> int:
         return int(self.setting("num_assistant_tokens")) + 1
-
-    def check_settings(self, target: TargetView) -> None:
-        """Refuse targets with recurrent states."""
-        refuse_states(target, type(self).__name__)

@@ -76,7 +76,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("has no final norm under one of the names", "no final norm"),
     ("layers. Pass indices from 0 to", "other layers than its configuration counts"),
     ("and the draft reads one stream", "several streams of states"),
-    ("does not roll back the recurrent states of", "recurrent layers"),
     ("do not call the functions of transformers that keep states|convolution states each", "recurrent layers"),
 )
 

@@ -10,7 +10,7 @@ from ...generation.draft_tree import num_static_nodes
 from ...generation.sparse_caches import SINK_TOKENS
 from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, refuse_compiled_forward
-from ..base import DraftModel, refuse_states
+from ..base import DraftModel
 from ..configuration_base import DraftConfig, text_config
 from ..settings import Setting
 from .generation_tokenswift import POLICIES, SELF_DRAFTS, TokenSwiftDrafter
@@ -125,8 +125,6 @@ class TokenSwiftDraftModel(DraftModel):
         """Refuse targets without a final norm, and trees and budgets that do not fit."""
         final_norm_of(target.model)
         refuse_compiled_forward(target.model)
-        if self.setting("self_draft") == "partial_kv":
-            refuse_states(target, "self_draft='partial_kv'")
         if self.config.sequential and not self.config.chained:
             raise ValueError(
                 "chained=False with sequential=True: a sequential head continues the head before it. Leave out "
