@@ -21,7 +21,7 @@ from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
 from .recurrences import reached
 from .recurrences import why_not as why_not_reached
-from .recurrent_states import HYBRID_LAYERS, STATE_LAYERS, has_states
+from .recurrent_states import HYBRID_LAYERS, NO_CACHE, STATE_LAYERS, has_states
 from .target_modules import LayerInputs, logits_under, passed_on, shape_of
 from .traits import LayerTraits, changes_of, ignores, ignores_zeros, known_traits, layer_traits
 
@@ -139,6 +139,8 @@ class TargetView:
             reasons.append(f"it has {', '.join(recurrent)} layers, whose state cannot branch into a tree or roll back")
         if self.has_states:
             reasons += why_not_reached(self.model, self.config)
+            if kinds <= STATE_LAYERS | NO_CACHE:
+                reasons.append("it has no attention layers, and the loop decodes recurrent layers beside attention only")
         if other := sorted(
             kinds - PLAIN_LAYERS - RECURRENT_LAYERS - STATE_LAYERS - HYBRID_LAYERS - {"chunked_attention"}
         ):

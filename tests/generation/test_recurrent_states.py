@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCache
 
 from hf_longspec import AssistantDraftModel, NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.draft_tree import Beam, DraftTree
@@ -14,6 +14,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
+from tests.robustness.shrunk_configs import shrunk_config
 from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
 from tests.user_objects import Bomb
 
@@ -231,6 +232,26 @@ def test_the_target_drafts_for_itself_on_copies_of_its_states(made, name, kind):
         steps = -(-(NEW - 1) // 4)  # of a row, for all but the first token
         assert (stats.num_spec_steps == len(lengths) * steps) == bool(settings)
         assert stats.draft_state_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("falcon_mamba", "it has no attention layers"),
+        ("zamba2", "its attention layers share one module, whose layer_idx names none of them"),
+        ("deepseek_v4", "compressed_sparse_attention, heavily_compressed_attention layers, whose choice of keys"),
+        ("glm5_next", "it has indexed_attention layers, whose choice of keys"),
+    ],
+)
+def test_types_that_are_refused_by_name(name, reason):
+    if name not in CONFIG_MAPPING:
+        pytest.skip("a type of a newer transformers")
+    if name != "glm5_next":
+        model = build(name)
+    else:  # it reads images
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(shrunk_config(name))
+    assert any(reason in found for found in TargetView(model).why_not())
 
 
 def test_what_is_refused_by_name(made):
