@@ -140,9 +140,7 @@ class TargetView:
         if self.has_states:
             reasons += why_not_reached(self.model, self.config)
             if kinds <= STATE_LAYERS | NO_CACHE:
-                reasons.append(
-                    "it has no attention layers, and the loop decodes recurrent layers beside attention only"
-                )
+                reasons.append("it has no attention layers, and the loop runs recurrent layers beside attention only")
         if other := sorted(
             kinds - PLAIN_LAYERS - RECURRENT_LAYERS - STATE_LAYERS - HYBRID_LAYERS - {"chunked_attention"}
         ):

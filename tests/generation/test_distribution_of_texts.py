@@ -158,14 +158,17 @@ def test_trees_of_coupled_candidates(monkeypatch):
     check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "history", FEW_ROWS)
 
 
-@pytest.mark.parametrize(("target", "kind"), [("qwen3_5_text", "quest"), ("granitemoehybrid", "specattn")])
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [("qwen3_5_text", "quest"), pytest.param("granitemoehybrid", "specattn", marks=pytest.mark.soak)],
+)
 def test_rejection_sampling_with_recurrent_states(target, kind, monkeypatch):
     """Of the gated delta rule and of Mamba-2, whose copies the drafting steps change."""
     drafter, length, make = REJECTION[kind]
     check(lambda: scale_q(monkeypatch, drafter), make, length, "free", FEW_ROWS, target)
 
 
-@pytest.mark.parametrize("target", ["qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize("target", ["granitemoehybrid", pytest.param("qwen3_5_text", marks=pytest.mark.soak)])
 def test_trees_of_coupled_candidates_with_recurrent_states(target, monkeypatch):
     check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "warped", FEW_ROWS, target)
 

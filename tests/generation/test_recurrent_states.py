@@ -121,6 +121,36 @@ def test_a_returned_cache_continues(made, name, kind):
         assert generated(model, **more, **continued).tolist() == whole.tolist()
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "kind"),
+    [
+        ("qwen3_5_text", KeyboardInterrupt, "dynamic"),
+        ("granitemoehybrid", KeyboardInterrupt, "speculative"),
+        ("falcon_h1", RuntimeError, "dynamic"),
+        ("kimi_linear", RuntimeError, "speculative"),
+    ],
+)
+def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, name, error, kind):
+    """Ctrl-C keeps the text so far and its states, and an error the states before the call."""
+    model, inputs = made(name), arguments((21,), do_sample=False)
+    whole = generated(model, **inputs)
+    draft = drafted(model, False, whole, 21)
+    cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 1, 90)
+    bomb = Bomb(
+        error=error, armed=lambda: bool(draft.last_speculation and draft.last_speculation.num_emitted_tokens > 4)
+    )
+    with pytest.raises(error):
+        generated(model, **inputs, assistant_model=draft, past_key_values=cache, logits_processor=[bomb.processor()])
+    text = inputs["input_ids"]
+    if error is KeyboardInterrupt:
+        text = draft.last_speculation.partial_sequences
+        assert 25 < text.shape[1] < whole.shape[1]
+    assert cache.get_seq_length() == (text.shape[1] - 1 if error is KeyboardInterrupt else 0)
+    draft.hints = whole[:, text.shape[1] :].tolist()
+    more = inputs | {"input_ids": text, "attention_mask": None, "max_new_tokens": whole.shape[1] - text.shape[1]}
+    assert generated(model, **more, assistant_model=draft, past_key_values=cache).tolist() == whole.tolist()
+
+
 def test_the_functions_of_transformers_are_replaced_for_a_call_only(made):
     model = made("qwen3_5_text")
     module = type(model).__module__
@@ -221,7 +251,7 @@ def test_a_hybrid_draft_model_catches_up_after_plain_steps(made, settings):
     [("qwen3_5_text", "specattn"), ("falcon_h1", "quest"), ("granitemoehybrid", "quest"), ("jamba", "specattn")],
 )
 def test_the_target_drafts_for_itself_on_copies_of_its_states(made, name, kind):
-    """With all entries it proposes the text of `generate`, so every token is accepted; with few the text is the same."""
+    """With all entries it proposes the text of `generate`, and all is accepted; with few the text is the same."""
     model, lengths = made(name), (23, 3, 40)
     inputs = arguments(lengths, do_sample=False)
     text = generated(model, **inputs)
