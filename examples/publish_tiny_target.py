@@ -2,13 +2,14 @@
 
     python examples/publish_tiny_target.py --model runs/tiny-target/model --eval novels/eval
 
-Everything is measured in float32, on windows of held-out novels, of standard-library modules and of packages that
+Everything is measured in bfloat16 where the processor has it, else in float32, on windows of held-out novels, of standard-library modules and of packages that
 `train_tiny_target.py` leaves out. Every window is as long as the model's context, so all positions are averaged over
 the same documents. The same bytes are read again with short contexts, and passages are quoted after some distance. The
 same files give the same folder.
 """
 
 import argparse
+import copy
 import itertools
 import json
 import math
@@ -24,7 +25,7 @@ import transformers
 from long_context_rows import recalled
 from safetensors import safe_open
 from tiny_target_card import write_card
-from train_tiny_target import HELD_OUT, HELD_OUT_PACKAGES, read_sources
+from train_tiny_target import HELD_OUT, HELD_OUT_PACKAGES, in_bfloat16, read_sources
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_longspec.bench.report import FEWEST, mean_interval
@@ -32,7 +33,7 @@ from hf_longspec.generation.cache import CACHE_NAME
 
 EDGES = (0, 512, 2048, 4096, 8192, 16384)
 CHUNK = 1024
-SKIPPED_ROW = 2048  # last bytes of each text that are read without the added layers
+SKIPPED_ROW = 2048  # last bytes of each text that are read with half of the layers
 # Bytes after this many are read again with the last `SHORT` to 2 * `SHORT` bytes only.
 LONG, SHORT = 8192, 512
 # Bytes from a passage to its quotation; size of the passages, and how many of their bytes are given.
@@ -45,21 +46,29 @@ def main() -> None:
     args = parse_arguments()
     check_files(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    context, texts = model.config.max_position_embeddings, held_out(args.eval)
-    evaluation = {
+    texts = held_out(args.eval)
+    training = json.loads((args.model / "training.json").read_text(encoding="utf-8"))
+    with in_bfloat16():
+        evaluation = evaluate_all(model, texts, args.windows)
+        if len({stage.get("layers") for stage in training["stages"]}) > 1:
+            evaluation["half_depth"] = cost_of_half_depth(model, texts)
+    publish(args.model, args.output, evaluation, write_card(model, evaluation, training))
+
+
+def evaluate_all(model: PreTrainedModel, texts: dict[str, dict[str, np.ndarray]], windows: int) -> dict:
+    """Return what was measured on all sources, and where."""
+    context = model.config.max_position_embeddings
+    return {
         "environment": {
+            "dtype": "bfloat16" if torch.is_autocast_enabled("cpu") else "float32",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
         "context": context,
         "measured": {"long": long_from(context), "short": SHORT, "passage": PASSAGE, "cue": CUE},
-        "sources": {source: evaluate(model, found, context, args.windows) for source, found in texts.items()},
+        "sources": {source: evaluate(model, found, context, windows) for source, found in texts.items()},
     }
-    training = json.loads((args.model / "training.json").read_text(encoding="utf-8"))
-    if len({stage.get("layers") for stage in training["stages"]}) > 1:
-        evaluation["without_added_layers"] = cost_of_skipping(model, texts)
-    publish(args.model, args.output, evaluation, write_card(model, evaluation, training))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -141,7 +150,7 @@ def short_losses_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Return the loss of the bytes after `LONG`, each with `SHORT` to 2 * `SHORT` - 1 bytes before it."""
     rows = ids[long_from(len(ids)) - SHORT :].unfold(0, 2 * SHORT, SHORT)
     logits = model(rows, use_cache=False).logits[:, SHORT - 1 : -1]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, SHORT:].flatten(), reduction="none")
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, SHORT:].flatten(), reduction="none")
 
 
 def gain(long: torch.Tensor, short: torch.Tensor) -> dict[str, float]:
@@ -164,18 +173,22 @@ def half_width(means: torch.Tensor) -> float | None:
     return round(found["high"] - found["mean"], 4)
 
 
-def cost_of_skipping(model: PreTrainedModel, sources: dict[str, dict[str, np.ndarray]]) -> dict[str, float | None]:
-    """Return by how many nats per byte the loss grows without the layers that were added by doubling, the odd ones."""
-    layers, rows = model.model.layers, []
+def cost_of_half_depth(model: PreTrainedModel, sources: dict[str, dict[str, np.ndarray]]) -> dict[str, float | None]:
+    """Return by how many nats per byte the loss grows if each pair of layers becomes one again.
+
+    The second layer of each pair is left out, and the first adds twice as much, which undoes the doubling.
+    """
+    rows = []
     for texts in sources.values():
         rows += [torch.from_numpy(text[-SKIPPED_ROW:].astype(np.int64))[None] for text in texts.values()]
     rows = [row for row in rows if row.shape[1] == SKIPPED_ROW]
     whole = torch.stack([losses_of(model, row).mean() for row in rows])
-    model.model.layers = layers[::2]
-    try:
-        difference = torch.stack([losses_of(model, row, cached=False).mean() for row in rows]) - whole
-    finally:
-        model.model.layers = layers
+    shallow = copy.deepcopy(model)
+    shallow.model.layers = shallow.model.layers[::2]
+    for layer in shallow.model.layers:
+        layer.self_attn.o_proj.weight.data *= 2
+        layer.mlp.down_proj.weight.data *= 2
+    difference = torch.stack([losses_of(shallow, row, cached=False).mean() for row in rows]) - whole
     return {"nats": round(difference.mean().item(), 4), "half_width": half_width(difference), "rows": len(rows)}
 
 

@@ -24,12 +24,12 @@ OTHERS := eagle3 tokenswift assistant paper-heads
 # Variants of LongSpec that the figure compares with "third", the whole recipe on as many tokens.
 VARIANTS := third no-offsets no-noise no-cross-attention uniform-noise
 # Tokens on short rows, on rows of 8K, and on texts of the target: three stages of LongSpec's paper, section 4.1.
-SHORT := 2.4e6
-LONG := 0.6e6
-OWN := 1.0e6
-THIRD_SHORT := 0.8e6
-THIRD_LONG := 0.2e6
-THIRD_OWN := 0.33e6
+SHORT := 1.7e6
+LONG := 0.4e6
+OWN := 0.6e6
+THIRD_SHORT := 0.57e6
+THIRD_LONG := 0.13e6
+THIRD_OWN := 0.2e6
 
 .DEFAULT_GOAL := help
 .PHONY: help target drafts variants measure publish
@@ -75,7 +75,7 @@ heads_of = $(if $(filter tokenswift,$(1)),--kind tokenswift --variant sequential
 rate_of = $(if $(filter tokenswift paper-heads,$(1)),5e-3,5e-4)
 
 $(OTHERS:%=$(RUNS)/%-long/final/config.json): $(RUNS)/%-long/final/config.json:
-	$(TRAIN) $(call heads_of,$*) $(STREAMS) --output $(@D:/final=) --tokens $(if $(filter paper-heads,$*),1.0e6,3.0e6)
+	$(TRAIN) $(call heads_of,$*) $(STREAMS) --output $(@D:/final=) --tokens $(if $(filter paper-heads,$*),0.7e6,2.1e6)
 $(OTHERS:%=$(RUNS)/%-own/final/config.json): $(RUNS)/%-own/final/config.json: $(RUNS)/%-long/final/config.json \
 		$(RUNS)/tiny-target-texts/greedy.npy
 	$(TRAIN) $(call heads_of,$*) $(TEXTS) --output $(@D:/final=) --draft $(<D) --learning-rate $(call rate_of,$*) \

@@ -45,15 +45,15 @@ facts: its text is not to be relied on. Nothing was done to keep it from repeati
 """
 
 DEEPENED = """\
-Before the stages of {layers} layers, each layer was followed by a copy of itself with output projections of zero, which
-the training then changed. In these stages a part of the rows jumps over positions, so that short rows train long
-distances."""
+Before the stages of {layers} layers, each layer became two copies of itself that add half as much, which the training
+then changed. (Copies that began with output projections of zero were tried first and stayed idle.) In these stages a
+part of the rows jumps over positions, so that short rows train long distances."""
 PARENT = " The run began there, with the weights of a model of {layers} layers that the earlier stages had trained."
 
 LOSS = """\
 ## Use of the context
 
-All numbers are in `evaluation.json`. They were measured in float32 with torch {torch}, transformers {transformers} and
+All numbers are in `evaluation.json`. They were measured in {dtype} with torch {torch}, transformers {transformers} and
 Python {python}, on windows of {context:,} bytes of texts that were not trained on: {documents}. The packages are
 {packages}. ± is half the width of Student's 95 % interval over windows.
 
@@ -70,7 +70,8 @@ and the share of it that is named right:
 {recall}"""
 
 SKIPPED = """
-Without the layers that were added by doubling, the loss is {nats:.3f}{interval} nats per byte higher ({rows} texts)."""
+If each pair of layers that came from one becomes one again (the first of the two, adding twice as much), the loss is
+{nats:.3f}{interval} nats per byte higher ({rows} texts)."""
 
 TRAINING = """\
 ## Training
@@ -114,7 +115,7 @@ def write_card(model: PreTrainedModel, evaluation: dict[str, Any], training: dic
         **evaluation["measured"],
         **evaluation["environment"],
     )
-    if skipped := evaluation.get("without_added_layers"):
+    if skipped := evaluation.get("half_depth"):
         half = skipped["half_width"]
         interval = "" if half is None else f" ± {half:.3f}"
         loss += SKIPPED.format(**skipped, interval=interval) + "\n"

@@ -74,8 +74,8 @@ STAGES = (
     Stage(16384, 1.3e6, 1, 0.10, 0.15, 0.1),
     Stage(2048, 1.0e6, 4, 0.25, 0.15, 0.2, jumps=0.5, layers=12),
     Stage(4096, 1.8e6, 2, 0.25, 0.15, 0.1, jumps=0.5, layers=12),
-    Stage(8192, 1.2e6, 1, 0.25, 0.15, 0.1, jumps=0.3, layers=12),
-    Stage(16384, 0.4e6, 1, 0.25, 0.10, 0.1, layers=12),
+    Stage(8192, 1.0e6, 1, 0.35, 0.15, 0.1, jumps=0.3, layers=12),
+    Stage(16384, 0.3e6, 1, 0.30, 0.10, 0.1, layers=12),
 )
 SHARES = {6: {"source": 0.65, "novels": 0.35}, 12: {"source": 0.5, "novels": 0.5}}  # of rows, by number of layers
 MATRIX_LR, OTHER_LR, WARMUP_STEPS = 0.02, 2e-3, 60
