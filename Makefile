@@ -110,9 +110,9 @@ bench: $(READY) ## measure drafts of the tiny target beside generate(), in some 
 	$(VENV)/bin/python -m hf_longspec.cli.app bench --target hub_cards/tiny-target --draft hub_cards/tiny-tokenswift --draft ngram \
 		--context 1k,8k $(ARGS)
 
-figure: $(READY) ## compare every kind of draft on the tiny target, in 20 minutes; writes a page and a figure
+figure: $(READY) ## compare the drafts of the tiny target, in 20 minutes; writes a page and figures in build/figure
 	@echo "Measuring every kind of draft after 1K to 16K tokens. Leave the machine alone meanwhile."
-	$(VENV)/bin/python -m benchmarks.figure $(ARGS)
+	$(VENV)/bin/python -m benchmarks.figure --output build/figure/figure.jsonl $(ARGS)
 
 tables: $(READY) ## put the committed results into README and docs/, and draw the figures
 	@echo "Writing the tables of README.md, docs/ and benchmarks/results, and the figures in docs/images."

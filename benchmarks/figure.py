@@ -1,14 +1,15 @@
 """Every kind of draft on one target: tau, the cost of an iteration and the speed-up, versus the length of the context.
 
     make figure
-    python -m benchmarks.figure --preset full --resume
+    python -m benchmarks.figure --preset full --output runs/figure.jsonl --resume
 
-`full` also runs in bfloat16 where the processor has it, with fewer prompts and lengths. The report and the figure are
-written at the end. benchmarks/README.md describes the method.
+The short form has the usual settings of each draft. `full` also has variants, batches of four, and bfloat16 where the
+processor has it. The report and the figures are written at the end. benchmarks/README.md describes the method.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from transformers import AutoModel, PreTrainedModel
 import hf_longspec
 from benchmarks import harness
 from benchmarks.figure_report import draw
-from hf_longspec.bench.calls import HF, PLAIN, Decoder, HfMethod, PrefilledPrompts, endless
+from hf_longspec.bench.calls import HF, PLAIN, Decoder, HfMethod, endless, prefill
 from hf_longspec.bench.report import significant
-from hf_longspec.bench.results import of_kind, rotated
+from hf_longspec.bench.results import Record, of_kind, rotated
 
 GAMMA = 4
 CHAIN = [1] * GAMMA
@@ -31,27 +32,56 @@ HEADS = {"self_draft": "verify_hidden", "tree_branching": CHAIN}
 VARIANTS = Path(__file__).parent / "drafts"
 
 
-# Contexts, batches, prompts of each length, minutes that a run may take, and prompts of each length in bfloat16.
-PRESETS: dict[str, dict[str, Any]] = {
-    "short": {"contexts": [1024, 4096, 16128], "batches": [1], "prompts": 6, "minutes": 20, "bfloat16": 0},
-    "full": {
-        "contexts": [1024, 2048, 4096, 8192, 16128],
-        "batches": [1, 4],
-        "prompts": 24,
-        "minutes": 600,
-        "bfloat16": 8,
-    },
+@dataclass(frozen=True)
+class Part:
+    """Cells of a run that have the same type, batch size, prompts and systems."""
+
+    contexts: tuple[int, ...]
+    prompts: int
+    dtype: str = "float32"
+    batch: int = 1
+    systems: tuple[str, ...] = ()  # all by default; the two baselines always belong to them
+
+
+SHORT = (1024, 4096, 16128)
+# The usual settings of each kind of draft.
+MAIN = (
+    "LongSpec",
+    "LongSpec, tree",
+    "EAGLE-3, window",
+    "TokenSwift",
+    "small model, window",
+    "SpecAttn",
+    "SpecAttn, window",
+    "Quest",
+    "n-grams",
+    "Token Recycling",
+)
+# Minutes that a run may take, and its parts.
+PRESETS: dict[str, tuple[float, tuple[Part, ...]]] = {
+    "short": (20, (Part(SHORT, 6, systems=MAIN),)),
+    "full": (
+        900,
+        (
+            Part((1024, 2048, 4096, 8192, 16128), 24),
+            Part(SHORT, 8, "bfloat16"),
+            Part(SHORT, 12, batch=4, systems=MAIN),
+        ),
+    ),
 }
-# Contexts in bfloat16.
-FEWER_CONTEXTS = (1024, 4096, 16128)
+# What tells one call from all others.
+PLACE = ("dtype", "mode", "context", "batch", "system", "turn")
 
 
-def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
+def systems(model: PreTrainedModel, cards: Path) -> tuple[dict[str, Any], list[str]]:
     """Return all systems by name: stock `generate`, the loop without a draft, trained and training-free drafts.
 
     Args:
-        cards (`Path`): Folder of the trained drafts of the target, `tiny-longspec` and so on. Those that are missing
-            are left out, here and in `benchmarks/drafts`, which holds variants of them for comparisons.
+        cards (`Path`): Folder of the trained drafts of the target, `tiny-longspec` and so on. `benchmarks/drafts` holds
+            variants of them for comparisons.
+
+    Returns:
+        `tuple`: The systems, and the names of those whose draft does not exist.
     """
     chain = {"num_assistant_tokens": GAMMA}
     methods: dict[str, Any] = {HF: HfMethod(), PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
@@ -65,17 +95,22 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
         "EAGLE-3, all": ("tiny-eagle3", {"tree_widths": CHAIN, "window": None}),
         "TokenSwift": ("tiny-tokenswift", HEADS),
         "TokenSwift, paper's heads": ("chained-heads", HEADS),
+        "LongSpec, a third": ("longspec-third", {"tree_widths": CHAIN}),
         "LongSpec, no offsets": ("longspec-no-offsets", {"tree_widths": CHAIN}),
         "LongSpec, no noise": ("longspec-no-noise", {"tree_widths": CHAIN}),
+        "LongSpec, uniform noise": ("longspec-uniform-noise", {"tree_widths": CHAIN}),
         "LongSpec, no cross-attention": ("longspec-no-cross-attention", {"tree_widths": CHAIN}),
         "small model": ("tiny-assistant", {**chain, "window": None}),
         "small model, window": ("tiny-assistant", {**chain, "window": 512}),
     }
+    missing = []
     for name, (folder, settings) in with_weights.items():
-        home = cards if folder.startswith("tiny-") else VARIANTS
-        if (home / folder / "config.json").is_file():
-            methods[name] = AutoModel.from_pretrained(home / folder, dtype=model.dtype)
+        path = (cards if folder.startswith("tiny-") else VARIANTS) / folder
+        if (path / "config.json").is_file():
+            methods[name] = AutoModel.from_pretrained(path, dtype=model.dtype)
             methods[name].generation_config.update(**settings)
+        else:
+            missing.append(name)
     specattn = hf_longspec.SpecAttnDraftModel
     methods |= {
         "SpecAttn": specattn.from_target(model, **chain),
@@ -94,61 +129,91 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
         constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0}
         assistant.generation_config.update(num_assistant_tokens=GAMMA, **constant)
         methods["hf assisted"] = HfMethod({"assistant_model": assistant}, max_batch=1)
-    return methods
+    return methods, missing
 
 
 def compare(
     results: harness.Run,
-    model: PreTrainedModel,
-    methods: Mapping[str, Any],
-    prompts: PrefilledPrompts,
+    parts: Sequence[Part],
+    targets: Mapping[str, tuple[PreTrainedModel, Mapping[str, Any]]],
+    rows: torch.Tensor,
     *,
-    modes: Iterable[str],
-    contexts: Sequence[int],
-    batches: Sequence[int],
+    modes: Sequence[str],
     tokens: int,
 ) -> None:
     """Run all systems on the same prompts, and write each call as soon as it is over.
 
-    Prompt by prompt, so that a run that is cut off has about as many of them in every cell. Calls that the file holds
-    already are not repeated.
+    A run that is cut off has about as many prompts in every cell, because all parts advance together. The calls that
+    the file holds are not repeated, and prompts without further calls are not read. As many prompts as the largest
+    batch are read at a time, each of them once for all systems and lengths.
 
     Args:
-        prompts ([`PrefilledPrompts`]): In the type of the target.
+        parts (`Sequence[Part]`): Those whose type is in `targets` are measured.
+        targets (`Mapping`): Target and systems by type. Prompts are read in float32.
+        rows (`torch.Tensor`): Prompts `(P, T)`.
     """
-    decoder, warm = Decoder(model, prompts, tokens), set()
-    dtype = str(model.dtype).removeprefix("torch.")
-    windows = [
-        (slice(turn * batch, (turn + 1) * batch), batch, turn)
-        for batch in batches
-        for turn in range(len(prompts.tokens) // batch)
-    ]
-    for rows, batch, turn in sorted(windows, key=lambda window: window[0].stop):
-        candidates = [name for name, how in methods.items() if getattr(how, "max_batch", None) in (None, batch)]
-        for context, mode, name in product(contexts, modes, rotated(candidates, turn)):
-            what: dict[str, Any] = {"dtype": dtype, "mode": mode, "context": context, "batch": batch}
-            what |= {"system": name, "turn": turn}
-            if of_kind(results.records, "call", **what):
-                continue
-            if not results.has_time(**what):
-                return
-            at = methods[name], rows, context, mode, turn
-            if (name, batch, context, mode) not in warm:  # compilation, and the first touch of the buffers
-                decoder.run(*at, min(8, tokens))
-                warm.add((name, batch, context, mode))
-            call = decoder.run(*at)
-            results.write(
-                "call",
-                **what,
-                tokens=call.tokens,
-                steps=call.steps,
-                seconds=significant(call.decode_seconds, 6),
-                taus=[significant(call.tokens / len(call.text) / max(1, steps)) for steps in call.row_steps],
-                shares={name: significant(share) for name, share in call.shares.items()},
-                draft_state_bytes=call.draft_state_bytes,
-                text=hashlib.sha256(call.text.numpy().tobytes()).hexdigest()[:16],  # by which greedy texts are compared
-            )
-        results.say(f"prompts {rows.start + 1} to {rows.stop} in a batch of {batch}, {dtype}: done")
+    parts = [part for part in parts if part.dtype in targets]
+    measured = {tuple(call[name] for name in PLACE) for call in of_kind(results.records, "call")}
+    size, warm = max(part.batch for part in parts), set()
+    for first in range(0, len(rows), size):
+        block = rows[first : first + size]
+        planned = [
+            [
+                what
+                for what in _cells(part, targets[part.dtype][1], modes, range(first, first + len(block)))
+                if tuple(what.values()) not in measured
+            ]
+            for part in parts
+        ]
+        if not any(planned):
+            continue
+        results.say(f"reading prompts {first + 1} to {first + len(block)}")
+        prompts = prefill(targets["float32"][0], block)
+        for part, cells in zip(parts, planned, strict=True):
+            model, methods = targets[part.dtype]
+            decoder = Decoder(model, prompts.to(model.dtype), tokens)
+            for what in cells:
+                if not results.has_time(**what):
+                    return
+                name, turn = what["system"], what["turn"]
+                start = turn * part.batch - first
+                at = methods[name], slice(start, start + part.batch), what["context"], what["mode"], turn
+                # compilation, and the first touch of the buffers
+                if (kind := tuple(what[key] for key in PLACE if key != "turn")) not in warm:
+                    decoder.run(*at, min(8, tokens))
+                    warm.add(kind)
+                call = decoder.run(*at)
+                results.write(
+                    "call",
+                    **what,
+                    tokens=call.tokens,
+                    steps=call.steps,
+                    seconds=significant(call.decode_seconds, 6),
+                    taus=[significant(call.tokens / len(call.text) / max(1, steps)) for steps in call.row_steps],
+                    shares={name: significant(share) for name, share in call.shares.items()},
+                    draft_state_bytes=call.draft_state_bytes,
+                    # by which greedy texts are compared
+                    text=hashlib.sha256(call.text.numpy().tobytes()).hexdigest()[:16],
+                )
+        results.say(f"prompts {first + 1} to {first + len(block)}: done")
+
+
+def _cells(part: Part, methods: Mapping[str, Any], modes: Sequence[str], block: range) -> Iterator[Record]:
+    """Yield the place of each call of a part whose prompts all lie in a block."""
+    chosen = [name for name in methods if not part.systems or name in (HF, PLAIN, *part.systems)]
+    chosen = [name for name in chosen if getattr(methods[name], "max_batch", None) in (None, part.batch)]
+    for turn in range(block.start // part.batch, min(block.stop, part.prompts) // part.batch):
+        for context, mode, name in product(part.contexts, modes, rotated(chosen, turn)):
+            values = part.dtype, mode, context, part.batch, name, turn
+            yield dict(zip(PLACE, values, strict=True))
+
+
+def _reduced(part: Part, contexts: Sequence[int] | None, prompts: int | None) -> Part:
+    """Return a part with no other contexts and no more prompts than these."""
+    kept = tuple(context for context in part.contexts if contexts is None or context in contexts)
+    if not kept:
+        raise SystemExit(f"--contexts {contexts}: expected some of {', '.join(map(str, part.contexts))}.")
+    return replace(part, contexts=kept, prompts=min(part.prompts, prompts or part.prompts))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -159,32 +224,35 @@ def main(arguments: list[str] | None = None) -> None:
         "--system", dest="systems", action="append", help="only this, and the two baselines; repeatable"
     )
     parser.add_argument("--modes", type=harness.names, default="greedy,sample", help="default: %(default)s")
-    parser.add_argument("--contexts", type=harness.integers, help="in place of those of the preset")
-    parser.add_argument("--batches", type=harness.integers, help="in place of those of the preset")
-    parser.add_argument("--prompts", type=int, help="in place of those of the preset")
-    parser.add_argument("--bfloat16", type=int, help="prompts in bfloat16, in place of those of the preset")
+    parser.add_argument("--contexts", type=harness.integers, help="only these of the preset")
+    parser.add_argument("--prompts", type=int, help="no more prompts than this in any part of the preset")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue with the result file")
     parser.set_defaults(minutes=None)
     args = parser.parse_args(arguments)
+    minutes, parts = PRESETS[args.preset]
+    args.minutes = minutes if args.minutes is None else args.minutes
+    parts = tuple(_reduced(part, args.contexts, args.prompts) for part in parts)
 
-    def selected(model: PreTrainedModel) -> dict[str, Any]:
-        methods = systems(model, args.cards)
-        return {name: how for name, how in methods.items() if not args.systems or name in (HF, PLAIN, *args.systems)}
+    def wanted(name: str) -> bool:
+        in_parts = any(not part.systems or name in part.systems for part in parts)
+        return name in (HF, PLAIN) or (in_parts and (not args.systems or name in args.systems))
 
-    for name, value in PRESETS[args.preset].items():
-        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    rows, origin = harness.load_prompts(args.target, args.data, max(args.contexts), args.prompts)
-    model = harness.load_target(args.target, torch.float32)
-    sizes = {"tokens": args.tokens, "contexts": args.contexts, "batches": args.batches}
-    with harness.start(args, "figure", {**sizes, **origin}, resume=args.resume or None) as run:
-        prompts = harness.prefilled(model, rows, run)
-        compare(run, model, selected(model), prompts, modes=args.modes, **sizes)
-        if args.bfloat16 and run.records[0]["native_bfloat16"]:
-            model = harness.load_target(args.target, torch.bfloat16)
-            prompts = prompts.first(args.bfloat16).to(torch.bfloat16)
-            sizes |= {"contexts": [size for size in FEWER_CONTEXTS if size <= max(args.contexts)], "batches": [1]}
-            compare(run, model, selected(model), prompts, modes=args.modes, **sizes)
+    window, count = max(max(part.contexts) for part in parts), max(part.prompts for part in parts)
+    rows, origin = harness.load_prompts(args.target, args.data, window, count)
+    settings = {"preset": args.preset, "contexts": parts[0].contexts, "tokens": args.tokens, **origin}
+    with harness.start(args, "figure", settings, resume=args.resume or None) as run:
+        targets: dict[str, tuple[PreTrainedModel, dict[str, Any]]] = {}
+        for dtype in dict.fromkeys(part.dtype for part in parts):
+            if dtype == "bfloat16" and not run.records[0]["native_bfloat16"]:
+                run.skip("this processor has no instructions for it", dtype=dtype)
+                continue
+            model = harness.load_target(args.target, getattr(torch, dtype))
+            methods, missing = systems(model, args.cards)
+            targets[dtype] = model, {name: how for name, how in methods.items() if wanted(name)}
+        for name in filter(wanted, missing):
+            run.skip("no such draft", system=name)
+        compare(run, parts, targets, rows, modes=args.modes, tokens=args.tokens)
     draw(run.records, args.output.with_suffix(".svg"))
 
 

@@ -14,6 +14,7 @@ import json
 import operator
 import re
 import shutil
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,12 @@ The tree is a chain: one candidate of each head. If verifying nodes is cheap on 
 }
 
 TRAINED = """\
-{minutes:.0f} minutes of processor time: {steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}. {loss}
-It is {first:.3f} in the first {every} steps and {last:.3f} in the last.
-
-{curve}"""
-CURVE = "Tokens per verification to expect of a chain, from the shares of right tokens in training:"
-CURVE_POINTS = 8
+{minutes:.0f} minutes of processor time: {steps:,} steps of {batch} rows of {length:,} tokens, {tokens:.1f}M tokens, on
+{streams}. {loss} It is {first:.3f} in the first {every} steps and {last:.3f} in the last."""
+CURVE = """\
+Tokens per verification to expect of a chain of {depth} tokens, from the shares of right tokens since the line before,
+on the texts of each stage. Tokens and minutes are those of all stages so far."""
+CURVE_POINTS = 12  # of all stages together
 LOSS = {
     "longspec": """\
 The loss is the KL divergence to the target's distribution, with Anchor-Offset Indices over {positions:,} positions.
@@ -68,6 +69,8 @@ chance that drafting reaches its level.""",
 The loss is the KL divergence to the target's distribution at the same place, summed over the heads; the target is
 frozen.""",
 }
+# Names of shares in logs: of a small model, of LongSpec's gaps or EAGLE-3's steps, of heads.
+SHARE = re.compile(r"acceptance|acceptance_\w+_[1-9]|head_[1-9]_top1")
 HEADS = "How often each head has the target's most likely token first, or among its first three, at the end:"
 LIMITS = (
     "Greedy text of a small model repeats itself, which makes greedy numbers too favourable. docs/results.md compares "
@@ -78,9 +81,9 @@ LIMITS = (
 def main() -> None:
     args = parse_arguments()
     draft = load_trained(args.run / "final", SETTINGS[args.kind])
-    training, commands = all_stages(args, facts_of(draft))
+    training, commands = all_stages(args, LOSS[args.kind].format(**facts_of(draft)))
     if isinstance(draft, hf_longspec.TokenSwiftDraftModel):
-        log = training_facts(args.run)["last_log"]
+        log = training_facts(args.run)["log"][-1]
         training = f"{training}\n\n{HEADS}\n\n{accuracies(log, draft.config.num_heads)}"
     commit = args.run / "commit.txt"
     measured = args.results.is_file() and args.draft in args.results.read_text(encoding="utf-8")
@@ -142,65 +145,86 @@ def facts_of(draft: hf_longspec.DraftModel) -> dict[str, Any]:
 
 
 def training_facts(run: Path) -> dict[str, Any]:
-    """Return time, steps, tokens, losses and command of a training run."""
+    """Return time, steps, tokens, losses, log and command of a training run."""
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     command = (run / "command.txt").read_text(encoding="utf-8").strip()
     losses = [entry for entry in state["log_history"] if "loss" in entry]
     return {
         "minutes": losses[-1]["cpu_minutes"],
-        "curve": learning_curve(losses),
+        "log": losses,
         "steps": state["global_step"],
         "batch": state["train_batch_size"],
+        "length": round(state["num_input_tokens_seen"] / state["global_step"] / state["train_batch_size"]),
         "tokens": state["num_input_tokens_seen"] / 1e6,
         "streams": " and ".join(f"`{name}`" for name in re.findall(r"--streams (\S+)", command)),
         "every": losses[0]["step"],
         "first": losses[0]["loss"],
         "last": losses[-1]["loss"],
-        "last_log": losses[-1],
         "command": command,
     }
 
 
-def learning_curve(log: list[dict[str, float]]) -> str:
-    """Return a table of tokens, minutes and expected tau, of at most `CURVE_POINTS` entries of the log."""
-    points = [(entry, tau) for entry in log if (tau := expected_tau(entry)) is not None]
-    if not points:
-        return ""
-    chosen = sorted({place * (len(points) - 1) // (CURVE_POINTS - 1) for place in range(CURVE_POINTS)})
-    rows = [
-        f"| {entry['num_input_tokens_seen'] / 1e6:.2f}M | {entry['cpu_minutes']:.1f} | {tau:.2f} |"
-        for entry, tau in (points[place] for place in chosen)
+def learning_curve(stages: list[dict[str, Any]]) -> str:
+    """Return a table of expected tau, with tokens and minutes until then, in about `CURVE_POINTS` lines.
+
+    Args:
+        stages (`list[dict]`): From [`training_facts`], in order.
+    """
+    rows, depth, tokens, minutes = [], 0, 0.0, 0.0
+    for number, facts in enumerate(stages, 1):
+        for entry, shares in averaged(facts["log"], max(3, CURVE_POINTS // len(stages))):
+            depth, tau = len(shares), sum(itertools.accumulate([1.0, *shares], operator.mul))
+            seen = tokens + entry["num_input_tokens_seen"] / 1e6
+            rows.append(f"| {number} | {seen:.2f}M | {minutes + entry['cpu_minutes']:.1f} | {tau:.2f} |")
+        tokens, minutes = tokens + facts["tokens"], minutes + facts["minutes"]
+    heading = ["| stage | tokens | minutes | tau |", "|---|---|---|---|"]
+    return "\n".join([CURVE.format(depth=depth), "", *heading, *rows]) if rows else ""
+
+
+def averaged(log: list[dict[str, float]], count: int) -> list[tuple[dict[str, float], list[float]]]:
+    """Return the last entry and the mean shares of at most `count` parts of a log.
+
+    A share is that of right tokens at one depth of a chain, after right tokens. LongSpec draws depths at random, so an
+    entry need not have all of them; each part has.
+    """
+    names = {name for entry in log for name in entry if SHARE.fullmatch(name)}
+    parts: list[list[dict[str, float]]] = [[]]
+    for entry in log:
+        parts[-1].append(entry)
+        if len(parts[-1]) * count >= len(log) and names <= {name for each in parts[-1] for name in each}:
+            parts.append([])
+    rest = parts.pop()
+    if not names or not parts:
+        return []
+    parts[-1] += rest
+    ordered = sorted(names) * (CHAIN if names == {"acceptance"} else 1)
+    return [
+        (part[-1], [statistics.fmean(each[name] for each in part if name in each) for name in ordered])
+        for part in parts
     ]
-    return "\n".join([CURVE, "", "| tokens | minutes | tau |", "|---|---|---|", *rows])
 
 
-def expected_tau(entry: dict[str, float]) -> float | None:
-    """Return tau as logged, or of a chain with the logged shares of right tokens; `None` without any."""
-    if "estimated_tau" in entry:
-        return entry["estimated_tau"]
-    shares = [share for name, share in entry.items() if re.fullmatch(r"head_\d+_top1", name)]
-    if "acceptance" in entry:
-        shares = [entry["acceptance"]] * CHAIN
-    return sum(itertools.accumulate([1.0, *shares], operator.mul)) if shares else None
+def all_stages(args: argparse.Namespace, loss: str) -> tuple[str, str]:
+    """Return text and commands of the whole training for the card: of the earlier stages, then of the run.
 
-
-def all_stages(args: argparse.Namespace, facts: dict[str, Any]) -> tuple[str, str]:
-    """Return text and commands of the whole training for the card: of the earlier stages, then of the run."""
-    stages = [_stage(folder, LOSS[args.kind].format(**facts)) for folder in (*args.before, args.run)]
-    texts, commands = (list(filter(None, parts)) for parts in zip(*stages, strict=True))
-    return "\n\n".join(texts), "\n".join(commands)
-
-
-def _stage(folder: Path, loss: str) -> tuple[str, str]:
-    if (folder / "card.json").is_file():
-        card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
-        return card["training"], card["command"]
-    if not (folder / "trainer_state.json").is_file():
-        return "", (folder / "command.txt").read_text(encoding="utf-8").strip()
-    facts = training_facts(folder)
-    goes_on = "--draft" in facts["command"]
-    text = ("Then " if goes_on else "") + TRAINED.format(loss="The loss is the same." if goes_on else loss, **facts)
-    return text, facts["command"]
+    Args:
+        loss (`str`): Description of the loss.
+    """
+    texts, commands, runs = [], [], []
+    for folder in (*args.before, args.run):
+        if (folder / "card.json").is_file():
+            card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
+            texts.append(card["training"])
+            commands.append(card["command"])
+            continue
+        commands.append((folder / "command.txt").read_text(encoding="utf-8").strip())
+        if (folder / "trainer_state.json").is_file():
+            runs.append(facts := training_facts(folder))
+            goes_on = "--draft" in commands[-1]
+            own = ", at positions 0, 1, 2, ..." if "--max-offset 0" in commands[-1] else ""
+            told = TRAINED.format(loss=f"The loss is that of the first stage{own}." if goes_on else loss, **facts)
+            texts.append(f"{'Then ' if goes_on else ''}{told}")
+    return "\n\n".join(filter(None, [*texts, learning_curve(runs)])), "\n".join(commands)
 
 
 def accuracies(log: dict[str, float], num_heads: int) -> str:

@@ -2,10 +2,10 @@
 
     python examples/publish_tiny_target.py --model runs/tiny-target/model --eval novels/eval
 
-Everything is measured in bfloat16 where the processor has it, else in float32, on windows of held-out novels, of standard-library modules and of packages that
-`train_tiny_target.py` leaves out. Every window is as long as the model's context, so all positions are averaged over
-the same documents. The same bytes are read again with short contexts, and passages are quoted after some distance. The
-same files give the same folder.
+Everything is measured in bfloat16 where the processor has it, else in float32, on windows of held-out novels, of
+standard-library modules and of packages that `train_tiny_target.py` leaves out. Every window is as long as the model's
+context, so all positions are averaged over the same documents. The same bytes are read again with short contexts, and
+passages are quoted after some distance. The same files give the same folder on one kind of processor.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 #   make -f examples/tiny_pair.mk target NOVELS=novels             two core-hours with PARENT, six without
 #   make -f examples/tiny_pair.mk -j2 drafts variants              about five core-hours, one core for each run
 #   make -f examples/tiny_pair.mk measure publish NOVELS=novels
+#   make -f examples/tiny_pair.mk figure NOVELS=novels             hours, on a machine with nothing else to do
 #
 #   NOVELS  folder whose train/ and eval/ hold text files, with no document in both
 #   RUNS    folder of checkpoints, token streams and logs
@@ -32,11 +33,11 @@ THIRD_LONG := 0.13e6
 THIRD_OWN := 0.2e6
 
 .DEFAULT_GOAL := help
-.PHONY: help target drafts variants measure publish
+.PHONY: help target drafts variants measure publish figure
 .SECONDARY:
 
 help:
-	@sed -n '3,11s/^# \{0,1\}//p' $(lastword $(MAKEFILE_LIST))
+	@sed -n '3,12s/^# \{0,1\}//p' $(lastword $(MAKEFILE_LIST))
 
 target: $(RUNS)/tiny-target/model/training.json
 	$(PYTHON) examples/publish_tiny_target.py --model $(RUNS)/tiny-target/model --eval $(NOVELS)/eval
@@ -92,6 +93,15 @@ publish: $(DRAFTS:%=$(RUNS)/%-own/final/config.json)
 	for kind in eagle3 tokenswift assistant; do $(PYTHON) examples/publish_tiny_draft.py --kind $$kind \
 		--run $(RUNS)/$$kind-own --before $(RUNS)/$$kind-long --before $(RUNS)/tiny-target-texts || exit; done
 	mkdir -p benchmarks/drafts
-	for name in $(VARIANTS); do \
+	for name in $(VARIANTS); do rm -rf benchmarks/drafts/longspec-$$name && \
 		cp -r $(RUNS)/longspec-$$name-own/final benchmarks/drafts/longspec-$$name || exit; done
+	rm -rf benchmarks/drafts/chained-heads
 	cp -r $(RUNS)/paper-heads-own/final benchmarks/drafts/chained-heads
+
+# An interrupted run goes on with the calls that it lacks, at the same commit.
+figure:
+	$(PYTHON) -m benchmarks.figure --preset full --resume --threads $(THREADS) --data $(NOVELS)/eval --data stdlib \
+		--output $(RUNS)/figure.jsonl
+	cp $(RUNS)/figure.jsonl benchmarks/results/figure.jsonl
+	$(PYTHON) -m benchmarks.tables --reports
+	$(PYTHON) -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/drafts.svg

@@ -58,8 +58,8 @@ def test_from_training_to_the_card(longspec, tmp_path):
     run("publish_tiny_draft", "--run", longspec, "--results", results, "--output", tmp_path / "card")
     text = (tmp_path / "card" / "README.md").read_text()
     assert "2.50 ± 0.10" in text and "1.50" not in text and "Not measured" not in text
-    assert steps_of(longspec) == 30 and "minutes of processor time: 30 steps of 2 rows" in text
-    assert "| tokens | minutes | tau |" in text and text.count("| 0.00M |") > 1
+    assert steps_of(longspec) == 30 and "minutes of processor time: 30 steps of 2 rows of 32 tokens" in text
+    assert "| stage | tokens | minutes | tau |" in text and text.count("| 1 | 0.00M |") > 1
     assert "--tokens 1920.0 --length 32 --batch 2" in text and str(longspec.parent) not in text
     draft = AutoModel.from_pretrained(tmp_path / "card")
     assert draft.dtype == torch.bfloat16 and draft.config.target_name_or_path == "tiny-target"
@@ -80,13 +80,41 @@ def test_a_draft_goes_on_from_its_weights_and_the_card_tells_what_came_before(lo
     before, after = (AutoModel.from_pretrained(folder, dtype=torch.float32) for folder in (card, last / "final"))
     moved = [(a - b).abs().max() for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert 0 < max(moved) < 1e-4 * steps_of(last) + 0.01  # Adam moves by the learning rate; bfloat16 rounds
-    stages = ("--before", card, "--before", texts, "--run", last)
-    run("publish_tiny_draft", *stages, "--results", tmp_path / "none", "--output", tmp_path / "new")
-    text = (tmp_path / "new" / "README.md").read_text()
-    told = ["30 steps of 2 rows", "minutes of processor time: 20 steps of 1 rows", "on `runs/texts` and `runs/own`"]
-    told += ["--tokens 1920.0", "write_target_texts.py", "--draft runs/card"]
-    found = [text.index(part) for part in told]
-    assert found == sorted(found) and str(tmp_path) not in text
+    for first, curve in ((card, "| 1 | 0.00M |"), (longspec, "| 2 | 0.00M |")):  # a card has the curve of its own run
+        stages = ("--before", first, "--before", texts, "--run", last)
+        run("publish_tiny_draft", *stages, "--results", tmp_path / "none", "--output", tmp_path / "new")
+        text = (tmp_path / "new" / "README.md").read_text()
+        told = ["30 steps of 2 rows of 32 tokens", "Then", "minutes of processor time: 20 steps of 1 rows of 16 tokens"]
+        told += ["`runs/texts` and `runs/own`", "that of the first stage", curve]
+        told += ["--tokens 1920.0", "write_target_texts.py", "--draft runs/card"]
+        found = [text.rindex(part) for part in told]
+        assert found == sorted(found) and str(tmp_path) not in text
+
+
+def stage(tokens, minutes, *log):
+    places = range(1, len(log) + 1)
+    seen = [{"num_input_tokens_seen": tokens * i / len(log), "cpu_minutes": minutes * i / len(log)} for i in places]
+    return {
+        "log": [entry | more for entry, more in zip(log, seen, strict=True)],
+        "tokens": tokens / 1e6,
+        "minutes": minutes,
+    }
+
+
+def test_a_learning_curve_adds_stages_and_waits_for_all_depths():
+    publish = script("publish_tiny_draft")
+    few = [{"acceptance_gap_1": 0.5, "acceptance_gap_2": 0.5}, {"acceptance_gap_1": 0.7}]
+    many = [{"acceptance_gap_1": 0.5, "acceptance_gap_2": 0.4, "estimated_tau": 1.7}] * 40
+    stages = [stage(4e6, 40.0, *many), stage(3e6, 9.0, *few, {"acceptance_gap_2": 0.9})]
+    text = publish.learning_curve(stages)
+    assert "a chain of 2 tokens" in text
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith(("| 1 ", "| 2 "))]
+    assert rows[:5] == [["1", f"{seen:.2f}M", f"{seen * 10:.1f}", "1.70"] for seen in (0.7, 1.4, 2.1, 2.8, 4.0)]
+    assert rows[5:] == [["2", "5.00M", "43.0", "1.75"], ["2", "7.00M", "49.0", f"{1 + 0.7 + 0.7 * 0.9:.2f}"]]
+    assert publish.learning_curve([stage(1e6, 1.0, {"loss": 2.0})]) == ""
+    assert publish.learning_curve([stage(1e6, 1.0, few[1])]).endswith("| 1 | 1.00M | 1.0 | 1.70 |")
+    small = publish.learning_curve([stage(1e6, 1.0, {"acceptance": 0.5})])
+    assert "a chain of 3 tokens" in small and small.endswith("| 1.88 |")
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "assistant", "tokenswift"])

@@ -1,60 +1,105 @@
 """Comparison of all drafts: one run, one that goes on, and wrong texts."""
 
+import hashlib
 import json
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
+import torch
+from matplotlib.text import Text
 
+import hf_longspec
 from benchmarks import figure, figure_report
 from benchmarks.harness import Run
-from hf_longspec.bench.calls import HF, PLAIN, HfMethod
+from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
 from hf_longspec.bench.results import of_kind, read_records
 from tests.bench.conftest import make_drafts
+from tests.tiny_targets import tiny_target
 
-SIZES = {"modes": ["greedy"], "contexts": [24], "batches": [1, 2]}
+SINGLE = figure.Part((24,), prompts=3)
+PARTS = SINGLE, figure.Part((24,), prompts=2, batch=2, systems=("SpecAttn",)), figure.Part((30,), 1, "bfloat16")
 
 
-def measure(target, prompts, path, seconds=100, resume=None, **sizes):
-    lookup = HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)
-    methods = {HF: HfMethod(), **make_drafts(target), "hf prompt lookup": lookup}
+def measure(target, prompts, path, seconds=100, resume=None, modes=("greedy",), parts=(SINGLE,)):
+    targets = {}
+    for dtype in ("float32", "bfloat16"):
+        model = target if dtype == "float32" else tiny_target("llama", dtype=torch.bfloat16)
+        methods = {"hf prompt lookup": HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)}
+        targets[dtype] = endless(model), {HF: HfMethod(), **make_drafts(model)} | methods
     with Run(path, "figure", seconds, resume=resume, quiet=True) as results:
-        figure.compare(results, target, methods, prompts, tokens=9, **(SIZES | sizes))
+        figure.compare(results, parts, targets, prompts.tokens, modes=modes, tokens=9)
     return read_records(path)
 
 
 def test_all_systems_continue_the_same_prompts(target, prompts, tmp_path):
-    records = measure(target, prompts, tmp_path / "figure.jsonl")
+    records = measure(target, prompts, tmp_path / "figure.jsonl", parts=PARTS)
     calls, count = of_kind(records, "call"), len(prompts.tokens)
+    reduced = [call for call in calls if call["dtype"] == "bfloat16"]
+    assert {call["context"] for call in reduced} == {30} and len(reduced) == 4
+    calls = [call for call in calls if call["dtype"] == "float32"]
     singles = [call for call in calls if call["batch"] == 1]
     assert len(singles) == 4 * count  # systems, prompts
     assert {call["system"] for call in calls if call["batch"] == 2} == {HF, PLAIN, "SpecAttn"}
     texts = {(call["context"], call["batch"], call["turn"], call["text"]) for call in calls}
-    assert len(texts) == count + count // 2  # one per prompts, whichever the system
+    assert len(texts) == count + 1  # one per prompts, whichever the system
     for call in calls:
         assert len(call["taus"]) == call["batch"] and call["tokens"] == 8 * call["batch"]
         assert sum(8 / tau for tau in call["taus"]) == pytest.approx(call["steps"], rel=1e-3)
+    text_of = {call["turn"]: call["text"] for call in singles}
+    ids = target.generate(prompts.tokens[2:, :24], max_new_tokens=9, do_sample=False)[:, 24:]
+    assert text_of[2] == hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]  # each turn has a prompt of its own
     rows = figure_report.rows(records)
     assert all(not row["wrong"] and row["to_plain"]["mean"] > 0 for row in rows)
     assert all(row["cost"]["mean"] == row["to_plain"]["mean"] == 1 for row in rows if row["system"] == PLAIN)
     text = (tmp_path / "figure.md").read_text()
-    assert "| SpecAttn |" in text and "Several rows together" in text
+    parts = ("| SpecAttn |", "Several rows together", "## bfloat16", "Draft, verification and rest")
+    assert all(part in text for part in parts)
     figure_report.draw(records, tmp_path / "figure.svg")
     assert (tmp_path / "figure.svg").stat().st_size > 0
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(target, prompts, tmp_path):
-    path, sizes = tmp_path / "figure.jsonl", {"modes": ["sample"], "batches": [1]}
-    measure(target, prompts, path, **sizes)
+def test_an_interrupted_run_goes_on_where_it_stopped(target, prompts, tmp_path, monkeypatch):
+    path, read = tmp_path / "figure.jsonl", []
+    prefill = figure.prefill
+    monkeypatch.setattr(figure, "prefill", lambda model, rows: read.append(len(rows)) or prefill(model, rows))
+    measure(target, prompts, path, modes=["sample"])
+    assert read == [1] * 3
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:-4]) + "\n")
-    cut = measure(target, prompts, path, seconds=0, resume=True, **sizes)
+    cut = measure(target, prompts, path, seconds=0, resume=True, modes=["sample"])
     assert of_kind(cut, "skipped") and json.loads(lines[2]) in cut
-    records = measure(target, prompts, path, resume=True, **sizes)
+    read.clear()
+    records = measure(target, prompts, path, resume=True, modes=["sample"])
+    assert read == [1]  # the last prompt alone
     at = [(call["system"], call["turn"]) for call in of_kind(records, "call")]
     assert len(at) == len(set(at)) == 4 * len(prompts.tokens) and not of_kind(records, "skipped")
 
 
-def call(system, context, tau, turn=0, text="same", seconds=1.0):
-    at = {"mode": "greedy", "batch": 1, "context": context, "system": system, "turn": turn, "text": text}
+def test_parts_are_reduced_and_never_emptied():
+    part = figure.Part((24, 30), prompts=5)
+    assert figure._reduced(part, [30, 40], 9) == figure.Part((30,), prompts=5)
+    assert figure._reduced(part, None, 2) == figure.Part((24, 30), prompts=2)
+    with pytest.raises(SystemExit, match="expected some of 24, 30"):
+        figure._reduced(part, [40], None)
+
+
+def test_drafts_that_do_not_exist_are_named(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(figure, "VARIANTS", tmp_path)
+    hf_longspec.LongSpecDraftModel.from_target(target).save_pretrained(tmp_path / "longspec-third")
+    methods, missing = figure.systems(target, tmp_path)
+    assert methods["LongSpec, a third"].setting("tree_widths") == figure.CHAIN
+    assert {"LongSpec", "LongSpec, uniform noise", "small model"} <= set(missing) and not set(methods) & set(missing)
+    known = {HF, PLAIN, "hf assisted", *methods, *missing}
+    assert {name for names in figure_report.METHODS.values() for name in names} - {"SpecAttn, logits"} <= known
+    assert {
+        *figure.MAIN,
+        *(name for claim in figure_report.CLAIMS for name in (claim.system, claim.other) if name),
+    } <= known
+
+
+def call(system, context, tau, turn=0, text="same", seconds=1.0, mode="greedy"):
+    at = {"mode": mode, "batch": 1, "context": context, "system": system, "turn": turn, "text": text}
     return {
         "kind": "call",
         **at,
@@ -73,3 +118,97 @@ def test_a_wrong_text_has_no_speed():
     records[-1] |= {"text": "same"}
     row = next(row for row in figure_report.rows(records) if row["system"] == "SpecAttn")
     assert row["cost"]["mean"] * row["to_plain"]["mean"] == pytest.approx(2.0)  # tau
+
+
+def lines_of(markdown, start):
+    """The cells of the lines of a table whose first cell begins so."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
+    return [cells for cells in lines if cells[0].startswith(start)]
+
+
+def a_run(third):
+    """Four prompts of three lengths; the noise of a prompt is the same for all systems."""
+    records = []
+    for turn, context in product(range(4), (1024, 4096, 16128)):
+        noise = 1 + 0.1 * turn
+        taus = {HF: 1.0, PLAIN: 1.0, "LongSpec": 3 * noise, "LongSpec, no cross-attention": 1.9 * noise}
+        taus |= {"LongSpec, no noise": 2 * noise * (1 + 0.01 * turn)} | (
+            {"LongSpec, a third": 2 * noise} if third else {}
+        )
+        taus["hf prompt lookup"] = 9.0
+        for system, tau in taus.items():
+            seconds = 1.0 if system in (HF, PLAIN) else 0.5 if system == "LongSpec" else 0.4
+            records.append(call(system, context, tau, turn, seconds=seconds))
+            records[-1]["shares"] = {"draft": 0.25, "verify": 0.65, "rest": 0.1}
+    return records
+
+
+def test_variants_are_compared_with_the_recipe_on_as_many_tokens():
+    """Without it, with the draft itself; all lengths together, prompt by prompt."""
+    ratio = float(np.exp(np.mean([-np.log(1 + 0.01 * turn) for turn in range(4)])))
+    for third, base in ((True, 2), (False, 3)):
+        text = figure_report.claims(a_run(third))
+        (noise,), (cross,) = lines_of(text, "Flash Noisy"), lines_of(text, "Cross-attention")
+        assert noise[3].startswith(f"{ratio * base / 2 - 1:+.1%} ")
+        assert cross[3].startswith(f"{base / 1.9 - 1:+.1%}") and not lines_of(text, "LongSpec accepts more if")
+        goals = lines_of(figure_report.goals(a_run(third), []), "LongSpec: tau with cross-attention")
+        assert [cells[0].rpartition(" without ")[2] for cells in goals] == [
+            "at 4,096",
+            "at 16,128",
+            "from 4,096 on, all lengths together",
+        ]
+        assert all(cells[3].startswith(f"{base / 1.9:.2f}") and cells[4] == "yes" for cells in goals)
+
+
+def test_goals_name_the_fastest_setting_of_a_draft():
+    """Neither a method of transformers nor a variant for comparisons, which are faster here."""
+    records = a_run(third=True)
+    entries = figure_report.rows(records)
+    found = {tuple(cells[:2]): cells[2:] for cells in lines_of(figure_report.goals(records, entries), "")}
+    assert found["LongSpec: x plain loop at 16,128", "greedy"] == ["1.35", "2.00 (LongSpec)", "yes"]
+    assert found["the fastest draft: x plain loop at 16,128", "greedy"] == ["1.8", "2.00 (LongSpec)", "yes"]
+    assert found["LongSpec: tau at 16,128 over tau at 1,024", "greedy"][1:] == ["1.00", "yes"]
+    assert not any("TokenSwift" in goal for goal, _ in found)
+    records = [record | {"seconds": 2.0} if record["system"] == "LongSpec" else record for record in records]
+    found = lines_of(figure_report.goals(records, figure_report.rows(records)), "LongSpec: x plain")
+    assert found[0][3:] == ["0.50 (LongSpec)", "no"]
+
+
+def test_the_report_divides_an_iteration_by_length():
+    report = "\n\n".join(figure_report.tables(a_run(third=True)))
+    section = report.partition("## Draft, verification and rest")[2].partition("##")[0]
+    (cells,) = lines_of(section, "LongSpec, a third")
+    cost = 0.4 * 2 * 1.15  # seconds over those of the plain loop times tau, mean over prompts
+    assert cells[1:] == [" + ".join(f"{share * cost:.2f}" for share in (0.25, 0.65, 0.1))] * 3
+    assert lines_of(section, "draft")[0][1:] == ["1,024", "4,096", "16,128"]
+
+
+def test_pictures_have_six_curves_at_most_and_labels_apart(tmp_path, monkeypatch):
+    """The fastest setting of each method in the first picture, whose curves all end close to each other."""
+    panels, records = [], a_run(third=True)
+    for number, system in enumerate(("EAGLE-3, all", "EAGLE-3, tree", "TokenSwift", "SpecAttn", "n-grams", "Quest")):
+        records += [
+            call(system, context, 3.0 + 0.01 * number, turn, seconds=0.5 - 0.01 * number)
+            for turn, context in product(range(4), (1024, 4096, 16128))
+        ]
+
+    def noted(axis, entries, panel):
+        panels.append((axis, panel, made := curves(axis, entries, panel)))
+        return made
+
+    curves = figure_report._curves
+    monkeypatch.setattr(figure_report, "_curves", noted)
+    figure_report.draw(records, tmp_path / "drafts.svg")
+    assert {path.name for path in tmp_path.iterdir()} == {"drafts.svg", "drafts-settings-greedy.svg"}
+    found = {}
+    for axis, (title, _, key, _), labels in panels:
+        found[title, key] = {label.get_text() for label in labels}
+        assert 0 < len(axis.lines) == len(labels) <= 6
+        boxes = sorted((Text.get_window_extent(label) for label in labels), key=lambda box: box.y0)
+        assert all(lower.y1 < upper.y0 for lower, upper in pairwise(boxes))
+        drawn = [(line.get_color(), str(line._unscaled_dash_pattern)) for line in axis.lines]
+        assert len({colour for colour, _ in drawn}) == len({dashes for _, dashes in drawn}) == len(drawn)
+    best = {"LongSpec", "EAGLE-3, tree", "TokenSwift", "SpecAttn", "n-grams"}
+    assert found["Greedy", "tau"] == best and found["Greedy", "to_generate"] == best | {"no draft"}
+    assert found["LongSpec, trained otherwise", "tau"] == {"a third", "no noise", "no cross-attention"}
+    assert all(axis.figure.get_size_inches()[0] * 100 == 800 for axis, _, _ in panels)

@@ -1,5 +1,6 @@
 """Tables of result files: reports and pages follow from them, and pages keep what is around a table."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def test_the_committed_pages_are_those_of_the_result_files(path):
 
 
 def test_measured_numbers_stand_in_blocks_alone():
-    """No interval elsewhere in README and docs, but for the tables of what other authors or rules give."""
+    """No interval and no speed elsewhere in README and docs."""
     for path in (PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))):
-        assert "±" not in BLOCK.sub("", path.read_text(encoding="utf-8")), path
+        assert not re.search(r"±|[0-9] tokens/s", BLOCK.sub("", path.read_text(encoding="utf-8"))), path
+
+
+def test_pages_name_results_that_exist():
+    """In documents, comments and docstrings."""
+    sources = [*PROJECT.glob("*.md"), PROJECT / "Makefile"]
+    for folder in ("docs", "benchmarks", "examples", "hf_longspec", "hub_cards"):
+        sources += [path for path in (PROJECT / folder).rglob("*") if path.suffix in (".md", ".py", ".mk")]
+    names = [
+        name for path in sources for name in re.findall(r"benchmarks/results/([\w-]+\.(?:md|jsonl))", path.read_text())
+    ]
+    assert len(names) > 10 and {name for name in names if not (RESULTS / name).is_file()} == set()
