@@ -47,7 +47,7 @@ class CompactCache(Cache):
                 for index, layer in enumerate(cache.layers)
             ]
         )
-        self.state_layers = [layer for layer in self.layers if hasattr(layer, "copied")]
+        self.state_layers: list[Any] = [layer for layer in self.layers if hasattr(layer, "copied")]
 
     @property
     def sparse_layers(self) -> list[int]:

@@ -320,7 +320,8 @@ class AssistantDrafter(Drafter):
 
     def _level(self, forward: Forward, prefix: SeqLens, inputs: Inputs, beam: Beam) -> torch.Tensor:
         """Run the newest level of a tree after `prefix`, root included; return its logits `(B, n, V)`."""
-        tokens, mask, more = beam.tokens.to(self.device), beam.ancestor_mask[:, :, 1:].to(self.device), {}
+        tokens, mask = beam.tokens.to(self.device), beam.ancestor_mask[:, :, 1:].to(self.device)
+        more: dict[str, Any] = {}
         if self.assistant.has_states:  # those after earlier levels are not kept
             tokens, parents, *fields, mask = (x[:, 1:].to(self.device) for x in beam.fields())
             mask = mask[:, :, 1:]
@@ -393,7 +394,7 @@ class AssistantDrafter(Drafter):
         self.cache.reset()
         positions = [self.cache.kept_of(len(text) - 1) for text in texts]
         has_states = self.assistant.has_states
-        width = (min if has_states else max)(map(len, positions))  # states have no padding
+        width = min(map(len, positions)) if has_states else max(map(len, positions))  # states have no padding
         places = on_device([row[:width] + [0] * (width - len(row)) for row in positions], self.device)
         tokens = torch.stack([text[row] for text, row in zip(texts, places, strict=True)])
         extra = self.assistant.keeping(torch.zeros(1, dtype=torch.long, device=self.device))
