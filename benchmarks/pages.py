@@ -58,6 +58,22 @@ VERIFICATION: Columns = {
     "error": lambda row: f"{row['error']:.0e}",
 }
 
+HYBRID_NOTE = (
+    "Random models with eight layers of width 512 after 4,096 tokens, medians of interleaved repeats with the lowest "
+    "and highest in brackets. Processor time of one thread. Commit and chain are in plain steps of this package's "
+    "loop, a verification of one token and its commit: the commit alone of three of five nodes, and the verification "
+    "of a chain of five nodes with its commit. Tree: verification and commit of 16 nodes, in chains of five. Plain "
+    "step: in forwards of one token by transformers with a DynamicCache."
+)
+HYBRID: Columns = {
+    **{name: name for name in ("type", "recurrence")},
+    "plain step, ms": fixed("plain_ms", 1),
+    "plain step": spread("stock"),
+    "commit": spread("commit"),
+    "chain": spread("chain"),
+    "tree": spread("tree"),
+}
+
 OFFSETS_NOTE = (
     "Cross-entropy in nats per token on held-out windows with shifted positions after the anchors: means over windows "
     "with 95 % intervals. Differences are taken per window."
@@ -301,6 +317,7 @@ PAGES = {
         _one_table("verification", VERIFICATION),
         report_title="One verification",
     ),
+    "hybrid": Page("Iterations on hybrid targets", HYBRID_NOTE, _one_table("hybrid", HYBRID)),
     "offsets": Page("The target under offsets", OFFSETS_NOTE, _one_table("offsets", OFFSETS)),
     "long": Page("Long generation", LONG_NOTE, long_headline),
     "gpu": Page("On a GPU", GPU_NOTE, gpu_report, report_title="GPU", last=gpu_goals.judged),

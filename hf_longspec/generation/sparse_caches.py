@@ -11,6 +11,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -18,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from ..attention_backends.contexts import SparseContext, StepContext
 from ..attention_backends.lengths import SeqLens, on_device
-from .cache import Rows, SpeculativeCache, SpeculativeLayer, slots_of
+from .cache import Rows, SpeculativeCache, slots_of
 from .draft_tree import DraftTree
 from .target import TargetView
 
@@ -28,27 +29,31 @@ class CompactCache(Cache):
 
     A subclass chooses the entries of each layer, writes them to `keys` and `values` of the layer, and sets `used`.
     Layers in `dense_layers` read the target's cache. Their drafted tokens are written to the slots after the committed
-    tokens, where the next verification overwrites them.
+    tokens, where the next verification overwrites them. Recurrent states are copied whole at the start of a phase, and
+    drafting steps change the copies.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int]):
         self.cache = cache
-        self.dense_layers = self._other_layers = dense_layers
+        # a cache of a published copy has layers of other classes
+        self.keyed_layers = frozenset(i for i, layer in enumerate(cache.layers) if hasattr(layer, "capacity"))
+        self.dense_layers = self._other_layers = dense_layers & self.keyed_layers
         self.used = Rows(cache.batch_size)
         self.dense_used = Rows(cache.batch_size)
         self.used.staged = self.dense_used.staged = True
         super().__init__(
             layers=[
-                SpeculativeLayer(self.dense_used if index in dense_layers else self.used, layer.capacity)
+                _beside(layer, self.dense_used if index in dense_layers else self.used)
                 for index, layer in enumerate(cache.layers)
             ]
         )
+        self.state_layers: list[Any] = [layer for layer in self.layers if hasattr(layer, "copied")]
 
     @property
     def sparse_layers(self) -> list[int]:
         """Indices of the layers whose entries are selected, without layers that share the cache of another layer."""
-        layers = enumerate(self.cache.layers)
-        return [index for index, layer in layers if layer.is_initialized and index not in self._other_layers]
+        others = self.keyed_layers - self._other_layers
+        return sorted([index for index in others if self.cache.layers[index].is_initialized])
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -58,10 +63,13 @@ class CompactCache(Cache):
     def nbytes(self) -> int:
         """Size of the copies in bytes; dense layers have none."""
         own = [self.layers[index] for index in self.sparse_layers if self.layers[index].is_initialized]
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in own)
+        keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in own)
+        return keys + sum(layer.nbytes for layer in self.state_layers)
 
     def share_dense(self) -> None:
-        """Let the dense layers read the target's cache at its present length."""
+        """Let the dense layers read the target's cache at its present length, and copy its states."""
+        for own, source in zip(self.state_layers, self.cache.state_layers, strict=True):
+            own.put(source.copied())
         self.dense_used.lengths = self.cache.lengths
         for index in self.dense_layers:
             source, layer = self.cache.layers[index], self.layers[index]
@@ -100,6 +108,13 @@ class CompactCache(Cache):
         mask = DraftTree.root_only(token).mask[:, None]
         logits, hidden = target.step(token[:, None], position, self, mask, context, fixed_shape, with_hidden)
         return logits[:, 0], None if hidden is None else hidden[:, 0]
+
+
+def _beside(layer: Any, rows: Rows) -> Any:
+    """Return an empty layer of the kind of a layer of the target's cache."""
+    if hasattr(layer, "capacity"):
+        return type(layer)(rows, layer.capacity)
+    return type(layer)(rows) if hasattr(layer, "copied") else layer
 
 
 def flat_slots(slots: torch.Tensor, batch: int, heads: int, capacity: int) -> torch.Tensor:
@@ -229,7 +244,7 @@ class SelectedCache(CompactCache):
         The first `counts[b]` of the slots `selected` `(L or 1, B, 1 or K, n)` of a row are valid.
         """
         places, (shift, counts) = torch.arange(self._size, device=table.device), table[:, :, None, None]
-        tail = (places + shift).clamp_(0, self.cache.layers[0].capacity - 1)  # [B, 1, T], at its places
+        tail = (places + shift).clamp_(0, self.cache.key_layers[0].capacity - 1)  # [B, 1, T], at its places
         if selected.shape[-1] < self._size:
             selected = torch.nn.functional.pad(selected, (0, self._size - selected.shape[-1]))
         slots = torch.where(places < counts, selected, tail)
@@ -284,9 +299,9 @@ class WindowedCache(SpeculativeCache):
         drops = [length - size if length > self.most else 0 for length in host]
         lengths = [length - drop for length, drop in zip(host, drops, strict=True)]
         dropped = [before + drop for before, drop in zip(self.dropped.host, drops, strict=True)]
-        numbers = on_device([drops, lengths, dropped], self.layers[0].keys.device)  # one copy for all of them
+        numbers = on_device([drops, lengths, dropped], self.key_layers[0].keys.device)  # one copy for all of them
         places = torch.arange(self.sinks, size, device=numbers.device) + numbers[0][:, None]  # [B, window]
-        for layer in self.layers:
+        for layer in self.key_layers:
             if layer.is_initialized:
                 states = layer.keys, layer.values
                 moved = [slots_of(x, places) for x in states]

@@ -22,7 +22,7 @@ from .draft_tree import DraftTree
 from .masked import CHUNKED_LAYER, HYBRID, MASKED, Way, choices_of, way_of, why_not_masked
 from .recurrences import reached
 from .recurrences import why_not as why_not_reached
-from .recurrent_states import HYBRID_LAYERS, INDEXED_LAYERS, STATE_LAYERS, has_states
+from .recurrent_states import HYBRID_LAYERS, INDEXED_LAYERS, NO_CACHE, STATE_LAYERS, has_states
 from .target_modules import LayerInputs, passed_on, shape_of
 from .traits import LayerTraits, changes_of, ignores, known_traits, layer_traits
 
@@ -153,6 +153,8 @@ class TargetView:
             reasons.append(f"it has {', '.join(recurrent)} layers, whose state cannot branch into a tree or roll back")
         if self.has_states:
             reasons += why_not_reached(self.model, self.config)
+            if kinds <= STATE_LAYERS | NO_CACHE:
+                reasons.append("it has no attention layers, and the loop runs recurrent layers beside attention only")
         is_masked = way_of(self.model, self.config) is MASKED
         by_masks = {*INDEXED_LAYERS, CHUNKED_LAYER} if is_masked else {CHUNKED_LAYER}
         if other := sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - STATE_LAYERS - HYBRID_LAYERS - by_masks):

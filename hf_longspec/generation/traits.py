@@ -279,6 +279,9 @@ def try_backends(model: PreTrainedModel, config: Any) -> LayerTraits:
         failed = f"a forward of two tokens failed under its attention: {type(error).__name__}: {message}"
         return LayerTraits((), [failed], None, is_reached=False)
     windows = {layer: found.window for layer, found in later.layers.items()}
+    if any(layer is None or layer < 0 for layer in windows):
+        shared = "its attention layers share one module, whose layer_idx names none of them"
+        return LayerTraits((), [shared], None)
     reasons, missing = [], later.cached - set(windows)
     if not windows:
         reasons.append(

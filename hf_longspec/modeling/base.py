@@ -184,7 +184,12 @@ class DraftModel(PreTrainedModel):
         view = TargetView(target)
         refuse_target(view, type(self), max_length)
         self.check(view)
-        refuse_own_steps(view, "candidate_generator()")
+        refuse_masked(view, "candidate_generator()")
+        if view.has_states:
+            raise ValueError(
+                f"candidate_generator() cannot follow {type(target).__name__}, whose recurrent states do not go back "
+                "with the text of another loop. Call generate(assistant_model=draft)."
+            )
         num_nodes = self.num_tree_nodes(view)
         change = FrequencyChange.of(target.config.get_text_config(decoder=True))
         if max_length + num_nodes > change.column:
@@ -400,13 +405,8 @@ class DraftModel(PreTrainedModel):
         return draft, info
 
 
-def refuse_own_steps(target: TargetView, name: str) -> None:
-    """Refuse a target with recurrent states or masks of its own for a draft that runs it by itself."""
-    if target.has_states:
-        raise ValueError(
-            f"{name} does not roll back the recurrent states of {type(target.model).__name__}. Use another draft, such "
-            "as NgramDraftModel."
-        )
+def refuse_masked(target: TargetView, name: str) -> None:
+    """Refuse a target that is verified by masks for a draft that runs it by itself."""
     if target.way is MASKED:
         raise ValueError(
             f"{name} does not draft with {type(target.model).__name__}, whose nodes are verified by masks. Use another "
@@ -431,5 +431,5 @@ class SelfDraftModel(DraftModel):
         return int(self.setting("num_assistant_tokens")) + 1
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets with recurrent states and those that are verified by masks."""
-        refuse_own_steps(target, type(self).__name__)
+        """Refuse targets that are verified by masks."""
+        refuse_masked(target, type(self).__name__)

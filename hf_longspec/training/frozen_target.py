@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..generation.cache import CACHE_NAME, SpeculativeCache
+from ..generation.cache import CACHE_NAME, HybridLayer, Rows, SpeculativeCache
+from ..generation.recurrences import ignores_earlier_states
+from ..generation.recurrent_states import StateLayer, layers_of
 from ..generation.target_modules import LOGIT_DIVISORS, LOGIT_FACTORS, LayerInputs, TargetEnds, TargetParts
 
 try:
@@ -64,6 +67,7 @@ class TargetPass:
     def __init__(self, parts: TargetParts, chunk_size: int | None = None, hidden: bool = False):
         self.parts = parts
         self.chunk_size = chunk_size
+        refuse_chunks(parts.model, chunk_size)
         self.hidden = hidden
 
     @torch.no_grad()
@@ -71,7 +75,7 @@ class TargetPass:
         """Return the states for `input_ids` at `position_ids`, both `(B, L)`. Padding must be on the right."""
         length, decoder = input_ids.shape[1], self.parts.decoder
         if self.chunk_size is None or self.chunk_size >= length:
-            cache = OneLayerCache(self.parts.config.num_hidden_layers, self.parts.kv_layer)
+            cache = OneLayerCache(self.parts.config, self.parts.kv_layer)
             (output,) = forwards(decoder, input_ids, position_ids, cache, length)
             return TargetStates(cache.keys, cache.values, output.last_hidden_state if self.hidden else None)
         whole = SpeculativeCache(self.parts.config, len(input_ids), length, tree_slots=1)
@@ -95,6 +99,7 @@ class HiddenPass:
         self.layers = layers
         self.config = target.config.get_text_config(decoder=True)
         self.chunk_size = chunk_size
+        refuse_chunks(target, chunk_size)
 
     @torch.no_grad()
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -108,6 +113,15 @@ class HiddenPass:
             positions = torch.arange(length, device=input_ids.device).expand_as(input_ids)
             chunks = forwards(decoder, input_ids, positions, cache, self.chunk_size)
             return torch.cat([inputs.hidden for _ in chunks], 1)
+
+
+def refuse_chunks(target: PreTrainedModel, chunk_size: int | None) -> None:
+    """Refuse chunks for a target whose layers forget the states of the chunk before."""
+    if chunk_size is not None and ignores_earlier_states(target):
+        raise ValueError(
+            f"target_chunk_size={chunk_size}: the Mamba-1 layers of {type(target).__name__} begin anew with each "
+            "chunk. Leave out target_chunk_size."
+        )
 
 
 def forwards(
@@ -124,13 +138,14 @@ def forwards(
 
 
 class OneLayerCache(Cache):
-    """A cache for a single forward that keeps the keys and values of one layer."""
+    """A cache for a single forward that keeps the keys and values of one layer, and recurrent states."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, num_layers: int, kv_layer: int):
-        super().__init__(layers=[DynamicLayer() for _ in range(num_layers)])
+    def __init__(self, config: Any, kv_layer: int):
+        states, both = partial(StateLayer, Rows(1)), partial(HybridLayer, Rows(1), 1)
+        super().__init__(layers=layers_of(config, DynamicLayer, states, both))
         self.kv_layer = kv_layer
 
     def update(

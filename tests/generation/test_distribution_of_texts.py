@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_longspec import (
     AssistantDraftModel,
@@ -27,7 +28,9 @@ from hf_longspec.modeling.assistant.generation_assistant import AssistantDrafter
 from hf_longspec.modeling.quest.modeling_quest import QuestDrafter
 from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
 from tests.distributions import p_value
-from tests.tiny_targets import RandomTreeDraftModel, random_draft, tiny_prompts, tiny_target
+from tests.robustness.peaked_weights import peak
+from tests.robustness.shrunk_configs import shrunk_config
+from tests.tiny_targets import TINY_TARGETS, RandomTreeDraftModel, random_draft, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -75,37 +78,43 @@ COUPLED = {
 
 
 @cache
-def models():
+def models(target="qwen3"):
     small = tiny_target("llama", 5, vocab_size=VOCAB, num_hidden_layers=1)
-    return tiny_target("qwen3", 1, vocab_size=VOCAB), small
+    if target in TINY_TARGETS:
+        return tiny_target(target, 1, vocab_size=VOCAB), small
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(shrunk_config(target, vocab_size=VOCAB), dtype=torch.float32).eval()
+    peak(model, VOCAB)
+    return model, small
 
 
 @cache
-def stock_distribution(name, length):
+def stock_distribution(name, length, target="qwen3"):
     """Joint distribution `(VOCAB,) * TOKENS` by stock `generate`, which processes the scores after every text."""
     texts, joint = tiny_prompts(VOCAB, (length,))[0], torch.ones(1, dtype=torch.double)
     for _ in range(TOKENS):
-        out = generate(texts, None, name, 1, output_scores=True, return_dict_in_generate=True)
+        more = {"output_scores": True, "return_dict_in_generate": True}
+        out = generate(texts, None, name, 1, target, **more)
         joint = (joint[:, None] * out.scores[0].double().softmax(-1)).flatten()
         texts = torch.cat([texts.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(texts))[:, None]], 1)
     return joint.view([VOCAB] * TOKENS)
 
 
-def generate(texts, draft, name, new, **more):
+def generate(texts, draft, name, new, target="qwen3", **more):
     more |= {"do_sample": True, "max_new_tokens": new, "eos_token_id": NEVER, "pad_token_id": NEVER}
     more |= {"attention_mask": torch.ones_like(texts), "assistant_model": draft}
-    return models()[0].generate(texts, **OPTIONS[name], **more)
+    return models(target)[0].generate(texts, **OPTIONS[name], **more)
 
 
-def p_of(make, length, name, rows):
+def p_of(make, length, name, rows, target="qwen3"):
     """p-value of the texts of equal prompts."""
-    draft = make(*models())
+    draft = make(*models(target))
     torch.manual_seed(11)
     prompts = tiny_prompts(VOCAB, (length,))[0].expand(rows, -1)
-    texts = generate(prompts, draft, name, TOKENS)
+    texts = generate(prompts, draft, name, TOKENS, target)
     accepted = draft.last_speculation.num_accepted_draft_tokens
     assert rows / 50 < accepted < draft.last_speculation.num_draft_tokens - rows / 50  # some taken, and some refused
-    return p_value(texts[:, length:], stock_distribution(name, length))
+    return p_value(texts[:, length:], stock_distribution(name, length, target))
 
 
 def scale_q(monkeypatch, drafter):
@@ -145,6 +154,21 @@ def test_rejection_sampling(kind, name, monkeypatch):
 
 def test_trees_of_coupled_candidates(monkeypatch):
     check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "history", FEW_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [("qwen3_5_text", "quest"), pytest.param("granitemoehybrid", "specattn", marks=pytest.mark.soak)],
+)
+def test_rejection_sampling_with_recurrent_states(target, kind, monkeypatch):
+    """Of the gated delta rule and of Mamba-2, whose copies the drafting steps change."""
+    drafter, length, make = REJECTION[kind]
+    check(lambda: scale_q(monkeypatch, drafter), make, length, "free", FEW_ROWS, target)
+
+
+@pytest.mark.parametrize("target", ["granitemoehybrid", pytest.param("qwen3_5_text", marks=pytest.mark.soak)])
+def test_trees_of_coupled_candidates_with_recurrent_states(target, monkeypatch):
+    check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "warped", FEW_ROWS, target)
 
 
 @pytest.mark.soak

@@ -24,7 +24,7 @@ from tests.watching import after, before
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 REFUSED = {"paligemma": "attend to later tokens", "kosmos-2.5": "it takes positions from the length of its cache or"}
 VOCAB_OF_TEXT = IMAGE_TOKEN  # prompts contain no image token
 OPTIONS = {"max_new_tokens": 11, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

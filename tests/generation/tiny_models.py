@@ -65,6 +65,18 @@ _ROWS: dict[str, dict] = {
         "vision_config": {**_QWEN_VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
         "image_token_id": IMAGE_TOKEN,
     },
+    "qwen3_5": {
+        "text_config": {
+            "rope_parameters": _MROPE,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        "vision_config": {**_QWEN_VISION, "out_hidden_size": 64},
+        "image_token_id": IMAGE_TOKEN,
+    },
     "paligemma": {"text_config": {"model_type": "gemma"}, "projection_dim": 64},
     "kosmos-2.5": {"text_config": {"embed_dim": 64, "ffn_dim": 96, "layers": 3, "attention_heads": 4}},
     "idefics": {**SIZES, "vision_config": {"embed_dim": 32}},

@@ -51,11 +51,15 @@ ATTENTION = dict.fromkeys(("gemma2", "vaultgemma"), "eager")
 REASONS: tuple[tuple[str, str], ...] = (
     ("encoder-decoder", "encoder-decoder"),
     ("layers, whose state cannot branch into a tree", "recurrent layers"),
-    ("it is stateful|assisted generation is not supported with stateful models", "recurrent layers"),
     (
         "whose choice of keys the attention backends cannot follow|selects keys for each query",
         "layers that choose keys",
     ),
+    ("it has no attention layers", "no attention layers"),
+    ("convolution states each", "several convolution states per layer"),
+    ("do not call the functions of transformers that keep states", "recurrent layers with functions of their own"),
+    ("it is stateful|assisted generation is not supported with stateful models", "recurrent layers"),
+    ("share one module, whose layer_idx names none of them", "attention layers that share one module"),
     ("it has chunked attention", "chunked attention"),
     ("failed under a mask of its own|does not follow a mask over prefix and nodes", "no mask of its own"),
     ("may count a window by slots of the cache", "window by slots"),
@@ -79,8 +83,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("has no final norm under one of the names", "no final norm"),
     ("layers. Pass indices from 0 to", "other layers than its configuration counts"),
     ("and the draft reads one stream", "several streams of states"),
-    ("does not roll back the recurrent states of", "recurrent layers"),
-    ("do not call the functions of transformers that keep states|convolution states each", "recurrent layers"),
 )
 
 # Types that transformers itself cannot make of a configuration or generate with, and what it says.

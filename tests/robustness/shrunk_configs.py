@@ -96,6 +96,8 @@ NEEDED = {
 
 _FULL_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SHARED = {"num_hidden_layers": LAYERS, "num_kv_shared_layers": LAYERS}
+# attention reads the hidden states beside the embeddings
+_ZAMBA = {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HIDDEN // HEADS, "num_key_value_heads": HEADS}
 _NO_INPUT_PER_LAYER = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 
 # Model type: fields that no rule can know.
@@ -105,13 +107,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     # the model reads settings from the wrong one of its two configurations
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     # the first layer of a kind holds the weights of the others, and there must be others
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], **_ZAMBA},
+    "zamba2": _ZAMBA,
     # the defaults have recurrent layers only, which transformers cannot generate with
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     # the default lists no layers, or attention alone
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    # a multiple of the pool
+    "glm5_next": {"text_config": {"index_topk": 16}},
     # all layers read the cache of another model
     "gemma4_assistant": {"text_config": _SHARED | _NO_INPUT_PER_LAYER},
     "gemma4_unified_assistant": {"text_config": _SHARED},

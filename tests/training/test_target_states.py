@@ -4,10 +4,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_longspec.generation.target_modules import LayerInputs, TargetParts
+from hf_longspec.generation.target_modules import LayerInputs, TargetParts, last_full_layer
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
 from hf_longspec.training.frozen_target import HiddenPass, TargetPass
 from tests.generation.tiny_models import ATTENTION
+from tests.robustness.enumeration import build
+from tests.robustness.shrunk_configs import VOCAB_SIZE
 from tests.rounding import rounding
 from tests.tiny_targets import EOS_TOKEN_ID, tiny_prompts, tiny_target
 
@@ -56,6 +58,22 @@ class TestTargetPass:
         logits = target(input_ids=tokens, position_ids=positions, past_key_values=DynamicCache()).logits
         close(parts.head(states.hidden), logits)
 
+    @pytest.mark.parametrize(
+        ("name", "chunk_size"), [("qwen3_5_text", None), ("qwen3_5_text", 10), ("falcon_h1", None)]
+    )
+    def test_of_targets_with_recurrent_states(self, name, chunk_size):
+        target, layer = build(name), 3
+        tokens, _ = tiny_prompts(VOCAB_SIZE - 1, [LENGTH] * 2)
+        positions = torch.arange(LENGTH).expand(2, -1)
+        assert last_full_layer(target.config) == layer
+        states = TargetPass(TargetParts(target, layer), chunk_size, hidden=True)(tokens, positions)
+        cache = DynamicCache(config=target.config)
+        with torch.no_grad():
+            hidden = target.model(input_ids=tokens, past_key_values=cache).last_hidden_state
+        close(states.keys, cache.layers[layer].keys)
+        close(states.values, cache.layers[layer].values)
+        close(states.hidden, hidden)
+
     def test_hidden_states_are_optional_and_nothing_requires_a_gradient(self):
         target = tiny_target("llama")
         tokens, _ = tiny_prompts(target.config.vocab_size, [11])
@@ -75,6 +93,11 @@ class TestHiddenPass:
         found = HiddenPass(target, chunk_size)(tokens)
         close(found, caught.hidden)
         assert not found.requires_grad
+
+
+def test_layers_that_forget_the_chunk_before_run_whole_rows():
+    with pytest.raises(ValueError, match="target_chunk_size=10: the Mamba-1 layers of JambaForCausalLM begin anew"):
+        HiddenPass(build("jamba"), 10)
 
 
 def test_padding_on_the_right_changes_nothing_before_it():

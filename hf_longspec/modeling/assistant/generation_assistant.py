@@ -8,6 +8,10 @@ and the cost of a step does not grow with the text. This is the draft of MagicDe
 A model that was trained with PARD (https://huggingface.co/papers/2504.18583) proposes all tokens of a chain in one
 forward: `num_assistant_tokens - 1` mask tokens follow the root, and the logits after the root and each mask propose the
 tokens of the chain. Keys of masks are dropped, so the next forward begins with the tokens that were accepted.
+
+The recurrent states of a hybrid draft cannot drop a rejected token. They are kept after the root, and the next forward
+begins with the tokens that were accepted, likewise. Within one proposal a chain moves them on token by token, and a
+level of a tree is run together with the levels before it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +37,7 @@ from ...generation.drafter import (
     last_of,
     noise_of_chain,
 )
+from ...generation.recurrences import ignores_earlier_states
 from ...generation.sampling import Coupling
 from ...generation.sparse_caches import WindowedCache
 from ...generation.target import TargetView
@@ -166,12 +171,17 @@ class AssistantDrafter(Drafter):
         last = torch.stack([text[-1] for text in texts])[:, None]
         # steps have one width from the first one on
         self.pending = pad(last, (0, max(self.max_depth, self.ngram_depth) - 1)) if self._is_ragged else last
-        self.counts = SeqLens.equal(1, len(texts))
+        # none where states have the last token already
+        pairs = zip(texts, self.cache.positions, strict=True)
+        self.counts = SeqLens([max(0, len(text) - held) for text, held in pairs])
 
     @property
     def _is_ragged(self) -> bool:
-        """Whether rows have different numbers of pending tokens: masks follow the root, or others propose nodes."""
-        return self.mask_token is not None or self.ngram_depth > 0
+        """Whether rows have different numbers of pending tokens: masks follow the root, or others propose nodes.
+
+        Also with states, which are kept after the root alone.
+        """
+        return self.mask_token is not None or self.ngram_depth > 0 or self.assistant.has_states
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain or a tree of candidates after `root` `(batch,)`."""
@@ -199,8 +209,10 @@ class AssistantDrafter(Drafter):
                 if fields is None:
                     fields = self._beam(self._forward, start, inputs, known, shape, root)
                 tree = DraftTree.of_fields(fields, len(shape))
-        # pending tokens are committed; the nodes stay after them, in their order, until the next step
-        self._start, self.cache.rows.lengths = start, start.plus(self.counts if self._is_ragged else 1)
+        if self.assistant.has_states:
+            self.cache.go_back()  # to the root
+        else:  # pending tokens are committed; the nodes stay after them, in their order, until the next step
+            self._start, self.cache.rows.lengths = start, start.plus(self.counts if self._is_ragged else 1)
         self._proposed_chain = isinstance(shape, int)
         return tree
 
@@ -243,7 +255,8 @@ class AssistantDrafter(Drafter):
         changing, width = (*changing, counts.on(self.device)), self.pending.shape[1]
         self.pending, after, root = self.assistant.replayed(_after_root, changing, (), self.cache, (width,))
         self.counts = SeqLens([max(count - 1, 0) for count in counts.host], after)
-        self.cache.commit(None, SeqLens([int(count > 0) for count in counts.host], root))
+        if not self.assistant.has_states:
+            self.cache.commit(None, SeqLens([int(count > 0) for count in counts.host], root))
 
     def _chain(
         self, forward: Forward, start: SeqLens, inputs: Inputs, count: int
@@ -259,7 +272,10 @@ class AssistantDrafter(Drafter):
             if masks or not depth:
                 return first[:, depth]
             here = prefix.plus(depth)  # all tokens before the newest one are its prefix
-            return self._of_target(self._run_chain(forward, here, inputs, token.to(self.device)[:, None]))[:, 0]
+            logits = self._run_chain(forward, here, inputs, token.to(self.device)[:, None])
+            if self.assistant.has_states:
+                self.cache.commit(None, SeqLens.equal(1, len(token)))
+            return self._of_target(logits)[:, 0]
 
         return logits_after
 
@@ -287,6 +303,9 @@ class AssistantDrafter(Drafter):
         first, places = counts[:, None], torch.arange(padded.shape[1], device=self.device)
         tokens = torch.where(places < first, padded, torch.where(places == first, root, mask_token))
         logits = self._run_chain(forward, start, inputs, tokens)
+        if self.assistant.has_states:
+            self.cache.commit(None, self.counts.plus(1))
+            self.cache.remember()
         root_and_masks = first + torch.arange(1 + masks, device=self.device)
         prefix = start.plus(self.counts) if start.host else _grown(start, counts, pending.shape[1])
         return self._of_target(logits.gather(1, root_and_masks[..., None].expand(-1, -1, logits.shape[-1]))), prefix
@@ -301,16 +320,20 @@ class AssistantDrafter(Drafter):
 
     def _level(self, forward: Forward, prefix: SeqLens, inputs: Inputs, beam: Beam) -> torch.Tensor:
         """Run the newest level of a tree after `prefix`, root included; return its logits `(B, n, V)`."""
-        mask = beam.ancestor_mask[:, :, 1:].to(self.device)
+        tokens, mask = beam.tokens.to(self.device), beam.ancestor_mask[:, :, 1:].to(self.device)
+        more: dict[str, Any] = {}
+        if self.assistant.has_states:  # those after earlier levels are not kept
+            tokens, parents, *fields, mask = (x[:, 1:].to(self.device) for x in beam.fields())
+            mask = mask[:, :, 1:]
+            more = {"tree": DraftTree.of_fields((tokens, parents - 1, *fields, mask), len(beam.levels))}
         depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(beam.levels[1:])], 1)
         node_slots = prefix.on(self.device)[:, None] + depths.to(self.device)
         slots = node_slots[:, -mask.shape[1] :]
         context = LevelContext(prefix, slots, mask, windows=self._windows, node_positions=node_slots)
         start = prefix.plus(mask.shape[2] - mask.shape[1])
         positions = self._positions(slots, inputs)
-        return self._of_target(
-            forward(self._known(beam.tokens.to(self.device)), positions, mask[:, None], context, start)
-        )
+        logits = forward(self._known(tokens), positions, mask[:, None], context, start, **more)
+        return self._of_target(logits[:, -beam.tokens.shape[1] :])
 
     def _positions(self, slots: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """Return the positions of nodes that would lie in `slots` if the cache were the text so far."""
@@ -326,11 +349,14 @@ class AssistantDrafter(Drafter):
         context: Any,
         start: SeqLens,
         is_fixed: bool = True,
+        tree: DraftTree | None = None,
     ) -> torch.Tensor:
-        """Run one step of the draft by itself; a [`Forward`]."""
+        """Run one step of the draft by itself, a chain by default; a [`Forward`]."""
         self.cache.rows.lengths = start
         self._make_room(tokens.shape[1])
-        self.cache.stage(tokens.shape[1])
+        if tree is None and self.assistant.has_states:
+            tree = DraftTree.chain(tokens)
+        self.cache.stage(tokens.shape[1], tree)
         return self.assistant.step(tokens, positions, self.cache, mask, context, is_fixed)[0]
 
     def _make_room(self, nodes: int) -> None:
@@ -367,13 +393,16 @@ class AssistantDrafter(Drafter):
         self.cache.rollback()
         self.cache.reset()
         positions = [self.cache.kept_of(len(text) - 1) for text in texts]
-        width = max(map(len, positions))
-        places = on_device([row + [0] * (width - len(row)) for row in positions], self.device)
+        has_states = self.assistant.has_states
+        width = min(map(len, positions)) if has_states else max(map(len, positions))  # states have no padding
+        places = on_device([row[:width] + [0] * (width - len(row)) for row in positions], self.device)
         tokens = torch.stack([text[row] for text, row in zip(texts, places, strict=True)])
         extra = self.assistant.keeping(torch.zeros(1, dtype=torch.long, device=self.device))
         places = torch.minimum(places, self._last_position)
-        for begin in range(0, width, self.chunk_size):
-            chunk = slice(begin, begin + self.chunk_size)
+        is_whole = has_states and ignores_earlier_states(self.assistant.model)
+        size = max(1, width) if is_whole else self.chunk_size
+        for begin in range(0, width, size):
+            chunk = slice(begin, begin + size)
             self.assistant.model(
                 input_ids=self._known(tokens[:, chunk]),
                 position_ids=places[:, chunk],
@@ -382,12 +411,16 @@ class AssistantDrafter(Drafter):
                 **extra,
             )
         self.cache.dropped = SeqLens([len(text) - 1 - len(row) for text, row in zip(texts, positions, strict=True)])
-        self.cache.set_lengths([len(row) for row in positions])
+        self.cache.set_lengths([min(width, len(row)) for row in positions])
+        if has_states:
+            self._catch_up(texts)
 
     def _catch_up(self, texts: Sequence[torch.Tensor]) -> None:
         """Run the tokens that are missing but for the last one, a chain of at most `CATCH_UP` at a time."""
-        pairs = zip(self.cache.lengths.host, self._missing(texts), strict=True)
-        self.cache.set_lengths([length + min(0, missing) for length, missing in pairs])  # the last one is run again
+        if not self.assistant.has_states:
+            pairs = zip(self.cache.lengths.host, texts, self.cache.positions, strict=True)
+            # the last one is run again
+            self.cache.set_lengths([held + min(0, len(text) - 1 - place) for held, text, place in pairs])
         while any(counts := self._missing(texts)):
             rows = [
                 text[start : start + count]
@@ -401,7 +434,7 @@ class AssistantDrafter(Drafter):
 
     def _missing(self, texts: Sequence[torch.Tensor]) -> list[int]:
         pairs = zip(texts, self.cache.positions, strict=True)
-        return [min(CATCH_UP, len(text) - 1 - start) for text, start in pairs]
+        return [min(CATCH_UP, max(0, len(text) - 1 - start)) for text, start in pairs]
 
     def _warn_of_length(self, length: int) -> None:
         most = getattr(self.assistant.config, "max_position_embeddings", None)

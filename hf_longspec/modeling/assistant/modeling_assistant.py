@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
-from ..base import DraftModel, refuse_own_steps
+from ..base import DraftModel, refuse_masked
 from ..configuration_base import DraftConfig, text_config
 from ..loading import HUB_KWARGS, refuse_missing_weights
 from ..settings import ACCEPTANCE, WIDTHS, Setting
@@ -253,7 +253,7 @@ class AssistantDraftModel(DraftModel):
             raise ValueError(
                 f"{type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Use another draft model."
             )
-        refuse_own_steps(view or target, type(self).__name__)
+        refuse_masked(view or target, type(self).__name__)
         self._check_pard(target)
 
     def _check_pard(self, target: TargetView) -> None:

@@ -42,7 +42,7 @@ class PagedCache(CompactCache):
 
     @property
     def nbytes(self) -> int:
-        return self.pages.nbytes
+        return self.pages.nbytes + sum(layer.nbytes for layer in self.state_layers)
 
     def forget(self) -> None:
         """Drop all bounds, as the keys may have been computed again."""
@@ -66,7 +66,7 @@ class PagedCache(CompactCache):
         self._tables.clear()
         self.sizes = PageSizes(max(full), max(num_pages), size - 1 + self.room)
         if target.captures:  # graphs serve several lengths
-            pages = min(self.cache.layers[0].capacity // size, capacity_for(max(full)))
+            pages = min(self.cache.key_layers[0].capacity // size, capacity_for(max(full)))
             self.sizes = PageSizes(pages, min(pages, capacity_for(max(num_pages))), self.sizes.tail)
         devices = {self.cache.layers[index].keys.device for index in self.sparse_layers}
         tables = [self.table(device) for device in devices]  # one copy in every iteration, not two in some

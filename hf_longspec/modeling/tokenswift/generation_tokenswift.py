@@ -98,7 +98,7 @@ class PartialCache(CompactCache):
 
     def due(self, count: int) -> list[int]:
         """Return the rows that need a build before `count` more tokens are committed."""
-        if len(self.dense_layers) == len(self.layers):
+        if self.dense_layers == self.keyed_layers:
             return []
         lengths = self.cache.lengths.host
         return [row for row, built in enumerate(self.built) if self.policy.is_due(built, lengths[row] + count)]

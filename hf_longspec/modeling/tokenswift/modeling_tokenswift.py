@@ -10,7 +10,7 @@ from ...generation.draft_tree import num_static_nodes
 from ...generation.sparse_caches import SINK_TOKENS
 from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, refuse_compiled_forward
-from ..base import DraftModel, refuse_own_steps
+from ..base import DraftModel, refuse_masked
 from ..configuration_base import DraftConfig, text_config
 from ..settings import Setting
 from .generation_tokenswift import POLICIES, SELF_DRAFTS, TokenSwiftDrafter
@@ -126,7 +126,7 @@ class TokenSwiftDraftModel(DraftModel):
         final_norm_of(target.model)
         refuse_compiled_forward(target.model)
         if self.setting("self_draft") == "partial_kv":
-            refuse_own_steps(target, "self_draft='partial_kv'")
+            refuse_masked(target, "self_draft='partial_kv'")
         if self.config.sequential and not self.config.chained:
             raise ValueError(
                 "chained=False with sequential=True: a sequential head continues the head before it. Leave out "

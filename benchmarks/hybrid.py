@@ -1,0 +1,155 @@
+"""Iterations on hybrid targets after 4K tokens, in plain steps: a commit, a chain of five nodes, a tree of 16.
+
+Random models with eight layers of width 512, one for each kind of recurrence. An iteration is a verification and its
+commit. Times are processor time of one thread, so that other programs on the machine change the ratios little.
+
+    python -m benchmarks.hybrid
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
+from benchmarks.random_inputs import random_tree
+from hf_longspec.bench.report import summarize
+from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
+from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.target import TargetView
+
+CONTEXT, CHAIN, TREE = 4096, 5, 16
+ACCEPTED = 3  # nodes of the chain that a commit keeps
+PROMPT = 64  # tokens that the states are computed from; the keys of all others are random
+SHAPE = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2 * CONTEXT,
+}
+# Model type: its recurrence, and settings beside those of the shape.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_text": (
+        "gated delta rule",
+        {
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
+    "granitemoehybrid": (
+        "Mamba-2",
+        {
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+            "mamba_n_heads": 16,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 1536,
+        },
+    ),
+    "falcon_h1": (
+        "Mamba-2 beside attention",
+        {"mamba_d_ssm": 1024, "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64},
+    ),
+    "lfm2": ("convolution", {"layer_types": (["conv"] * 3 + ["full_attention"]) * 2}),
+}
+
+
+class HybridCase:
+    """A random model after a prefix, in a cache of this package and in one of transformers.
+
+    Args:
+        room (`int`): Tokens that can be committed.
+    """
+
+    def __init__(self, kind: str, settings: Mapping[str, Any], context: int, room: int):
+        config = AutoConfig.for_model(kind, **settings)
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        self.target, self.context = TargetView(self.model), context
+        self.cache = SpeculativeCache(config, 1, context + room, tree_slots=TREE)
+        self.stock = DynamicCache(config=config)
+        prompt = torch.randint(config.vocab_size, (1, min(PROMPT, context)))
+        for cache in (self.cache, self.stock):
+            self.model(input_ids=prompt, **{CACHE_NAME: cache}, use_cache=True)
+        for layer, stock in zip(self.cache.layers, self.stock.layers, strict=True):
+            if layer in self.cache.key_layers:
+                layer.keys[:, :, :context], layer.values[:, :, :context] = torch.randn(
+                    2, *layer.keys[:, :, :context].shape
+                )
+                stock.keys, stock.values = layer.keys[:, :, :context].clone(), layer.values[:, :, :context].clone()
+        self.cache.set_lengths([context])
+        self.token = prompt[:, :1]
+        chain, tree = DraftTree.chain(prompt[:, :CHAIN]), random_tree(TREE, config.vocab_size)
+        deepest = tree.mask[0, tree.depths[0].argmax()].nonzero().T
+        self.trees = {"plain": (DraftTree.root_only(prompt[0, :1]), None, 1), "chain": (chain, None, ACCEPTED)}
+        self.trees["tree"] = tree, deepest, deepest.shape[1]
+
+    def iteration(self, name: str) -> tuple[float, float]:
+        """Return the seconds of an iteration, and of its commit alone."""
+        tree, path, count = self.trees[name]
+        with self.target.attention():
+            started = time.process_time()
+            self.target.verify(tree, self.cache)
+            verified = time.process_time()
+            self.cache.commit(path, [count])
+            ended = time.process_time()
+        return ended - started, ended - verified
+
+    def forward(self) -> float:
+        """Return the seconds of transformers' own step, without what `generate` does between steps."""
+        started = time.process_time()
+        position = torch.tensor([[self.stock.get_seq_length()]])
+        self.model(input_ids=self.token, position_ids=position, **{CACHE_NAME: self.stock}, use_cache=True)
+        return time.process_time() - started
+
+    def functions(self) -> dict[str, Callable[[], float]]:
+        """Return what is timed, by name."""
+        parts: dict[str, Callable[[], float]] = {
+            name: lambda name=name: self.iteration(name)[0]
+            for name in self.trees  # type: ignore[misc]
+        }
+        return parts | {"commit": lambda: self.iteration("chain")[1], "stock": self.forward}
+
+
+@torch.no_grad()
+def measure(results: Run, models: Mapping[str, tuple[str, dict[str, Any]]], context: int, repeats: int) -> None:
+    """Measure one model after another."""
+    for kind, (recurrence, settings) in results.in_time(models.items(), lambda item: {"type": item[0]}):
+        results.say(f"{kind}: {recurrence}")
+        case = HybridCase(kind, SHAPE | settings, context, (repeats + 1) * (TREE + 3 * CHAIN))
+        functions = case.functions()
+        for function in functions.values():  # the first call of each makes what later ones reuse
+            function()
+        seconds = time_in_turns(functions, repeats)
+        plain = seconds["plain"]
+        results.write(
+            "hybrid",
+            type=kind,
+            recurrence=recurrence,
+            plain_ms=summarize([value * 1e3 for value in plain]),
+            stock=ratios(plain, seconds["stock"]),
+            commit=ratios(seconds["commit"], plain),
+            chain=ratios(seconds["chain"], plain),
+            tree=ratios(seconds["tree"], seconds["chain"]),
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parser(__doc__, "hybrid", minutes=20, repeats=3 * MIN_REPEATS).parse_args(arguments)
+    args.threads = 1
+    torch.manual_seed(0)
+    settings = {"shape": SHAPE, "context": CONTEXT, "chain": CHAIN, "tree": TREE, "repeats": args.repeats}
+    with start(args, "hybrid", settings) as results:
+        measure(results, MODELS, CONTEXT, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
