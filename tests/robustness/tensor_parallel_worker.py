@@ -18,7 +18,7 @@ from hf_longspec.generation import gate
 from hf_longspec.generation.drafter import Drafter
 from hf_longspec.generation.gate import SpeculationGate
 from hf_longspec.generation.parallel import Ranks
-from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
+from hf_longspec.generation.sparse_caches import SelectedCache
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import generate
 
@@ -36,14 +36,13 @@ class StopsOnTheFirstRank(StoppingCriteria):
 
 def watch_selections(seen):
     """Note which entries SpecAttn selects."""
-    select = SpecAttnDrafter._select
+    fill = SelectedCache.fill
 
-    def noting(self, *args):
-        chosen = select(self, *args)
-        seen.append(chosen.sort(-1).values.tolist())
-        return chosen
+    def noting(self, layers, selected, table):
+        seen.append(selected.sort(-1).values.tolist())
+        return fill(self, layers, selected, table)
 
-    SpecAttnDrafter._select = noting
+    SelectedCache.fill = noting
 
 
 class Chain(Drafter):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
+from hf_longspec.generation.sparse_caches import SelectedCache
 from tests.robustness.drafts import SPECATTN, make_draft
 from tests.robustness.tensor_parallel_worker import KINDS, LENGTHS, NEW, RANKS, choices, noisy_gate, watch_selections
 from tests.tiny_targets import generate, tiny_target
@@ -62,7 +62,7 @@ def test_every_draft(ranks, whole, kind):
 def test_selections_are_those_of_all_heads(ranks, whole, monkeypatch):
     """One selection for a layer counts the heads of all ranks."""
     mine = []
-    monkeypatch.setattr(SpecAttnDrafter, "_select", SpecAttnDrafter._select)  # put back afterwards
+    monkeypatch.setattr(SelectedCache, "fill", SelectedCache.fill)  # put back afterwards
     watch_selections(mine)
     draft = SpecAttnDraftModel.from_target(whole.model, gate=False, **SPECATTN)
     whole(draft)
