@@ -65,7 +65,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", ["some", pytest.param("all", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["some", "all"])
 def test_a_section_that_ends_badly_ends_alone(name, device, tmp_path, monkeypatch, capsys):
     """Before the last section of a run, whose every other section measures what it does alone."""
     wanted, goals = RUNS[name]

@@ -212,7 +212,7 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--set", "dataset.tokens=none.npy"], "cannot load the tokens of 'none.npy'"),
         (["--set", "dataset={path: json, data_files: none.jsonl, split: train}"], "cannot load the dataset 'json'"),
         (["--set", "draft.windw=3"], "unknown settings ['windw']"),
-        (["--set", "draft.kind=medusa"], "draft.kind='medusa': expected one of eagle3, dflash, longspec, mtp, tokenswift."),
+        (["--set", "draft.kind=medusa"], "expected one of eagle3, dflash, longspec, mtp, tokenswift."),
         (["--draft", "examples"], "cannot load the draft 'examples'"),
         (["--set", "lora={rank: 3}"], "unknown key 'rank' in lora"),
         (["--resume"], "has no complete checkpoint to resume from"),
