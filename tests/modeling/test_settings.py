@@ -10,6 +10,7 @@ from hf_longspec import (
     AssistantDraftModel,
     DFlashDraftModel,
     Eagle3DraftModel,
+    Gemma4AssistantDraftModel,
     LongSpecDraftModel,
     MtpDraftModel,
     NgramDraftModel,
@@ -66,6 +67,7 @@ RANGES = {
         "target_layer_ids": ([[1, 2], 3], []),
     },
     MtpDraftModel: {"tree_widths": WIDTHS, "window": ([0, "some", True], [1, "all"]), "sinks": FROM_0},
+    Gemma4AssistantDraftModel: {"tree_widths": WIDTHS},
     L: {"tree_widths": (WIDTHS[0] + [[1] * 511], WIDTHS[1]), "cross_attention_window": MAYBE_COUNT},
     S: SPARSE
     | {
