@@ -81,15 +81,8 @@ def unknown_names(text: str, known: set[str]) -> list[str]:
 # Symbols of the pages, and what belongs to transformers, torch and make.
 SYMBOLS = {*"BSNHKDVGpqxnd", "NAME", "PAGE", "x_", "x_i", "A_i", "lse", "expected"}
 THEIRS = {"Trainer", "TORCH_INDEX", "torchrun", "tp_plan", "num_return_sequences", "num_beams", "trust_remote_code"}
-THEIRS |= {
-    "index_topk",
-    "cache_implementation",
-    "device_map",
-    "pipeline",
-    "stop_strings",
-    "padding_side",
-    "prefix_allowed_tokens_fn",
-}
+THEIRS |= {"cache_implementation", "device_map", "pipeline", "stop_strings", "padding_side", "prefix_allowed_tokens_fn"}
+THEIRS |= {"index_topk"}
 NAMED = ["design", "losslessness", "quicktour", "faq", "models", "specattn", "longspec", "tokenswift", "ngram"]
 NAMED += ["eagle3"]
 
