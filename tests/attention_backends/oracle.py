@@ -128,7 +128,8 @@ def computed(backend, method, inputs, options, device="cpu", form="contiguous"):
     """What a function of a backend returns, computed on a device, on the CPU."""
     (query, key, value, *rest), options = on(device, inputs, options)
     inputs = query, layout(key, form), layout(value, form), *rest
-    return on("cpu", *getattr(backend, f"{method}_attention")(*inputs, **options))
+    name = "attention_with_scores" if method == "scored" else f"{method}_attention"
+    return on("cpu", *getattr(backend, name)(*inputs, **options))
 
 
 def double(*xs):
