@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_BYTES = 4_000_000  # keeps a clone of the repository small
 FILES = ("config.json", "generation_config.json", "model.safetensors")
 
-# A chain pays on two CPU cores: verifying 16 nodes takes several times as long as one (benchmarks/results/verification.md).
+# A chain pays on CPU cores: verifying 16 nodes takes several times as long as one (benchmarks/results/verification.md).
 CHAIN = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "longspec": {"tree_widths": [1] * CHAIN},
