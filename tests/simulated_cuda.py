@@ -346,9 +346,11 @@ class SimulatedCuda(TorchDispatchMode):
         with self._memory.capturing(graph, pool, stream):
             yield
 
+        names = graph.names  # a reference to the graph itself would be a cycle, and the graph would stay
+
         def count() -> None:
             self.replays += 1
-            self.replayed += graph.names
+            self.replayed += names
 
         graph.on_replay = count
         self.graphs.append(weakref.ref(graph))
