@@ -56,7 +56,7 @@ The tree is a chain: one candidate of each head. If verifying nodes is cheap on 
 }
 
 TRAINED = """\
-{minutes:.0f} minutes of processor time: {steps:,} steps of {batch} rows of {length:,} tokens, {tokens:.1f}M tokens, on
+{minutes:.0f} minutes of processor time: {steps:,} steps of {rows} of {length:,} tokens, {tokens:.1f}M tokens, on
 {streams}. {loss} It is {first:.3f} in the first {every} steps and {last:.3f} in the last."""
 CURVE = """\
 Tokens per verification to expect of a chain of {depth} tokens, from the shares of right tokens since the line before,
@@ -175,7 +175,7 @@ def training_facts(run: Path) -> dict[str, Any]:
         "minutes": losses[-1]["cpu_minutes"],
         "log": losses,
         "steps": state["global_step"],
-        "batch": state["train_batch_size"],
+        "rows": "one row" if state["train_batch_size"] == 1 else f"{state['train_batch_size']} rows",
         "length": round(state["num_input_tokens_seen"] / state["global_step"] / state["train_batch_size"]),
         "tokens": state["num_input_tokens_seen"] / 1e6,
         "streams": " and ".join(f"`{name}`" for name in re.findall(r"--streams (\S+)", command)),
@@ -243,7 +243,7 @@ def all_stages(args: argparse.Namespace, loss: str) -> tuple[str, str]:
         if (folder / "trainer_state.json").is_file():
             runs.append(facts := training_facts(folder))
             goes_on = "--draft" in commands[-1]
-            own = ", at positions 0, 1, 2, ..." if "--max-offset 0" in commands[-1] else ""
+            own = ", without shifted positions" if "--max-offset 0" in commands[-1] else ""
             told = TRAINED.format(loss=f"The loss is that of the first stage{own}." if goes_on else loss, **facts)
             texts.append(f"{'Then ' if goes_on else ''}{told}")
     return "\n\n".join(filter(None, [*texts, learning_curve(runs)])), "\n".join(commands)

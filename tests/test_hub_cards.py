@@ -27,14 +27,14 @@ DRAFTS = pytest.mark.parametrize("folder", BUNDLED, ids=lambda folder: folder.na
 
 # Measured with torch 2.13 on a CPU. Another order of float sums can turn a near-tie in the draft, and a step or two.
 BUNDLED_TAU = (
-    (LONGSPEC, hf_longspec.LongSpecDraftModel, {}, 1.91),
-    (EAGLE3, hf_longspec.Eagle3DraftModel, {"tree_widths": [4, 4, 4, 3]}, 2.25),
-    (ASSISTANT, hf_longspec.AssistantDraftModel, {}, 1.91),
+    (LONGSPEC, hf_longspec.LongSpecDraftModel, {}, 2.33),
+    (EAGLE3, hf_longspec.Eagle3DraftModel, {"tree_widths": [4, 4, 4, 3]}, 2.63),
+    (ASSISTANT, hf_longspec.AssistantDraftModel, {}, 1.80),
     (
         TOKENSWIFT,
         hf_longspec.TokenSwiftDraftModel,
         {"tree_branching": [1, 3, 3, 3], "self_draft": "partial_kv", "partial_kv_budget": 512},
-        3.50,
+        3.32,
     ),
 )
 TAU_TOLERANCE = 0.1
@@ -50,7 +50,7 @@ def prompt():
     """English that neither model was trained on, the same on every machine."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    return tokenizer(text, return_tensors="pt")["input_ids"][:, :700]
+    return tokenizer(text, return_tensors="pt")["input_ids"][:, :900]
 
 
 def files_of(folder):
@@ -119,7 +119,7 @@ def test_the_usage_on_the_card_runs(folder, monkeypatch):
 @FOLDERS
 def test_a_folder_is_small_and_names_no_folder_of_the_machine_that_made_it(folder):
     assert sum(path.stat().st_size for path in files_of(folder).values()) < (
-        16_000_000 if folder == TARGET else 4_000_000
+        26_000_000 if folder == TARGET else 4_000_000
     )
     for path in (*folder.glob("*.json"), folder / "README.md"):
         assert not re.search(r"/(home|root|tmp|work|users)/", path.read_text(encoding="utf-8"), re.IGNORECASE), path
