@@ -84,7 +84,11 @@ def test_a_draft_goes_on_from_its_weights_and_the_card_tells_what_came_before(lo
         stages = ("--before", first, "--before", texts, "--run", last)
         run("publish_tiny_draft", *stages, "--results", tmp_path / "none", "--output", tmp_path / "new")
         text = (tmp_path / "new" / "README.md").read_text()
-        told = ["30 steps of 2 rows of 32 tokens", "Then", "minutes of processor time: 20 steps of 1 rows of 16 tokens"]
+        told = [
+            "30 steps of 2 rows of 32 tokens",
+            "Then",
+            "minutes of processor time: 20 steps of one row of 16 tokens",
+        ]
         told += ["`runs/texts` and `runs/own`", "that of the first stage", curve]
         told += ["--tokens 1920.0", "write_target_texts.py", "--draft runs/card"]
         found = [text.rindex(part) for part in told]

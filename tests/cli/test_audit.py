@@ -1,6 +1,7 @@
 """`audit`: verdicts and exit codes for right decoding, and for verifiers that were broken on purpose."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 # A SpecAttn draft that reads next to nothing, and so is wrong often.
 BLIND = ["--draft", "specattn", "--set", "sparse_min_tokens=4", "--set", "sparse_ratio=0.02"]
 BLIND += ["--set", "selection=window"]
+SMALL = ["--draft", Path(__file__).parents[2] / "hub_cards/tiny-assistant", "--set", "acceptance=rejection"]
 SHORT = ["--max-new-tokens", 24, "--context", 96]
 # A cold distribution, far from that of the draft: with it the broken rules below deviate by 10 sigma and more.
 SAMPLED = ["--max-new-tokens", 4, "--context", 24, "--samples", 192, "--sample-tokens", 3, "--batch", 192]
@@ -96,7 +98,7 @@ def broken_walk(tree, scores, noise):
 @pytest.mark.parametrize(
     ("rule", "broken", "draft"),
     [
-        ("accept_rejection", broken_rejection, BLIND),
+        ("accept_rejection", broken_rejection, SMALL),
         ("accept_sampled", broken_walk, ["--draft", "ngram", "--temperature", 1.5]),
     ],
     ids=["rejection", "walk"],

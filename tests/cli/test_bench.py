@@ -93,7 +93,7 @@ def test_decoding_and_context_are_swept_and_the_floor_is_bytes_over_bandwidth(he
     assert not list(here.glob("*.png"))
     model = models.load_target(TARGET, torch.float32)
     weights = sum(p.numel() for p in model.parameters())  # its embedding is its head
-    cache = 2 * 6 * 2 * 64  # keys and values, layers, heads, head size
+    cache = 2 * 12 * 2 * 64  # keys and values, layers, heads, head size
     floors = {record["context"]: record["seconds"] for record in of_kind(read_records(here / "bench.jsonl"), "floor")}
     assert floors == {n: pytest.approx((weights + cache * n) * 4 / 10e9) for n in (32, 48)}
 
