@@ -31,6 +31,10 @@ from tests.user_objects import Bomb
 # One type for each kind of mask: indexers, some of them shared, beside windows; chunks; no `AttentionInterface`.
 TYPES = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "llama4_text", "gptj", "falcon")
 TYPES = tuple(name for name in TYPES if name in enumeration.TYPES)  # dots3_note_text is newer than transformers 5.17
+# transformers 5.17, under which megatron-bert and git do not follow a mask over prefix and nodes, and are refused.
+OLDER = pytest.mark.skipif(
+    "dots3_note_text" not in enumeration.TYPES, reason="refused by the trial on transformers 5.17"
+)
 NEW = 24
 RAGGED = (23, 3, 40)  # most of them longer than the `index_topk` of 8 of the tiny models
 
@@ -264,6 +268,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="zeros between tokens, which is not supported with the masks of GPTJ"):
             model.generate(**inputs, assistant_model=draft)
 
+    @OLDER
     def test_inputs_beside_the_tokens(self, made):
         model, inputs = made("megatron-bert"), arguments((9,), do_sample=False)
         types = torch.zeros_like(inputs["input_ids"])
@@ -273,6 +278,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="token_type_ids: inputs beside the tokens are not supported"):
             generated(model, **inputs, token_type_ids=types + 1, assistant_model=draft)
 
+    @OLDER
     def test_text_that_depends_on_padding(self, made):
         model = made("git")
         compare_with_stock(model, (37,))
