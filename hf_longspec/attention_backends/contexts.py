@@ -169,9 +169,8 @@ class TreeContext(StepContext):
     def _scored(self, layer: LayerAttention) -> AttentionState | None:
         """Return the state, with the scores in the capture. None if it wants no scores or the backend writes none."""
         rows = getattr(self.capture, "score_rows", None)
-        attention = getattr(
-            layer.backend, "attention_with_scores", None
-        )  # backends of an older copy have no such field
+        # backends of an older copy have no such field
+        attention = getattr(layer.backend, "attention_with_scores", None)
         if rows is None or attention is None or layer.layer_idx in rows.skipped_layers:
             return None
         last_node, (lengths, positions) = self.capture.last_node, self.hidden_by(layer.sliding_window, self.lengths)

@@ -23,6 +23,7 @@ from .draft_tree import DraftTree
 from .drafter import Binding, Verification
 from .gate import gated
 from .inputs import Prompts
+from .masked import MASKED
 from .sampling import NoiseRows, TokenRule
 from .sequences import Outputs, Sequences, SpeculationStats
 from .support import check_target, max_length_of, refuse, refuse_unsupported, why_not
@@ -171,7 +172,8 @@ class Session:
         self.drafter = gated(draft.drafter(binding), draft, self.stats, may_speculate)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
         self.cache.set_lengths(self.held)
-        self.cache.rows.plain = prompts.plain_forwards()
+        if self.target.way is MASKED:
+            self.cache.rows.plain = prompts.plain_forwards()
         self.cache.remember()
         self.cache.rows.reads_prompt = True
 

@@ -53,7 +53,7 @@ class CompactCache(Cache):
     def sparse_layers(self) -> list[int]:
         """Indices of the layers whose entries are selected, without layers that share the cache of another layer."""
         others = self.keyed_layers - self._other_layers
-        return sorted([index for index in others if self.cache.layers[index].is_initialized])
+        return sorted(index for index in others if self.cache.layers[index].is_initialized)
 
     @property
     def layout(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -135,6 +135,11 @@ class Checkpoint:
                 "or correct the index."
             )
         self.names = sorted(self._files)
+
+    def read_config(self) -> dict[str, Any]:
+        """Return the config.json beside the files."""
+        raw, _ = PreTrainedConfig.get_config_dict(self.source if self._on_hub else str(self._folder))
+        return dict(raw)
 
     def read(self, prefix: str | tuple[str, ...] = "", device: str = "cpu") -> dict[str, torch.Tensor]:
         """Return the tensors whose names begin with a prefix; on the device `"meta"` their shapes alone."""

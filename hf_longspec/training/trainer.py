@@ -85,8 +85,10 @@ class LevelsMethod(TrainingMethod):
     """Base of methods that train several levels on hidden states of the target.
 
     The loss has one term and the counts one row per level. Level i (from 0) predicts the tokens from index i + 2 on.
-    Subclasses implement `run`.
+    Subclasses implement `run`; `level` is what they call a level.
     """
+
+    level = "step"
 
     def __init__(
         self,
@@ -103,6 +105,10 @@ class LevelsMethod(TrainingMethod):
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of the losses `(levels,)`, and counts `(B, *count_shape)`, on states `(B, L, hidden)`."""
         raise NotImplementedError
+
+    def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Compute the share of hits of every level, and the tau of a chain if the levels are independent."""
+        return acceptance(counts, self.level)
 
     def is_trained(self, labels: torch.Tensor) -> torch.Tensor:
         """Return which labels are trained on, `(B, L)`."""

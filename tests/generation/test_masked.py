@@ -21,12 +21,12 @@ from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.masked import HYBRID, MASKED, IndexerChoices, PlainForwards
 from hf_longspec.generation.target import TargetView
+from tests.generation.drafted_calls import NEW, arguments, check_a_returned_cache, drafted, generated
 from tests.robustness import enumeration
 from tests.robustness.drafts import PARTIAL
 from tests.robustness.enumeration import build
 from tests.rounding import rounding
-from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
-from tests.user_objects import Bomb
+from tests.tiny_targets import tiny_target
 
 # One type for each kind of mask: indexers, some of them shared, beside windows; chunks; no `AttentionInterface`.
 TYPES = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "llama4_text", "gptj", "falcon")
@@ -35,7 +35,6 @@ TYPES = tuple(name for name in TYPES if name in enumeration.TYPES)  # dots3_note
 OLDER = pytest.mark.skipif(
     "dots3_note_text" not in enumeration.TYPES, reason="refused by the trial on transformers 5.17"
 )
-NEW = 24
 RAGGED = (23, 3, 40)  # most of them longer than the `index_topk` of 8 of the tiny models
 
 
@@ -52,23 +51,6 @@ def made():
         return models[key]
 
     return make
-
-
-def arguments(lengths, **options):
-    input_ids, mask = tiny_prompts(127, lengths)
-    return {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0} | options
-
-
-def drafted(model, chain, text, width):
-    draft = RandomTreeDraftModel.from_target(model)
-    draft.hints, draft.chain = text[:, width:].tolist(), chain
-    draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
-    return draft
-
-
-def generated(model, seed=5, **options):
-    torch.manual_seed(seed)
-    return model.generate(**options)
 
 
 def compare_with_stock(model, lengths, chain=False, **options):
@@ -149,21 +131,7 @@ def test_keys_after_a_commit_are_those_of_single_steps(made):
 @pytest.mark.parametrize("name", ["deepseek_v32", "llama4_text", "gptj"])
 @pytest.mark.parametrize("kind", ["dynamic", "speculative"])
 def test_a_returned_cache_continues(made, name, kind):
-    """Also by plain `generate`; Ctrl-C before the first token leaves it as it was."""
-    model, inputs = made(name), arguments((21,), do_sample=False)
-    whole = generated(model, **inputs | {"max_new_tokens": 2 * NEW})
-    draft = drafted(model, False, whole, 21)
-    cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 1, 90)
-    first = generated(model, **inputs, assistant_model=draft, past_key_values=cache)
-    assert cache.get_seq_length() == first.shape[1] - 1
-    more = {"input_ids": first, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    kept = copy.deepcopy(cache)
-    draft.hints = whole[:, first.shape[1] :].tolist()
-    processors = [Bomb().processor()]
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(**more, assistant_model=draft, past_key_values=cache, logits_processor=processors)
-    for continued in ({"assistant_model": draft, "past_key_values": cache}, {"past_key_values": kept}):
-        assert generated(model, **more, **continued).tolist() == whole.tolist()
+    check_a_returned_cache(made(name), kind)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "llama4_text"])

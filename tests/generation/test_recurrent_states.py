@@ -12,40 +12,22 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.recurrences import RECURRENCES, _functions, reached
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
+from tests.generation.drafted_calls import NEW, arguments, check_a_returned_cache, drafted, generated
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
 from tests.robustness.shrunk_configs import shrunk_config
-from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
 from tests.user_objects import Bomb
 
 # One type for each recurrence: gated delta rule, KDA, Mamba-2, Mamba-2 beside keys, convolution alone, Mamba-1.
 TYPES = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "falcon_h1", "lfm2_moe", "jamba")
 # Of float32 sums in another order, relative to the largest entry of a state.
 STATE_GAP = 1e-5
-NEW = 24
 
 
 @pytest.fixture(scope="module")
 def made():
     models = {}
     return lambda name: models.setdefault(name, build(name))
-
-
-def arguments(lengths, **options):
-    input_ids, mask = tiny_prompts(127, lengths)
-    return {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0} | options
-
-
-def drafted(model, chain, text, width):
-    draft = RandomTreeDraftModel.from_target(model)
-    draft.hints, draft.chain = text[:, width:].tolist(), chain
-    draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
-    return draft
-
-
-def generated(model, seed=5, **options):
-    torch.manual_seed(seed)
-    return model.generate(**options)
 
 
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
@@ -104,21 +86,7 @@ def test_states_after_a_commit_are_those_of_single_steps(made, name):
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
 @pytest.mark.parametrize("kind", ["dynamic", "speculative"])
 def test_a_returned_cache_continues(made, name, kind):
-    """Also by plain `generate`; Ctrl-C before the first token leaves it as it was."""
-    model, inputs = made(name), arguments((21,), do_sample=False)
-    whole = generated(model, **inputs | {"max_new_tokens": 2 * NEW})
-    draft = drafted(model, False, whole, 21)
-    cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 1, 90)
-    first = generated(model, **inputs, assistant_model=draft, past_key_values=cache)
-    assert cache.get_seq_length() == first.shape[1] - 1
-    more = {"input_ids": first, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    kept = copy.deepcopy(cache)
-    draft.hints = whole[:, first.shape[1] :].tolist()
-    processors = [Bomb().processor()]
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(**more, assistant_model=draft, past_key_values=cache, logits_processor=processors)
-    for continued in ({"assistant_model": draft, "past_key_values": cache}, {"past_key_values": kept}):
-        assert generated(model, **more, **continued).tolist() == whole.tolist()
+    check_a_returned_cache(made(name), kind)
 
 
 @pytest.mark.parametrize(

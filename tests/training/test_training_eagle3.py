@@ -10,6 +10,7 @@ from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
 from hf_longspec.training import TokenWindows
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.training.conftest import labelled_rows
+from tests.training.first_step import check_first_step
 from tests.watching import before
 
 NEVER = 999
@@ -79,16 +80,7 @@ def test_the_loss_is_the_definition(make_trainer, make_eagle3, target, rows, los
     if draft.d2t is not None:
         draft.set_vocabulary(range(3, 23), target)
     expected, shares = definition(draft, target, rows, loss, settings.get("window"))
-    sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "loss_chunk_size": 7}
-    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, loss=loss, max_steps=1, **sizes)
-    metrics = trainer.evaluate()
-    trainer.train()
-    log = trainer.state.log_history[0]
-    # sums of about 40 losses around 3, in float32 against float64
-    assert log["loss"] == pytest.approx(expected, rel=1e-5)
-    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
-    assert {name: log[name] for name in shares} == pytest.approx(shares)
-    assert {name: metrics[f"eval_{name}"] for name in shares} == pytest.approx(shares)
+    log = check_first_step(make_trainer, draft, rows, loss, expected, shares, loss_chunk_size=7)
     tau = 1 + shares["acceptance_step_1"] * (1 + shares["acceptance_step_2"] * (1 + shares["acceptance_step_3"]))
     assert log["estimated_tau"] == pytest.approx(tau)
 

@@ -11,6 +11,7 @@ from hf_longspec.training import TokenWindows
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.tiny_targets import write_mtp_layers
 from tests.training.conftest import labelled_rows
+from tests.training.first_step import check_first_step
 
 FIXTURES = Path(__file__).parents[1] / "modeling" / "mtp" / "fixtures"
 NEVER = 999
@@ -119,16 +120,7 @@ def test_the_loss_is_the_definition(make_trainer, target, rows, loss, count, set
     steps = settings.get("training_steps", 3) if count == 1 else count
     span = settings.get("window"), settings.get("sinks", 0)
     expected, shares = definition(draft, target, rows, loss, steps, *span)
-    sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "loss_chunk_size": 7}
-    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, loss=loss, max_steps=1, **sizes)
-    metrics = trainer.evaluate()
-    trainer.train()
-    log = trainer.state.log_history[0]
-    # sums of about 40 losses around 4, in float32 against float64
-    assert log["loss"] == pytest.approx(expected, rel=1e-5)
-    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
-    assert {name: log[name] for name in shares} == pytest.approx(shares)
-    assert {name: metrics[f"eval_{name}"] for name in shares} == pytest.approx(shares)
+    check_first_step(make_trainer, draft, rows, loss, expected, shares, loss_chunk_size=7)
     assert len(shares) == steps
 
 

@@ -6,6 +6,7 @@ import torch
 from hf_longspec.generation.target_modules import LayerInputs
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.training.conftest import labelled_rows
+from tests.training.first_step import check_first_step
 
 
 @pytest.fixture
@@ -68,17 +69,9 @@ def test_the_loss_is_the_definition(make_trainer, make_heads, target, rows, loss
     draft = make_heads(**kind)
     rows = [with_hits(draft, target, row) for row in rows]
     expected, logs = definition(draft, target, rows, loss)
-    settings = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
-    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, loss=loss, max_steps=1, **settings)
-    metrics = trainer.evaluate()
-    trainer.train()
-    log = trainer.state.log_history[0]
-    # sums of about 40 losses around 3, in float32 against float64
-    assert log["loss"] == pytest.approx(expected, rel=1e-5)
-    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    log = check_first_step(make_trainer, draft, rows, loss, expected, logs)
     assert len(logs) == 6 and len(set(logs.values())) > 3
-    assert {name: log[name] for name in log if name.startswith("head")} == pytest.approx(logs)
-    assert {name: metrics[f"eval_{name}"] for name in logs} == pytest.approx(logs)
+    assert {name for name in log if name.startswith("head")} == logs.keys()
 
 
 def test_rows_that_no_head_can_learn_from_have_no_loss(make_trainer, heads, tokens):

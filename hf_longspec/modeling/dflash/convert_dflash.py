@@ -7,7 +7,6 @@ before any is read. Config files are read as JSON; the code that a folder may co
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -98,9 +97,7 @@ def from_other_format(
 
 def dflash_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> Any:
     """Return the draft of a checkpoint in its dtype, for `hf-longspec convert`; see [`from_other_format`]."""
-    path = Path(checkpoint.source)
-    raw, _ = PreTrainedConfig.get_config_dict(str(path.parent if path.is_file() else checkpoint.source))
-    return _draft(checkpoint, raw, target, None)
+    return _draft(checkpoint, checkpoint.read_config(), target, None)
 
 
 DFLASH = Converter(DFLASH_TARGETS, r"^(model\.)?(hidden_norm|encoder\.output_norm_enc)\.", dflash_draft)

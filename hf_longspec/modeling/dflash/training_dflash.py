@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
-from ...training.trainer import acceptance, check_length, counted
+from ...training.trainer import check_length, counted
 from ..eagle3.training_eagle3 import AuxMethod
 from ..longspec.training_longspec import mixed
 
@@ -27,6 +27,8 @@ class DFlashMethod(AuxMethod):
     head learns whether the most likely token of its slot is the wanted one, by the binary cross-entropy, which does not
     reach the layers. The weight of level k is exp(-2 k / block_size). Evaluations use anchors at equal distances.
     """
+
+    level = "slot"
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         config = draft.config
@@ -68,10 +70,6 @@ class DFlashMethod(AuxMethod):
         inputs = self._with_blocks(inputs, shares)
         totals, counts = self.run(model, inputs, self._hidden(inputs))
         return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
-
-    def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compute the share of hits of every level, and the tau of a chain if they are independent."""
-        return acceptance(counts, "slot")
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits `(n, draft vocabulary)` of states `(n, hidden)`, which the features of a Markov head follow."""

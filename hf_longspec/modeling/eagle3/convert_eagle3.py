@@ -90,9 +90,7 @@ def from_other_format(
 
 def eagle3_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> Any:
     """Return the draft of a checkpoint in its dtype, for `hf-longspec convert`; see [`from_other_format`]."""
-    path = Path(checkpoint.source)
-    raw, _ = PreTrainedConfig.get_config_dict(str(path.parent if path.is_file() else checkpoint.source))
-    return _draft(checkpoint, raw, target, None)
+    return _draft(checkpoint, checkpoint.read_config(), target, None)
 
 
 # In DFlash drafts the norm of this name belongs to no layer.

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...generation.target_modules import TargetEnds, final_norm_of
 from ...training.arguments import DraftTrainingArguments
-from ...training.trainer import LevelsMethod, acceptance, check_length, counted
+from ...training.trainer import LevelsMethod, check_length, counted
 from ..longspec.training_longspec import RowNoise, anchor_offset_positions
 
 # Weight of the loss of step s is this to the power of s, as in the authors' training.
@@ -115,10 +115,6 @@ class Eagle3Method(AuxMethod):
         _, offsets = self.noise.draw(step, total, rows, lengths)
         self.longest_position = max(self.longest_position, *lengths)
         return {**batch, "position_ids": anchor_offset_positions(length, offsets, self.args.anchors)}
-
-    def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compute the share of hits of every step, and the tau of a chain of so many tokens if they are independent."""
-        return acceptance(counts, "step")
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the chained steps; the counts are hits and predicted tokens. Positions are 0, 1, 2, ... by default."""

@@ -5,7 +5,6 @@ as far as an assistant has them. Names and shapes are compared before a tensor i
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,9 +45,7 @@ def from_other_format(
 
 def gemma4_assistant_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> Any:
     """Return the draft of a checkpoint in its dtype, for `hf-longspec convert`; see [`from_other_format`]."""
-    path = Path(checkpoint.source)
-    raw, _ = PreTrainedConfig.get_config_dict(str(path.parent if path.is_file() else checkpoint.source))
-    return _draft(checkpoint, raw, target, None)
+    return _draft(checkpoint, checkpoint.read_config(), target, None)
 
 
 GEMMA4_ASSISTANT = Converter(TARGETS, r"^post_projection\.", gemma4_assistant_draft)

@@ -1,6 +1,6 @@
 """Gemma 4 assistants: a beam grows from one position, over the keys and values of the target's last layers.
 
-An accepted node leaves nothing behind in the draft. After a verification it needs the target's state at the last
+An accepted node leaves nothing in the draft. After a verification it needs the target's state at the last
 committed token, and the target's cache.
 """
 

@@ -4,14 +4,13 @@ Source: DeepSeek-V3 (https://huggingface.co/papers/2412.19437), section 2.2, for
 all levels is trained on its own outputs as in EAGLE-3 (https://huggingface.co/papers/2503.01840), section 3.2.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
-from ...training.trainer import FinalStateMethod, acceptance, counted
+from ...training.trainer import FinalStateMethod, counted
 from ..eagle3.training_eagle3 import STEP_WEIGHT
 
 
@@ -32,10 +31,6 @@ class MtpMethod(FinalStateMethod):
         self.target = target
         window = draft.setting("window")
         self.span = {"window": None if window == "all" else window, "sinks": draft.setting("sinks")}
-
-    def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compute the share of hits of every step, and the tau of a chain of so many tokens if they are independent."""
-        return acceptance(counts, "step")
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the chained steps; the counts are hits and predicted tokens."""
