@@ -3,8 +3,9 @@
     make figure
     python -m benchmarks.figure --preset full --output runs/figure.jsonl --resume
 
-The short form has the usual settings of each draft. `full` also has variants, batches of four, and bfloat16 where the
-processor has it. The report and the figures are written at the end. benchmarks/README.md describes the method.
+The short form has the usual settings of each draft. `full` also has other settings, drafts that were trained
+otherwise, batches of four, and bfloat16 where the processor has it. `--join` adds a run of the other mode, which had a
+core of its own. The report and the figures are written at the end. benchmarks/README.md describes the method.
 """
 
 import hashlib
@@ -19,10 +20,10 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks import harness
-from benchmarks.figure_report import draw
+from benchmarks.figure_report import TRAINED_OTHERWISE, draw
 from hf_longspec.bench.calls import HF, PLAIN, Decoder, HfMethod, endless, prefill
 from hf_longspec.bench.report import significant
-from hf_longspec.bench.results import Record, of_kind, rotated
+from hf_longspec.bench.results import Record, of_kind, read_records, refuse_other, rotated
 
 GAMMA = 4
 CHAIN = [1] * GAMMA
@@ -49,6 +50,7 @@ MAIN = (
     "LongSpec",
     "LongSpec, tree",
     "EAGLE-3, window",
+    "DFlash",
     "TokenSwift",
     "small model, window",
     "SpecAttn",
@@ -63,8 +65,10 @@ PRESETS: dict[str, tuple[float, tuple[Part, ...]]] = {
     "full": (
         900,
         (
-            Part((1024, 2048, 4096, 8192, 16128), 24),
-            Part(SHORT, 8, "bfloat16"),
+            Part(SHORT, 24, systems=(*MAIN, *TRAINED_OTHERWISE)),
+            Part((2048, 8192), 24, systems=MAIN),
+            Part(SHORT, 12),
+            Part(SHORT, 8, "bfloat16", systems=MAIN),
             Part(SHORT, 12, batch=4, systems=MAIN),
         ),
     ),
@@ -145,8 +149,8 @@ def compare(
     """Run all systems on the same prompts, and write each call as soon as it is over.
 
     A run that is cut off has about as many prompts in every cell, because all parts advance together. The calls that
-    the file holds are not repeated, and prompts without further calls are not read. As many prompts as the largest
-    batch are read at a time, each of them once for all systems and lengths.
+    the file or an earlier part holds are not repeated, and prompts without further calls are not read. As many prompts
+    as the largest batch are read at a time, each of them once for all systems and lengths.
 
     Args:
         parts (`Sequence[Part]`): Those whose type is in `targets` are measured.
@@ -154,18 +158,16 @@ def compare(
         rows (`torch.Tensor`): Prompts `(P, T)`.
     """
     parts = [part for part in parts if part.dtype in targets]
-    measured = {tuple(call[name] for name in PLACE) for call in of_kind(results.records, "call")}
+    known = {tuple(call[name] for name in PLACE) for call in of_kind(results.records, "call")}
     size, warm = max(part.batch for part in parts), set()
     for first in range(0, len(rows), size):
         block = rows[first : first + size]
-        planned = [
-            [
-                what
-                for what in _cells(part, targets[part.dtype][1], modes, range(first, first + len(block)))
-                if tuple(what.values()) not in measured
-            ]
-            for part in parts
-        ]
+        planned: list[list[Record]] = [[] for _ in parts]
+        for part, cells in zip(parts, planned, strict=True):
+            for what in _cells(part, targets[part.dtype][1], modes, range(first, first + len(block))):
+                if (place := tuple(what.values())) not in known:
+                    known.add(place)
+                    cells.append(what)
         if not any(planned):
             continue
         results.say(f"reading prompts {first + 1} to {first + len(block)}")
@@ -199,6 +201,16 @@ def compare(
         results.say(f"prompts {first + 1} to {first + len(block)}: done")
 
 
+def join(results: harness.Run, path: Path, settings: Mapping[str, Any]) -> None:
+    """Add the calls of another run, such as one of another mode; ValueError for other settings, machines or commits."""
+    others = read_records(path)
+    refuse_other(path, others[0], "figure", settings, results.records[0], option="--join")
+    results.write("joined", **{name: others[0][name] for name in ("date", "command", "load_average")})
+    for record in others:
+        if record["kind"] in ("call", "skipped"):
+            results.write(**record)
+
+
 def _cells(part: Part, methods: Mapping[str, Any], modes: Sequence[str], block: range) -> Iterator[Record]:
     """Yield the place of each call of a part whose prompts all lie in a block."""
     chosen = [name for name in methods if not part.systems or name in (HF, PLAIN, *part.systems)]
@@ -212,8 +224,6 @@ def _cells(part: Part, methods: Mapping[str, Any], modes: Sequence[str], block: 
 def _reduced(part: Part, contexts: Sequence[int] | None, prompts: int | None) -> Part:
     """Return a part with no other contexts and no more prompts than these."""
     kept = tuple(context for context in part.contexts if contexts is None or context in contexts)
-    if not kept:
-        raise SystemExit(f"--contexts {contexts}: expected some of {', '.join(map(str, part.contexts))}.")
     return replace(part, contexts=kept, prompts=min(part.prompts, prompts or part.prompts))
 
 
@@ -229,11 +239,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, help="no more prompts than this in any part of the preset")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue with the result file")
+    parser.add_argument("--join", type=Path, help="result file whose calls are added, of the same settings and commit")
     parser.set_defaults(minutes=None)
     args = parser.parse_args(arguments)
     minutes, parts = PRESETS[args.preset]
     args.minutes = minutes if args.minutes is None else args.minutes
-    parts = tuple(_reduced(part, args.contexts, args.prompts) for part in parts)
+    parts = tuple(reduced for part in parts if (reduced := _reduced(part, args.contexts, args.prompts)).contexts)
+    if not parts:
+        parser.error(f"--contexts {args.contexts}: the preset has none of them.")
 
     def wanted(name: str) -> bool:
         in_parts = any(not part.systems or name in part.systems for part in parts)
@@ -241,7 +254,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     window, count = max(max(part.contexts) for part in parts), max(part.prompts for part in parts)
     rows, origin = harness.load_prompts(args.target, args.data, window, count)
-    settings = {"preset": args.preset, "contexts": parts[0].contexts, "tokens": args.tokens, **origin}
+    contexts = sorted({context for part in parts for context in part.contexts})
+    settings = {"preset": args.preset, "contexts": contexts, "tokens": args.tokens, **origin}
     with harness.start(args, "figure", settings, resume=args.resume or None) as run:
         targets: dict[str, tuple[PreTrainedModel, dict[str, Any]]] = {}
         for dtype in dict.fromkeys(part.dtype for part in parts):
@@ -254,6 +268,8 @@ def main(arguments: list[str] | None = None) -> None:
         for name in filter(wanted, missing):
             run.skip("no such draft", system=name)
         compare(run, parts, targets, rows, modes=args.modes, tokens=args.tokens)
+        if args.join:
+            join(run, args.join, settings)
     draw(run.records, args.output.with_suffix(".svg"))
 
 

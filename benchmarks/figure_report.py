@@ -42,6 +42,7 @@ CELL = ["dtype", "mode", "batch", "context"]
 METHODS = {
     "LongSpec": ("LongSpec", "LongSpec, tree", "LongSpec, last 1,020 keys"),
     "EAGLE-3": ("EAGLE-3, window", "EAGLE-3, tree", "EAGLE-3, all"),
+    "DFlash": ("DFlash",),
     "TokenSwift": ("TokenSwift", "TokenSwift, paper's heads"),
     "SpecAttn": (
         "SpecAttn",
@@ -174,6 +175,16 @@ def as_measured(name: str, systems: Container[str]) -> str:
     return LONGSPEC if name == THIRD and THIRD not in systems else name
 
 
+# Drafts that are compared with each other, each on as many tokens.
+TRAINED_OTHERWISE = (
+    THIRD,
+    "LongSpec, no offsets",
+    "LongSpec, no noise",
+    "LongSpec, no cross-attention",
+    "LongSpec, uniform noise",
+)
+
+
 @dataclass(frozen=True)
 class Claim:
     """A claim of a paper: the ratio of two taus on the same prompts, all lengths together, is larger than `least`."""
@@ -197,7 +208,7 @@ class Claim:
             return []
         system = taus.loc[mode][name]
         if self.other is not None:
-            return list((system - taus.loc[mode][self.other]).dropna().mean(axis=1))
+            return list((system - taus.loc[mode][self.other]).dropna(axis=1, how="all").dropna().mean(axis=1))
         system, lengths = system.dropna(), np.log(system.columns.to_numpy(dtype=float))
         return list(np.polyfit(lengths, system.T, 1)[0] * np.ptp(lengths)) if len(lengths) > 1 and len(system) else []
 
@@ -400,17 +411,11 @@ NO_DRAFT: tuple[str, Any] = ("black", (0, (1, 1.2)))
 # Panels of the pictures of settings, whose curves have the styles above in this order.
 SETTINGS = {
     "LongSpec": METHODS["LongSpec"],
-    "LongSpec, trained otherwise": (
-        THIRD,
-        "LongSpec, no offsets",
-        "LongSpec, no noise",
-        "LongSpec, no cross-attention",
-        "LongSpec, uniform noise",
-    ),
+    "LongSpec, trained otherwise": TRAINED_OTHERWISE,
     "EAGLE-3": METHODS["EAGLE-3"],
     "SpecAttn": METHODS["SpecAttn"],
     "TokenSwift and tables of tokens": (*METHODS["TokenSwift"], "n-grams", "Token Recycling", "hf prompt lookup"),
-    "small models and Quest": (*METHODS["small model"], "hf assisted", "Quest"),
+    "small models, DFlash and Quest": (*METHODS["small model"], "hf assisted", "DFlash", "Quest"),
 }
 AXES = {"tau": "tau, tokens per verification", "to_generate": "speed, times that of generate"}
 # A picture is 800 pixels wide at 100 per inch.

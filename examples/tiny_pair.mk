@@ -3,7 +3,7 @@
 #   make -f examples/tiny_pair.mk target NOVELS=novels             two core-hours with PARENT, six without
 #   make -f examples/tiny_pair.mk -j2 drafts variants              five core-hours and those of dflash, a core for each run
 #   make -f examples/tiny_pair.mk measure publish NOVELS=novels
-#   make -f examples/tiny_pair.mk figure NOVELS=novels             hours, on a machine with nothing else to do
+#   make -f examples/tiny_pair.mk -j2 figure NOVELS=novels         hours, on a machine with nothing else to do
 #
 #   NOVELS  folder whose train/ and eval/ hold text files, with no document in both
 #   RUNS    folder of checkpoints, token streams and logs
@@ -33,7 +33,7 @@ THIRD_LONG := 0.13e6
 THIRD_OWN := 0.2e6
 
 .DEFAULT_GOAL := help
-.PHONY: help target drafts variants measure publish figure
+.PHONY: help target drafts variants measure publish figure figure-greedy figure-sample
 .SECONDARY:
 
 help:
@@ -98,10 +98,15 @@ publish: $(DRAFTS:%=$(RUNS)/%-own/final/config.json)
 	rm -rf benchmarks/drafts/chained-heads
 	cp -r $(RUNS)/paper-heads-own/final benchmarks/drafts/chained-heads
 
-# An interrupted run goes on with the calls that it lacks, at the same commit.
-figure:
-	$(PYTHON) -m benchmarks.figure --preset full --resume --threads $(THREADS) --data $(NOVELS)/eval --data stdlib \
-		--output $(RUNS)/figure.jsonl
+# Greedy and sampled calls in two processes. An interrupted run goes on with the calls that it lacks, at the same commit.
+FIGURE = $(PYTHON) -m benchmarks.figure --preset full --resume --threads $(THREADS) --data $(NOVELS)/eval --data stdlib
+
+figure-greedy figure-sample: figure-%:
+	$(FIGURE) --modes $* --output $(RUNS)/figure-$*.jsonl
+
+figure: figure-greedy figure-sample
+	cp $(RUNS)/figure-greedy.jsonl $(RUNS)/figure.jsonl
+	$(FIGURE) --modes greedy --join $(RUNS)/figure-sample.jsonl --output $(RUNS)/figure.jsonl
 	cp $(RUNS)/figure.jsonl benchmarks/results/figure.jsonl
 	$(PYTHON) -m benchmarks.tables --reports
 	$(PYTHON) -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/drafts.svg

@@ -282,7 +282,8 @@ def environment_line(records: Sequence[Record]) -> str:
         *(f"resumed {record['date']}" for record in of_kind(records, "resumed")),
     ]
     state = "" if of_kind(records, "end") else " The run was not finished."
-    return f"{', '.join(parts)}: `{facts['command']}`.{state}"
+    joined = "".join(f" Joined with a run of {run['date']}: `{run['command']}`." for run in of_kind(records, "joined"))
+    return f"{', '.join(parts)}: `{facts['command']}`.{joined}{state}"
 
 
 def with_defaults(note: str, records: Sequence[Record]) -> str:

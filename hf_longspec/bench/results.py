@@ -119,17 +119,22 @@ def check_resume(path: Path, resume: bool) -> None:
 
 
 def refuse_other(
-    path: Path, first: Record, benchmark: str, settings: Mapping[str, Any], here: Mapping[str, Any]
+    path: Path,
+    first: Record,
+    benchmark: str,
+    settings: Mapping[str, Any],
+    here: Mapping[str, Any],
+    option: str = "--resume",
 ) -> None:
     """Refuse a file of other settings or of another environment."""
     if first.get("kind") != "environment" or first.get("benchmark") != benchmark:
-        raise ValueError(f"--resume {path}: not a result file of `hf-longspec {benchmark}`. Pass another file.")
+        raise ValueError(f"{option} {path}: not a result file of `hf-longspec {benchmark}`. Pass another file.")
     settings = json.loads(json.dumps(settings))  # tuples are lists in the file
     different = _differences(first["settings"], settings)
     different += _differences(*({k: v for k, v in side.items() if k not in MAY_CHANGE} for side in (first, here)))
     if different:
         raise ValueError(
-            f"--resume {path}: other settings or environment: {'; '.join(different)}. Use the same ones, or "
+            f"{option} {path}: other settings or environment: {'; '.join(different)}. Use the same ones, or "
             "another file."
         )
 

@@ -76,12 +76,39 @@ def test_an_interrupted_run_goes_on_where_it_stopped(target, prompts, tmp_path, 
     assert len(at) == len(set(at)) == 4 * len(prompts.tokens) and not of_kind(records, "skipped")
 
 
-def test_parts_are_reduced_and_never_emptied():
+def test_a_call_of_two_parts_is_made_once(target, prompts, tmp_path):
+    few = figure.Part((24,), prompts=2, systems=("SpecAttn",))
+    calls = of_kind(measure(target, prompts, tmp_path / "figure.jsonl", parts=(few, SINGLE)), "call")
+    at = [(call["system"], call["turn"]) for call in calls]
+    assert len(at) == len(set(at)) == 4 * len(prompts.tokens)
+
+
+def test_runs_of_one_mode_each_are_joined(target, prompts, tmp_path):
+    greedy, sample = (tmp_path / f"{mode}.jsonl" for mode in ("greedy", "sample"))
+    others = measure(target, prompts, sample, modes=["sample"])
+    first = measure(target, prompts, greedy)
+    with Run(greedy, "figure", 100, resume=True, quiet=True) as results:
+        figure.join(results, sample, {})
+    calls = of_kind(read_records(greedy), "call")
+    assert calls == of_kind(first, "call") + of_kind(others, "call")
+    command = others[0]["command"]
+    assert f"Joined with a run of {others[0]['date']}: `{command}`." in greedy.with_suffix(".md").read_text()
+    others[0]["commit"] = "of another day"
+    sample.write_text("".join(json.dumps(record) + "\n" for record in others))
+    with (
+        Run(greedy, "figure", 100, resume=True, quiet=True) as results,
+        pytest.raises(ValueError, match=r"--join.*commit was of another day"),
+    ):
+        figure.join(results, sample, {})
+
+
+def test_parts_are_reduced_and_never_all_emptied(capsys):
     part = figure.Part((24, 30), prompts=5)
     assert figure._reduced(part, [30, 40], 9) == figure.Part((30,), prompts=5)
     assert figure._reduced(part, None, 2) == figure.Part((24, 30), prompts=2)
-    with pytest.raises(SystemExit, match="expected some of 24, 30"):
-        figure._reduced(part, [40], None)
+    with pytest.raises(SystemExit):
+        figure.main(["--contexts", "40"])
+    assert "--contexts [40]: the preset has none of them" in capsys.readouterr().err
 
 
 def test_drafts_that_do_not_exist_are_named(target, tmp_path, monkeypatch):
