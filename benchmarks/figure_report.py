@@ -6,7 +6,7 @@ python -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/d
 import math
 import re
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -46,7 +46,6 @@ METHODS = {
     "TokenSwift": ("TokenSwift", "TokenSwift, paper's heads"),
     "SpecAttn": (
         "SpecAttn",
-        "SpecAttn, logits",
         "SpecAttn, weights",
         "SpecAttn, all rows",
         "SpecAttn, last accepted",
@@ -170,11 +169,6 @@ LONGSPEC, EAGLE_WINDOW, SMALL_WINDOW = "LongSpec", "EAGLE-3, window", "small mod
 THIRD = "LongSpec, a third"
 
 
-def as_measured(name: str, systems: Container[str]) -> str:
-    """Return the name of a system; without `THIRD`, variants have as many tokens as the draft itself."""
-    return LONGSPEC if name == THIRD and THIRD not in systems else name
-
-
 # Drafts that are compared with each other, each on as many tokens.
 TRAINED_OTHERWISE = (
     THIRD,
@@ -203,10 +197,9 @@ class Claim:
         """
         import numpy as np
 
-        name = as_measured(self.system, taus.columns.levels[0])
-        if mode not in taus.index or not {name, self.other or name} <= set(taus.columns.levels[0]):
+        if mode not in taus.index or not {self.system, self.other or self.system} <= set(taus.columns.levels[0]):
             return []
-        system = taus.loc[mode][name]
+        system = taus.loc[mode][self.system]
         if self.other is not None:
             return list((system - taus.loc[mode][self.other]).dropna(axis=1, how="all").dropna().mean(axis=1))
         system, lengths = system.dropna(), np.log(system.columns.to_numpy(dtype=float))
@@ -307,8 +300,7 @@ def goals(records: Sequence[Record], entries: Sequence[Record]) -> str:
         first, last = longspec.columns[0], longspec.columns[-1]
         change = (longspec[last] - longspec[first]).dropna()
         add(f"LongSpec: tau at {last:,} over tau at {first:,}", mode, TAU_GOAL, ratio_interval(list(change)))
-        whole = taus.loc[mode].get(as_measured(THIRD, taus.columns.levels[0]))
-        without = taus.loc[mode].get("LongSpec, no cross-attention")
+        whole, without = taus.loc[mode].get(THIRD), taus.loc[mode].get("LongSpec, no cross-attention")
         if whole is None or without is None:
             continue
         gains = (whole - without).loc[:, lambda gains: gains.columns >= LONG]
@@ -438,7 +430,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
         panels: list[list[Panel]] = [
             [(title, mode, key, dict(zip(subset, STYLES.values(), strict=False))) for key in AXES]
             for title, names in SETTINGS.items()
-            if (subset := [name for name in (as_measured(name, systems) for name in names) if name in systems])
+            if (subset := [name for name in names if name in systems])
         ]
         _draw(entries, panels, path.with_stem(f"{path.stem}-settings-{mode}"))
     if modes:

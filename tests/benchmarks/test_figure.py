@@ -118,7 +118,7 @@ def test_drafts_that_do_not_exist_are_named(target, tmp_path, monkeypatch):
     assert methods["LongSpec, a third"].setting("tree_widths") == figure.CHAIN
     assert {"LongSpec", "LongSpec, uniform noise", "small model"} <= set(missing) and not set(methods) & set(missing)
     known = {HF, PLAIN, "hf assisted", *methods, *missing}
-    assert {name for names in figure_report.METHODS.values() for name in names} - {"SpecAttn, logits"} <= known
+    assert {name for names in figure_report.METHODS.values() for name in names} <= known
     assert {
         *figure.MAIN,
         *(name for claim in figure_report.CLAIMS for name in (claim.system, claim.other) if name),
@@ -153,15 +153,13 @@ def lines_of(markdown, start):
     return [cells for cells in lines if cells[0].startswith(start)]
 
 
-def a_run(third):
+def a_run():
     """Four prompts of three lengths; the noise of a prompt is the same for all systems."""
     records = []
     for turn, context in product(range(4), (1024, 4096, 16128)):
         noise = 1 + 0.1 * turn
         taus = {HF: 1.0, PLAIN: 1.0, "LongSpec": 3 * noise, "LongSpec, no cross-attention": 1.9 * noise}
-        taus |= {"LongSpec, no noise": 2 * noise * (1 + 0.01 * turn)} | (
-            {"LongSpec, a third": 2 * noise} if third else {}
-        )
+        taus |= {"LongSpec, no noise": 2 * noise * (1 + 0.01 * turn), "LongSpec, a third": 2 * noise}
         taus["hf prompt lookup"] = 9.0
         for system, tau in taus.items():
             seconds = 1.0 if system in (HF, PLAIN) else 0.5 if system == "LongSpec" else 0.4
@@ -171,25 +169,24 @@ def a_run(third):
 
 
 def test_variants_are_compared_with_the_recipe_on_as_many_tokens():
-    """Without it, with the draft itself; all lengths together, prompt by prompt."""
+    """All lengths together, prompt by prompt."""
     ratio = float(np.exp(np.mean([-np.log(1 + 0.01 * turn) for turn in range(4)])))
-    for third, base in ((True, 2), (False, 3)):
-        text = figure_report.claims(a_run(third))
-        (noise,), (cross,) = lines_of(text, "Flash Noisy"), lines_of(text, "Cross-attention")
-        assert noise[3].startswith(f"{ratio * base / 2 - 1:+.1%} ")
-        assert cross[3].startswith(f"{base / 1.9 - 1:+.1%}") and not lines_of(text, "LongSpec accepts more if")
-        goals = lines_of(figure_report.goals(a_run(third), []), "LongSpec: tau with cross-attention")
-        assert [cells[0].rpartition(" without ")[2] for cells in goals] == [
-            "at 4,096",
-            "at 16,128",
-            "from 4,096 on, all lengths together",
-        ]
-        assert all(cells[3].startswith(f"{base / 1.9:.2f}") and cells[4] == "yes" for cells in goals)
+    text = figure_report.claims(a_run())
+    (noise,), (cross,) = lines_of(text, "Flash Noisy"), lines_of(text, "Cross-attention")
+    assert noise[3].startswith(f"{ratio - 1:+.1%} ")
+    assert cross[3].startswith(f"{2 / 1.9 - 1:+.1%}") and not lines_of(text, "LongSpec accepts more if")
+    goals = lines_of(figure_report.goals(a_run(), []), "LongSpec: tau with cross-attention")
+    assert [cells[0].rpartition(" without ")[2] for cells in goals] == [
+        "at 4,096",
+        "at 16,128",
+        "from 4,096 on, all lengths together",
+    ]
+    assert all(cells[3].startswith(f"{2 / 1.9:.2f}") and cells[4] == "yes" for cells in goals)
 
 
 def test_goals_name_the_fastest_setting_of_a_draft():
     """Neither a method of transformers nor a variant for comparisons, which are faster here."""
-    records = a_run(third=True)
+    records = a_run()
     entries = figure_report.rows(records)
     found = {tuple(cells[:2]): cells[2:] for cells in lines_of(figure_report.goals(records, entries), "")}
     assert found["LongSpec: x plain loop at 16,128", "greedy"] == ["1.35", "2.00 (LongSpec)", "yes"]
@@ -202,7 +199,7 @@ def test_goals_name_the_fastest_setting_of_a_draft():
 
 
 def test_the_report_divides_an_iteration_by_length():
-    report = "\n\n".join(figure_report.tables(a_run(third=True)))
+    report = "\n\n".join(figure_report.tables(a_run()))
     section = report.partition("## Draft, verification and rest")[2].partition("##")[0]
     (cells,) = lines_of(section, "LongSpec, a third")
     cost = 0.4 * 2 * 1.15  # seconds over those of the plain loop times tau, mean over prompts
@@ -212,7 +209,7 @@ def test_the_report_divides_an_iteration_by_length():
 
 def test_pictures_have_six_curves_at_most_and_labels_apart(tmp_path, monkeypatch):
     """The fastest setting of each method in the first picture, whose curves all end close to each other."""
-    panels, records = [], a_run(third=True)
+    panels, records = [], a_run()
     for number, system in enumerate(("EAGLE-3, all", "EAGLE-3, tree", "TokenSwift", "SpecAttn", "n-grams", "Quest")):
         records += [
             call(system, context, 3.0 + 0.01 * number, turn, seconds=0.5 - 0.01 * number)
