@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
@@ -135,7 +136,13 @@ class DraftModel(PreTrainedModel):
 
     @classmethod
     def reader(cls) -> Any:
-        """Return the module that reads checkpoints of other projects; `None` if there is none."""
+        """Return the registered module that reads checkpoints of other projects; `None` if there is none."""
+        try:
+            drafts = import_module("hf_longspec.modeling.register_draft").DRAFTS
+        except ImportError:  # published copies lack it
+            return None
+        kind = cls.config_class.model_type
+        return drafts[kind].reader if kind in drafts else None
 
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         """Generate with `model` and this draft. `model.generate(assistant_model=draft)` calls this method.

@@ -8,6 +8,7 @@ Published copies of a draft hold neither this file nor what a registration names
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.resources import files
 from pkgutil import resolve_name
 from typing import Any
@@ -31,7 +32,7 @@ class RegisteredDraft:
     tune: str | None = None
     card: str | None = None  # template of the model card as `"package:file.md"`, needed to publish the draft
     # a function of the contents of a config.json: whether `from_pretrained(path, target=)` of the draft reads this
-    # checkpoint of another project
+    # checkpoint of another project, by `from_other_format` of the function's module
     reads: str | None = None
     aliases: tuple[str, ...] = ()  # further names on the command line, for drafts without weights
 
@@ -43,6 +44,11 @@ class RegisteredDraft:
     def load(self, role: str) -> Any:
         """Import the object that the registration names as `"training"`, `"convert"`, `"tune"` or `"reads"`."""
         return resolve_name(getattr(self, role))
+
+    @property
+    def reader(self) -> Any:
+        """The module of `reads`, or `None`."""
+        return None if self.reads is None else import_module(self.reads.partition(":")[0])
 
     def card_template(self) -> str:
         """Return the text of the draft's part of the model card, or refuse a draft that was registered without one."""
