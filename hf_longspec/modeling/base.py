@@ -4,7 +4,6 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
@@ -133,16 +132,6 @@ class DraftModel(PreTrainedModel):
         place = self.place(target)
         is_there = not self.training and (self.device, self.dtype) == place
         return self if is_there else copy.deepcopy(self).to(*place).eval()
-
-    @classmethod
-    def reader(cls) -> Any:
-        """Return the registered module that reads checkpoints of other projects; `None` if there is none."""
-        try:
-            drafts = import_module("hf_longspec.modeling.register_draft").DRAFTS
-        except ImportError:  # published copies lack it
-            return None
-        kind = cls.config_class.model_type
-        return drafts[kind].reader if kind in drafts else None
 
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         """Generate with `model` and this draft. `model.generate(assistant_model=draft)` calls this method.
@@ -394,9 +383,12 @@ class DraftModel(PreTrainedModel):
         Some of these need the target. The code that a repository may contain is never run.
         """
         hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
-        reader = cls.reader()
-        if reader is not None and kwargs.get("config") is None:
-            draft = reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
+        try:
+            read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")
+        except ImportError:
+            read = None  # published copies read their own format alone
+        if read is not None and kwargs.get("config") is None:
+            draft = read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub)
             if draft is not None:
                 return draft, {}
         if cls.weightless:
