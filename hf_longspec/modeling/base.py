@@ -59,6 +59,8 @@ class DraftModel(PreTrainedModel):
     main_input_name = "input_ids"
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
+    # Whether `from_pretrained` also reads checkpoints of other projects, by the installed package.
+    reads_published: ClassVar[bool] = False
     drafter_class: ClassVar[Any]
     settings: ClassVar[dict[str, Any]] = {}
     declared: ClassVar[dict[str, Setting]] = COMMON
@@ -383,13 +385,12 @@ class DraftModel(PreTrainedModel):
         Some of these need the target. The code that a repository may contain is never run.
         """
         hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
-        try:
-            read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")
-        except ImportError:
-            read = None  # published copies read their own format alone
-        if read is not None and kwargs.get("config") is None:
-            draft = read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub)
-            if draft is not None:
+        if cls.reads_published and kwargs.get("config") is None:
+            try:
+                read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")
+            except ImportError:
+                read = None  # published copies read their own format alone
+            if read and (draft := read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub)):
                 return draft, {}
         if cls.weightless:
             config = kwargs.get("config")

@@ -31,7 +31,7 @@ class RegisteredDraft:
     tune: str | None = None
     card: str | None = None  # template of the model card as `"package:file.md"`, needed to publish the draft
     # a function of the contents of a config.json: whether `from_pretrained(path, target=)` of the draft reads this
-    # checkpoint of another project, by `convert`
+    # checkpoint of another project. A class with `reads_published` does it by `convert`
     reads: str | None = None
     aliases: tuple[str, ...] = ()  # further names on the command line, for drafts without weights
 
@@ -127,7 +127,7 @@ def read_published(
     """Return a checkpoint of another project as a draft of this `model_type`; `None` if it is in this package's format.
 
     Args:
-        kind (`str`): The `model_type` of the draft. A draft that reads no other formats returns `None`, too.
+        kind (`str`): The `model_type` of a draft with `reads_published`.
         source (`str` or `os.PathLike`): Folder or Hub id.
         target (`PreTrainedModel` or `PreTrainedConfig`, *optional*): The target, whose facts the draft records.
         dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
@@ -137,12 +137,9 @@ def read_published(
         OSError: If there is no config.json.
         ValueError: If it is no draft of this kind, or its files do not fit together or to the target.
     """
-    row = DRAFTS.get(kind)
-    if row is None or row.reads is None or row.convert is None:
-        return None
     if PreTrainedConfig.get_config_dict(source, **hub)[0].get("model_type") == kind:
         return None
-    converter: Converter = row.load("convert")
+    converter: Converter = DRAFTS[kind].load("convert")
     return converter.draft(Checkpoint(str(source), converter.formats, **hub), target, dtype)
 
 

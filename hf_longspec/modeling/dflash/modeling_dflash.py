@@ -35,6 +35,7 @@ class DFlashDraftModel(AuxDraftModel):
 
     config_class = DFlashConfig
     drafter_class = DFlashDrafter
+    reads_published = True
     _no_split_modules = ["DFlashLayer"]
     settings: ClassVar[dict[str, Any]] = {
         "num_tree_nodes": Setting(
