@@ -9,6 +9,7 @@ classes. All other assistants run the functions of transformers.
 import copy
 import functools
 import os
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,7 +74,10 @@ def stock_assisted_decoding() -> Any:
 
 
 def _draft_of(name: str | os.PathLike | type, target: Any) -> Any:
-    """Return the saved draft of a folder or Hub id, loaded once for each target. No code of a repository is run."""
+    """Return the draft of a folder or Hub id, loaded once for each target. No code of a repository is run.
+
+    It is a saved one, or a checkpoint of another project that a draft of the installed package reads.
+    """
     if isinstance(name, type):
         raise ValueError(
             f"assistant_model is the class {name.__name__}. Pass a draft, such as "
@@ -82,21 +86,28 @@ def _draft_of(name: str | os.PathLike | type, target: Any) -> Any:
     drafts = _named.setdefault(target, {})
     if (name := os.fspath(name)) not in drafts:
         try:
-            kind = PreTrainedConfig.get_config_dict(name)[0].get("model_type")
+            config = PreTrainedConfig.get_config_dict(name)[0]
         except OSError as error:
             raise OSError(
                 f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}). Pass a draft, or the "
                 "folder or Hub id of a saved one."
             ) from error
+        kind = config.get("model_type")
         draft: Any = MODEL_MAPPING.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
-        if not getattr(draft, "_is_longspec_draft", False):
+        if not getattr(draft, "_is_longspec_draft", False) and (draft := _reader_of(config)) is None:
             raise ValueError(
-                f"assistant_model={name!r} has model_type={kind!r} and is not a saved draft. Pass "
-                "AssistantDraftModel.from_pretrained(name, target=model), or Eagle3DraftModel for an EAGLE-3 "
-                "checkpoint."
+                f"assistant_model={name!r} has model_type={kind!r} and is not a draft. For a small language model, "
+                "pass AssistantDraftModel.from_pretrained(name, target=model)."
             )
         drafts[name] = draft.from_pretrained(name, target=target, trust_remote_code=False)
     return drafts[name]
+
+
+def _reader_of(config: dict[str, Any]) -> Any:
+    try:
+        return import_module("hf_longspec.modeling.register_draft").reader_of(config)
+    except ImportError:  # a published copy reads its own drafts alone
+        return None
 
 
 def _stock(name: str) -> Any:

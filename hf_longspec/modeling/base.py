@@ -59,6 +59,8 @@ class DraftModel(PreTrainedModel):
     main_input_name = "input_ids"
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
+    # Whether `from_pretrained` also reads checkpoints of other projects, by the installed package.
+    reads_published: ClassVar[bool] = False
     drafter_class: ClassVar[Any]
     settings: ClassVar[dict[str, Any]] = {}
     declared: ClassVar[dict[str, Setting]] = COMMON
@@ -132,10 +134,6 @@ class DraftModel(PreTrainedModel):
         place = self.place(target)
         is_there = not self.training and (self.device, self.dtype) == place
         return self if is_there else copy.deepcopy(self).to(*place).eval()
-
-    @classmethod
-    def reader(cls) -> Any:
-        """Return the module that reads checkpoints of other projects; `None` if there is none."""
 
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         """Generate with `model` and this draft. `model.generate(assistant_model=draft)` calls this method.
@@ -387,10 +385,12 @@ class DraftModel(PreTrainedModel):
         Some of these need the target. The code that a repository may contain is never run.
         """
         hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
-        reader = cls.reader()
-        if reader is not None and kwargs.get("config") is None:
-            draft = reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
-            if draft is not None:
+        if cls.reads_published and kwargs.get("config") is None:
+            try:
+                read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")
+            except ImportError:
+                read = None  # published copies read their own format alone
+            if read and (draft := read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub)):
                 return draft, {}
         if cls.weightless:
             config = kwargs.get("config")

@@ -138,7 +138,7 @@ class Checkpoint:
 
     def read_config(self) -> dict[str, Any]:
         """Return the config.json beside the files."""
-        raw, _ = PreTrainedConfig.get_config_dict(self.source if self._on_hub else str(self._folder))
+        raw, _ = PreTrainedConfig.get_config_dict(self.source if self._on_hub else str(self._folder), **self._hub)
         return dict(raw)
 
     def read(self, prefix: str | tuple[str, ...] = "", device: str = "cpu") -> dict[str, torch.Tensor]:

@@ -6,17 +6,17 @@ Published copies of a draft hold neither this file nor what a registration names
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pkgutil import resolve_name
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from .base import DraftModel
 from .configuration_base import DraftConfig
-from .loading import Checkpoint
+from .loading import WEIGHT_FILES, Checkpoint
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RegisteredDraft:
     tune: str | None = None
     card: str | None = None  # template of the model card as `"package:file.md"`, needed to publish the draft
     # a function of the contents of a config.json: whether `from_pretrained(path, target=)` of the draft reads this
-    # checkpoint of another project
+    # checkpoint of another project. A class with `reads_published` does it by `convert`
     reads: str | None = None
     aliases: tuple[str, ...] = ()  # further names on the command line, for drafts without weights
 
@@ -110,13 +110,37 @@ class Converter:
 
     published: Mapping[str, str]  # id of each published draft, and of the target that it was trained for
     marker: str  # regular expression of a part of a tensor's name that only checkpoints of this method have
-    # function of the [`Checkpoint`] and the config of the target that returns the draft
-    draft: Callable[[Checkpoint, PreTrainedConfig], DraftModel]
+    # function of the [`Checkpoint`], the target or its config or `None`, and optionally a dtype in place of that of the
+    # checkpoint, that returns the draft
+    draft: Callable[..., DraftModel]
+    formats: Sequence[str] = WEIGHT_FILES  # names of weight files that `from_pretrained` reads, the preferred one first
 
 
 def converters() -> list[Converter]:
     """Return the converters of all registered drafts."""
     return [draft.load("convert") for draft in DRAFTS.values() if draft.convert is not None]
+
+
+def read_published(
+    kind: str, source: Any, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None, **hub: Any
+) -> DraftModel | None:
+    """Return a checkpoint of another project as a draft of this `model_type`; `None` if it is in this package's format.
+
+    Args:
+        kind (`str`): The `model_type` of a draft with `reads_published`.
+        source (`str` or `os.PathLike`): Folder or Hub id.
+        target (`PreTrainedModel` or `PreTrainedConfig`, *optional*): The target, whose facts the draft records.
+        dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
+        hub (`Any`): Arguments of transformers for the Hub.
+
+    Raises:
+        OSError: If there is no config.json.
+        ValueError: If it is no draft of this kind, or its files do not fit together or to the target.
+    """
+    if PreTrainedConfig.get_config_dict(source, **hub)[0].get("model_type") == kind:
+        return None
+    converter: Converter = DRAFTS[kind].load("convert")
+    return converter.draft(Checkpoint(str(source), converter.formats, **hub), target, dtype)
 
 
 def published_targets() -> dict[str, str]:

@@ -1,5 +1,8 @@
 """One call of `generate` with a draft, as most tests of drafts make it."""
 
+import torch
+
+from hf_longspec import PlainDraftModel
 from tests.tiny_targets import tiny_prompts
 
 LENGTHS = (33, 3, 13)
@@ -11,3 +14,15 @@ def generate(model, draft, lengths=LENGTHS, vocab_size=None, **options):
     input_ids, mask = tiny_prompts(vocab_size or model.config.vocab_size, lengths)
     options = {"max_new_tokens": 16, "eos_token_id": NEVER, "pad_token_id": 0, "do_sample": False} | options
     return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
+
+
+def check_text(target, draft, **options):
+    """The text is that of `generate`, or when sampled that of the loop without a draft; drafted tokens are accepted."""
+    options, texts = {"max_new_tokens": 30} | options, []
+    is_sampled = options.get("do_sample", False)
+    for beside in (PlainDraftModel.from_target(target) if is_sampled else None, draft):
+        torch.manual_seed(5)
+        texts.append(generate(target, beside, **options))
+    assert torch.equal(*texts)
+    stats = draft.last_speculation
+    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens

@@ -4,6 +4,7 @@ from typing import Any
 
 from hf_longspec import (
     AssistantDraftModel,
+    DFlashDraftModel,
     Eagle3DraftModel,
     LongSpecDraftModel,
     NgramDraftModel,
@@ -25,6 +26,7 @@ _DRAFTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tokenswift": (TokenSwiftDraftModel, {"num_heads": 2, "tree_branching": [1, 30, 4]}),
     "partial": (TokenSwiftDraftModel, {"num_heads": 2, "tree_branching": [3, 4, 2]} | PARTIAL),
     "eagle3": (Eagle3DraftModel, {"tree_widths": [12, 11]}),
+    "dflash": (DFlashDraftModel, {"num_tree_nodes": 24, "block_size": 4}),
     "recycling": (TokenRecyclingDraftModel, {}),
     "quest": (QuestDraftModel, SPECATTN | {"sparse_ratio": 0.3, "page_size": 3, "num_dense_layers": 0}),
     # the target drafts for itself over a window
@@ -37,7 +39,7 @@ def make_draft(kind: str, target: Any, **settings: Any) -> Any:
     """A draft of `kind` for `target`; its weights, if it has any, are random and always the same."""
     cls, defaults = _DRAFTS[kind]
     draft = cls.from_target(target, **(defaults | settings))
-    if cls in (LongSpecDraftModel, TokenSwiftDraftModel, Eagle3DraftModel):
+    if not cls.weightless:
         randomize(draft)
     draft.generation_config.on_unsupported = "error"
     draft.generation_config.gate = False  # of other processes as well, which the tests' own gate does not reach

@@ -215,7 +215,7 @@ def outcome_of(stock: Stock, draft_kind: str, batch: str) -> Outcome:
 def make(stock: Stock, kind: str, batch: str) -> Any:
     """A draft; the nodes of random trees hold some of the text that is to come."""
     if kind != "tree":
-        return make_draft(kind, stock.model, **SETTINGS[kind])
+        return make_draft(kind, stock.model, **SETTINGS.get(kind, {}))
     draft = RandomTreeDraftModel.from_target(stock.model)
     if not TargetView(stock.model).why_not():
         draft.hints = stock.generated(batch)

@@ -3,6 +3,7 @@
     python -m tests.robustness.models_table --page docs/models.md
 
 `make models` does this in some minutes. Without `--page` it prints the summary of the installed transformers alone.
+With `--lists` it runs nothing, and writes only what follows from the code of the drafts.
 """
 
 import argparse
@@ -13,10 +14,15 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import CONFIG_MAPPING
 
+from hf_longspec import Eagle3DraftModel
+from hf_longspec.modeling.aux_hidden_states import AuxDraftModel
+from hf_longspec.modeling.mtp.convert_mtp import FAMILIES, REFUSED
+from hf_longspec.modeling.register_draft import DRAFTS as REGISTERED
 from tests.robustness.enumeration import DRAFTS, TYPES, Unbuildable, outcomes, quiet, stock_of
 
-START, END = "<!-- models:start -->", "<!-- models:end -->"
+MARKS = "<!-- {}:start -->", "<!-- {}:end -->"
 
 # Column: the drafts that it is about.
 COLUMNS = {
@@ -79,6 +85,30 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def lists() -> str:
+    """The types with MTP layers that are read, those that are refused, and where auxiliary hidden states are read."""
+    lines = [_line(["MTP layers named as in", "types of published checkpoints"]), _line(["---"] * 2)]
+    for name, family in FAMILIES.items():
+        types = (f"`{kind}`" + ("" if kind in CONFIG_MAPPING else " (code of its own)") for kind in family.types)
+        lines.append(_line([name, ", ".join(types)]))
+    lines.append("")
+    for reason in dict.fromkeys(REFUSED.values()):
+        starts = " or ".join(f"`{start}`" for start, why in REFUSED.items() if why == reason)
+        lines.append(f"A type that begins with {starts} is refused, as {reason}.")
+    others = (draft.model for draft in REGISTERED.values() if issubclass(draft.model, AuxDraftModel))
+    names = ", ".join(f"`{model.__name__}`" for model in others if model is not Eagle3DraftModel)
+    lines += ["", f"{names} reads the inputs of layers as `Eagle3DraftModel` does: the column EAGLE-3 holds for both."]
+    return "\n".join(lines)
+
+
+def between(text: str, name: str) -> tuple[str, str, str]:
+    """Split a page at the marks of this name: the part before the text between them, the text, and the part after."""
+    start, end = (mark.format(name) for mark in MARKS)
+    before, rest = text.split(f"{start}\n")
+    found, after = rest.split(f"\n{end}")
+    return f"{before}{start}\n", found, f"\n{end}{after}"
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     if "unbuildable" in row:
         return [*[""] * len(COLUMNS), "transformers cannot build or run it by its default settings"]
@@ -100,17 +130,23 @@ def _line(cells: list[str]) -> str:
 def main() -> None:
     """Run what is missing, print the summary, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--page", type=Path, help="page whose table between the marks is written anew")
+    parser.add_argument("--page", type=Path, help="page whose parts between the marks are written anew")
+    parser.add_argument("--lists", action="store_true", help="run nothing, and write the lists alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    with quiet():
-        rows = {name: outcomes_of(name) for name in TYPES}
-    print(summary(rows))
+    parts = {"lists": lists()}
+    if not arguments.lists:
+        with quiet():
+            rows = {name: outcomes_of(name) for name in TYPES}
+        print(summary(rows))
+        parts["models"] = table(rows)
     if arguments.page is not None:
         text = arguments.page.read_text()
-        before, after = text.split(START)[0], text.split(END)[1]
-        arguments.page.write_text(f"{before}{START}\n{table(rows)}\n{END}{after}")
+        for name, part in parts.items():
+            before, _, after = between(text, name)
+            text = f"{before}{part}{after}"
+        arguments.page.write_text(text)
 
 
 if __name__ == "__main__":

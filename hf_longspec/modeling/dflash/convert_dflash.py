@@ -74,35 +74,6 @@ FIELDS = {
 OF_DFLASH_CONFIG = {"mask_token_id", "target_layer_ids", "block_size", "projector_type"}
 
 
-def from_other_format(
-    source: Any, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None, **hub: Any
-) -> Any:
-    """Return a checkpoint of another project as a [`DFlashDraftModel`]; `None` if it is in this package's format.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        target (`PreTrainedModel` or `PreTrainedConfig`, *optional*): The target.
-        dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
-        hub (`Any`): Arguments of transformers for the Hub.
-
-    Raises:
-        OSError: If there is no config.json.
-        ValueError: If it is no DFlash draft, or its files do not fit together or to the target.
-    """
-    raw, _ = PreTrainedConfig.get_config_dict(source, **hub)
-    if raw.get("model_type") == DFlashConfig.model_type:
-        return None
-    return _draft(Checkpoint(str(source), **hub), raw, target, dtype)
-
-
-def dflash_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> Any:
-    """Return the draft of a checkpoint in its dtype, for `hf-longspec convert`; see [`from_other_format`]."""
-    return _draft(checkpoint, checkpoint.read_config(), target, None)
-
-
-DFLASH = Converter(DFLASH_TARGETS, r"^(model\.)?(hidden_norm|encoder\.output_norm_enc)\.", dflash_draft)
-
-
 def is_dflash(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of a DFlash draft of another project."""
     return layout_of(raw) is not None
@@ -140,9 +111,13 @@ def renamed(names: list[str]) -> dict[str, str]:
     return new_names
 
 
-def _draft(
-    checkpoint: Checkpoint, raw: dict[str, Any], target: PreTrainedModel | PreTrainedConfig | None, dtype: Any
-) -> Any:
+def dflash_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None) -> Any:
+    """Return the draft of a checkpoint, see [`Converter`].
+
+    Raises:
+        ValueError: If it is not a DFlash draft, or its files do not fit together or to the target.
+    """
+    raw = checkpoint.read_config()
     names = renamed(checkpoint.names)
     config = _config_of(checkpoint.source, raw, set(names.values()), target)
     biases = [f"layers.{i}.self_attn.{part}_proj.bias" for i in range(config.num_hidden_layers) for part in "qkvo"]
@@ -153,6 +128,9 @@ def _draft(
     if missing := sorted(set(wanted) - set(names.values())):
         refuse(checkpoint.source, f"missing tensors {missing}", "which config.json implies")
     return draft_of(checkpoint, raw, names, config, "complete DFlash draft", dtype)
+
+
+DFLASH = Converter(DFLASH_TARGETS, r"^(model\.)?(hidden_norm|encoder\.output_norm_enc)\.", dflash_draft)
 
 
 def _config_of(

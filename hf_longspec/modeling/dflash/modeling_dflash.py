@@ -1,7 +1,6 @@
 """DFlashDraftModel: a few layers on states of the target's layers fill in a block of tokens in one forward."""
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +35,7 @@ class DFlashDraftModel(AuxDraftModel):
 
     config_class = DFlashConfig
     drafter_class = DFlashDrafter
+    reads_published = True
     _no_split_modules = ["DFlashLayer"]
     settings: ClassVar[dict[str, Any]] = {
         "num_tree_nodes": Setting(
@@ -62,14 +62,6 @@ class DFlashDraftModel(AuxDraftModel):
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
         self.add_ends(config)
-
-    @classmethod
-    def reader(cls) -> Any:
-        """Return the module that reads checkpoints of other projects; `None` in a published copy, which lacks it."""
-        try:
-            return import_module("hf_longspec.modeling.dflash.convert_dflash")  # by name, as published copies lack it
-        except ImportError:
-            return None
 
     def forward(
         self,

@@ -67,36 +67,6 @@ KIN = {"speculators_model_type": ("peagle",)}
 USUAL_LENGTH = 2048
 
 
-def from_other_format(
-    source: Any, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None, **hub: Any
-) -> Any:
-    """Return a checkpoint of another project as an [`Eagle3DraftModel`]; `None` if it is in this package's format.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        target (`PreTrainedModel` or `PreTrainedConfig`, *optional*): The target.
-        dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
-        hub (`Any`): Arguments of transformers for the Hub.
-
-    Raises:
-        OSError: If there is no config.json.
-        ValueError: If it is no EAGLE-3 draft, or its files do not fit together or to the target.
-    """
-    raw, _ = PreTrainedConfig.get_config_dict(source, **hub)
-    if raw.get("model_type") == Eagle3Config.model_type:
-        return None
-    return _draft(Checkpoint(str(source), **hub), raw, target, dtype)
-
-
-def eagle3_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> Any:
-    """Return the draft of a checkpoint in its dtype, for `hf-longspec convert`; see [`from_other_format`]."""
-    return _draft(checkpoint, checkpoint.read_config(), target, None)
-
-
-# In DFlash drafts the norm of this name belongs to no layer.
-EAGLE3 = Converter(EAGLE3_TARGETS, r"layer(s\.0)?\.hidden_norm\.", eagle3_draft)
-
-
 def is_eagle3(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of an EAGLE-3 draft of another project."""
     named = {str(name) for name in raw.get("architectures") or ()}
@@ -124,9 +94,13 @@ def renamed(names: list[str]) -> dict[str, str]:
     return new_names
 
 
-def _draft(
-    checkpoint: Checkpoint, raw: dict[str, Any], target: PreTrainedModel | PreTrainedConfig | None, dtype: Any
-) -> Any:
+def eagle3_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None) -> Any:
+    """Return the draft of a checkpoint, see [`Converter`].
+
+    Raises:
+        ValueError: If it is not an EAGLE-3 draft, or its files do not fit together or to the target.
+    """
+    raw = checkpoint.read_config()
     names = renamed(checkpoint.names)
     config = _config_of(checkpoint.source, raw, set(names.values()), target)
     draft = draft_of(checkpoint, raw, names, config, "complete EAGLE-3 draft", dtype)
@@ -134,6 +108,10 @@ def _draft(
         methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
         draft.generation_config.tree_widths = [1] * int(methods[0].get("speculative_tokens") or DRAFTED)
     return draft
+
+
+# In DFlash drafts the norm of this name belongs to no layer.
+EAGLE3 = Converter(EAGLE3_TARGETS, r"layer(s\.0)?\.hidden_norm\.", eagle3_draft)
 
 
 def draft_of(

@@ -1,7 +1,6 @@
 """Eagle3DraftModel: one decoder layer on states of three layers of the target, run once per drafted token."""
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +34,7 @@ class Eagle3DraftModel(AuxDraftModel):
     """
 
     config_class = Eagle3Config
+    reads_published = True
     _no_split_modules = ["Eagle3Layer"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": WIDTHS,  # 16 nodes with the root, which is a whole tile of the kernels
@@ -55,14 +55,6 @@ class Eagle3DraftModel(AuxDraftModel):
         mask_hidden = config.initializer_range * torch.randn(1, 1, width) if parallel else None
         self.mask_hidden = None if mask_hidden is None else nn.Parameter(mask_hidden)
         self.add_ends(config)
-
-    @classmethod
-    def reader(cls) -> Any:
-        """Return the module that reads checkpoints of other projects; `None` in a published copy, which lacks it."""
-        try:
-            return import_module("hf_longspec.modeling.eagle3.convert_eagle3")  # by name, as published copies lack it
-        except ImportError:
-            return None
 
     @deprecate_kwarg("taps", version="1.0", new_name="aux_hidden_states")  # the name in earlier versions
     def forward(

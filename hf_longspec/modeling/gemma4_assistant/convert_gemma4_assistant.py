@@ -22,43 +22,20 @@ SIZES = ("E2B", "E4B", "26B-A4B", "31B", "12B")
 TARGETS = {f"google/gemma-4-{size}-it-assistant": f"google/gemma-4-{size}-it" for size in SIZES}
 
 
-def from_other_format(
-    source: Any, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None, **hub: Any
-) -> Any:
-    """Return a published assistant as a [`Gemma4AssistantDraftModel`]; `None` if it is in this package's format.
-
-    Args:
-        source (`str` or `os.PathLike`): Folder or Hub id.
-        target (`PreTrainedModel` or `PreTrainedConfig`, *optional*): The target, whose facts the draft records.
-        dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
-        hub (`Any`): Arguments of transformers for the Hub.
-
-    Raises:
-        OSError: If there is no config.json.
-        ValueError: If it is no assistant of Gemma 4, or its files do not fit together.
-    """
-    raw, _ = PreTrainedConfig.get_config_dict(source, **hub)
-    if raw.get("model_type") == Gemma4AssistantDraftConfig.model_type:
-        return None
-    return _draft(Checkpoint(str(source), FORMATS, **hub), raw, target, dtype)
-
-
-def gemma4_assistant_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> Any:
-    """Return the draft of a checkpoint in its dtype, for `hf-longspec convert`; see [`from_other_format`]."""
-    return _draft(checkpoint, checkpoint.read_config(), target, None)
-
-
-GEMMA4_ASSISTANT = Converter(TARGETS, r"^post_projection\.", gemma4_assistant_draft)
-
-
 def is_gemma4_assistant(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of an assistant of Gemma 4."""
     return raw.get("model_type") in FORMS
 
 
-def _draft(
-    checkpoint: Checkpoint, raw: dict[str, Any], target: PreTrainedModel | PreTrainedConfig | None, dtype: Any
+def gemma4_assistant_draft(
+    checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None
 ) -> Any:
+    """Return the draft of a checkpoint, see [`Converter`].
+
+    Raises:
+        ValueError: If it is not an assistant of Gemma 4, or its files do not fit together or to the target.
+    """
+    raw = checkpoint.read_config()
     layer = dict(raw.get("text_config") or {})
     form, kind = raw.get("model_type"), layer.pop("model_type", None)
     if form not in FORMS or kind not in (None, FORMS[form]):
@@ -77,3 +54,6 @@ def _draft(
         if not torch.equal(draft.token_ordering.sort().values, torch.arange(len(ordering))):
             refuse(checkpoint.source, "token_ordering leaves out tokens", "expected each token of the vocabulary once")
     return draft
+
+
+GEMMA4_ASSISTANT = Converter(TARGETS, r"^post_projection\.", gemma4_assistant_draft, FORMATS)

@@ -1,7 +1,6 @@
 """Gemma4AssistantDraftModel: a few layers without keys of their own attend to the target's cache from one position."""
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -60,6 +59,7 @@ class Gemma4AssistantDraftModel(DraftModel):
 
     config_class = Gemma4AssistantDraftConfig
     drafter_class = Gemma4AssistantDrafter
+    reads_published = True
     _no_split_modules = ["Gemma4TextDecoderLayer"]
     settings: ClassVar[dict[str, Any]] = {"tree_widths": WIDTHS}
 
@@ -81,15 +81,6 @@ class Gemma4AssistantDraftModel(DraftModel):
         windows = (layer.sliding_window + 2 if kind == SLIDING else None for kind in self._kinds)
         self._windows: tuple[int | None, ...] = tuple(windows)
         self.post_init()
-
-    @classmethod
-    def reader(cls) -> Any:
-        """Return the module that reads checkpoints of other projects; `None` in a published copy, which lacks it."""
-        try:
-            # by name, as published copies lack it
-            return import_module("hf_longspec.modeling.gemma4_assistant.convert_gemma4_assistant")
-        except ImportError:
-            return None
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:

@@ -31,15 +31,17 @@ class Family:
         block (`str`): Beginning of the names of the decoder layer.
         parts (`dict[str, str]`): Beginning of the name of each other part, and its name in [`MtpLayer`].
         fields (`dict[str, Any]`): Fields of [`MtpConfig`] that differ from their defaults.
+        types (`tuple[str, ...]`): Model types of published checkpoints with these names.
     """
 
     block: str
     parts: dict[str, str]
     fields: dict[str, Any]
+    types: tuple[str, ...]
 
 
 FAMILIES = {
-    "DeepSeek": Family(  # also GLM-4.x and Kimi
+    "DeepSeek": Family(
         "layers.{n}.",
         {
             "layers.{n}.enorm.": "enorm.",
@@ -48,8 +50,9 @@ FAMILIES = {
             "layers.{n}.shared_head.norm.": "norm.",
         },
         {},
+        ("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
     ),
-    "Qwen": Family(  # Qwen3-Next and Qwen3.5
+    "Qwen": Family(
         "mtp.layers.{j}.",
         {
             "mtp.pre_fc_norm_embedding.": "enorm.",
@@ -58,6 +61,7 @@ FAMILIES = {
             "mtp.norm.": "norm.",
         },
         {},
+        ("qwen3_next", "qwen3_5", "qwen3_5_moe"),
     ),
     "MiMo": Family(
         "mtp_layers.{j}.",
@@ -68,6 +72,7 @@ FAMILIES = {
             "mtp_layers.{j}.final_layernorm.": "norm.",
         },
         {"hidden_states_first": True, "zero_first_embedding": True},
+        ("mimo",),
     ),
     "Ernie": Family(
         "mtp_block.{j}.",
@@ -77,6 +82,7 @@ FAMILIES = {
             "mtp_linear_proj.{j}.": "eh_proj.",
         },
         {"zero_first_embedding": True, "final_norm": False},
+        ("ernie4_5", "ernie4_5_moe"),
     ),
 }
 DISPUTED = "transformers and SGLang disagree on whether the next step reads the state before or after the norm"

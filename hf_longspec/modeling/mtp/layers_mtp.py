@@ -1,17 +1,19 @@
 """An MTP layer: two norms and a projection before a decoder layer of the target's own class."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel
 
 from ...attention_backends.interface import AUTOMATIC, differentiable_attention
 from ...attention_backends.registry import merge_attention_states
 from ...generation.cache import CACHE_NAME
-from ...generation.target_modules import final_norm_of, layer_at
+from ...generation.recurrent_states import HYBRID_LAYERS, INDEXED_LAYERS, STATE_LAYERS
+from ...generation.target_modules import attention_of, decoder_of, final_norm_of, layer_at
 from .configuration_mtp import MtpConfig
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -19,12 +21,57 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 # a mask nothing is attended to: the new keys and values are stored alone.
 Store = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
+# What a decoder layer is made of, and what its forward gets from an MTP layer or can do without.
+MADE_OF = {"config", "layer_idx"}
+GIVEN = {"hidden_states", "position_embeddings", "position_ids", "attention_mask", CACHE_NAME, "use_cache"}
+GIVEN |= {"output_attentions"}
+
 
 def decoder_like(config: MtpConfig) -> PreTrainedModel:
-    """Return a decoder of the target's class without memory. Its parts have the classes that a draft is built of."""
-    with torch.device("meta"):
-        decoder: PreTrainedModel = AutoModel.from_config(config.layer, attn_implementation=AUTOMATIC)
+    """Return a decoder of the target's class without memory. Its parts have the classes that a draft is built of.
+
+    Raises:
+        ValueError: If a layer of this class cannot be an MTP layer.
+    """
+    layer_config, reason = config.layer, None
+    kind = MODEL_MAPPING.get(type(layer_config), None)
+    if kind is None:
+        reason = "transformers has no class for its language model alone"
+    elif not kind._can_set_attn_implementation():
+        reason = "its attention does not go through transformers' AttentionInterface"
+    else:
+        with torch.device("meta"):
+            decoder: PreTrainedModel = AutoModel.from_config(layer_config, attn_implementation=AUTOMATIC)
+        reason = _why_not(decoder, config.layer_idx)
+    if reason is not None:
+        raise ValueError(
+            f"a layer of model_type={layer_config.model_type!r} cannot be an MTP layer, which stores keys and values "
+            f"and gets states and positions alone: {reason}. Use another draft, such as NgramDraftModel."
+        )
     return decoder
+
+
+def _why_not(decoder: PreTrainedModel, index: int) -> str | None:
+    """Return why a layer of a decoder cannot be an MTP layer; `None` if it can."""
+    layers, kinds = decoder_of(decoder).layers, getattr(decoder.config, "layer_types", None) or ()
+    if len(layers) != decoder.config.num_hidden_layers:
+        return f"the model has {len(layers)} layers, and its config counts {decoder.config.num_hidden_layers}"
+    kind, layer = kinds[index] if index < len(kinds) else "", type(layer_at(decoder, index))
+    if kind in HYBRID_LAYERS | STATE_LAYERS:
+        return f"it is a layer of type {kind}, which keeps recurrent states"
+    if kind in INDEXED_LAYERS:
+        return f"it is a layer of type {kind}, whose indexer keeps keys of its own"
+    if others := sorted(set(inspect.signature(layer).parameters) - MADE_OF):
+        return f"it is made with {', '.join(others)} beside its config and index"
+    parameters = inspect.signature(layer.forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    if others := [name for name in names[1:] if name not in GIVEN]:  # after self
+        return f"its forward also takes {', '.join(others)}"
+    try:
+        attention_of(decoder_of(decoder), index)
+    except ValueError:
+        return "its attention has no function of its own to rotate queries and keys"
+    return None
 
 
 class LayerStep:

@@ -90,9 +90,10 @@ class MtpDraftModel(DraftModel):
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
-        """Refuse targets without rotary positions or a final norm."""
+        """Refuse targets without rotary positions or a final norm, and those whose layers cannot be MTP layers."""
         decoder_of(target)
         final_norm_of(target)
+        decoder_like(cls.config_class.from_target(target))
 
     def parts_of(self, target: PreTrainedModel | None = None) -> TargetParts:
         """Return embedding, head and rotary embedding of the target; by default of the one that was checked last.

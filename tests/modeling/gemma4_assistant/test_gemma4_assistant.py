@@ -19,13 +19,15 @@ from transformers import (
     Gemma4UnifiedTextConfig,
 )
 
-from hf_longspec import AutoDraft, Gemma4AssistantDraftModel, PlainDraftModel
+from hf_longspec import AutoDraft, Gemma4AssistantDraftModel
+from hf_longspec.cli.models import open_draft
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.gemma4_assistant.configuration_gemma4_assistant import layers_read
 from hf_longspec.modeling.gemma4_assistant.generation_gemma4_assistant import Gemma4AssistantDrafter
-from tests.modeling.calls import LENGTHS, generate
+from tests.modeling.calls import LENGTHS, check_text, generate
 from tests.robustness.peaked_weights import peak
 from tests.tiny_targets import random_draft, tiny_target
+from tests.watching import after
 
 FIXTURE = Path(__file__).parent / "fixture"
 KINDS = ("full_attention", "sliding_attention")
@@ -148,7 +150,7 @@ def test_clusters_of_tokens(gemma, unified, tmp_path):
     torch.testing.assert_close(logits[kept], outputs.logits[kept], **CLOSE)
     assert bool((outputs.logits[~kept] < logits[kept].min()).all())
     draft.generation_config.update(tree_widths=TREE, on_unsupported="error")
-    check(gemma, draft)
+    check_text(gemma, draft)
 
 
 @pytest.mark.parametrize(
@@ -168,23 +170,11 @@ def test_clusters_that_are_refused(fields, error, tmp_path):
         Gemma4AssistantDraftModel.from_pretrained(tmp_path)
 
 
-def check(target, draft, **options):
-    """The text is that of `generate`, or when sampled that of the loop without a draft; drafted tokens are accepted."""
-    texts = []
-    is_sampled = options.get("do_sample", False)
-    for beside in (PlainDraftModel.from_target(target) if is_sampled else None, draft):
-        torch.manual_seed(5)
-        texts.append(generate(target, beside, max_new_tokens=30, **options))
-    assert torch.equal(*texts)
-    stats = draft.last_speculation
-    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
-
-
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (26,)], ids=["ragged", "one"])
 def test_text(gemma, assistant, do_sample, lengths):
     assistant.generation_config.tree_widths = TREE
-    check(gemma, assistant, do_sample=do_sample, lengths=lengths)
+    check_text(gemma, assistant, do_sample=do_sample, lengths=lengths)
 
 
 @pytest.mark.parametrize(
@@ -250,16 +240,28 @@ def test_saved_and_chosen_by_a_target(published, assistant, tmp_path, monkeypatc
         assert isinstance(candidates[str(folder)], Gemma4AssistantDraftModel)
 
 
+def test_a_folder_given_by_its_name(gemma, monkeypatch):
+    """To `generate`, which loads it once, and to the option `--draft` of the commands."""
+    folder, loaded = FIXTURE / "assistant", []
+    after(monkeypatch, Gemma4AssistantDraftModel, "from_pretrained", lambda draft, *_, **__: loaded.append(draft))
+    opened = open_draft(str(folder), gemma, {"tree_widths": TREE})
+    assert isinstance(opened, Gemma4AssistantDraftModel)
+    check_text(gemma, opened)
+    for name in (str(folder), folder):
+        assert torch.equal(generate(gemma, name), generate(gemma, None))
+    assert len(loaded) == 2 and loaded[1].last_speculation.num_draft_tokens > 0
+
+
 def test_ngrams_beside(gemma, assistant):
     assistant.generation_config.update(tree_widths=TREE, ngram_candidates=3, ngram_num_tokens=4)
-    check(gemma, assistant)
+    check_text(gemma, assistant)
 
 
 def test_half_precision(gemma):
     draft = Gemma4AssistantDraftModel.from_pretrained(FIXTURE / "assistant", dtype="bfloat16")
     assert draft.dtype == torch.bfloat16
     draft.generation_config.tree_widths = TREE
-    check(gemma, draft)
+    check_text(gemma, draft)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_longspec import MtpDraftModel, PlainDraftModel
+from hf_longspec import MtpDraftModel
 from hf_longspec.modeling.mtp.generation_mtp import MtpDrafter
-from tests.modeling.calls import LENGTHS, generate
+from tests.modeling.calls import LENGTHS, check_text, generate
+from tests.robustness.shrunk_configs import shrunk_config
 from tests.robustness.test_targets import adapted
 from tests.tiny_targets import write_mtp_layers
 
@@ -47,26 +48,14 @@ def test_logits_are_those_of_the_publisher(family):
     assert not torch.allclose(draft.chain_logits(wrong, ids, 0)[0][0, : len(wanted)], wanted, **CLOSE)
 
 
-def check(target, draft, **options):
-    """The text is that of `generate`, or when sampled that of the loop without a draft; drafted tokens are accepted."""
-    texts = []
-    is_sampled = options.get("do_sample", False)
-    for beside in (PlainDraftModel.from_target(target) if is_sampled else None, draft):
-        torch.manual_seed(5)
-        texts.append(generate(target, beside, max_new_tokens=24, **options))
-    assert torch.equal(*texts)
-    stats = draft.last_speculation
-    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
-
-
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_of_ragged_rows_and_of_one(family, do_sample):
     """Also of targets with recurrent layers."""
     target = target_of(FIXTURES / family)
     draft = MtpDraftModel.from_target(target, **SETTINGS)
-    check(target, draft, do_sample=do_sample)
-    check(target, draft, do_sample=do_sample, lengths=(21,))
+    check_text(target, draft, do_sample=do_sample)
+    check_text(target, draft, do_sample=do_sample, lengths=(21,))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +96,7 @@ def test_drafting_is_a_forward_over_the_text(family, count, widths, tmp_path, mo
 
 def test_ngrams_beside():
     target = target_of(FIXTURES / "glm4_moe")
-    check(target, MtpDraftModel.from_target(target, ngram_candidates=3, ngram_num_tokens=4, **SETTINGS))
+    check_text(target, MtpDraftModel.from_target(target, ngram_candidates=3, ngram_num_tokens=4, **SETTINGS))
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
@@ -117,8 +106,8 @@ def test_a_target_with_an_adapter(family):
     plain, draft = generate(target, None), MtpDraftModel.from_target(target, **SETTINGS)
     lora = adapted(target, ["o_proj"])
     assert not torch.equal(generate(lora, None), plain)
-    check(lora, draft)
-    check(lora, MtpDraftModel.from_target(lora, **SETTINGS))
+    check_text(lora, draft)
+    check_text(lora, MtpDraftModel.from_target(lora, **SETTINGS))
 
 
 def test_a_target_on_a_disk(tmp_path):
@@ -128,7 +117,7 @@ def test_a_target_on_a_disk(tmp_path):
     target = AutoModelForCausalLM.from_pretrained(
         folder, device_map=places, offload_folder=tmp_path, dtype=torch.float32
     )
-    check(target.eval(), MtpDraftModel.from_target(target, **SETTINGS))
+    check_text(target.eval(), MtpDraftModel.from_target(target, **SETTINGS))
 
 
 def test_a_target_in_memory_is_refused():
@@ -143,7 +132,7 @@ def test_a_saved_draft_needs_no_files_of_the_target(tmp_path):
     target = target_of(folder)
     MtpDraftModel.from_target(target, **SETTINGS).save_pretrained(tmp_path / "draft")
     shutil.rmtree(folder)
-    check(target, MtpDraftModel.from_pretrained(tmp_path / "draft"))
+    check_text(target, MtpDraftModel.from_pretrained(tmp_path / "draft"))
     with pytest.raises(ValueError, match="checkpoint="):
         MtpDraftModel.from_target(target)
 
@@ -159,6 +148,30 @@ def test_families_without_a_reference_are_refused(model_type, reason, tmp_path):
         MtpDraftModel.from_target(target)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("falcon_h1", "type hybrid, which keeps recurrent states"),
+        ("bamba", "made with layer_type"),
+        ("gemma4_text", "takes per_layer_input, shared_kv_states"),
+        ("gemma4_unified_text", "takes shared_kv_states"),
+        ("deepseek_v32", "whose indexer keeps keys of its own"),
+        ("gpt_neox", "takes layer_past"),
+        ("longcat_flash", "4 layers, and its config counts 8"),
+        ("llama4_text", "no function of its own to rotate"),
+        ("gpt_neox_japanese", "AttentionInterface"),
+        ("mllama", "no class for its language model alone"),
+    ],
+)
+def test_targets_whose_layers_need_more_than_an_mtp_layer_gets(model_type, reason):
+    """They are refused by name before a checkpoint is looked for."""
+    fields = {"global_head_dim": 32} if model_type.startswith("gemma4") else {}
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(shrunk_config(model_type, **fields))
+    with pytest.raises(ValueError, match=f"layer of model_type='{model_type}.*{reason}.*Use another draft"):
+        MtpDraftModel.from_target(target, "no/folder")
+
+
 def test_an_unsupported_target_is_refused_before_its_files_are_read():
     target = target_of(FIXTURES / "glm4_moe")
     target.config.is_encoder_decoder = True
@@ -169,6 +182,6 @@ def test_an_unsupported_target_is_refused_before_its_files_are_read():
 def test_layers_in_turn(tmp_path):
     target = target_of(FIXTURES / "deepseek_v3")
     write_mtp_layers(target, tmp_path, count=2)
-    check(target, MtpDraftModel.from_target(target, str(tmp_path), **SETTINGS))
+    check_text(target, MtpDraftModel.from_target(target, str(tmp_path), **SETTINGS))
     with pytest.raises(ValueError, match="2 layers"):
         MtpDraftModel.from_target(target, str(tmp_path), tree_widths=[4, 2, 2])
