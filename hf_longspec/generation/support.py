@@ -116,8 +116,8 @@ def _reasons(prompts: Prompts) -> Iterator[str]:
         )
     if prompts.offsets is not None and prompts.rotary is not None:
         yield (
-            "position_ids after images (M-RoPE) are not supported with rotary frequencies that change (rope_parameters "
-            "of the config). Pass text only."
+            f"position_ids differ from the places of tokens by {prompts.offsets.flatten().tolist()}, as after images "
+            "(M-RoPE), which is not supported with rotary frequencies that change (rope_parameters). Pass text only, in a new cache."
         )
     if prompts.inputs:
         yield from _reasons_of_inputs(prompts, prompts.inputs)
