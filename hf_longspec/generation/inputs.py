@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .cache import CACHE_NAME, SpeculativeCache, has_gaps
 from .masked import PlainForwards
@@ -120,7 +120,7 @@ class Prompts:
         self.inputs = inputs_beside_tokens(target, model_kwargs)
         self.types = {name: _unpadded(value, mask) for name, value in self.inputs.items() if name in TOKEN_TYPES}
         self.texts = _unpadded(input_ids, mask)
-        self.axes = self._axes(model_kwargs.get("position_ids"), mask)
+        self.axes = _unpadded_axes(model_kwargs.get("position_ids"), mask)
         offsets = [row[-1:, -1] - (row.shape[1] - 1) for row in self.axes or ()]
         self.offsets = torch.stack(offsets) if any(map(bool, offsets)) else None
         self.logits: torch.Tensor | None = None
@@ -134,13 +134,6 @@ class Prompts:
         self.by_chains = self.counts_gaps or len(set(self.held)) > 1 or is_uneven
         self.rotary = RotaryLimit.of(target.model, target.config, [len(text) for text in self.texts])
         self._new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
-
-    def _axes(self, positions: torch.Tensor | None, mask: torch.Tensor) -> list[torch.Tensor] | None:
-        prepares = type(self.target.model).prepare_inputs_for_generation
-        if positions is None or positions.dim() < 3 or prepares is not GenerationMixin.prepare_inputs_for_generation:
-            return None
-        rows = positions.expand(-1, len(mask), -1).unbind(1)
-        return [row[:, keep.bool()] for row, keep in zip(rows, mask, strict=True)]
 
     def plain_forwards(self) -> PlainForwards:
         """Return the forwards in which plain `generate` runs the tokens of this call."""
@@ -162,7 +155,9 @@ class Prompts:
         inputs, positions = self._first_forward(DynamicCache(config=self.target.config), self._new)
         arguments = decoder_arguments(model, inputs)
         embedded, used = (arguments.get(name) for name in ("inputs_embeds", "position_ids"))
-        in_place = used is None or bool((used == positions.to(used.device)).all())
+        in_place = self.axes is None
+        if used is not None:
+            in_place = used.shape[:-2] == positions.shape[:-2] and bool((used == positions.to(used.device)).all())
         if embedded is None or embedded.shape[:2] != positions.shape[-2:] or not in_place:
             return []
         sizes = []
@@ -245,6 +240,14 @@ class Prompts:
 def _unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Return the rows of `(batch, P)` values without padding, where `mask` is 0."""
     return [row[keep.bool()] for row, keep in zip(values, mask, strict=True)]
+
+
+def _unpadded_axes(positions: torch.Tensor | None, mask: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return the rows `(axes, T)` of `(axes, batch or 1, P)` positions without padding; `None` if there are no axes."""
+    if positions is None or positions.dim() < 3:
+        return None
+    rows = positions.expand(-1, len(mask), -1).unbind(1)
+    return [row[:, keep.bool()] for row, keep in zip(rows, mask, strict=True)]
 
 
 class _Reached(Exception):

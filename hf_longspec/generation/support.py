@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
@@ -114,11 +114,8 @@ def _reasons(prompts: Prompts) -> Iterator[str]:
             f"{implementation!r} do not count in the prompt. Move the zeros to the left of each row, or load the model "
             "with another attn_implementation."
         )
-    if prompts.offsets is not None and prompts.rotary is not None:
-        yield (
-            f"position_ids differ from the places of tokens by {prompts.offsets.flatten().tolist()}, as after images "
-            "(M-RoPE), which is not supported with rotary frequencies that change (rope_parameters). Pass text only, in a new cache."
-        )
+    if prompts.inputs or prompts.offsets is not None:
+        yield from _reasons_of_positions(prompts)
     if prompts.inputs:
         yield from _reasons_of_inputs(prompts, prompts.inputs)
     if prompts.rotary is not None and (reason := prompts.rotary.why_not(prompts)):
@@ -173,15 +170,27 @@ def _reasons_of_masks(prompts: Prompts) -> Iterator[str]:
         )
 
 
+def _reasons_of_positions(prompts: Prompts) -> Iterator[str]:
+    """Yield reasons why positions after images (M-RoPE) would differ from those of plain `generate`."""
+    model, names = prompts.target.model, names_of(prompts.inputs) or "position_ids"
+    counts_on = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    if any(hasattr(part, "rope_deltas") for part in model.modules()) and not (counts_on and prompts.axes is not None):
+        yield (
+            f"{names}: multimodal positions (M-RoPE), as {type(model).__name__} uses them, are not supported with a "
+            "draft. Pass text only, in a new cache."
+        )
+    if prompts.offsets is not None and prompts.rotary is not None:
+        yield (
+            f"{names}: positions that differ from the places of tokens by {prompts.offsets.flatten().tolist()} "
+            "(M-RoPE) are not supported with rotary frequencies that change (rope_parameters). Pass text only, "
+            "in a new cache."
+        )
+
+
 def _reasons_of_inputs(prompts: Prompts, inputs: dict[str, Any]) -> Iterator[str]:
     """Yield reasons why text after these inputs beside the tokens would differ from that of plain `generate`."""
     target, input_ids = prompts.target, prompts.input_ids
     names, kind = names_of(inputs), type(target.model).__name__
-    if prompts.axes is None and any(hasattr(module, "rope_deltas") for module in target.model.modules()):
-        yield (
-            f"{names}: multimodal positions (M-RoPE), as {kind} uses them, are not supported with a draft. Pass text "
-            "only."
-        )
     if repeated := sorted(of_every_forward(target, input_ids, inputs)):
         yield (
             f"{', '.join(repeated)}: plain generate passes it to every forward, and speculative decoding to the first "

@@ -294,6 +294,8 @@ def test_images_whose_positions_are_not_served(models, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "prepare_inputs_for_generation", prepared)
         check_unsupported(model, r"mm_token_type_ids.*M-RoPE.*Pass text only", *with_grids((17,)))
+        later = OPTIONS | {"position_ids": torch.arange(9).repeat(4, 1, 1) + 3}
+        check_unsupported(model, r"position_ids: .*M-RoPE.*new cache", tiny_prompts(VOCAB_OF_TEXT, (9,))[0], later)
     rotary = model.config.text_config.rope_parameters | {"rope_type": "dynamic", "factor": 2.0}
     monkeypatch.setattr(model.config.text_config, "rope_parameters", rotary)
     check_unsupported(model, "M-RoPE.*rotary frequencies that change", *with_grids((17,)))
