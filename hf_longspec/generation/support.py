@@ -327,13 +327,13 @@ def _refuse_inputs(
     if (positions := model_kwargs.get("position_ids")) is None:
         return
     is_token = torch.ones_like(input_ids) if mask is None else mask
+    counts = positions.shape[-1] == input_ids.shape[1]  # the loop computes positions by counting tokens
     places = is_token.long().cumsum(-1) - 1
-    if positions.dim() == 3:  # generate() makes them for M-RoPE
+    if counts and positions.dim() == 3:  # generate() makes them for M-RoPE
         if inputs_beside_tokens(target, model_kwargs):
             return
         positions = positions[-3:]
         places = places + positions[-1:, :, -1:] - places[:, -1:]  # they begin elsewhere if the cache holds an image
-    counts = positions.shape[-1] == input_ids.shape[1]  # the loop computes positions by counting tokens
     if not counts or bool(((positions != places) & is_token.bool()).any()):
         raise ValueError(
             f"position_ids of shape {tuple(positions.shape)} do not count the tokens of input_ids, shape "

@@ -314,6 +314,9 @@ def test_positions_that_the_user_gives(models):
     with pytest.raises(ValueError, match="do not count the tokens"):
         model.generate(text, **OPTIONS, position_ids=positions, assistant_model=random_tree(model, plain))
     check_unsupported(model, "does not end with text", input_ids, call | {"position_ids": positions})
+    for few in (positions[..., 1:], positions[0, :, 1:]):
+        with pytest.raises(ValueError, match="do not count the tokens"):
+            model.generate(input_ids, **call | {"position_ids": few}, assistant_model=random_tree(model, plain))
 
 
 @pytest.mark.parametrize(
