@@ -465,8 +465,8 @@ class SelfDrafter(Drafter):
         noise = noise_of_chain(self.binding, self.gamma, self._is_drawn)
         with_q, chain = self._is_drawn and noise is not None, None
         context, cache, tensors, fixed, settings = self.graph_of(root)
-        counts = self.binding.cache.rows.offsets is None  # a graph computes positions from lengths alone
-        if counts and target.captures and (rule is None or rule.fits_graphs):
+        at_places = self.binding.cache.rows.offsets is None  # a graph computes positions from lengths alone
+        if at_places and target.captures and (rule is None or rule.fits_graphs):
             steps = self.gamma, self.binding.max_length, with_q, target.windows
             key = context, *settings, () if rule is None else rule.key, *steps
             changing = tensors if noise is None else (*tensors, noise)
