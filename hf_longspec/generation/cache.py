@@ -42,6 +42,7 @@ class Rows:
         nodes ([`StagedNodes`], *optional*): The staged nodes, for layers with recurrent states.
         reads_prompt (`bool`): Whether the nodes belong to prompts, see [`StagedNodes`].
         plain ([`PlainForwards`], *optional*): The forwards of plain `generate`, for layers with indexers.
+        offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): See [`SpeculativeCache.position_ids`].
     """
 
     def __init__(self, batch_size: int):
@@ -53,6 +54,7 @@ class Rows:
         self.layout = 0
         self.columns: torch.Tensor | None = None
         self.plain: Any = None
+        self.offsets: torch.Tensor | None = None
 
 
 # Bytes. Addresses of torch's own allocations are multiples of this.
@@ -332,6 +334,13 @@ class SpeculativeCache(Cache):
     def lengths(self) -> SeqLens:
         """Committed tokens of each row."""
         return self.rows.lengths
+
+    def position_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the position ids of tokens at `places` `(batch, N)` of their texts.
+
+        They are the places themselves, plus an offset for each row after images with M-RoPE, see [`Prompts`].
+        """
+        return places if self.rows.offsets is None else places + self.rows.offsets.to(places.device)
 
     @property
     def layout(self) -> tuple[int, ...]:

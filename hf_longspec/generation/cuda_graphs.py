@@ -325,7 +325,7 @@ def state_of(model: torch.nn.Module) -> int:
                 state += [name, value]
             elif name in ("_parameters", "_buffers"):
                 state += [0 if x is None else x.data_ptr() for x in value.values()]
-            elif value and kind in COLLECTIONS and name != "_modules":
+            elif kind in COLLECTIONS and value and name != "_modules":
                 state += [name, *_plain(value)]
     return hash(tuple(state))
 

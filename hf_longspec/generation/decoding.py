@@ -175,7 +175,7 @@ class Session:
         if self.target.way is MASKED:
             self.cache.rows.plain = prompts.plain_forwards()
         self.cache.remember()
-        self.cache.rows.reads_prompt = True
+        self.cache.rows.offsets, self.cache.rows.reads_prompt = prompts.offsets, True
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""

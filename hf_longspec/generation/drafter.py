@@ -268,7 +268,8 @@ class BeamDrafter(Drafter):
         """Return a beam of the chosen widths after `root` `(batch,)`."""
         inputs, known, prefix = self.inputs(root), self.coupling.known(len(self.widths)), self.prefix()
         runner, fields = self.binding.target.runner, None
-        if runner is not None and not runner.takes(self.binding.cache.lengths):
+        cache = self.binding.cache
+        if runner is not None and not (cache.rows.offsets is None and runner.takes(cache.lengths)):
             runner = None
         if runner is not None and self.coupling.fits_graphs:
             fields = self._run(runner, _grow, (*inputs, *known), prefix, len(inputs))
@@ -464,7 +465,8 @@ class SelfDrafter(Drafter):
         noise = noise_of_chain(self.binding, self.gamma, self._is_drawn)
         with_q, chain = self._is_drawn and noise is not None, None
         context, cache, tensors, fixed, settings = self.graph_of(root)
-        if target.captures and (rule is None or rule.fits_graphs):
+        at_places = self.binding.cache.rows.offsets is None  # a graph computes positions from lengths alone
+        if at_places and target.captures and (rule is None or rule.fits_graphs):
             steps = self.gamma, self.binding.max_length, with_q, target.windows
             key = context, *settings, () if rule is None else rule.key, *steps
             changing = tensors if noise is None else (*tensors, noise)

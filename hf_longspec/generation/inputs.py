@@ -3,7 +3,11 @@
 Plain `generate` passes such inputs to the first forward and decodes text after it. So does the loop: the whole prompt
 runs in one forward of the model's own, and the last tokens of the prompt run once more, as the chain that seeds the
 drafter. Tokens of an image must not be part of that chain. A forward up to the decoder shows which tokens are text: it
-gets their embeddings.
+gets their embeddings. States cannot be shortened, so on targets with recurrent states the last tokens run once only.
+
+With M-RoPE (https://huggingface.co/papers/2409.12191), a token has a position on each of three axes. After an image,
+those of text are equal, and differ from its place in the text by a constant. `generate` gives the positions of the
+prompt, and counts on from those of its last token.
 """
 
 import threading
@@ -94,8 +98,12 @@ class Prompts:
         by_chains (`bool`): Whether the prompts run as chains that are verified, since their rows differ.
         texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
         rotary ([`RotaryLimit`], *optional*): `None` if the target's rotary frequencies never change.
+        axes (`list[torch.LongTensor]`, *optional*): Positions `(axes, T)` of the tokens of every row, the last three on
+            the axes of M-RoPE; `None` for targets without it.
+        offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): Position of the last token of every row, minus
+            its place in the text; `None` if all are 0.
         logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Logits of the last token of each prompt, once it
-            ran with inputs beside the tokens.
+            ran with inputs beside the tokens; `None` with recurrent states.
     """
 
     def __init__(
@@ -112,6 +120,9 @@ class Prompts:
         self.inputs = inputs_beside_tokens(target, model_kwargs)
         self.types = {name: _unpadded(value, mask) for name, value in self.inputs.items() if name in TOKEN_TYPES}
         self.texts = _unpadded(input_ids, mask)
+        self.axes = _unpadded_axes(model_kwargs.get("position_ids"), mask)
+        offsets = [row[-1:, -1] - (row.shape[1] - 1) for row in self.axes or ()]
+        self.offsets = torch.stack(offsets) if any(map(bool, offsets)) else None
         self.logits: torch.Tensor | None = None
         self.held = held_by(self.cache, mask)
         self.mask = mask if sum(map(len, self.texts)) < input_ids.numel() else None
@@ -136,16 +147,18 @@ class Prompts:
         """How many tokens at the end of each prompt are text; none if the decoder's input does not show it.
 
         The answer is found with a forward that ends where the decoder begins. Tokens are text if the decoder gets
-        their embeddings, at their positions.
+        their embeddings, at the positions of text.
         """
         if not self.inputs:
             return [len(prompt) for prompt in self._new]
         model = self.target.model
-        inputs, positions = self._first_forward(DynamicCache(config=self.target.config))
+        inputs, positions = self._first_forward(DynamicCache(config=self.target.config), self._new)
         arguments = decoder_arguments(model, inputs)
         embedded, used = (arguments.get(name) for name in ("inputs_embeds", "position_ids"))
-        in_place = used is None or bool((used == positions.to(used.device)).all())
-        if embedded is None or embedded.shape[:2] != positions.shape or not in_place:
+        in_place = self.axes is None
+        if used is not None:
+            in_place = used.shape[:-2] == positions.shape[:-2] and bool((used == positions.to(used.device)).all())
+        if embedded is None or embedded.shape[:2] != positions.shape[-2:] or not in_place:
             return []
         sizes = []
         for row, prompt in enumerate(self._new):
@@ -153,6 +166,9 @@ class Prompts:
             is_text = (embedded[row, : len(prompt)] == embeddings).all(-1)
             for rows in self.types.values():
                 is_text &= (rows[row] == 0).to(is_text.device)
+            if self.axes is not None:
+                axes = self.axes[row][-3:].to(is_text.device)
+                is_text &= (axes - axes[-1:, -1:] == torch.arange(1 - len(prompt), 1, device=axes.device)).all(0)
             sizes.append(int(is_text.flip(0).long().cumprod(0).sum()))
         return sizes
 
@@ -166,16 +182,19 @@ class Prompts:
 
         With `columns`, see [`TreeContext`], and on a cache with rows of different lengths, chains are verified instead.
 
-        With inputs beside the tokens, all tokens run in one forward, and the last ones will run again.
+        With inputs beside the tokens, all tokens run in one forward, and the last ones will run again, except with
+        recurrent states.
 
         Returns:
             `list[torch.LongTensor]`: Last tokens of every row, `seed_tokens` at most, which are not in the cache.
         """
         target, chunk_size = self.target, self.config.prefill_chunk_size
         sizes = [min(seed_tokens, size) for size in self.text_sizes]
+        if self.inputs and target.has_states:  # one forward ends in the same column of all rows
+            sizes = [min(sizes)] * len(sizes)
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self._new, sizes, strict=True)]
         if self.inputs:
-            self._run_with_inputs(cache)
+            self._run_with_inputs(cache, heads if target.has_states else self._new)
         elif self.by_chains:
             with target.attention():
                 target.prefill_rows(heads, cache, chunk_size, columns)
@@ -186,20 +205,27 @@ class Prompts:
         cache.set_lengths([count + len(head) for count, head in zip(self.held, heads, strict=True)])
         return [prompt[len(head) :] for prompt, head in zip(self._new, heads, strict=True)]
 
-    def _run_with_inputs(self, cache: SpeculativeCache) -> None:
-        """Run whole prompts in one forward, and keep the logits of their last tokens."""
-        inputs, positions = self._first_forward(cache)
-        last = torch.tensor([len(prompt) - 1 for prompt in self._new], device=positions.device)
+    def _run_with_inputs(self, cache: SpeculativeCache, prompts: list[torch.Tensor]) -> None:
+        """Run prompts or their beginnings in one forward, and keep the logits of the last tokens of whole prompts."""
+        inputs, positions = self._first_forward(cache, prompts)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=positions.device)
         columns, of_row = last.unique(return_inverse=True)
         logits = self.target.model(**inputs, **self.target.keeping(columns)).logits
-        where = last if logits.shape[1] == positions.shape[1] else of_row
-        self.logits = logits[range(len(last)), where.to(logits.device)]
+        if prompts is self._new:
+            where = last if logits.shape[1] == positions.shape[-1] else of_row
+            self.logits = logits[range(len(last)), where.to(logits.device)]
 
-    def _first_forward(self, cache: Any) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the arguments of a forward of whole prompts as plain `generate` prepares them, and the positions."""
-        tokens = pad_sequence(self._new, batch_first=True)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        types = {name: pad_sequence(rows, batch_first=True) for name, rows in self.types.items()}
+    def _first_forward(self, cache: Any, prompts: list[torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return the arguments of a forward of prompts as plain `generate` prepares them, and the position ids.
+
+        The prompts are whole, or beginnings of the same length.
+        """
+        tokens = pad_sequence(prompts, batch_first=True)
+        count = tokens.shape[1]
+        positions = torch.arange(count, device=tokens.device).expand_as(tokens)
+        if self.axes is not None:
+            positions = pad_sequence([row.T for row in self.axes], batch_first=True).permute(2, 0, 1)[..., :count]
+        types = {name: pad_sequence(rows, batch_first=True)[:, :count] for name, rows in self.types.items()}
         inputs = self.target.model.prepare_inputs_for_generation(
             tokens,
             position_ids=positions,
@@ -214,6 +240,14 @@ class Prompts:
 def _unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Return the rows of `(batch, P)` values without padding, where `mask` is 0."""
     return [row[keep.bool()] for row, keep in zip(values, mask, strict=True)]
+
+
+def _unpadded_axes(positions: torch.Tensor | None, mask: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return the rows `(axes, T)` of `(axes, batch or 1, P)` positions without padding; `None` if there are no axes."""
+    if positions is None or positions.dim() < 3:
+        return None
+    rows = positions.expand(-1, len(mask), -1).unbind(1)
+    return [row[:, keep.bool()] for row, keep in zip(rows, mask, strict=True)]
 
 
 class _Reached(Exception):

@@ -106,7 +106,9 @@ class CompactCache(Cache):
             position = position.clamp_max(max_length - 1)
         context = self.context(target, position)
         mask = DraftTree.root_only(token).mask[:, None]
-        logits, hidden = target.step(token[:, None], position, self, mask, context, fixed_shape, with_hidden)
+        logits, hidden = target.step(
+            token[:, None], self.cache.position_ids(position), self, mask, context, fixed_shape, with_hidden
+        )
         return logits[:, 0], None if hidden is None else hidden[:, 0]
 
 

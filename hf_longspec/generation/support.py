@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.utils import logging
 
 from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
-from .inputs import TOKEN_TYPES, Prompts, names_of, of_every_forward
+from .inputs import TOKEN_TYPES, Prompts, inputs_beside_tokens, names_of, of_every_forward
 from .masked import MASKED, first_count_that_matters
 from .recurrences import has_input_bias, ignores_earlier_states
 from .sampling import refuse_stateful
@@ -114,6 +114,8 @@ def _reasons(prompts: Prompts) -> Iterator[str]:
             f"{implementation!r} do not count in the prompt. Move the zeros to the left of each row, or load the model "
             "with another attn_implementation."
         )
+    if prompts.inputs or prompts.offsets is not None:
+        yield from _reasons_of_positions(prompts)
     if prompts.inputs:
         yield from _reasons_of_inputs(prompts, prompts.inputs)
     if prompts.rotary is not None and (reason := prompts.rotary.why_not(prompts)):
@@ -168,15 +170,27 @@ def _reasons_of_masks(prompts: Prompts) -> Iterator[str]:
         )
 
 
+def _reasons_of_positions(prompts: Prompts) -> Iterator[str]:
+    """Yield reasons why positions after images (M-RoPE) would differ from those of plain `generate`."""
+    model, names = prompts.target.model, names_of(prompts.inputs) or "position_ids"
+    counts_on = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    if any(hasattr(part, "rope_deltas") for part in model.modules()) and not (counts_on and prompts.axes is not None):
+        yield (
+            f"{names}: multimodal positions (M-RoPE), as {type(model).__name__} uses them, are not supported with a "
+            "draft. Pass text only, in a new cache."
+        )
+    if prompts.offsets is not None and prompts.rotary is not None:
+        yield (
+            f"{names}: positions that differ from the places of tokens by {prompts.offsets.flatten().tolist()} "
+            "(M-RoPE) are not supported with rotary frequencies that change (rope_parameters). Pass text only, "
+            "in a new cache."
+        )
+
+
 def _reasons_of_inputs(prompts: Prompts, inputs: dict[str, Any]) -> Iterator[str]:
     """Yield reasons why text after these inputs beside the tokens would differ from that of plain `generate`."""
     target, input_ids = prompts.target, prompts.input_ids
     names, kind = names_of(inputs), type(target.model).__name__
-    if any(hasattr(module, "rope_deltas") for module in target.model.modules()):
-        yield (
-            f"{names}: multimodal positions (M-RoPE), as {kind} uses them, are not supported with a draft. Pass text "
-            "only."
-        )
     if repeated := sorted(of_every_forward(target, input_ids, inputs)):
         yield (
             f"{', '.join(repeated)}: plain generate passes it to every forward, and speculative decoding to the first "
@@ -195,10 +209,15 @@ def _reasons_of_inputs(prompts: Prompts, inputs: dict[str, Any]) -> Iterator[str
         )
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     of_tokens = {name for name, value in tensors.items() if value.shape[:2] == input_ids.shape}
-    if prompts.mask is not None and (unknown := sorted(of_tokens - set(TOKEN_TYPES))):
+    if (prompts.mask is not None or target.has_states) and (unknown := sorted(of_tokens - set(TOKEN_TYPES))):
         yield (
-            f"{', '.join(unknown)}: inputs with a value for each token are not supported with padding. Pass prompts "
-            "of equal length, or one at a time."
+            f"{', '.join(unknown)}: inputs with a value for each token are not supported with padding or recurrent "
+            "states. Pass prompts of equal length, or one at a time."
+        )
+    if target.has_states and len(set(map(len, prompts.texts))) > 1:
+        yield (
+            f"{names}: prompts of different lengths are not supported with such inputs and recurrent states. Pass "
+            "prompts of equal length, or one at a time."
         )
     if prompts.counts_gaps:
         yield (
@@ -309,7 +328,13 @@ def _refuse_inputs(
         return
     is_token = torch.ones_like(input_ids) if mask is None else mask
     counts = positions.shape[-1] == input_ids.shape[1]  # the loop computes positions by counting tokens
-    if not counts or bool(((positions != is_token.long().cumsum(-1) - 1) & is_token.bool()).any()):
+    places = is_token.long().cumsum(-1) - 1
+    if counts and positions.dim() == 3:  # generate() makes them for M-RoPE
+        if inputs_beside_tokens(target, model_kwargs):
+            return
+        positions = positions[-3:]
+        places = places + positions[-1:, :, -1:] - places[:, -1:]  # they begin elsewhere if the cache holds an image
+    if not counts or bool(((positions != places) & is_token.bool()).any()):
         raise ValueError(
             f"position_ids of shape {tuple(positions.shape)} do not count the tokens of input_ids, shape "
             f"{tuple(input_ids.shape)}, from 0. Drop position_ids, and pass the whole text also on a second turn."
@@ -373,7 +398,7 @@ def check_target(
     # the choice of an indexer depends on the number of tokens if there are ties
     is_single = (target.has_states and start) or target.way is MASKED
     parts = [slice(i, i + 1) for i in range(count)] if is_single else [slice(None)]
-    steps = ({"input_ids": chain[:, part], "position_ids": positions[:, part]} for part in parts)
+    steps = ({"input_ids": chain[:, part], "position_ids": view.position_ids(positions[:, part])} for part in parts)
     logits_of = [target.model(**step, **{CACHE_NAME: view}, use_cache=True).logits for step in steps]
     plain = torch.cat(logits_of, 1)
     view = _row_of(cache, row, target, room=tree.num_nodes)
@@ -415,6 +440,7 @@ def _row_of(cache: SpeculativeCache, row: int, target: TargetView, room: int) ->
             view_layer.keys, view_layer.values = layer.keys[row : row + 1], layer.values[row : row + 1]
             view_layer.device, view_layer.is_initialized = layer.keys.device, True
     view.set_lengths([length])
+    view.rows.offsets = None if cache.rows.offsets is None else cache.rows.offsets[row : row + 1]
     return view
 
 

@@ -263,7 +263,13 @@ class TargetView:
             end = start + begin + chunk.shape[1]
             positions = torch.arange(start + begin, end, device=chunk.device).repeat(chunk.shape[0], 1)
             with choices_of(cache, positions, end):
-                self.model(input_ids=chunk, position_ids=positions, **{CACHE_NAME: cache}, use_cache=True, **extra)
+                self.model(
+                    input_ids=chunk,
+                    position_ids=cache.position_ids(positions),
+                    **{CACHE_NAME: cache},
+                    use_cache=True,
+                    **extra,
+                )
 
     def prefill_rows(
         self,
@@ -289,7 +295,7 @@ class TargetView:
             context = TreeContext(cache.lengths, positions, tree.mask, windows=self.windows, columns=columns)
             cache.stage(tree.num_nodes, tree)
             # a model with a table of positions would index beyond its end where a short row is padded
-            inputs = tree.tokens, positions.clamp_max(last), cache, tree.mask[:, None]
+            inputs = tree.tokens, cache.position_ids(positions.clamp_max(last)), cache, tree.mask[:, None]
             self.way.logits(context, self.model, *inputs, **extra)
             cache.commit(None, [min(max(len(prompt) - begin, 0), tree.num_nodes) for prompt in prompts])
 
@@ -327,6 +333,7 @@ class TargetView:
             positions = torch.maximum(positions, on_device(lowest, device)[:, None])
         if limit is not None and cache.lengths.longest + tree.max_depth >= limit:
             positions = positions.clamp_max(limit - 1)
+        positions = cache.position_ids(positions)
         cache.stage(tree.num_nodes, tree)
         mask = tree.mask[:, None]
         logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)

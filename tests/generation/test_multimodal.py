@@ -7,12 +7,13 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationMixin,
     LlavaForConditionalGeneration,
     PreTrainedModel,
     Qwen2AudioForConditionalGeneration,
 )
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.inputs import Prompts
@@ -102,11 +103,9 @@ IMAGES = {
     "fuyu": (4, lambda n: {FUYU_PATCHES: torch.randn(n, 4, 48)}),
     "qwen2_audio": (4, lambda n: {"input_features": torch.randn(n, 16, 40), SOUND: HEARD.repeat(n, 1)}),
 }
-TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"} | dict.fromkeys(QWENS, "mm_token_type_ids")
+TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
 SUPPORTED = list(IMAGES)
-QWEN = torch.tensor([[1, 2, 2]])  # patches of an image in time, height and width
-PATCHES = lambda n: {"pixel_values": torch.randn(4 * n, 3 * 2 * 14 * 14), "image_grid_thw": QWEN.repeat(n, 1)}  # noqa: E731
-IMAGES |= dict.fromkeys(QWENS, (1, PATCHES))
+GRIDS = torch.tensor([[1, 4, 4], [1, 4, 6]])  # patches of the images of two rows in time, height and width
 LOGITS = 1e-4  # largest gap between logits of float32 whose sums have other orders; they spread by 1 to 2
 
 
@@ -121,6 +120,18 @@ def with_image(name, lengths, after, types=True, seed=0):
     if types and name in TYPES:
         call[TYPES[name]] = (input_ids == IMAGE_TOKEN).long()
     return input_ids, call | {"output_logits": True, "return_dict_in_generate": True}
+
+
+def with_grids(lengths, after=6):
+    """A call with an image of another size in each prompt, 4 patches a token, and M-RoPE positions that differ."""
+    input_ids, mask = tiny_prompts(VOCAB_OF_TEXT, lengths)
+    grids, end = GRIDS[: len(lengths)], input_ids.shape[1] - after
+    for row, count in zip(input_ids, grids.prod(1) // 4, strict=True):
+        row[end - count : end] = IMAGE_TOKEN
+    torch.manual_seed(0)
+    call = {"attention_mask": mask, "image_grid_thw": grids, "mm_token_type_ids": (input_ids == IMAGE_TOKEN).long()}
+    call["pixel_values"] = torch.randn(int(grids.prod(1).sum()), 3 * 2 * 14 * 14)
+    return input_ids, OPTIONS | call | {"output_logits": True, "return_dict_in_generate": True}
 
 
 def check_image(model, draft, input_ids, call):
@@ -202,12 +213,110 @@ def test_second_turn_after_an_image(models):
     assert torch.equal(second, model.generate(more, **OPTIONS, past_key_values=stock.past_key_values))
 
 
-@pytest.mark.parametrize("name", QWENS)
-def test_images_whose_positions_do_not_count_tokens(name, models):
-    input_ids, call = with_image(name, (17,), after=6)
-    assert models(name).generate(input_ids, **call).sequences.shape == (1, 28)
-    reason = r"mm_token_type_ids.*M-RoPE.*Pass text only"
-    check_unsupported(models(name), reason, input_ids, call)
+def random_chain(model, sequences):
+    draft = random_tree(model, sequences)
+    draft.chain = True
+    return draft
+
+
+def coupled_specattn(model, _):
+    return SpecAttnDraftModel.from_target(model, acceptance="coupled")
+
+
+DRAFTS = {"tree": random_tree, "chain": random_chain, "specattn": coupled_specattn}
+EVEN, UNEVEN = (21, 21), (14, 21)
+
+
+@pytest.mark.parametrize(
+    ("name", "draft", "lengths"),
+    [
+        *(("qwen2_vl", draft, lengths) for draft, lengths in zip(DRAFTS, ((17,), UNEVEN, EVEN), strict=True)),
+        *(("qwen2_5_vl", draft, lengths) for draft, lengths in zip(DRAFTS, (UNEVEN, EVEN, (17,)), strict=True)),
+        *(("qwen3_vl", draft, lengths) for draft, lengths in zip(DRAFTS, (EVEN, (17,), UNEVEN), strict=True)),
+        *(("qwen3_5", draft, lengths) for draft, lengths in zip(DRAFTS, (EVEN, (17,), EVEN), strict=True)),
+    ],
+)
+def test_positions_after_an_image(name, draft, lengths, models, monkeypatch):
+    """M-RoPE: text goes on at the last position of the image. SpecAttn drafts what the target emits, positions too."""
+    model, (input_ids, call) = models(name), with_grids(lengths)
+    out, plain = check_image(model, DRAFTS[draft], input_ids, call)
+    offsets, stats = model.model.rope_deltas, out.speculation
+    assert offsets.flatten().tolist() == [-2, -3][: len(lengths)]
+    # drafts after the last token are not verified, and rows end together
+    assert stats.num_accepted_draft_tokens >= (0.9 * stats.num_draft_tokens if draft == "specattn" else 1)
+    sampled = call | {"do_sample": True, "top_k": 40}
+    texts = []
+    for drafting in (PlainDraftModel.from_target(model), DRAFTS[draft](model, plain.sequences)):
+        torch.manual_seed(5)
+        texts.append(model.generate(input_ids, **sampled, assistant_model=drafting).sequences)
+    assert torch.equal(*texts)
+    assert torch.equal(model.model.rope_deltas, offsets)
+    monkeypatch.setattr(SpeculativeCache, "position_ids", lambda self, places: places)
+    unchecked = DRAFTS[draft](model, plain.sequences)
+    unchecked.generation_config.check_target = False
+    wrong = model.generate(input_ids, **call, assistant_model=unchecked)
+    assert (wrong.logits[0] - plain.logits[0]).abs().max() > 100 * LOGITS
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("qwen2_5_vl", UNEVEN), ("qwen3_5", EVEN)])
+def test_second_turn_after_positions_of_an_image(name, lengths, models):
+    model, (input_ids, call) = models(name), with_grids(lengths)
+    first, stock = (
+        model.generate(input_ids, **call, **how) for how in ({"assistant_model": random_tree(model, input_ids)}, {})
+    )
+    more = torch.cat([first.sequences, tiny_prompts(VOCAB_OF_TEXT, (5, 5))[0]], dim=1)
+    mask = torch.cat([call["attention_mask"], torch.ones_like(more[:, input_ids.shape[1] :])], dim=1)
+    again = OPTIONS | {"attention_mask": mask}
+    plain = model.generate(more, **again, past_key_values=stock.past_key_values)
+    draft = random_tree(model, plain)
+    assert torch.equal(
+        model.generate(more, **again, past_key_values=first.past_key_values, assistant_model=draft), plain
+    )
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+def test_longspec_after_positions_of_an_image(models):
+    """Its queries and keys are rotated where the target's keys are, also when it computes them again for n-grams."""
+    draft = random_longspec_draft(models("qwen2_vl"))
+    out, _ = check_image(models("qwen2_vl"), lambda *_: draft, *with_grids(UNEVEN))
+    assert sum(map(sum, out.speculation.drafted_per_step)) > 0
+
+
+def prepared(self, *args, **kwargs):
+    """The stock method under another name."""
+    return GenerationMixin.prepare_inputs_for_generation(self, *args, **kwargs)
+
+
+def test_images_whose_positions_are_not_served(models, monkeypatch):
+    """Classes that prepare their own inputs may count on in another way; frequencies may change at a position."""
+    model = models("qwen2_vl")
+    check_unsupported(models("qwen3_5"), "different lengths.*recurrent states", *with_grids(UNEVEN))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "prepare_inputs_for_generation", prepared)
+        check_unsupported(model, r"mm_token_type_ids.*M-RoPE.*Pass text only", *with_grids((17,)))
+        later = OPTIONS | {"position_ids": torch.arange(9).repeat(4, 1, 1) + 3}
+        check_unsupported(model, r"position_ids: .*M-RoPE.*new cache", tiny_prompts(VOCAB_OF_TEXT, (9,))[0], later)
+    rotary = model.config.text_config.rope_parameters | {"rope_type": "dynamic", "factor": 2.0}
+    monkeypatch.setattr(model.config.text_config, "rope_parameters", rotary)
+    check_unsupported(model, "M-RoPE.*rotary frequencies that change", *with_grids((17,)))
+
+
+def test_positions_that_the_user_gives(models):
+    """Text has the same position on all axes, and a place in the text: anything else is no text."""
+    model, (input_ids, call) = models("qwen2_vl"), with_grids((17,))
+    positions = torch.arange(17).repeat(4, 1, 1)
+    positions[1:] += 3
+    text, other = input_ids.clamp_max(IMAGE_TOKEN - 1), OPTIONS | {"position_ids": positions}
+    plain = model.generate(text, **other)
+    assert torch.equal(model.generate(text, **other, assistant_model=random_tree(model, plain)), plain)
+    positions = positions.clone()
+    positions[1, :, -1] += 1
+    with pytest.raises(ValueError, match="do not count the tokens"):
+        model.generate(text, **OPTIONS, position_ids=positions, assistant_model=random_tree(model, plain))
+    check_unsupported(model, "does not end with text", input_ids, call | {"position_ids": positions})
+    for few in (positions[..., 1:], positions[0, :, 1:]):
+        with pytest.raises(ValueError, match="do not count the tokens"):
+            model.generate(input_ids, **call | {"position_ids": few}, assistant_model=random_tree(model, plain))
 
 
 @pytest.mark.parametrize(

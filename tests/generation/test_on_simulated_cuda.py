@@ -13,6 +13,7 @@ from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.triton.commit import can_move
 from hf_longspec.generation.decoding import Session
 from hf_longspec.modeling.register_draft import DRAFTS
+from tests.generation.tiny_models import vision_language_model
 from tests.simulated_cuda import SimulatedCuda
 from tests.tiny_targets import randomize, tiny_prompts, tiny_target
 
@@ -153,6 +154,27 @@ def test_drafters(name, steps, sampled, lengths, monkeypatch):
                 assert mean(iteration.launches for iteration in same) <= MOST_LAUNCHES
             iterations.clear()
         assert bool(cuda.replays) == (steps == "graph")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["specattn", "longspec", "longspec, n-grams"])
+def test_positions_after_images(name):
+    """M-RoPE: no graph of a drafter serves rows whose positions are not their places, and none is spoilt by them."""
+    model = vision_language_model("qwen2_vl")
+    input_ids, mask = tiny_prompts(24, (9, 23))
+    counted = (mask.cumsum(1) - 1).clamp_min(0)
+    calls = [{}, {"position_ids": (counted + torch.tensor([[5], [11]])).repeat(4, 1, 1)}, {}]
+    draft, other = make_draft(name, model), make_draft(name, model)
+    expected = [(generate(model, other, input_ids, mask, False, **call), other.last_speculation) for call in calls]
+    draft.generation_config.compile = "graph"
+    with simulated() as cuda:
+        cuda.place(model), cuda.place(draft)
+        for call, (text, stats) in zip(calls, expected, strict=True):
+            placed = {name: cuda.place(value) for name, value in call.items()}
+            out = generate(model, draft, cuda.place(input_ids), cuda.place(mask), False, **placed)
+            assert torch.equal(cuda.fetch(out), text)
+            assert draft.last_speculation.acceptance_histogram == stats.acceptance_histogram
+        assert cuda.replays
 
 
 def specattn_launches(layers, monkeypatch, **settings):

@@ -110,7 +110,7 @@ class LongSpecDrafter(BeamDrafter):
         """Return the last committed tokens `(B,)`, and positions, cosines and sines of all levels."""
         # one column per depth, and one for the last committed token, whose keys may be missing, see observe
         positions = prefix.lengths.on(self.device)[:, None] + torch.arange(-1, len(self.widths), device=self.device)
-        return inputs[1], positions, *self.parts.rotary(positions, self.ring.keys)
+        return inputs[1], positions, *self._rotary(positions, self.ring.keys)
 
     def level_inputs(
         self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
@@ -127,7 +127,10 @@ class LongSpecDrafter(BeamDrafter):
             *(counts.on(device), verification.prefix_lengths.on(device)),
         )
         function = _compute_again if self.ngram_depth else _keep
-        self.last_token = self.binding.target.replayed(function, changing, (self,), self._holder)
+        if self.binding.cache.rows.offsets is None:
+            self.last_token = self.binding.target.replayed(function, changing, (self,), self._holder)
+        else:  # a graph would keep these offsets
+            self.last_token = function(changing, self)
 
     def compute_again(self, tokens: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
         """Compute the keys of the committed tokens `(B, M)`, as nodes of other drafters have none in the ring."""
@@ -140,8 +143,12 @@ class LongSpecDrafter(BeamDrafter):
     def _remember(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> None:
         """Store keys and values of `tokens` `(B, T)` in the ring where `mask` `(B, T)` is True."""
         hidden = self.parts.embed(tokens).to(self.device, self.dtype)
-        keys, values = self.block.keys(hidden, self.parts.rotary(positions, hidden), self.parts)
+        keys, values = self.block.keys(hidden, self._rotary(positions, hidden), self.parts)
         self.ring.fill(keys, values, torch.where(mask, positions, -1))
+
+    def _rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of `positions` `(B, N)` of the texts, where the target has them."""
+        return self.parts.rotary(self.binding.cache.position_ids(positions), like)
 
     def _warn_of_length(self, length: int) -> None:
         trained = self.config.trained_max_length
