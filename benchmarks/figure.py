@@ -69,7 +69,7 @@ PRESETS: dict[str, tuple[float, tuple[Part, ...]]] = {
             Part((2048, 8192), 24, systems=MAIN),
             Part(SHORT, 12),
             Part(SHORT, 8, "bfloat16", systems=MAIN),
-            Part(SHORT, 12, batch=4, systems=MAIN),
+            Part(SHORT, 8, batch=4, systems=MAIN),
         ),
     ),
 }
