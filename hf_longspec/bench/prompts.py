@@ -1,4 +1,4 @@
-"""Prompts out of documents: texts, JSON lines and data sets, cut into windows of a length or taken whole."""
+"""Prompts out of documents: texts, JSON lines and datasets, cut into windows of a length or taken whole."""
 
 import json
 import sysconfig
@@ -17,7 +17,7 @@ HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", 
 TEXT_SUFFIXES = {".txt", ".py", ".md", ".rst"}
 # Documents that are read; a benchmark needs some dozens of prompts.
 MAX_DOCUMENTS = 256
-# Text of SPEED-Bench in place of prompts that its preparation has to fetch from other data sets.
+# Text of SPEED-Bench in place of prompts that its preparation has to fetch from other datasets.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 # Stands for the text of a user where a chat template is split.
 MARK = "<<<text>>>"

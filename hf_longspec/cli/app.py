@@ -366,7 +366,7 @@ def convert(
     target: Annotated[str | None, typer.Option(help="Hub id, folder or config.json of its target.")] = None,
     debug: options.Debug = False,
 ) -> None:
-    """Convert an EAGLE-3 checkpoint, or one of the LongSpec or TokenSwift authors.
+    """Convert a checkpoint of EAGLE-3, DFlash, Gemma 4, LongSpec or TokenSwift.
 
     Published drafts are recognised by their Hub ids. For other files, pass --target; only its configuration is read.
 

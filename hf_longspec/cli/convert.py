@@ -1,4 +1,4 @@
-"""`hf-longspec convert`: a checkpoint of EAGLE-3, LongSpec or TokenSwift as a draft of this package."""
+"""`hf-longspec convert`: a checkpoint of another project as a draft of this package."""
 
 import sys
 from types import SimpleNamespace
