@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 ROOT = Path(__file__).resolve().parents[1]
 CARDS = ROOT / "hub_cards"
 TARGET, LONGSPEC, TOKENSWIFT = (CARDS / f"tiny-{name}" for name in ("target", "longspec", "tokenswift"))
-EAGLE3, ASSISTANT = CARDS / "tiny-eagle3", CARDS / "tiny-assistant"
-BUNDLED = [LONGSPEC, TOKENSWIFT, EAGLE3, ASSISTANT]
+EAGLE3, DFLASH, ASSISTANT = (CARDS / f"tiny-{name}" for name in ("eagle3", "dflash", "assistant"))
+BUNDLED = [LONGSPEC, TOKENSWIFT, EAGLE3, DFLASH, ASSISTANT]
 # Measurements that the cards quote.
 RESULTS = ROOT / "benchmarks/results/drafts.jsonl"
 FOLDERS = pytest.mark.parametrize("folder", [TARGET, *BUNDLED], ids=lambda folder: folder.name)
@@ -29,7 +29,8 @@ DRAFTS = pytest.mark.parametrize("folder", BUNDLED, ids=lambda folder: folder.na
 BUNDLED_TAU = (
     (LONGSPEC, hf_longspec.LongSpecDraftModel, {}, 2.33),
     (EAGLE3, hf_longspec.Eagle3DraftModel, {"tree_widths": [4, 4, 4, 3]}, 2.63),
-    (ASSISTANT, hf_longspec.AssistantDraftModel, {}, 1.80),
+    (DFLASH, hf_longspec.DFlashDraftModel, {}, 1.62),
+    (ASSISTANT, hf_longspec.AssistantDraftModel, {}, 1.97),
     (
         TOKENSWIFT,
         hf_longspec.TokenSwiftDraftModel,
