@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -200,6 +200,8 @@ class BeamDrafter(Drafter):
     """
 
     rings: list[WindowRing]  # keys and values of the committed text, for each layer of the draft
+    # Whether positions are those of the target also after images. Graphs compute them from lengths alone.
+    rotates_as_target: ClassVar[bool] = False
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
@@ -269,7 +271,8 @@ class BeamDrafter(Drafter):
         inputs, known, prefix = self.inputs(root), self.coupling.known(len(self.widths)), self.prefix()
         runner, fields = self.binding.target.runner, None
         cache = self.binding.cache
-        if runner is not None and not (cache.rows.offsets is None and runner.takes(cache.lengths)):
+        moved = self.rotates_as_target and cache.rows.offsets is not None
+        if runner is not None and (moved or not runner.takes(cache.lengths)):
             runner = None
         if runner is not None and self.coupling.fits_graphs:
             fields = self._run(runner, _grow, (*inputs, *known), prefix, len(inputs))

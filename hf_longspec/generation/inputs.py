@@ -99,7 +99,7 @@ class Prompts:
         texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
         rotary ([`RotaryLimit`], *optional*): `None` if the target's rotary frequencies never change.
         axes (`list[torch.LongTensor]`, *optional*): Positions `(axes, T)` of the tokens of every row, the last three on
-            the axes of M-RoPE; `None` for targets without it.
+            the axes of M-RoPE; `None` if the call has none.
         offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): Position of the last token of every row, minus
             its place in the text; `None` if all are 0.
         logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Logits of the last token of each prompt, once it
@@ -121,8 +121,10 @@ class Prompts:
         self.types = {name: _unpadded(value, mask) for name, value in self.inputs.items() if name in TOKEN_TYPES}
         self.texts = _unpadded(input_ids, mask)
         self.axes = _unpadded_axes(model_kwargs.get("position_ids"), mask)
-        offsets = [row[-1:, -1] - (row.shape[1] - 1) for row in self.axes or ()]
-        self.offsets = torch.stack(offsets) if any(map(bool, offsets)) else None
+        self.offsets = None
+        if self.axes is not None:
+            offsets = torch.stack([row[-1:, -1] - (row.shape[1] - 1) for row in self.axes])
+            self.offsets = offsets if offsets.any() else None
         self.logits: torch.Tensor | None = None
         self.held = held_by(self.cache, mask)
         self.mask = mask if sum(map(len, self.texts)) < input_ids.numel() else None
@@ -169,7 +171,9 @@ class Prompts:
             if self.axes is not None:
                 axes = self.axes[row][-3:].to(is_text.device)
                 is_text &= (axes - axes[-1:, -1:] == torch.arange(1 - len(prompt), 1, device=axes.device)).all(0)
-            sizes.append(int(is_text.flip(0).long().cumprod(0).sum()))
+            size = int(is_text.flip(0).long().cumprod(0).sum())
+            # with states the last tokens run once only, and the forward before them must not be empty
+            sizes.append(min(size, len(prompt) - 1) if self.target.has_states else size)
         return sizes
 
     def prefill(

@@ -9,7 +9,7 @@ classes. All other assistants run the functions of transformers.
 import copy
 import functools
 import os
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,8 @@ from .target import TargetView
 from .user_cache import why_not_stored
 
 _STOCK = "_longspec_stock"
+# Functions of a config.json that return the class of draft that reads it. The registry of drafts adds its own.
+readers: list[Callable[[dict[str, Any]], Any]] = []
 # Drafts that calls gave by their names, for each target.
 _named: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
@@ -90,24 +92,19 @@ def _draft_of(name: str | os.PathLike | type, target: Any) -> Any:
         except OSError as error:
             raise OSError(
                 f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}). Pass a draft, or the "
-                "folder or Hub id of a saved one."
+                "folder or Hub id of a saved or published one."
             ) from error
         kind = config.get("model_type")
         draft: Any = MODEL_MAPPING.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
-        if not getattr(draft, "_is_longspec_draft", False) and (draft := _reader_of(config)) is None:
+        if not getattr(draft, "_is_longspec_draft", False):
+            draft = next((found for reader in readers if (found := reader(config)) is not None), None)
+        if draft is None:
             raise ValueError(
                 f"assistant_model={name!r} has model_type={kind!r} and is not a draft. For a small language model, "
                 "pass AssistantDraftModel.from_pretrained(name, target=model)."
             )
         drafts[name] = draft.from_pretrained(name, target=target, trust_remote_code=False)
     return drafts[name]
-
-
-def _reader_of(config: dict[str, Any]) -> Any:
-    try:
-        return import_module("hf_longspec.modeling.register_draft").reader_of(config)
-    except ImportError:  # a published copy reads its own drafts alone
-        return None
 
 
 def _stock(name: str) -> Any:

@@ -172,7 +172,8 @@ def _reasons_of_masks(prompts: Prompts) -> Iterator[str]:
 
 def _reasons_of_positions(prompts: Prompts) -> Iterator[str]:
     """Yield reasons why positions after images (M-RoPE) would differ from those of plain `generate`."""
-    model, names = prompts.target.model, names_of(prompts.inputs) or "position_ids"
+    model = prompts.target.model
+    names = names_of(prompts.inputs) or (CACHE_NAME if any(prompts.held) else "position_ids")
     counts_on = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
     if any(hasattr(part, "rope_deltas") for part in model.modules()) and not (counts_on and prompts.axes is not None):
         yield (

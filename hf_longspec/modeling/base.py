@@ -388,8 +388,8 @@ class DraftModel(PreTrainedModel):
         if cls.reads_published and kwargs.get("config") is None:
             try:
                 read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")
-            except ImportError:
-                read = None  # published copies read their own format alone
+            except (ImportError, AttributeError):
+                read = None  # published copies, also beside another version of the package, read their own format alone
             if read and (draft := read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub)):
                 return draft, {}
         if cls.weightless:

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from ..generation.route import readers
 from .base import DraftModel
 from .configuration_base import DraftConfig
 from .loading import WEIGHT_FILES, Checkpoint
@@ -100,8 +101,11 @@ def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:
     """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project, or `None`."""
     if config.get("model_type") in DRAFTS:
         return None
-    readers = (draft for draft in DRAFTS.values() if draft.reads is not None)
-    return next((draft.model for draft in readers if draft.load("reads")(config)), None)
+    known = (draft for draft in DRAFTS.values() if draft.reads is not None)
+    return next((draft.model for draft in known if draft.load("reads")(config)), None)
+
+
+readers.append(reader_of)
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def read_published(
         OSError: If there is no config.json.
         ValueError: If it is no draft of this kind, or its files do not fit together or to the target.
     """
-    if PreTrainedConfig.get_config_dict(source, **hub)[0].get("model_type") == kind:
+    if kind not in DRAFTS or PreTrainedConfig.get_config_dict(source, **hub)[0].get("model_type") == kind:
         return None
     converter: Converter = DRAFTS[kind].load("convert")
     return converter.draft(Checkpoint(str(source), converter.formats, **hub), target, dtype)

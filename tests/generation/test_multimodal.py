@@ -244,7 +244,7 @@ def test_positions_after_an_image(name, draft, lengths, models, monkeypatch):
     assert offsets.flatten().tolist() == [-2, -3][: len(lengths)]
     # drafts after the last token are not verified, and rows end together
     assert stats.num_accepted_draft_tokens >= (0.9 * stats.num_draft_tokens if draft == "specattn" else 1)
-    sampled = call | {"do_sample": True, "top_k": 40}
+    sampled = call | {"do_sample": True, "top_k": 40, "num_return_sequences": 2}
     texts = []
     for drafting in (PlainDraftModel.from_target(model), DRAFTS[draft](model, plain.sequences)):
         torch.manual_seed(5)

@@ -57,6 +57,8 @@ logger = logging.get_logger(__name__)
 class LongSpecDrafter(BeamDrafter):
     """Draft a tree of fixed size with one block."""
 
+    rotates_as_target = True  # its queries attend to the target's keys
+
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding, draft)
         config = self.config = draft.config

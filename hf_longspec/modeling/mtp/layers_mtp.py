@@ -40,9 +40,13 @@ def decoder_like(config: MtpConfig) -> PreTrainedModel:
     elif not kind._can_set_attn_implementation():
         reason = "its attention does not go through transformers' AttentionInterface"
     else:
-        with torch.device("meta"):
-            decoder: PreTrainedModel = AutoModel.from_config(layer_config, attn_implementation=AUTOMATIC)
-        reason = _why_not(decoder, config.layer_idx)
+        try:
+            with torch.device("meta"):
+                decoder: PreTrainedModel = AutoModel.from_config(layer_config, attn_implementation=AUTOMATIC)
+        except Exception as error:  # whatever a class of another project raises
+            reason = f"its class cannot be built of config alone ({type(error).__name__}: {error})"
+        else:
+            reason = _why_not(decoder, config.layer_idx)
     if reason is not None:
         raise ValueError(
             f"a layer of model_type={layer_config.model_type!r} cannot be an MTP layer, which stores keys and values "

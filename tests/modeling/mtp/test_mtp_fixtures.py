@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import MtpDraftModel
+from hf_longspec.modeling.mtp import layers_mtp
 from hf_longspec.modeling.mtp.generation_mtp import MtpDrafter
 from tests.modeling.calls import LENGTHS, check_text, generate
 from tests.robustness.shrunk_configs import shrunk_config
@@ -170,6 +171,18 @@ def test_targets_whose_layers_need_more_than_an_mtp_layer_gets(model_type, reaso
         target = AutoModelForCausalLM.from_config(shrunk_config(model_type, **fields))
     with pytest.raises(ValueError, match=f"layer of model_type='{model_type}.*{reason}.*Use another draft"):
         MtpDraftModel.from_target(target, "no/folder")
+
+
+def test_a_class_that_cannot_be_built_of_its_config_is_refused(monkeypatch):
+    """A class of another project may raise any error."""
+
+    def fails(*args, **kwargs):
+        raise TypeError("sizes per layer")
+
+    target = target_of(FIXTURES / "glm4_moe")
+    monkeypatch.setattr(layers_mtp.AutoModel, "from_config", fails)
+    with pytest.raises(ValueError, match="cannot be built of config alone .TypeError: sizes per layer"):
+        MtpDraftModel.from_target(target)
 
 
 def test_an_unsupported_target_is_refused_before_its_files_are_read():
