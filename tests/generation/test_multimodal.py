@@ -13,7 +13,7 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
 )
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.inputs import Prompts
@@ -244,7 +244,7 @@ def test_positions_after_an_image(name, draft, lengths, models, monkeypatch):
     assert offsets.flatten().tolist() == [-2, -3][: len(lengths)]
     # drafts after the last token are not verified, and rows end together
     assert stats.num_accepted_draft_tokens >= (0.9 * stats.num_draft_tokens if draft == "specattn" else 1)
-    sampled = call | {"do_sample": True, "top_k": 40, "num_return_sequences": 2}
+    sampled = call | {"do_sample": True, "top_k": 40}
     texts = []
     for drafting in (PlainDraftModel.from_target(model), DRAFTS[draft](model, plain.sequences)):
         torch.manual_seed(5)
@@ -256,6 +256,17 @@ def test_positions_after_an_image(name, draft, lengths, models, monkeypatch):
     unchecked.generation_config.check_target = False
     wrong = model.generate(input_ids, **call, assistant_model=unchecked)
     assert (wrong.logits[0] - plain.logits[0]).abs().max() > 100 * LOGITS
+
+
+def test_several_sequences_after_an_image(models):
+    model, (input_ids, call) = models("qwen2_5_vl"), with_grids(UNEVEN)
+    texts = []
+    for drafting in (PlainDraftModel.from_target(model), NgramDraftModel.from_target(model, gate=False)):
+        torch.manual_seed(5)
+        several = call | {"do_sample": True, "num_return_sequences": 2}
+        texts.append(model.generate(input_ids, **several, assistant_model=drafting).sequences)
+    assert torch.equal(*texts) and len(texts[0]) == 4 and not torch.equal(texts[0][0], texts[0][1])
+    assert drafting.last_speculation.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(("name", "lengths"), [("qwen2_5_vl", UNEVEN), ("qwen3_5", EVEN)])
