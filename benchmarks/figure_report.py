@@ -161,7 +161,8 @@ def taus_of(records: Sequence[Record]) -> Any:
     if calls.empty:
         return calls
     single = calls[(calls.batch == 1) & (calls.dtype == "float32")]
-    return np.log(single.pivot(index=["mode", "turn"], columns=["system", "context"], values="tau"))
+    taus = single.pivot(index=["mode", "turn"], columns=["system", "context"], values="tau").sort_index(axis=1)
+    return np.log(taus)
 
 
 LONGSPEC, EAGLE_WINDOW, SMALL_WINDOW = "LongSpec", "EAGLE-3, window", "small model, window"
