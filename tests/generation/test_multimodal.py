@@ -260,6 +260,8 @@ def test_positions_after_an_image(name, draft, lengths, models, monkeypatch):
 
 def test_several_sequences_after_an_image(models):
     model, (input_ids, call) = models("qwen2_5_vl"), with_grids(UNEVEN)
+    if "_expand_inputs_for_generation" in vars(type(model)):
+        pytest.skip("this version of transformers counts tokens that begin an image, which these prompts lack")
     texts = []
     for drafting in (PlainDraftModel.from_target(model), NgramDraftModel.from_target(model, gate=False)):
         torch.manual_seed(5)
