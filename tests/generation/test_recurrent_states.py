@@ -80,8 +80,10 @@ def test_states_after_a_commit_are_those_of_single_steps(made, name):
         for row, count in enumerate(counts):
             alone = SpeculativeCache(model.config, 1, 40, tree_slots=8)
             model(input_ids=prompt[row : row + 1], past_key_values=alone, use_cache=True)
-            for node in path[row, :count]:
-                model(input_ids=nodes[row, node].view(1, 1), past_key_values=alone, use_cache=True)
+            for place, node in enumerate(path[row, :count], start=prompt.shape[1]):
+                positions = torch.tensor([[place]])  # which bamba does not count on from the cache
+                inputs = {"input_ids": nodes[row, node].view(1, 1), "position_ids": positions}
+                model(**inputs, past_key_values=alone, use_cache=True)
             for layer, single in zip(cache.state_layers, alone.state_layers, strict=True):
                 for state, expected in zip(layer.copied(row).values(), single.copied().values(), strict=True):
                     assert (state is None) == (expected is None)
@@ -96,6 +98,8 @@ def test_states_after_a_commit_are_those_of_single_steps(made, name):
 @pytest.mark.parametrize("name", EVERY)
 def test_texts_of_200_tokens(made, name, do_sample, chunk):
     """Eight prompts: chains on one and on three, trees on one and on three, at lengths that chunks do not divide."""
+    if (name, chunk) == ("jamba", 16):
+        pytest.skip("transformers' Mamba-1 layers begin anew with each chunk")
     model = made(name)
     plain = PlainDraftModel.from_target(model) if do_sample else None
     for chain, lengths in itertools.product((True, False), ((45,), (23, 3, 38))):
@@ -106,7 +110,9 @@ def test_texts_of_200_tokens(made, name, do_sample, chunk):
         assert 1 < draft.last_speculation.num_emitted_tokens / draft.last_speculation.num_spec_steps < draft.num_nodes
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", *SOAKED])
+@pytest.mark.parametrize(  # layers of experts alone keep nothing in nemotron_h
+    "name", ["qwen3_5_text", "falcon_h1", "nemotron_h", *(one for one in SOAKED if one.values != ("nemotron_h",))]
+)
 @pytest.mark.parametrize("kind", ["dynamic", "speculative"])
 def test_a_returned_cache_continues(made, name, kind):
     check_a_returned_cache(made(name), kind)
@@ -139,7 +145,8 @@ def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, name
         assert 25 < text.shape[1] < whole.shape[1]
     assert cache.get_seq_length() == (text.shape[1] - 1 if error is KeyboardInterrupt else 0)
     draft.hints = whole[:, text.shape[1] :].tolist()
-    more = inputs | {"input_ids": text, "attention_mask": None, "max_new_tokens": whole.shape[1] - text.shape[1]}
+    more = inputs | {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    more["max_new_tokens"] = whole.shape[1] - text.shape[1]
     assert generated(model, **more, assistant_model=draft, past_key_values=cache).tolist() == whole.tolist()
 
 
