@@ -6,13 +6,25 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCache
 
-from hf_longspec import AssistantDraftModel, NgramDraftModel, PlainDraftModel, SpeculativeCache
-from hf_longspec.generation.draft_tree import Beam, DraftTree
+from hf_longspec import AssistantDraftModel, NgramDraftModel, SpeculativeCache
+from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.recurrences import RECURRENCES, _functions, reached
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
-from tests.generation.drafted_calls import NEW, arguments, check_a_returned_cache, drafted, generated
+from tests.generation.drafted_calls import (
+    MODES,
+    NEW,
+    ONE,
+    RAGGED,
+    arguments,
+    check_a_commit,
+    check_a_returned_cache,
+    check_text,
+    drafted,
+    generated,
+)
+from tests.pairwise import pairwise
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
 from tests.robustness.shrunk_configs import shrunk_config
@@ -20,8 +32,6 @@ from tests.user_objects import Bomb
 
 # One type for each recurrence: gated delta rule, KDA, Mamba-2, Mamba-2 beside keys, convolution alone, Mamba-1.
 TYPES = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "falcon_h1", "lfm2_moe", "jamba")
-# Of float32 sums in another order, relative to the largest entry of a state.
-STATE_GAP = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -30,61 +40,19 @@ def made():
     return lambda name: models.setdefault(name, build(name))
 
 
-@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", TYPES)
-def test_greedy_text_of_rows_that_accept_different_numbers(made, name, chain):
-    model = made(name)
-    for lengths in ((37,), (23, 3, 40)):
-        inputs = arguments(lengths, do_sample=False)
-        text = generated(model, **inputs)
-        draft = drafted(model, chain, text, max(lengths))
-        assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
-        assert draft.last_speculation.num_spec_steps > 0
-        # of each row: nodes were accepted, and others were not
-        assert 1 < draft.last_speculation.num_emitted_tokens / draft.last_speculation.num_spec_steps < draft.num_nodes
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_sampled_text_is_that_of_the_loop_without_a_draft(made, name):
-    model, inputs = made(name), arguments((23, 3, 40), do_sample=True, temperature=0.7)
-    plain = PlainDraftModel.from_target(model)
-    text = generated(model, **inputs, assistant_model=plain)
-    draft = drafted(model, False, text, 40)
-    assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
-    assert draft.last_speculation.num_spec_steps > 0
+@pytest.mark.parametrize(
+    ("name", "chain", "lengths", "mode"), pairwise(TYPES, (True, False), (ONE, RAGGED), MODES), ids=str
+)
+def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths, mode):
+    check_text(made(name), lengths, chain, **mode)
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_states_after_a_commit_are_those_of_single_steps(made, name):
-    """Rows of a tree with two branches keep paths of different lengths, and one row nothing."""
-    model = made(name)
-    target = TargetView(model)
-    prompt = torch.randint(3, 127, (3, 11), generator=torch.Generator().manual_seed(1))
-    nodes = torch.randint(3, 127, (3, 6), generator=torch.Generator().manual_seed(2))
-    parents = torch.tensor([[-1, 0, 0, 1, 2, 4]]).expand(3, -1)
-    path, counts = torch.tensor([[0, 2, 4, 5], [0, 1, 3, 0], [0, 0, 0, 0]]), [4, 3, 0]
-    cache = SpeculativeCache(model.config, 3, 40, tree_slots=8)
-    with torch.no_grad():
-        model(input_ids=prompt, past_key_values=cache, use_cache=True)
-        cache.set_lengths([prompt.shape[1]] * 3)
-        with target.attention():
-            target.verify(DraftTree(nodes, parents, torch.ones_like(nodes, dtype=torch.bool)), cache)
-        cache.commit(path, counts)
-        for row, count in enumerate(counts):
-            alone = SpeculativeCache(model.config, 1, 40, tree_slots=8)
-            model(input_ids=prompt[row : row + 1], past_key_values=alone, use_cache=True)
-            for node in path[row, :count]:
-                model(input_ids=nodes[row, node].view(1, 1), past_key_values=alone, use_cache=True)
-            for layer, single in zip(cache.state_layers, alone.state_layers, strict=True):
-                for state, expected in zip(layer.copied(row).values(), single.copied().values(), strict=True):
-                    assert (state is None) == (expected is None)
-                    if state is not None:
-                        gap = STATE_GAP * expected.abs().max().item()
-                        torch.testing.assert_close(state, expected, rtol=0, atol=gap)
+    check_a_commit(made(name))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
-@pytest.mark.parametrize("kind", ["dynamic", "speculative"])
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_5_text", "dynamic"), ("falcon_h1", "speculative")])
 def test_a_returned_cache_continues(made, name, kind):
     check_a_returned_cache(made(name), kind)
 
@@ -140,13 +108,13 @@ def noisy(model):
 
 @torch.no_grad()
 def beam_of_plain_forwards(model, text, shape, mask_token):
-    """Tokens of the beam after a text `(T,)`, by a forward over the whole text for every node."""
+    """Tokens of the beam after a text `(T,)`, by a forward over the whole text for every level."""
     beam = Beam(text[-1:])
     for depth, width in enumerate([1] * shape if isinstance(shape, int) else shape):
         masks = text.new_full((0 if mask_token is None else depth,), mask_token or 0)
         paths = beam.paths()[0] if mask_token is None else masks[None]
-        logits = [model(torch.cat([text, path])[None], use_cache=False).logits[0, -1] for path in paths]
-        beam.grow(torch.stack(logits)[None], width)
+        whole = torch.cat([text.expand(len(paths), -1), paths], 1)
+        beam.grow(model(whole, use_cache=False).logits[None, :, -1], width)
     return beam.fields()[0][0]
 
 
@@ -173,8 +141,8 @@ def test_a_hybrid_draft_model_proposes_its_own_text(made, name, settings, monkey
         return tree
 
     monkeypatch.setattr(AssistantDrafter, "propose", noted)
-    lengths = (23, 3, 40)
-    inputs = arguments(lengths, do_sample=False)
+    lengths, new = (14, 3, 21), 14
+    inputs = arguments(lengths, do_sample=False, max_new_tokens=new)
     text = generated(model, **inputs)
     draft = AssistantDraftModel.from_model(small, model, **settings)
     draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
@@ -184,8 +152,8 @@ def test_a_hybrid_draft_model_proposes_its_own_text(made, name, settings, monkey
     compared = 0
     for places, tokens in proposals:
         for row, (place, length) in enumerate(zip(places, lengths, strict=True)):
-            if place - length < NEW - 1:  # rows that have ended propose anything
-                known = text[row, 40 - length : 40 - length + place + 1]
+            if place - length < new - 1:  # rows that have ended propose anything
+                known = text[row, 21 - length : 22 - length + place]
                 expected = beam_of_plain_forwards(small, known, draft.shape(), draft.config.pard_token)
                 assert tokens[row].tolist() == expected.tolist()
                 compared += 1
