@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 # The first token comes from the prompt alone, the others from speculation.
 TOKENS, VOCAB = 3, 6
-ROWS, FEW_ROWS = 4096, 2048
+ROWS, FEW_ROWS, SLOW_ROWS = 4096, 2048, 1024
 NEVER = 999  # no token of the vocabulary
 RIGHT, WRONG = 1e-4, 1e-6  # a right sampler is below the first once in 10,000 comparisons; the seeds are fixed
 FACTOR = 0.7
@@ -163,12 +163,12 @@ def test_trees_of_coupled_candidates(monkeypatch):
 def test_rejection_sampling_with_recurrent_states(target, kind, monkeypatch):
     """Of the gated delta rule and of Mamba-2, whose copies the drafting steps change."""
     drafter, length, make = REJECTION[kind]
-    check(lambda: scale_q(monkeypatch, drafter), make, length, "free", FEW_ROWS, target)
+    check(lambda: scale_q(monkeypatch, drafter), make, length, "free", SLOW_ROWS, target)
 
 
 @pytest.mark.parametrize("target", ["granitemoehybrid", pytest.param("qwen3_5_text", marks=pytest.mark.soak)])
 def test_trees_of_coupled_candidates_with_recurrent_states(target, monkeypatch):
-    check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "warped", FEW_ROWS, target)
+    check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "warped", SLOW_ROWS, target)
 
 
 @pytest.mark.soak

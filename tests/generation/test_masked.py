@@ -138,14 +138,6 @@ class TestTies:
                     differs += set(as_it_is[row, node].tolist()) != set(expected.tolist())
             assert differs  # what the reference chooses depends on the layout
 
-    def test_a_text_depends_on_them(self, made, monkeypatch):
-        model, inputs = made("glm_moe_dsa"), arguments(RAGGED, do_sample=False)
-        text = generated(model, **inputs)
-        monkeypatch.setattr(IndexerChoices, "_settled", lambda self, scores, *found: torch.return_types.topk(found))
-        draft = drafted(model, False, text, 40)
-        draft.generation_config.check_target = False
-        assert generated(model, **inputs, assistant_model=draft).tolist() != text.tolist()
-
 
 class TestPositionsCountedByTheCache:
     """Llama 4 scales queries by positions that it counts itself, from `floor_scale` on."""

@@ -149,10 +149,10 @@ def test_a_hybrid_draft_model_proposes_its_own_text(made, name, settings, monkey
     assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
     histogram = draft.last_speculation.acceptance_histogram
     assert histogram[0] and sum(histogram[1:])
-    compared = 0
+    compared, depth = 0, draft.shape() if isinstance(draft.shape(), int) else len(draft.shape())
     for places, tokens in proposals:
         for row, (place, length) in enumerate(zip(places, lengths, strict=True)):
-            if place - length < new - 1:  # rows that have ended propose anything
+            if place + depth < length + new:  # tokens after the end are proposed at clamped positions
                 known = text[row, 21 - length : 22 - length + place]
                 expected = beam_of_plain_forwards(small, known, draft.shape(), draft.config.pard_token)
                 assert tokens[row].tolist() == expected.tolist()
@@ -205,7 +205,6 @@ def test_the_target_drafts_for_itself_on_copies_of_its_states(made, name, kind):
     [
         ("falcon_mamba", "it has no attention layers"),
         ("zamba2", "its attention layers share one module, whose layer_idx names none of them"),
-        ("deepseek_v4", "compressed_sparse_attention, heavily_compressed_attention layers, whose choice of keys"),
         ("glm5_next", "it has indexed_attention layers, whose choice of keys"),
     ],
 )

@@ -8,16 +8,12 @@ import os
 import re
 
 import pytest
-import torch
 
-from hf_longspec.attention_backends.contexts import TreeContext
 from tests.robustness.architecture_variants import VARIANTS
 from tests.robustness.enumeration import (
     TYPES,
     UNBUILDABLE,
     Unbuildable,
-    known_reason,
-    outcome_of,
     outcomes,
     quiet,
     stock_of,
@@ -80,23 +76,3 @@ def test_every_draft_on_every_type(model_type):
 def test_every_draft_on_every_variant(label):
     model_type, overrides = VARIANTS[label]
     assert not failures(stock(model_type, **overrides))
-
-
-class TestTheComparisonIsSharp:
-    """The effects of mistakes. Identical texts mean something only if these change the text."""
-
-    def test_without_the_tree_mask(self, monkeypatch):
-        attend = TreeContext.attend
-
-        def all_see_all(self, *args, **options):
-            self.mask = torch.ones_like(self.mask)
-            return attend(self, *args, **options)
-
-        made = stock("gpt2")
-        assert outcome_of(made, "tree", "ragged").kind == "identical"
-        monkeypatch.setattr(TreeContext, "attend", all_see_all)
-        assert outcome_of(made, "tree", "ragged").kind == "different"
-
-    def test_an_error_that_names_no_reason_is_a_failure(self):
-        assert known_reason("The size of tensor a (5) must match the size of tensor b (37)") is None
-        assert known_reason("it is an encoder-decoder model, and the loop runs decoder-only models") is not None
