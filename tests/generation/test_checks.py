@@ -17,7 +17,6 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from tests.generation.tiny_models import SIZES
 from tests.robustness.enumeration import build
 from tests.robustness.test_faults import state_of
 from tests.tiny_targets import random_tokenswift_draft, tiny_prompts, tiny_target
@@ -86,7 +85,7 @@ class TestTargets:
 
     def test_a_model_that_never_calls_the_backend(self):
         """It would swallow the tree and return plausible logits."""
-        model = OldModel(OldConfig(**SIZES)).eval()
+        model = OldModel(OldConfig.from_dict(tiny_target("llama").config.to_dict())).eval()
         draft = PlainDraftModel.from_target(model)
         refused(model, draft, "OldModel cannot.*never called the attention backe.*AttentionInterface")
 

@@ -45,7 +45,6 @@ DRAFTERS = {
         {"num_assistant_tokens": 2, "window": 24, "acceptance": "rejection"},
     ),
     "draft model, PARD": ("longspec_assistant", {"num_assistant_tokens": 3, "pard_token": 23}),
-    "draft model, n-grams": ("longspec_assistant", {"num_assistant_tokens": 2, "ngram_candidates": 2}),
 }
 # Most copies from pinned memory and most launches outside of graphs in a steady iteration with captured steps;
 # launches are averaged, as noise is drawn in blocks.

@@ -46,12 +46,8 @@ def test_the_text_is_that_of_the_steps_as_they_are(kind, graphs):
         assert draft.last_speculation.num_forwards >= 20
         # rows that are equally long for the first time in this call are another kind of step
         assert graphs.frame_count <= built + 2
-    if kind == "longspec":  # a graph of the whole tree; of each level, where a processor looks at what leads to it
+    if kind == "longspec":  # a graph of the whole tree
         assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_grow"}
-        penalised = {"do_sample": True, "repetition_penalty": 1.2, "new": 9}
-        expected = generate(llama, draft, "off", **penalised)
-        assert torch.equal(generate(llama, draft, "compile", **penalised), expected)
-        assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_grow", "_level"}
 
 
 @pytest.mark.parametrize(

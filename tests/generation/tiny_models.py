@@ -10,9 +10,6 @@ from tests.robustness.shrunk_configs import shrunk_config
 # Tiny targets whose attention differs: plain, windows in all layers, softcaps, windows in some layers, sinks, layers
 # without rotation, a latent cache. tests/generation/test_target.py compares the logits of all tiny targets.
 ATTENTION = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "cohere2", "deepseek_v3")
-SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IMAGE_TOKEN = 127
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 _PATCHES = {"image_size": 28, "patch_size": 14}
