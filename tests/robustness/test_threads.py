@@ -11,7 +11,7 @@ import torch
 
 from hf_longspec.generation.target import TargetView
 from tests.pairwise import pairwise
-from tests.robustness.drafts import KINDS, make_draft
+from tests.robustness.drafts import make_draft
 from tests.rounding import rounding
 from tests.tiny_targets import tiny_prompts, tiny_target
 
@@ -127,11 +127,3 @@ def test_a_draft_begins_or_ends_within_a_stock_forward(implementation, event, le
             logits = model(input_ids, attention_mask=mask).logits
     assert len(calls) == 1
     torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], **rounding(expected, layers=3))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("first", KINDS)
-@pytest.mark.parametrize("second", KINDS)
-def test_every_pair(first, second, switching, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "ROUNDS", 40)
-    check_pair((first, second))
