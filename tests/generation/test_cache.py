@@ -59,18 +59,6 @@ class Ledger:
                     assert stored.values[row, :, slot].eq(-expected).all()
 
 
-def test_plain_updates_append_and_return_what_is_stored():
-    ledger = Ledger(make_cache())
-    for count in (4, 1, 3):
-        ledger.grow(count)
-        keys, values = ledger.seen
-        stored = len(ledger.rows[0])
-        assert keys.shape == (2, HEADS, stored, KEY_SIZE) and values.shape == (2, HEADS, stored, VALUE_SIZE)
-        ledger.check()
-    assert ledger.cache.get_seq_length() == 8 and ledger.cache.get_mask_sizes(3, 0) == (11, 0)
-    assert not ledger.cache.is_compileable and not any(ledger.cache.is_sliding)
-
-
 @pytest.mark.parametrize("lengths", [[4, 4], [4, 2]])
 def test_buffers_become_as_wide_as_what_is_written(lengths):
     """As concatenation does: what autocast stored in half precision stays, and new entries keep all of theirs."""

@@ -68,17 +68,6 @@ def test_the_text_is_a_gumbel_max_sample_of_the_bare_model(target):
             text, padded = torch.cat([text, new], 1), torch.cat([padded, new], 1)
 
 
-def test_text_depends_on_the_seed_and_not_on_other_rows(target):
-    model = target("llama")
-    plain = PlainDraftModel.from_target(model)
-    texts = [sample(model, plain, seed=seed, **FREE) for seed in range(3)]
-    assert len({str(text) for text in texts}) == 3
-    same_prompts = sample(model, plain, lengths=(9, 9), **FREE)
-    assert same_prompts[0] != same_prompts[1]
-    # the first row's noise is the same in a smaller batch
-    assert sample(model, plain, lengths=RAGGED[:1], **FREE)[0] == texts[0][0]
-
-
 class Spoiled(LogitsProcessor):
     """Writes a value over all scores of one row, or of all, from a column on."""
 
