@@ -1,7 +1,6 @@
 """Two threads generate at once on one model: with drafts, and one of them without."""
 
 import contextlib
-import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from tests.rounding import rounding
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEVER = 1
-ROUNDS = int(os.environ.get("HF_LONGSPEC_ROUNDS", 2))
+ROUNDS = 2
 PAIRS = [("specattn", "longspec"), ("tokenswift", "partial"), ("tokenswift", "plain")]
 
 
