@@ -1,6 +1,7 @@
 """Targets with recurrent and convolution states: the text of `generate`, and the states of single steps."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -32,6 +33,15 @@ from tests.user_objects import Bomb
 
 # One type for each recurrence: gated delta rule, KDA, Mamba-2, Mamba-2 beside keys, convolution alone, Mamba-1.
 TYPES = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "falcon_h1", "lfm2_moe", "jamba")
+OTHERS = (
+    "bailing_hybrid", "bamba", "lfm2", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_next",
+)  # fmt: skip
+SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in OTHERS if name in CONFIG_MAPPING]
+EVERY = [*TYPES, *SOAKED]
+WAYS = (True, False), (ONE, RAGGED), MODES
+CASES = pairwise(TYPES, *WAYS)
+CASES += [pytest.param(*one.values, *way, marks=one.marks) for one, *way in pairwise(SOAKED, *WAYS)]
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +50,37 @@ def made():
     return lambda name: models.setdefault(name, build(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "chain", "lengths", "mode"), pairwise(TYPES, (True, False), (ONE, RAGGED), MODES), ids=str
-)
+@pytest.mark.parametrize(("name", "chain", "lengths", "mode"), CASES, ids=str)
 def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths, mode):
     check_text(made(name), lengths, chain, **mode)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", EVERY)
 def test_states_after_a_commit_are_those_of_single_steps(made, name):
     check_a_commit(made(name))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("qwen3_5_text", "dynamic"), ("falcon_h1", "speculative")])
+@pytest.mark.soak
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("mode", MODES, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", EVERY)
+def test_texts_of_200_tokens(made, name, mode, chunk):
+    """Eight prompts: chains on one and on three, trees on one and on three, at lengths that chunks do not divide."""
+    if (name, chunk) == ("jamba", 16):
+        pytest.skip("transformers' Mamba-1 layers begin anew with each chunk")
+    for chain, lengths in itertools.product((True, False), ((45,), (23, 3, 38))):
+        check_text(made(name), lengths, chain, max_new_tokens=200, prefill_chunk_size=chunk, **mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("qwen3_5_text", "dynamic"),
+        ("falcon_h1", "speculative"),
+        ("nemotron_h", "dynamic"),  # layers of experts alone keep nothing
+        *(pytest.param(*one.values, kind, marks=one.marks) for one in SOAKED for kind in ("dynamic", "speculative")),
+    ],
+)
 def test_a_returned_cache_continues(made, name, kind):
     check_a_returned_cache(made(name), kind)
 
@@ -64,6 +92,7 @@ def test_a_returned_cache_continues(made, name, kind):
         ("granitemoehybrid", KeyboardInterrupt, "speculative"),
         ("falcon_h1", RuntimeError, "dynamic"),
         ("kimi_linear", RuntimeError, "speculative"),
+        *(pytest.param(*one.values, KeyboardInterrupt, "dynamic", marks=one.marks) for one in SOAKED),
     ],
 )
 def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, name, error, kind):
@@ -83,7 +112,8 @@ def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, name
         assert 25 < text.shape[1] < whole.shape[1]
     assert cache.get_seq_length() == (text.shape[1] - 1 if error is KeyboardInterrupt else 0)
     draft.hints = whole[:, text.shape[1] :].tolist()
-    more = inputs | {"input_ids": text, "attention_mask": None, "max_new_tokens": whole.shape[1] - text.shape[1]}
+    more = inputs | {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    more["max_new_tokens"] = whole.shape[1] - text.shape[1]
     assert generated(model, **more, assistant_model=draft, past_key_values=cache).tolist() == whole.tolist()
 
 
