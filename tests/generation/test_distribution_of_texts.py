@@ -142,18 +142,29 @@ def check(break_rule, *call):
     assert p_of(*call) < WRONG
 
 
-def check_rejection(monkeypatch, kind, name, rows):
+# Where no n-gram may occur again, none is accepted.
+PAIRS = [pair for pair in product(COUPLED, OPTIONS) if pair != ("n-grams", "history")]
+SOAK = {"marks": pytest.mark.soak}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "rows"),
+    [
+        *((kind, name, FEW_ROWS) for kind, name in zip(REJECTION, OPTIONS, strict=True)),
+        *(pytest.param(kind, name, ROWS, **SOAK) for kind, name in product(REJECTION, OPTIONS)),
+    ],
+)
+def test_rejection_sampling(kind, name, rows, monkeypatch):
     drafter, length, make = REJECTION[kind]
     check(lambda: scale_q(monkeypatch, drafter), make, length, name, rows)
 
 
-@pytest.mark.parametrize(("kind", "name"), list(zip(REJECTION, OPTIONS, strict=True)))
-def test_rejection_sampling(kind, name, monkeypatch):
-    check_rejection(monkeypatch, kind, name, FEW_ROWS)
-
-
-def test_trees_of_coupled_candidates(monkeypatch):
-    check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "history", FEW_ROWS)
+@pytest.mark.parametrize(
+    ("kind", "name", "rows"),
+    [("random trees", "history", FEW_ROWS), *(pytest.param(kind, name, ROWS, **SOAK) for kind, name in PAIRS)],
+)
+def test_coupled_drafts(kind, name, rows, monkeypatch):
+    check(lambda: scale_races(monkeypatch), COUPLED[kind], 7, name, rows)
 
 
 @pytest.mark.parametrize(
@@ -169,20 +180,3 @@ def test_rejection_sampling_with_recurrent_states(target, kind, monkeypatch):
 @pytest.mark.parametrize("target", ["granitemoehybrid", pytest.param("qwen3_5_text", marks=pytest.mark.soak)])
 def test_trees_of_coupled_candidates_with_recurrent_states(target, monkeypatch):
     check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "warped", SLOW_ROWS, target)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kind", REJECTION)
-def test_rejection_sampling_under_all_options(kind, name, monkeypatch):
-    check_rejection(monkeypatch, kind, name, ROWS)
-
-
-# Where no n-gram may occur again, none is accepted.
-PAIRS = [pair for pair in product(COUPLED, OPTIONS) if pair != ("n-grams", "history")]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_coupled_drafts(kind, name, monkeypatch):
-    check(lambda: scale_races(monkeypatch), COUPLED[kind], 7, name, ROWS)
