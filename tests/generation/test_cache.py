@@ -13,7 +13,7 @@ from hf_longspec.generation.cache import CACHE_NAME
 from tests.operations import Operations
 from tests.rounding import rounding
 from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
-from tests.user_objects import Bomb
+from tests.user_objects import Answer, Bomb
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -170,6 +170,18 @@ def test_commit_works_in_place_with_temporaries_of_the_path_only():
         cache.commit(torch.tensor([[0, 3, 9, 16]] * 2), [4, 3])
     assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers] == before
     assert 0 < max(sizes) <= 2 * 4 * HEADS * VALUE_SIZE * 4  # rows x nodes x heads x width x bytes
+
+
+def test_buffers_are_allocated_once_per_call(plain_run):
+    run = plain_run("gemma3", (33, 3, 13), max_new_tokens=12, eos_token_id=1)
+    cache, seen = SpeculativeCache(run.model.config, 3, 64), []
+
+    def watch(input_ids, scores):
+        seen.extend(t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    run.again(run.draft("specattn"), past_key_values=cache, stopping_criteria=[Answer(watch)])
+    assert len(seen) > 6 * len(set(seen)) == 6 * 2 * len(cache.layers)
 
 
 def test_plain_generate_with_our_cache(plain_run):

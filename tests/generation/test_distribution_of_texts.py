@@ -168,15 +168,17 @@ def test_coupled_drafts(kind, name, rows, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("target", "kind"),
-    [("qwen3_5_text", "quest"), pytest.param("granitemoehybrid", "specattn", marks=pytest.mark.soak)],
+    ("target", "kind", "rows"),
+    [("qwen3_5_text", "quest", SLOW_ROWS), pytest.param("granitemoehybrid", "specattn", FEW_ROWS, **SOAK)],
 )
-def test_rejection_sampling_with_recurrent_states(target, kind, monkeypatch):
+def test_rejection_sampling_with_recurrent_states(target, kind, rows, monkeypatch):
     """Of the gated delta rule and of Mamba-2, whose copies the drafting steps change."""
     drafter, length, make = REJECTION[kind]
-    check(lambda: scale_q(monkeypatch, drafter), make, length, "free", SLOW_ROWS, target)
+    check(lambda: scale_q(monkeypatch, drafter), make, length, "free", rows, target)
 
 
-@pytest.mark.parametrize("target", ["granitemoehybrid", pytest.param("qwen3_5_text", marks=pytest.mark.soak)])
-def test_trees_of_coupled_candidates_with_recurrent_states(target, monkeypatch):
-    check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "warped", SLOW_ROWS, target)
+@pytest.mark.parametrize(
+    ("target", "rows"), [("granitemoehybrid", SLOW_ROWS), pytest.param("qwen3_5_text", FEW_ROWS, **SOAK)]
+)
+def test_trees_of_coupled_candidates_with_recurrent_states(target, rows, monkeypatch):
+    check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "warped", rows, target)
