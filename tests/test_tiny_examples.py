@@ -158,24 +158,6 @@ def test_a_small_model_learns_the_divergence_from_the_target(places, tmp_path):
         assert trainer.compute_loss(target, rows).abs() < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("kind", "variant", "fields"),
-    [
-        ("longspec", "no-offsets", {}),  # a setting of the training
-        ("longspec", "no-noise", {"noise_range": [1, 1]}),
-        ("longspec", "no-cross-attention", {"cross_attention": False}),
-        ("dflash", "dspark", {"markov_rank": 64, "confidence_head": "markov"}),
-        ("tokenswift", "independent", {"chained": False}),
-        ("tokenswift", "sequential", {"sequential": True}),
-    ],
-)
-def test_a_variant_changes_one_thing(kind, variant, fields):
-    module, target = script("train_tiny_draft"), tiny_target("llama")
-    overrides = {}, module.VARIANTS[kind][variant][0]
-    plain, other = (module.new_draft(kind, target, some).config.to_dict() for some in overrides)
-    assert {name: value for name, value in other.items() if value != plain[name]} == fields
-
-
 def test_an_interrupted_run_goes_on_and_its_log_has_all_minutes(train):
     """A run of half its tokens was saved; the command again trains the other half and counts the time of both."""
     folder = train("halves", "--tokens", 32 * 2 * 100)
