@@ -115,6 +115,7 @@ VARIANTS = [
     ("longspec_dflash", "gemma3", NGRAMS | {"confidence_head": "hidden", "confidence_threshold": 0.4}),
     ("longspec_mtp", "qwen3", {"tree_widths": [1, 1, 1], "window": "all"}),
     ("longspec_mtp", "deepseek_v3", NGRAMS),
+    ("longspec_gemma4_assistant", "gemma3", NGRAMS),
     ("longspec", "llama", NGRAMS),
     ("specattn", "deepseek_v3", NGRAMS),
     ("longspec_quest", "llama", {"sparse_ratio": 1.0, "sparse_min_tokens": 1000}),

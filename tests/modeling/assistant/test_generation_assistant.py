@@ -7,7 +7,7 @@ from hf_longspec import AssistantDraftModel, SpeculativeCache
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
-from tests.modeling.calls import LENGTHS, generate
+from tests.modeling.calls import generate
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 FEW = {"vocab_size": 12}
@@ -85,19 +85,6 @@ def test_only_sinks_and_window_are_prefilled(widths):
     prefill = seen[: seen.index(2)]
     assert prefill[-3:] == [10, 10, 8]  # the trial forwards of the check before them
     assert set(seen[len(prefill) :]) <= {1, 2}
-
-
-def test_rows_drop_tokens_by_their_own_length(model, small):
-    """The tokens that a row accepts do not depend on the rows beside it, also after many tokens were dropped."""
-    draft = AssistantDraftModel.from_model(small, model, window=8, num_assistant_tokens=3)
-    generate(model, draft, LENGTHS[:2], max_new_tokens=60)
-    together, alone = draft.last_speculation.acceptance_histogram, torch.zeros(4, dtype=torch.long)
-    input_ids, mask = tiny_prompts(12, LENGTHS[:2])
-    for row, keep in zip(input_ids, mask.bool(), strict=True):
-        model.generate(row[keep][None], assistant_model=draft, max_new_tokens=60, **OPTIONS)
-        counts = draft.last_speculation.acceptance_histogram
-        alone[: len(counts)] += torch.tensor(counts)
-    assert together == alone[: len(together)].tolist()
 
 
 @pytest.mark.parametrize("settings", [{"num_assistant_tokens": 3}, {"tree_widths": [7, 4], "window": 7}], ids=str)

@@ -45,18 +45,6 @@ def named(tmp_path, model, small):
     return target, with_tokenizer(tmp_path / "small", tokenizer, small)
 
 
-def test_the_model_of_a_saved_draft_keeps_its_own_settings(named, tmp_path):
-    """Not those of the draft, whose file has the same name in the folder above."""
-    target, folder = named
-    draft = AssistantDraftModel.from_pretrained(folder, target=target, num_assistant_tokens=3)
-    own = draft.assistant.generation_config.to_diff_dict()
-    draft.save_pretrained(tmp_path / "saved", assistant_weights=True)
-    again = AutoModel.from_pretrained((tmp_path / "saved").resolve())
-    found = again.assistant.generation_config.to_diff_dict()
-    assert again.setting("num_assistant_tokens") == 3
-    assert found.keys() - {"_from_model_config"} == own.keys() - {"_from_model_config"}
-
-
 @pytest.mark.parametrize("weights", [None, False])
 def test_a_saved_draft_loads_with_its_model(named, tmp_path, weights):
     """By default the weights are written if the model's name is that of a folder."""
@@ -64,10 +52,13 @@ def test_a_saved_draft_loads_with_its_model(named, tmp_path, weights):
     draft = AssistantDraftModel.from_pretrained(folder, target=target, num_assistant_tokens=2)
     assert draft.assistant.dtype == target.dtype
     generate(target, draft)
+    own = draft.assistant.generation_config.to_diff_dict()
     draft.save_pretrained(tmp_path / "saved", assistant_weights=weights)
     assert (tmp_path / "saved" / "assistant" / "model.safetensors").is_file() == (weights is not False)
     assert not (tmp_path / "saved" / "model.safetensors").exists()
-    loaded = AutoModel.from_pretrained(tmp_path / "saved")
+    loaded = AutoModel.from_pretrained((tmp_path / "saved").resolve())
+    # not those of the draft, whose file has the same name in the folder above
+    assert loaded.assistant.generation_config.to_diff_dict().keys() ^ own.keys() <= {"_from_model_config"}
     assert loaded.config.assistant_name_or_path == (str(folder) if weights is False else "./assistant")
     assert loaded.setting("num_assistant_tokens") == 2
     for name, weight in draft.assistant.named_parameters():
@@ -216,17 +207,6 @@ class TestOtherTokenizers:
         more.config.pard_token = 3
         with pytest.raises(ValueError, match="pard_token=3: a PARD model needs the tokenizer of the target"):
             AssistantDraftModel.from_model(more, target, assistant_tokenizer=character_tokenizer("ihgfedcba"))
-
-
-def test_what_rejection_cannot_do(model, small):
-    for settings, message in (
-        ({"tree_widths": [2, 2]}, r"acceptance='rejection' with tree_widths=\[2, 2\]"),
-        ({"ngram_candidates": 2}, "acceptance='rejection' with ngram_candidates=2"),
-    ):
-        draft = AssistantDraftModel.from_model(small, model, acceptance="rejection", **settings)
-        generate(model, draft)
-        with pytest.raises(ValueError, match=message):
-            generate(model, draft, do_sample=True)
 
 
 def test_what_cannot_draft_is_refused(model, small, named):
