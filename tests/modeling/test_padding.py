@@ -10,13 +10,14 @@ from hf_longspec import SpeculativeCache
 from hf_longspec.generation.compiled_steps import FixedSteps
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import IMAGE_TOKEN, vision_language_model
-from tests.modeling.calls import NEVER, generate
+from tests.modeling import calls
+from tests.modeling.calls import generate
 from tests.modeling.test_contract import FEW_TOKENS, check_drafted, draft_of
 from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
 
 TARGETS = ("mistral", "gemma3", "gpt_oss", "cohere2", "llama")
 PAD, END = 0, 5
-GREEDY = {"max_new_tokens": WINDOW + 6, "eos_token_id": NEVER, "pad_token_id": PAD, "do_sample": False}
+GREEDY = calls.GREEDY | {"max_new_tokens": WINDOW + 6}
 # Every draft, with three rows and with one.
 PAIRS = [*zip(DRAFTS, cycle(TARGETS), cycle((3, 1)))]
 

@@ -7,11 +7,10 @@ from hf_longspec import AssistantDraftModel, SpeculativeCache
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
-from tests.modeling.calls import generate
+from tests.modeling.calls import GREEDY, generate
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 FEW = {"vocab_size": 12}
-OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False}
 # Neither of them has the shapes of the other.
 PAIR = {"num_hidden_layers": 2, "num_key_value_heads": 4, "hidden_size": 48}
 
@@ -121,8 +120,8 @@ def transformers_rounds(model, small, ids, new, length):
     small.generation_config.pad_token_id = 999
     forwards = []
     handle = model.register_forward_hook(lambda *_: forwards.append(1))
-    options = OPTIONS | {"pad_token_id": 999, "attention_mask": torch.ones_like(ids)}
-    text = model.generate(ids, assistant_model=small, max_new_tokens=new, **options)
+    options = GREEDY | {"max_new_tokens": new, "pad_token_id": 999, "attention_mask": torch.ones_like(ids)}
+    text = model.generate(ids, assistant_model=small, **options)
     handle.remove()
     return text, len(forwards)
 
@@ -138,7 +137,7 @@ def test_tau_is_that_of_transformers_assisted_generation(length):
             weight.add_(0.08 * weight.std() * torch.randn(weight.shape, generator=generator))
     input_ids, _ = tiny_prompts(24, (37,))
     draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=length)
-    ours = model.generate(input_ids, assistant_model=draft, max_new_tokens=61, **OPTIONS)
+    ours = model.generate(input_ids, assistant_model=draft, **GREEDY | {"max_new_tokens": 61})
     stats = draft.last_speculation
     # transformers drafts before the first token of the target, and this loop after it
     stock, rounds = transformers_rounds(model, small, ours[:, :38], 60, length)

@@ -89,17 +89,18 @@ def test_drafting_is_a_forward_over_the_text(target, first_levels, cls, name, se
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("nodes", "settings"),
     [
-        {},
-        {"sample_from_anchor": True, "markov_rank": 5, "markov_head_type": "rnn"},
-        {"markov_rank": 5, "markov_head_type": "gated", "draft_vocab_size": 7, "own_head": True},
-        {"selector_rank": 4, "selector_top_k": 3},
+        (11, {}),
+        (None, {"sample_from_anchor": True, "markov_rank": 5, "markov_head_type": "rnn"}),
+        (11, {"sample_from_anchor": True, "markov_rank": 5, "markov_head_type": "rnn"}),
+        (11, {"markov_rank": 5, "markov_head_type": "gated", "draft_vocab_size": 7, "own_head": True}),
+        (None, {"selector_rank": 4, "selector_top_k": 3}),
+        (11, {"selector_rank": 4, "selector_top_k": 3}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("nodes", [None, 11])
-def test_the_tree_has_the_most_probable_paths(target, monkeypatch, settings, nodes):
+def test_the_tree_has_the_most_probable_paths(target, monkeypatch, nodes, settings):
     """Against all paths, each scored by itself from the states of the block."""
     model = target("llama", vocab_size=9)
     draft = random_draft(DFlashDraftModel, model, block_size=4, num_tree_nodes=nodes, gate=False, **settings)
