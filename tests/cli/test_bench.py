@@ -13,6 +13,7 @@ from hf_longspec.bench.results import of_kind, read_records
 from hf_longspec.cli import bench, models
 from tests.cli.conftest import HUB_CARDS, run_command
 from tests.tiny_targets import tiny_target
+from tests.tiny_tokenizers import save_byte_target
 from tests.watching import after, before
 
 TARGET, LONGSPEC = str(HUB_CARDS / "tiny-target"), str(HUB_CARDS / "tiny-longspec")
@@ -172,7 +173,8 @@ def test_the_gate_is_off_where_there_is_one(monkeypatch):
 def test_the_preset_measures_every_draft_without_training_at_the_lengths_that_fit(here):
     """1K is the only length of the preset that this text has."""
     (here / "short.txt").write_text("one two three four " * 80, encoding="utf-8")
-    arguments = ["--target", TARGET, "--max-new-tokens", "4", "--repeats", "1", "--no-plots", "--data", "short.txt"]
+    target = save_byte_target(here / "target", max_position_embeddings=2048)
+    arguments = ["--target", target, "--max-new-tokens", "4", "--repeats", "1", "--no-plots", "--data", "short.txt"]
     result = run_command("bench", *arguments, "--preset", "all", "--draft", "quest")
     assert result.exit_code == 0, result.output
     calls = of_kind(read_records(Path("bench.jsonl")), "run")

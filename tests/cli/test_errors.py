@@ -349,32 +349,27 @@ def test_version_help_and_wrong_numbers_import_neither_torch_nor_transformers(sc
 
 
 def test_the_script_registers_the_drafts_before_a_command_runs(script, tiny):
-    """In a process of its own, with a draft that `AutoModel` knows only if it is registered; names come when needed."""
+    """In a process of its own, with a draft that `AutoModel` knows only if it is registered; names come when needed.
+
+    So do processes that it starts, as the workers of a data loader where processes are not forked.
+    """
     line = ["generate", str(tiny.notes), "--target", str(tiny.target), "--draft", str(tiny.longspec)]
-    output = script(
-        f"import hf_longspec, sys; sys.argv[1:] = {[*line, '--max-new-tokens', '4', '--json']}\n"
-        "assert not hasattr(hf_longspec, '__wrapped__') and 'torch' not in sys.modules\n"
-        "from hf_longspec.cli.app import main\n"
-        "try:\n    main()\nexcept SystemExit as exit_of:\n    assert exit_of.code == 0\n"
-        "print(hf_longspec.LongSpecDraftModel.__name__, hf_longspec.audit.__name__)\n"
-    )
-    text, names = output.strip().splitlines()
-    assert json.loads(text)["new_tokens"] == 4 and names == "LongSpecDraftModel audit"
-
-
-def test_a_process_that_the_script_starts_has_every_draft(script):
-    """As the workers of a data loader are started where processes are not forked."""
     output = script(
         "from importlib import import_module\n"
         "from multiprocessing import get_context\n"
-        "import hf_longspec\n"
+        "import hf_longspec, sys\n"
         "if __name__ == '__main__':\n"
         "    worker = get_context('spawn').Process(target=import_module, args=['hf_longspec.training'])\n"
         "    worker.start()\n"
+        f"    sys.argv[1:] = {[*line, '--max-new-tokens', '4', '--json']}\n"
+        "    assert not hasattr(hf_longspec, '__wrapped__') and 'torch' not in sys.modules\n"
+        "    from hf_longspec.cli.app import main\n"
+        "    try:\n        main()\n    except SystemExit as exit_of:\n        assert exit_of.code == 0\n"
         "    worker.join()\n"
-        "    print(worker.exitcode)\n"
+        "    print(worker.exitcode, hf_longspec.LongSpecDraftModel.__name__, hf_longspec.audit.__name__)\n"
     )
-    assert output == "0\n"
+    text, names = output.strip().splitlines()
+    assert json.loads(text)["new_tokens"] == 4 and names == "0 LongSpecDraftModel audit"
 
 
 def test_the_help_names_every_draft_without_training():

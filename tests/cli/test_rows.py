@@ -16,7 +16,7 @@ from hf_longspec.cli import rows as module
 from tests.cli.conftest import run_command
 from tests.watching import before
 
-NEW, MANY = 10, 12
+NEW, MANY = 10, 4
 TEXTS = [
     "one two three, one two",
     "def f(x):\n    return",

@@ -21,7 +21,7 @@ from tests.watching import after
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_target("qwen3", vocab_size=12)
+    return tiny_target("qwen3", vocab_size=12, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def permuted(model, folder, characters):
     """Save a model that is the same with other numbers of the characters "abcdefghi", and its tokenizer."""
     own, other = character_tokenizer("abcdefghi"), character_tokenizer(characters)
     order = [own.get_vocab().get(token, 0) for token, _ in sorted(other.get_vocab().items(), key=lambda pair: pair[1])]
-    copy = tiny_target("qwen3", vocab_size=len(order))
+    copy = tiny_target("qwen3", vocab_size=len(order), num_hidden_layers=1)
     copy.load_state_dict(
         {name: weight[order] if weight.shape[0] == 12 else weight for name, weight in model.state_dict().items()}
     )
