@@ -34,3 +34,18 @@ def check_text(target, draft, **options):
         assert torch.equal(generate(target, draft, **options), generate(target, None, **options))
     stats = draft.last_speculation
     assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+
+
+def watch_levels(monkeypatch, drafter, ends=lambda changing: changing[2].gather(1, changing[3])):
+    """A list that gets, for each draft, the last known place of every row and what each level computed."""
+    found = []
+
+    def level(self, changing, depth, prefix, run=drafter.level):
+        result = run(self, changing, depth, prefix)
+        if not depth:
+            found.append((ends(changing)[:, 0].tolist(), []))
+        found[-1][1].append(result)
+        return result
+
+    monkeypatch.setattr(drafter, "level", level)
+    return found

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from hf_longspec import DFlashDraftModel, Eagle3DraftModel
 from hf_longspec.modeling.dflash.generation_dflash import DFlashDrafter
 from hf_longspec.modeling.eagle3.generation_peagle import ParallelEagle3Drafter
-from tests.modeling.calls import LENGTHS, generate
+from tests.modeling.calls import LENGTHS, generate, watch_levels
 from tests.modeling.dflash.test_modeling_dflash import FIXTURES, NAMES
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.rounding import rounding
@@ -18,23 +18,6 @@ from tests.tiny_targets import random_draft, tiny_prompts, tiny_target
 HYBRID = FIXTURES.parents[1] / "mtp" / "fixtures"
 PEAGLE = FIXTURES.parents[1] / "eagle3" / "peagle_llama"
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 8}
-
-
-@pytest.fixture
-def first_levels(monkeypatch):
-    """Return a list that gets, for each draft, the position of the last entry, and what the first level computed."""
-    found = []
-    for cls in (DFlashDrafter, ParallelEagle3Drafter):
-
-        def level(self, changing, depth, prefix, whole=cls.level):
-            result = whole(self, changing, depth, prefix)
-            if not depth:
-                end = changing[4] if isinstance(self, DFlashDrafter) else changing[2].gather(1, changing[3])
-                found.append((end[:, 0].tolist(), result[1]))
-            return result
-
-        monkeypatch.setattr(cls, "level", level)
-    return found
 
 
 def texts_of(sequences, vocab_size):
@@ -64,11 +47,15 @@ SLIDING = {"layer_windows": [4, None], "num_hidden_layers": 2}
     ],
     ids=str,
 )
-def test_drafting_is_a_forward_over_the_text(target, first_levels, cls, name, settings, chunk):
+def test_drafting_is_a_forward_over_the_text(target, monkeypatch, cls, name, settings, chunk):
     """Ragged rows; windows that hide tokens; accepted and refused nodes; prompts in chunks."""
     model = target(name, vocab_size=12)
     shape = {"block_size": 4} if cls is DFlashDraftModel else {"tree_widths": [4, 4, 3]}
     draft = random_draft(cls, model, gate=False, **(shape | settings))
+    if cls is DFlashDraftModel:
+        drafted = watch_levels(monkeypatch, DFlashDrafter, lambda changing: changing[4])
+    else:
+        drafted = watch_levels(monkeypatch, ParallelEagle3Drafter)
     sequences = generate(model, draft, prefill_chunk_size=chunk, max_new_tokens=12)
     assert 0 < draft.last_speculation.num_accepted_draft_tokens < draft.last_speculation.num_draft_tokens
     ends = model.get_input_embeddings(), model.get_output_embeddings()
@@ -79,7 +66,7 @@ def test_drafting_is_a_forward_over_the_text(target, first_levels, cls, name, se
         aux = auxiliary(model, draft, text)
         own = aux, text[None] if cls is DFlashDraftModel else text[None, 1:]
         # the last token of the text is never a root
-        places = {end[row]: logits[row] for end, logits in first_levels if end[row] < len(text) - 2}
+        places = {end[row]: levels[0][1][row] for end, levels in drafted if end[row] < len(text) - 2}
         wanted = draft.draft_logits(*own, [end + 1 for end in places], *ends)
         for (end, logits), expected in zip(places.items(), wanted, strict=True):
             layers = model.config.num_hidden_layers + 2 * draft.config.num_hidden_layers

@@ -24,7 +24,7 @@ from hf_longspec.cli.models import open_draft
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.gemma4_assistant.configuration_gemma4_assistant import layers_read
 from hf_longspec.modeling.gemma4_assistant.generation_gemma4_assistant import Gemma4AssistantDrafter
-from tests.modeling.calls import LENGTHS, check_text, generate
+from tests.modeling.calls import LENGTHS, check_text, generate, watch_levels
 from tests.robustness.peaked_weights import peak
 from tests.tiny_targets import random_draft, tiny_target
 from tests.watching import after
@@ -168,16 +168,8 @@ def test_drafting_is_a_forward_over_the_text(gemma, assistant, widths, options, 
 
     In float64, as chained steps amplify differences of rounding.
     """
-    drafted, gemma, assistant = [], copy.deepcopy(gemma).double(), assistant.double()
-
-    def level(self, changing, depth, prefix, run=Gemma4AssistantDrafter.level):
-        result = run(self, changing, depth, prefix)
-        if not depth:
-            drafted.append((changing[2][:, 0].tolist(), []))
-        drafted[-1][1].append(result[0][:, 0])
-        return result
-
-    monkeypatch.setattr(Gemma4AssistantDrafter, "level", level)
+    gemma, assistant = copy.deepcopy(gemma).double(), assistant.double()
+    drafted = watch_levels(monkeypatch, Gemma4AssistantDrafter, lambda changing: changing[2])
     assistant.generation_config.tree_widths = widths
     if options:
         torch.manual_seed(2)
@@ -197,8 +189,8 @@ def test_drafting_is_a_forward_over_the_text(gemma, assistant, widths, options, 
             shared = {KINDS[1 - j]: (cache.layers[first + j].keys, cache.layers[first + j].values) for j in range(2)}
             depth = 0 if options else len(levels) - 1  # the noise decides which token is the first of its level
             expected = assistant.chain_logits(state, ids[:, known : known + 1], depth, shared, gemma)
-            for logits, wanted in zip(levels, expected, strict=False):
-                torch.testing.assert_close(logits[row], wanted[0, -1], **CLOSE)
+            for (logits, *_), wanted in zip(levels, expected, strict=False):
+                torch.testing.assert_close(logits[row, 0], wanted[0, -1], **CLOSE)
                 compared += 1
     assert compared > 20
 
