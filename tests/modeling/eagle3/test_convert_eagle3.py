@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_longspec import Eagle3DraftModel
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
-from hf_longspec.modeling.register_draft import convert, reader_of
+from hf_longspec.modeling.register_draft import convert
 from tests.modeling.checkpoints import changed_copy, check_round_trip, devices_of_refusal
 from tests.tiny_targets import tiny_target
 
@@ -127,14 +127,6 @@ def test_positions_are_the_drafts_own(copy_of, caplog):
         found, length = theta_of("original_theta_5000", rope_scaling=yarn, max_position_embeddings=65536)
     assert found["rope_theta"] == 10000.0 and "rope_theta=5000.0 with yarn" in caplog.text
     assert length == 65536  # such drafts are trained on long texts
-
-
-def test_code_of_a_repository_is_never_run(copy_of, tmp_path):
-    folder = copy_of("llama_plain")
-    (folder / "config.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    Eagle3DraftModel.from_pretrained(folder)
-    assert reader_of(json.loads((folder / "config.json").read_text())) is Eagle3DraftModel
-    assert not (tmp_path / "ran").exists()
 
 
 def test_embedding_and_head_may_be_absent(copy_of, model):
