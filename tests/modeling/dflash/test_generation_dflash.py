@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from hf_longspec import DFlashDraftModel, Eagle3DraftModel
 from hf_longspec.modeling.dflash.generation_dflash import DFlashDrafter
 from hf_longspec.modeling.eagle3.generation_peagle import ParallelEagle3Drafter
-from tests.modeling.calls import LENGTHS, generate, watch_levels
+from tests.modeling.calls import LENGTHS, check_sampled_text, generate, watch_levels
 from tests.modeling.dflash.test_modeling_dflash import FIXTURES, NAMES
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.rounding import rounding
@@ -193,10 +193,13 @@ def grow(draft, model, states, root, ids, scores, first, last):
 
 @pytest.mark.parametrize("name", [*NAMES, "peagle_llama"])
 def test_published_layouts_draft_from_a_folder(target, name):
-    """The chain is that of the logits over the text."""
+    """Text as without a draft, greedy and sampled; and the chain is that of the logits over the text."""
     model = target("llama", **SIZES)
     cls, folder = (Eagle3DraftModel, PEAGLE) if name.startswith("peagle") else (DFlashDraftModel, FIXTURES / name)
     draft = cls.from_pretrained(folder, target=model, gate=False, on_unsupported="error")
+    assert torch.equal(generate(model, draft), generate(model, None))
+    check_sampled_text(model, draft, temperature=0.7)
+    assert draft.last_speculation.num_draft_tokens > 0
     text = tiny_prompts(97, (15,))[0]
     candidates, _ = draft.candidate_generator(model, max_length=64).get_candidates(text)
     ends, aux = (model.get_input_embeddings(), model.get_output_embeddings()), auxiliary(model, draft, text[0])
@@ -221,6 +224,7 @@ def test_targets_with_recurrent_layers(family, nodes, least):
         assert stats.num_accepted_draft_tokens < stats.num_draft_tokens
         accepted += stats.num_accepted_draft_tokens
     assert accepted >= least
+    check_sampled_text(model, draft)
 
 
 def test_the_final_state_of_the_target_is_refused():
