@@ -92,6 +92,9 @@ class TileConfig(NamedTuple):
         block_value (`int`): Size of a value, rounded up.
         num_warps (`int`): Warps of one program.
         num_stages (`int`): Turns of the loop over the prefix whose loads are in flight together.
+        merges (`bool`, *optional*, defaults to `False`):
+            Whether the last program of a tile merges the parts of its rows, instead of a second launch with a program
+            per row. Nothing chooses it: `benchmarks/gpu.py` measures both.
     """
 
     block_rows: int
@@ -103,6 +106,7 @@ class TileConfig(NamedTuple):
     block_value: int
     num_warps: int
     num_stages: int
+    merges: bool = False
 
 
 def power_of_two(number: int) -> int:

@@ -49,6 +49,9 @@ NO_TREE, BOOLEAN_TREE, ADDITIVE_TREE = range(3)
 # tile of rows there are at most 49.
 BLOCK_STATES = 1
 BLOCK_PARTS = 64
+# Where the attention kernel merges: rows times parts that are read at once, and zeros that are allocated together.
+MERGE_STATES, FEWEST_ZEROS = 64, 1024
+_kept_zeros: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 # Rows of scores that are read at once, and slots of one program: 256 programs for 32K tokens.
 BLOCK_SCORES, BLOCK_SLOTS = 16, 128
 
@@ -216,8 +219,7 @@ def launch_combine(
         `(out, lse)` of shapes `(B, H, N, Dv)`, `(B, N, H, Dv)` in memory as a model needs it next, and `(B, H, N)`.
     """
     batch, heads, nodes, parts, size = out.shape
-    merged = torch.empty(batch, nodes, heads, size, dtype=output_dtype(value), device=value.device)
-    merged_lse = torch.empty(batch, heads, nodes, dtype=torch.float32, device=value.device)
+    merged, merged_lse = _merged_results(out, value)
     states = batch * heads * nodes
     if states:
         with launching_on(out):
@@ -286,7 +288,7 @@ def _attend(
     last_node: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute all parts and merge them; see backend.py for the other arguments.
+    """Compute all parts and merge them, in one launch if the tiles say so; see backend.py for the other arguments.
 
     Args:
         parts (`int`): Partial results of a row: the tree, which is part 0, and the splits of the prefix.
@@ -314,11 +316,15 @@ def _attend(
     if mask is None and slots == 0:  # a cache without slots
         lse.fill_(-torch.inf)
     elif 0 not in grid:
+        merged, merged_lse, ended = lse, lse, lse  # not used
+        if config.merges:
+            (merged, merged_lse), ended = _merged_results(out, value), _zeros(grid[0] * grid[1], query.device)
         with launching_on(query):
             attention_kernel[grid](
                 *(query, key, value),
                 *(lse if x is None else x for x in (lengths, positions, last_node, mask)),  # None: not used
                 *(out, lse, lse if mode == NO_SCORES else scores),
+                *(ended, lse if sinks is None else sinks, merged, merged_lse),
                 *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides),
                 *(kv_heads, nodes, keys, slots, parts, wanted, sliding_window or 0),
                 *score_factors(scaling, softcap),
@@ -330,9 +336,33 @@ def _attend(
                 TREE=tree,
                 HAS_WINDOW=sliding_window is not None,
                 SCORES=mode,
+                MERGE_PARTS=max(1, MERGE_STATES // config.block_rows) if config.merges else 0,
+                HAS_SINKS=config.merges and sinks is not None,
                 **tile_options(config, groups, query.shape[3], value.shape[3], softcap is not None, upcast(query)),
             )
+        if config.merges:
+            return merged.to(value.dtype).transpose(1, 2), merged_lse
     return launch_combine(out, lse, value, sinks)
+
+
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    """Return at least `count` int32 zeros, which every launch leaves as zeros.
+
+    Launches on one stream, and graphs that were captured on it, share them: two of these must not run at the same time.
+    They are kept for good, as graphs hold their addresses. Graphs allocate them before the capture, when their kernels
+    are compiled; those that do not fill new ones in every replay.
+    """
+    stream, is_capturing = 0, False
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+        is_capturing = torch.cuda.is_current_stream_capturing()
+    key = device, stream, max(FEWEST_ZEROS, power_of_two(count))
+    if key not in _kept_zeros:
+        zeros = torch.zeros(key[2], dtype=torch.int32, device=device)
+        if is_capturing:
+            return zeros
+        _kept_zeros[key] = zeros
+    return _kept_zeros[key]
 
 
 def _readable(mask: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -348,6 +378,13 @@ def _readable(mask: torch.Tensor) -> tuple[torch.Tensor, float]:
 def _partial_results(query: torch.Tensor, value: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (*query.shape[:3], parts)
     return query.new_empty(*shape, value.shape[3], dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
+
+
+def _merged_results(out: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the parts `out` are merged into, not filled: `(B, N, H, Dv)` and `(B, H, N)`."""
+    batch, heads, nodes, _, size = out.shape
+    merged = torch.empty(batch, nodes, heads, size, dtype=output_dtype(value), device=value.device)
+    return merged, torch.empty(batch, heads, nodes, dtype=torch.float32, device=value.device)
 
 
 def _empty_state(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
