@@ -35,7 +35,7 @@ def constant(number: float) -> Any:
     return number if triton is None else tl.constexpr(number)
 
 
-# For every kernel that calculates: a product and a sum are one instruction. It is the default up to triton 3.9.
+# For every kernel: a product and a sum are one instruction. It is the default up to triton 3.9, which warns about it.
 OPTIONS = {"enable_fp_fusion": True}
 
 # tl.dot needs at least this many rows, keys and numbers per vector.

@@ -80,7 +80,8 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     SCORES: tl.constexpr,  # 0: none, 1: summed, 2: per row
-    MERGE_PARTS: tl.constexpr,  # parts that the last program merges at once; 0: `combine_kernel` merges
+    MERGE_ROWS: tl.constexpr,  # rows and parts that the last program merges at once
+    MERGE_PARTS: tl.constexpr,  # 0: `combine_kernel` merges
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -106,8 +107,7 @@ def attention_kernel(
     last = tl.load(last_node + batch).to(tl.int32) if SCORES else 0  # unmasked: one number per batch row
     node = node_of_row(row, last, GROUPS) if SCORES else row // GROUPS
     head = kv_head * GROUPS + row % GROUPS
-    row_state = (batch * kv_heads * GROUPS + head) * nodes + node  # [rows], int64
-    state = row_state * parts + part
+    state = ((batch * kv_heads * GROUPS + head) * nodes + node) * parts + part  # [rows], int64
 
     length, first, stop, end, seen_from = 0, 0, 0, 0, 0
     if PREFIX:
@@ -207,22 +207,28 @@ def attention_kernel(
         before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")  # unmasked: one number per tile
         if before == parts - 1:
             tl.store(counter, 0)  # unmasked: one number per tile
-            sizes = (kv_heads * GROUPS, nodes, parts)
-            merge_states(
-                out,
-                lse,
-                sinks,
-                merged,
-                merged_lse,
-                row_state,
-                is_row,
-                *sizes,
-                VALUE_SIZE,
-                BLOCK_VALUE,
-                BLOCK_ROWS,
-                MERGE_PARTS,
-                HAS_SINKS,
-            )
+            rows = tl.minimum(nodes * GROUPS - tile * BLOCK_ROWS, BLOCK_ROWS)
+            for start in range(0, rows, MERGE_ROWS):
+                some_row = tile * BLOCK_ROWS + start + tl.arange(0, MERGE_ROWS)
+                some_node = node_of_row(some_row, last, GROUPS) if SCORES else some_row // GROUPS
+                some_head = kv_head * GROUPS + some_row % GROUPS
+                merge_states(
+                    out,
+                    lse,
+                    sinks,
+                    merged,
+                    merged_lse,
+                    (batch * kv_heads * GROUPS + some_head) * nodes + some_node,
+                    some_row < nodes * GROUPS,
+                    kv_heads * GROUPS,
+                    nodes,
+                    parts,
+                    VALUE_SIZE,
+                    BLOCK_VALUE,
+                    MERGE_ROWS,
+                    MERGE_PARTS,
+                    HAS_SINKS,
+                )
 
 
 @jit(do_not_specialize=["nodes", "slots", "parts"])  # a tree or a selection of another size is no reason to recompile

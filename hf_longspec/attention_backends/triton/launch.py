@@ -49,8 +49,8 @@ NO_TREE, BOOLEAN_TREE, ADDITIVE_TREE = range(3)
 # tile of rows there are at most 49.
 BLOCK_STATES = 1
 BLOCK_PARTS = 64
-# Where the attention kernel merges: rows times parts that are read at once, and zeros that are allocated together.
-MERGE_STATES, FEWEST_ZEROS = 64, 1024
+# Where the attention kernel merges: rows and parts that are read at once, and zeros that are allocated together.
+MERGE_ROWS, MERGE_PARTS, FEWEST_ZEROS = 4, 4, 1024
 _kept_zeros: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 # Rows of scores that are read at once, and slots of one program: 256 programs for 32K tokens.
 BLOCK_SCORES, BLOCK_SLOTS = 16, 128
@@ -336,7 +336,8 @@ def _attend(
                 TREE=tree,
                 HAS_WINDOW=sliding_window is not None,
                 SCORES=mode,
-                MERGE_PARTS=max(1, MERGE_STATES // config.block_rows) if config.merges else 0,
+                MERGE_ROWS=MERGE_ROWS,
+                MERGE_PARTS=MERGE_PARTS if config.merges else 0,
                 HAS_SINKS=config.merges and sinks is not None,
                 **tile_options(config, groups, query.shape[3], value.shape[3], softcap is not None, upcast(query)),
             )

@@ -35,6 +35,7 @@ def launches(monkeypatch, small_tiles, poisoned_memory):
         choose = getattr(launch, name)
         monkeypatch.setattr(launch, name, lambda *args, choose=choose: choose(*args)._replace(merges=True))
     monkeypatch.setattr(launch, "_kept_zeros", {})
+    monkeypatch.setattr(launch, "MERGE_PARTS", 2)
     found = []
     for name in ("attention_kernel", "combine_kernel"):
         monkeypatch.setattr(launch, name, counted(getattr(launch, name), found))
@@ -104,7 +105,7 @@ def test_a_replay_merges_again(kernel_device, launches):
     for state in results:
         assert_within_budget(state, exact, plain)
         assert all(torch.equal(one, other) for one, other in zip(state, results[0], strict=True))
-    assert [constants["MERGE_PARTS"] for constants, _ in launches] == [4] * 3
+    assert [constants["MERGE_PARTS"] for constants, _ in launches] == [2] * 3
 
 
 def test_a_tree_alone(kernel_device, launches):
