@@ -51,7 +51,8 @@ BLOCK_STATES = 1
 BLOCK_PARTS = 64
 # Where the attention kernel merges: rows and parts that are read at once, and zeros that are allocated together.
 MERGE_ROWS, MERGE_PARTS, FEWEST_ZEROS = 4, 4, 1024
-_kept_zeros: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+# By device, stream (None: graphs) and number.
+_kept_zeros: dict[tuple[torch.device, int | None, int], torch.Tensor] = {}
 # Rows of scores that are read at once, and slots of one program: 256 programs for 32K tokens.
 BLOCK_SCORES, BLOCK_SLOTS = 16, 128
 
@@ -349,21 +350,20 @@ def _attend(
 def _zeros(count: int, device: torch.device) -> torch.Tensor:
     """Return at least `count` int32 zeros, which every launch leaves as zeros.
 
-    Launches on one stream, and graphs that were captured on it, share them: two of these must not run at the same time.
-    They are kept for good, as graphs hold their addresses. Graphs allocate them before the capture, when their kernels
-    are compiled; those that do not fill new ones in every replay.
+    The launches on a stream share them, and so do all graphs of a device, two of which must not run at the same time.
+    They are kept for good, as graphs hold their addresses. Those of graphs are allocated by a launch outside of a
+    capture; without one before it, a graph fills its own in every replay.
     """
-    stream, is_capturing = 0, False
+    stream, size = 0, max(FEWEST_ZEROS, power_of_two(count))
     if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            kept = _kept_zeros.get((device, None, size))
+            return torch.zeros(size, dtype=torch.int32, device=device) if kept is None else kept
         stream = torch.cuda.current_stream(device).cuda_stream
-        is_capturing = torch.cuda.is_current_stream_capturing()
-    key = device, stream, max(FEWEST_ZEROS, power_of_two(count))
-    if key not in _kept_zeros:
-        zeros = torch.zeros(key[2], dtype=torch.int32, device=device)
-        if is_capturing:
-            return zeros
-        _kept_zeros[key] = zeros
-    return _kept_zeros[key]
+    for owner in (None, stream):
+        if (device, owner, size) not in _kept_zeros:
+            _kept_zeros[device, owner, size] = torch.zeros(size, dtype=torch.int32, device=device)
+    return _kept_zeros[device, stream, size]
 
 
 def _readable(mask: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -1,8 +1,8 @@
 """The kernels in the shipped configurations, compiled for GPUs that need not be there (aot.py).
 
 The interpreter cannot show that the real compiler takes the source, that no register is spilled to memory, that shared
-memory suffices, or that barriers stand where they must. Compiling takes a second per kernel, so
-the short profile compiles vectors of 128 numbers for sm_90; `pytest -m soak` compiles all configurations for all GPUs.
+memory suffices, or that barriers stand where they must. Compiling takes a second per kernel, so the short profile
+compiles vectors of 128 numbers for sm_90; `pytest -m soak` compiles all configurations for all GPUs.
 """
 
 import json
@@ -48,7 +48,8 @@ def assert_fits(reports, capability):
         assert report["SHARED"] == 0, report
         assert report["BARRIER"], f"{report}: a slot may be written before another thread has read it"
     for report in reports["hybrid"]:
-        assert report["ORDERED"] == ("merged" in report["arguments"]), f"{report}: parts may be merged before they exist"
+        is_merged = "merged" in report["arguments"]
+        assert report["ORDERED"] == is_merged, f"{report}: parts may be read before they are written"
 
 
 def test_no_spills(tmp_path):

@@ -100,8 +100,7 @@ def test_a_replay_merges_again(kernel_device, launches):
     query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (200, 33), None, FLOAT32)
     inputs = query, key, value, lengths
     results = [computed(TRITON_BACKEND, "prefix", inputs, options, kernel_device) for _ in range(3)]
-    [zeros] = launch._kept_zeros.values()
-    assert not zeros.any() and zeros.dtype == torch.int32
+    assert launch._kept_zeros and not any(zeros.any() for zeros in launch._kept_zeros.values())
     for state in results:
         assert_within_budget(state, exact, plain)
         assert all(torch.equal(one, other) for one, other in zip(state, results[0], strict=True))
@@ -135,22 +134,24 @@ def test_scores_are_the_same(kernel_device, launches, monkeypatch):
         torch.testing.assert_close(merged[2][b, :, :length], apart[2][b, :, :length], rtol=1e-5, atol=MERGE_ERROR)
 
 
-def test_zeros_are_kept_unless_they_are_allocated_in_a_capture(monkeypatch):
+def test_graphs_share_zeros_that_were_allocated_outside_of_them(monkeypatch):
     """What a graph allocates lies in its memory, and is filled in its replays alone."""
     monkeypatch.setattr(launch, "_kept_zeros", {})
-    stream = type("Stream", (), {"cuda_stream": 7})()
+    stream, capturing = type("Stream", (), {"cuda_stream": 7})(), True
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *args, device, **options: zeros(*args, **options))
-    device, capturing = torch.device("cuda"), True
+    device = torch.device("cuda")
     assert launch._zeros(5, device) is not launch._zeros(5, device)
     capturing = False
     first = launch._zeros(5, device)
     assert first.numel() == launch.FEWEST_ZEROS and launch._zeros(900, device) is first
-    more = launch._zeros(1025, device)
-    assert more.numel() == 2048 and launch._zeros(5, device) is first  # graphs may hold its address
+    assert launch._zeros(1025, device).numel() == 2048
+    assert launch._zeros(5, device) is first  # a graph may hold its address
     capturing = True
-    assert launch._zeros(3, device) is first
-    stream.cuda_stream, capturing = 8, False
-    assert launch._zeros(5, device) is not first
+    of_graphs = launch._zeros(3, device)
+    stream.cuda_stream = 8  # a capture has a stream of its own
+    assert launch._zeros(5, device) is of_graphs is not first
+    capturing = False
+    assert launch._zeros(5, device) is not first and launch._zeros(5, device) is not of_graphs
