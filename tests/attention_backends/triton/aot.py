@@ -124,7 +124,7 @@ def calls(everything, gpu):
             most = tiles.largest_rows(size, size, dtype.itemsize, gpu)
             all_rows = [rows for rows in (16, 32, 64, 128) if rows <= most]
             for rows in all_rows:
-                for features in ("plain", "all", "none", "merged") if everything else SHORT[rows]:
+                for features in ("plain", "all", "none") if everything else SHORT[rows]:
                     yield "hybrid", hybrid, (size, rows, dtype, features)
             for rows in all_rows[: 2 if everything else 1]:
                 yield "tree", tree, (size, rows, dtype)
@@ -133,6 +133,8 @@ def calls(everything, gpu):
     for case in ((torch.bfloat16, 128), (torch.float32, 3), (torch.float16, 5), (torch.int8, 7)):
         yield "move", move, case  # words of 8, 4, 2 and 1 bytes
     if everything:
+        for rows in (rows for rows in (16, 32, 64, 128) if rows <= tiles.largest_rows(128, 128, 2, gpu)):
+            yield "hybrid", hybrid, (128, rows, torch.bfloat16, "merged")
         yield "spilling", spilling, ()
 
 
