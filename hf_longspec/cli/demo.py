@@ -128,6 +128,8 @@ def measure(
         return run_call(model, method, prompt, decoding=Decoding(), tokens=tokens, seed=0, **how)
 
     call(ids[:, -WARM_UP_PROMPT:], WARM_UP_TOKENS)  # the first call is slow, and not measured
+    # rich replaces sys.stdout while the bar is shown, by a file that ends every piece with a new line
+    text = None if shown is None else FileStreamer(shown[0], sys.stdout)
     with PromptProgress(model, ids.shape[1], f"{name}: reading the prompt", console) as bar:
 
         def arrived(count: int) -> None:
@@ -137,7 +139,6 @@ def measure(
                     tail = shown[1][-TAIL_CHARACTERS:]
                     console.print(tail, style="dim", end="", markup=False, soft_wrap=True)
 
-        text = None if shown is None else FileStreamer(shown[0], sys.stdout)
         measured = call(ids, tokens, on_arrival=arrived, text=text)
     if shown is not None:
         console.print("\n")

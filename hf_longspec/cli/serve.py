@@ -13,7 +13,13 @@ from ..cli import CommandError, options
 try:
     import uvicorn  # noqa: F401 - transformers imports it later
     from fastapi import HTTPException, Response
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+    from prometheus_client import (
+        CONTENT_TYPE_LATEST,
+        CollectorRegistry,
+        Counter,
+        disable_created_metrics,
+        generate_latest,
+    )
     from transformers.cli.serve import Serve
     from transformers.cli.serving.utils import GenerateManager
 except ModuleNotFoundError as error:
@@ -151,6 +157,7 @@ class Metrics:
     """Counters of all requests, in the format of Prometheus, and a line per request on standard error."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # a time of creation for each counter, which is that of the server
         self._registry = CollectorRegistry()
         self._counters = {
             name: Counter(f"hf_longspec_{name}", help, registry=self._registry)

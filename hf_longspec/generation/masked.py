@@ -184,9 +184,6 @@ def masks_of(context: Any, config: Any, num_slots: int) -> dict[str, Tensor]:
 
 def try_mask(model: PreTrainedModel, config: Any) -> LayerTraits:
     """Verify a tree after two short prompts, and compare its logits with those of single tokens."""
-    kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
-    sizes = {SLIDING_LAYER: shape_of(config, "sliding_window"), CHUNKED_LAYER: shape_of(config, "attention_chunk_size")}
-    windows = tuple(sizes.get(kind) for kind in kinds)
     try:
         gap, padded_gap, spread = _gaps(model, config)
     except torch.OutOfMemoryError:
@@ -194,7 +191,10 @@ def try_mask(model: PreTrainedModel, config: Any) -> LayerTraits:
     except Exception as error:
         message = (str(error) or "no message").splitlines()[0]
         reasons = [f"a forward of a few tokens failed under a mask of its own: {type(error).__name__}: {message}"]
-        return LayerTraits(windows, reasons, None)
+        return LayerTraits((), reasons, None)
+    kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
+    sizes = {SLIDING_LAYER: shape_of(config, "sliding_window"), CHUNKED_LAYER: shape_of(config, "attention_chunk_size")}
+    windows = tuple(sizes.get(kind) for kind in kinds)
     tolerance = TRIAL_TOLERANCE if model.dtype in (torch.float32, torch.float64) else HALF_TRIAL_TOLERANCE
     reasons = []
     if not gap <= tolerance * spread:

@@ -176,7 +176,7 @@ def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: to
     for index, buffer in enumerate(buffers.layers):
         if isinstance(buffer, StateLayer):
             give_back_states(buffer, cache.layers[index])
-        if getattr(buffer, "is_initialized", False):
+        if _holds(buffer):
             while len(cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
                 cache.layers.append(DynamicLayer())
             layer = cache.layers[index]

@@ -1,5 +1,7 @@
 """The demo from its arguments to its table, verdict and exit status, on a random model and a tokenizer of bytes."""
 
+import re
+
 import pytest
 import torch
 
@@ -57,6 +59,19 @@ def test_the_text_the_table_and_the_verdict(run, dtype, verdicts):
     words = " ".join(out.split("┘")[1].split())
     best = max(("ngram", "specattn"), key=lambda name: float(table[name][0].rstrip("x")))
     assert words.startswith(f"{best}: ") and "x generate, same text" in words
+
+
+def test_a_terminal_shows_the_text_as_a_file_does(run, monkeypatch):
+    """A bar comes before it, and while rich shows one, sys.stdout is another file."""
+    document = demo.read_document(None)[1]
+
+    def after_the_prompt():
+        out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", run(*SMALL)[1]).split("┏")[0]
+        return out.split(demo.CUT.match(document[:300])[0][-50:])[-1].strip()
+
+    text = after_the_prompt()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert len(text) > 8 and text in after_the_prompt()
 
 
 def test_a_published_draft_and_a_file_of_ones_own(run, target, tmp_path):

@@ -38,7 +38,8 @@ def check_a_returned_cache(model, kind):
     cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 1, 90)
     first = generated(model, **inputs, assistant_model=draft, past_key_values=cache)
     assert cache.get_seq_length() == first.shape[1] - 1
-    more = {"input_ids": first, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    more = {"input_ids": first, "attention_mask": torch.ones_like(first)}  # the text may hold the token of padding
+    more |= {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     kept = copy.deepcopy(cache)
     draft.hints = whole[:, first.shape[1] :].tolist()
     processors = [Bomb().processor()]
