@@ -8,13 +8,16 @@ from benchmarks import figure_report, gpu_goals
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.report import (
     ACCEPTANCE_NOTE,
+    COLUMNS,
     Column,
     acceptance_table,
     environment_line,
     estimate,
     pivot,
     range_of,
+    rows_of,
     table,
+    title_of,
     with_defaults,
 )
 from hf_longspec.bench.results import Record, of_kind
@@ -303,6 +306,16 @@ def _one_table(kind: str, columns: Columns) -> Callable[[Sequence[Record]], str]
     return lambda records: table(of_kind(records, kind), columns)
 
 
+BENCH_NOTE = (
+    "Measured with `hf-longspec bench`: medians over turns with the lowest and the highest turn in brackets, ratios "
+    "within a turn. tau: tokens per verification, including the target's own, with its 95 % interval over turns."
+)
+BENCH: Columns = {
+    "call": title_of,
+    **{name: COLUMNS[name] for name in ("method", "tau", "tokens/s", "x plain loop", "x `generate`", "text")},
+}
+
+
 # By the name of the benchmark, in the order in which a document shows them.
 PAGES = {
     "figure": Page(
@@ -322,6 +335,7 @@ PAGES = {
     "offsets": Page("The target under offsets", OFFSETS_NOTE, _one_table("offsets", OFFSETS)),
     "long": Page("Long generation", LONG_NOTE, long_headline),
     "gpu": Page("On a GPU", GPU_NOTE, gpu_report, report_title="GPU", last=gpu_goals.judged),
+    "bench": Page("Methods on one target", BENCH_NOTE, lambda records: table(rows_of(records), BENCH)),
     "memory": Page("Extra memory", MEMORY_NOTE, memory_headline, memory_tables),
     "acceptance": Page(
         "Tokens per verification (tau)", ACCEPTANCE_NOTE, acceptance_table, report_title="Tokens per verification"

@@ -105,16 +105,22 @@ def trained(target: Any, folder: Path, kind: str, overrides: dict[str, Any]) -> 
 
 
 def decoded(target: Any, draft: Any, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
-    """Return the texts of plain `generate`, and the share of drafted tokens accepted in calls with the draft."""
-    how = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0}
+    """Return the texts of plain `generate`, and the share of drafted tokens accepted in calls with the draft.
+
+    vLLM counts the step that reaches the limit of a text as a whole, so the calls with the draft are longer by a chain.
+    """
+    how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     texts, accepted, drafted = [], 0, 0
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        texts.append(target.generate(ids, **how)[0, len(prompt) :].tolist())
-        again = target.generate(ids, assistant_model=draft, **how)[0, len(prompt) :].tolist()
-        assert again == texts[-1], "speculation changed the text"
-        accepted += draft.last_speculation.num_accepted_draft_tokens
-        drafted += draft.last_speculation.num_draft_tokens
+        texts.append(target.generate(ids, max_new_tokens=NEW_TOKENS, **how)[0, len(prompt) :].tolist())
+        again = target.generate(ids, max_new_tokens=NEW_TOKENS + CHAIN, assistant_model=draft, **how)
+        again = again[0, len(prompt) :].tolist()
+        assert again[:NEW_TOKENS] == texts[-1], "speculation changed the text"
+        written, stats = 1, draft.last_speculation
+        for emitted, nodes in zip(stats.emitted_per_step[0], stats.drafted_per_step[0], strict=True):
+            if written < NEW_TOKENS:
+                accepted, drafted, written = accepted + emitted - 1, drafted + nodes, written + emitted
     return texts, accepted / drafted
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.simulated_cuda import DeviceTensor, RacingCopy, SimulatedCuda
+from tests.simulated_cuda import RacingCopy, SimulatedCuda
 from tests.simulated_graphs import FreedMemory, NotCapturable, WrongDevice
 
 
@@ -11,18 +11,6 @@ from tests.simulated_graphs import FreedMemory, NotCapturable, WrongDevice
 def cuda():
     with torch.no_grad(), SimulatedCuda() as device:
         yield device
-
-
-def test_results_are_those_of_the_cpu(cuda):
-    host = torch.randn(3, 5)
-    x = cuda.place(host)
-    assert x.device == torch.device("cuda:0") and x.is_cuda and isinstance(x, DeviceTensor)
-    y = torch.softmax(x @ x.T, -1)[:, 1:].contiguous()
-    assert torch.equal(cuda.fetch(y), torch.softmax(host @ host.T, -1)[:, 1:])
-    assert sorted(cuda.launches) == ["_softmax", "clone", "mm"]  # views launch nothing
-    layer = torch.nn.Linear(5, 2)
-    expected = layer(host)
-    assert torch.equal(cuda.fetch(cuda.place(layer)(x)), expected) and layer.weight.device.type == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -73,21 +61,6 @@ def test_the_source_of_a_pinned_copy_stays_until_the_next_read(cuda):
         x.sum().item()
 
 
-def test_a_graph_repeats_launches_on_the_same_memory(cuda):
-    x, total = cuda.place(torch.tensor([1.0, 2.0])), cuda.place(torch.zeros(1))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = x * 3
-        total.add_(y.sum())
-    assert y.host.isnan().all() and total.host.item() == 0 and not cuda.launches
-    graph.replay()
-    assert y.host.tolist() == [3.0, 6.0] and total.host.item() == 9
-    x.copy_(cuda.place(torch.tensor([0.0, 1.0])))
-    graph.replay()
-    assert y.host.tolist() == [0.0, 3.0] and total.host.item() == 12 and cuda.replays == 2
-    assert cuda.launches == {"copy_": 1}
-
-
 def test_generators_belong_to_a_graph(cuda):
     generator, graph = torch.Generator("cuda").manual_seed(0), torch.cuda.CUDAGraph()
     state = torch.cuda.default_generators[0].clone_state()
@@ -113,14 +86,6 @@ class TestMemoryOfGraphs:
     @pytest.fixture
     def x(self, cuda):
         return cuda.place(torch.eye(2))
-
-    def test_a_replay_overwrites_what_another_graph_of_the_pool_computed(self, x):
-        pool = torch.cuda.graph_pool_handle()
-        (first, found), (second, other) = captured(x, pool), captured(x, pool)
-        first.replay()
-        assert found.host.tolist() == [[1, 0], [0, 1]]
-        second.replay()
-        assert found.host.isnan().all() and other.host.tolist() == [[1, 0], [0, 1]]
 
     def test_a_handle_ends_with_the_graphs_unless_nothing_is_left_in_the_pool(self, x):
         pool = torch.cuda.graph_pool_handle()
@@ -168,17 +133,3 @@ def test_a_capture_needs_the_device_and_a_stream_of_the_model():
             pass
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
             pass
-
-
-def test_kernels_are_launches(cuda):
-    triton = pytest.importorskip("triton")
-    if not hasattr(triton.runtime, "interpreter"):
-        pytest.skip("without Triton's interpreter")
-    from hf_longspec.attention_backends.triton.commit import move_nodes
-
-    buffer = torch.arange(10).view(1, 1, 5, 2)
-    numbers = cuda.place((torch.tensor([[0, 2, 3]]), torch.tensor([1]), torch.tensor([3])))
-    moved = cuda.place(buffer)
-    move_nodes([moved], *numbers)
-    assert moved.host.flatten().tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 8, 9]
-    assert cuda.launches == {"_move_kernel": 1}

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec.bench.machine import git_commit
 from tests.acceptance_lines import measured, write_lines
@@ -158,24 +158,6 @@ def test_a_small_model_learns_the_divergence_from_the_target(places, tmp_path):
         assert trainer.compute_loss(target, rows).abs() < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("kind", "variant", "fields"),
-    [
-        ("longspec", "no-offsets", {}),  # a setting of the training
-        ("longspec", "no-noise", {"noise_range": [1, 1]}),
-        ("longspec", "no-cross-attention", {"cross_attention": False}),
-        ("dflash", "dspark", {"markov_rank": 64, "confidence_head": "markov"}),
-        ("tokenswift", "independent", {"chained": False}),
-        ("tokenswift", "sequential", {"sequential": True}),
-    ],
-)
-def test_a_variant_changes_one_thing(kind, variant, fields):
-    module, target = script("train_tiny_draft"), tiny_target("llama")
-    overrides = {}, module.VARIANTS[kind][variant][0]
-    plain, other = (module.new_draft(kind, target, some).config.to_dict() for some in overrides)
-    assert {name: value for name, value in other.items() if value != plain[name]} == fields
-
-
 def test_an_interrupted_run_goes_on_and_its_log_has_all_minutes(train):
     """A run of half its tokens was saved; the command again trains the other half and counts the time of both."""
     folder = train("halves", "--tokens", 32 * 2 * 100)
@@ -214,3 +196,30 @@ def test_rows_are_the_streams_and_then_the_target(tmp_path):
     # bfloat16 rounds differently with and without a cache: near-ties may swap
     assert (logits.max(-1).values - chosen).max() < 0.1
     assert len({tuple(row) for row in sampled.tolist()}) == 5 and not np.array_equal(greedy, sampled)
+
+
+def test_a_hybrid_target_and_its_draft(places, tmp_path):
+    target, streams = tmp_path / "hybrid", ("--streams", places / "streams")
+    run(
+        "train_tiny_hybrid",
+        *streams,
+        "--output",
+        target,
+        "--length",
+        32,
+        "--batch",
+        2,
+        "--tokens",
+        64 * 3,
+        "--threads",
+        1,
+    )
+    model = AutoModelForCausalLM.from_pretrained(target / "final", dtype=torch.float32)
+    assert model.config.layer_types == 2 * [*["linear_attention"] * 3, "full_attention"] and steps_of(target) == 3
+    given = ("--target", target / "final", "--output", tmp_path / "draft", "--length", 32, "--tokens", 64 * 2)
+    run("train_tiny_draft", *streams, *given)
+    inputs = AutoTokenizer.from_pretrained(target / "final")("def f(", return_tensors="pt")
+    draft = AutoModel.from_pretrained(tmp_path / "draft" / "final", dtype=torch.float32)
+    how = {"max_new_tokens": 9, "do_sample": False}
+    texts = [model.generate(**inputs, **how, assistant_model=one).tolist() for one in (None, draft)]
+    assert texts[0] == texts[1] and draft.last_speculation.num_spec_steps > 0

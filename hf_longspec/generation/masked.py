@@ -41,8 +41,9 @@ FIRST_TOKEN, LAST_TOKEN = 3, 10
 # Parents of the nodes of a trial: two branches, the second of which lies after the first.
 TRIAL_PARENTS = (-1, 0, 1, 0, 3)
 # Largest difference of two logits of a trial, relative to their standard deviation. Rounding in float32 changed those
-# of the tiny targets of the tests by at most 5e-6; models that ignored the mask or the positions, by 0.2 and more.
-TRIAL_TOLERANCE = 1e-3
+# of the tiny targets of the tests by at most 1e-5; models that ignored the mask or the positions, by 0.2 and more, and
+# models without training that attend to later tokens (BERT's kin in transformers 5.17) by 5e-4.
+TRIAL_TOLERANCE = 2e-4
 # Likewise in half precision.
 HALF_TRIAL_TOLERANCE = 0.5
 

@@ -175,7 +175,10 @@ class TargetParts(TargetEnds):
         self._rotation = _rotation_of(self.attention)
         self._layer_type = _rotary_layer_type(self.decoder.rotary_emb, self.config, kv_layer)
         # time, height and width, the same for text
-        self._has_three_axes = "mrope_section" in (getattr(self.config, "rope_parameters", None) or {})
+        # qwen3_5 has a section of its own if the configuration has none
+        self._has_three_axes = hasattr(self.decoder.rotary_emb, "mrope_section") or "mrope_section" in (
+            getattr(self.config, "rope_parameters", None) or {}
+        )
         self._is_partial: bool | None = None
 
     @property

@@ -7,7 +7,8 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.scores import KeyPages, PageContext, PageSizes, page_bounds
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
-from tests.attention_backends.oracle import SCALING, assert_within_budget, double_loop, plain_attention
+from tests.attention_backends.oracle import SCALING, assert_within_budget, double, plain_attention
+from tests.attention_backends.reference import tree_attention
 from tests.attention_backends.triton.machine import on
 from tests.pairwise import pairwise
 
@@ -106,7 +107,7 @@ def test_a_step(name, page_size, groups, prefixes, spare, request):
             assert len(used) == len(set(used)) and set(used) == entries
             visible[row, head * groups : (head + 1) * groups, :, list(entries)] = True
     out = context.attend(backend, 4, *inputs, scaling=SCALING).cpu()
-    exact = double_loop(query, known, value.nan_to_num(0.0), visible, scaling=SCALING)
+    exact = tree_attention(*double(query, known, value.nan_to_num(0.0)), visible, scaling=SCALING)
     plain = plain_attention(query, known, value.nan_to_num(0.0), visible, scaling=SCALING)
     assert_within_budget((out, exact[1].float()), exact, plain)
 
@@ -117,7 +118,7 @@ def test_a_step(name, page_size, groups, prefixes, spare, request):
         out = context.attend(backend, layer, *inputs, scaling=SCALING, sliding_window=window).cpu()
         near = (places < ends) & (places >= ends - (window or 80))
         seen = near[:, None, None].expand_as(visible)
-        exact = double_loop(query, known, value.nan_to_num(0.0), seen, scaling=SCALING)
+        exact = tree_attention(*double(query, known, value.nan_to_num(0.0)), seen, scaling=SCALING)
         plain = plain_attention(query, known, value.nan_to_num(0.0), seen, scaling=SCALING)
         assert_within_budget((out, exact[1].float()), exact, plain)
     assert len(context.calls) == 3

@@ -120,7 +120,8 @@ def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
     options = {"scaling": 0.3, "softcap": softcap}
     exact = reference.tree_attention(*double(query, key, value), bias, **options)
     assert (exact[1][0, :, 3] == -torch.inf).all()
-    plain = reference.tree_attention(query, key, value, bias.float(), **options)[0]
+    added = bias.float().masked_fill(bias == torch.finfo(dtype).min, -torch.inf)
+    plain = reference.tree_attention(query, key, value, added, **options)[0]
     assert_within_budget(attend(prepared, name, "tree", (query, key, value, bias), options), exact, plain)
 
 

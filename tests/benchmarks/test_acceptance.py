@@ -7,26 +7,21 @@ from hf_longspec.bench.results import of_kind, read_records
 from tests.bench.conftest import specattn
 
 
-@pytest.fixture
-def draft(target):
-    return specattn(target)
-
-
-def test_settings_are_put_back_also_those_that_the_configuration_lacks(draft):
-    with changed(draft, {"selection": "window"}):
-        assert draft.setting("selection") == "window"
-    assert draft.setting("selection") == "two_rows"
-    del draft.generation_config.selection
-    with changed(draft, {"selection": "window"}):
-        assert draft.setting("selection") == "window"
-    assert draft.setting("selection") == "two_rows"
+def test_settings_are_put_back_also_those_that_the_configuration_lacks(target):
+    draft = specattn(target)
+    for is_set in (True, False):
+        if not is_set:
+            del draft.generation_config.selection
+        with changed(draft, {"selection": "window"}):
+            assert draft.setting("selection") == "window"
+        assert draft.setting("selection") == "two_rows"
     with pytest.raises(ValueError, match="selecton"), changed(draft, {"selecton": "window"}):
         pass
 
 
-def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts, draft, tmp_path):
+def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts, tmp_path):
     """Differences are to the first draft's result of the same setting; one clock watches over all drafts."""
-    other = specattn(target, num_assistant_tokens=1)
+    draft, other = specattn(target), specattn(target, num_assistant_tokens=1)
     settings = [Setting.of("greedy", selection="two_rows"), Setting.of("greedy", selection="window")]
     plan = [(name, setting, 40) for name in ("long", "short") for setting in settings]
     benchmark = AcceptanceBenchmark(target, {"long": draft, "short": other}, prompts, tokens=9, batch=3)

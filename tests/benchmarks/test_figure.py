@@ -2,23 +2,25 @@
 
 import hashlib
 import json
-from itertools import pairwise, product
+from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from matplotlib.text import Text
 
 import hf_longspec
 from benchmarks import figure, figure_report
-from benchmarks.harness import Run
+from benchmarks.harness import RESULTS, Run
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
 from hf_longspec.bench.results import of_kind, read_records
 from tests.bench.conftest import make_drafts
 from tests.tiny_targets import tiny_target
+from tests.watching import after
 
 SINGLE = figure.Part((24,), prompts=3)
-PARTS = SINGLE, figure.Part((24,), prompts=2, batch=2, systems=("SpecAttn",)), figure.Part((30,), 1, "bfloat16")
+# The calls of the first part are also of the second.
+PARTS = figure.Part((24,), prompts=2, systems=("SpecAttn",)), SINGLE
+PARTS += figure.Part((24,), prompts=2, batch=2, systems=("SpecAttn",)), figure.Part((30,), 1, "bfloat16")
 
 
 def measure(target, prompts, path, seconds=100, resume=None, modes=("greedy",), parts=(SINGLE,)):
@@ -74,13 +76,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(target, prompts, tmp_path, 
     assert read == [1]  # the last prompt alone
     at = [(call["system"], call["turn"]) for call in of_kind(records, "call")]
     assert len(at) == len(set(at)) == 4 * len(prompts.tokens) and not of_kind(records, "skipped")
-
-
-def test_a_call_of_two_parts_is_made_once(target, prompts, tmp_path):
-    few = figure.Part((24,), prompts=2, systems=("SpecAttn",))
-    calls = of_kind(measure(target, prompts, tmp_path / "figure.jsonl", parts=(few, SINGLE)), "call")
-    at = [(call["system"], call["turn"]) for call in calls]
-    assert len(at) == len(set(at)) == 4 * len(prompts.tokens)
 
 
 def test_runs_of_one_mode_each_are_joined(target, prompts, tmp_path):
@@ -147,92 +142,15 @@ def test_a_wrong_text_has_no_speed():
     assert row["cost"]["mean"] * row["to_plain"]["mean"] == pytest.approx(2.0)  # tau
 
 
-def lines_of(markdown, start):
-    """The cells of the lines of a table whose first cell begins so."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
-    return [cells for cells in lines if cells[0].startswith(start)]
-
-
-def a_run():
-    """Four prompts of three lengths; the noise of a prompt is the same for all systems."""
-    records = []
-    for turn, context in product(range(4), (4096, 16128, 1024)):  # parts of a run come in any order
-        noise = 1 + 0.1 * turn
-        taus = {HF: 1.0, PLAIN: 1.0, "LongSpec": 3 * noise, "LongSpec, no cross-attention": 1.9 * noise}
-        taus |= {"LongSpec, no noise": 2 * noise * (1 + 0.01 * turn), "LongSpec, a third": 2 * noise}
-        taus["hf prompt lookup"] = 9.0
-        for system, tau in taus.items():
-            seconds = 1.0 if system in (HF, PLAIN) else 0.5 if system == "LongSpec" else 0.4
-            records.append(call(system, context, tau, turn, seconds=seconds))
-            records[-1]["shares"] = {"draft": 0.25, "verify": 0.65, "rest": 0.1}
-    return records
-
-
-def test_variants_are_compared_with_the_recipe_on_as_many_tokens():
-    """All lengths together, prompt by prompt."""
-    ratio = float(np.exp(np.mean([-np.log(1 + 0.01 * turn) for turn in range(4)])))
-    text = figure_report.claims(a_run())
-    (noise,), (cross,) = lines_of(text, "Flash Noisy"), lines_of(text, "Cross-attention")
-    assert noise[3].startswith(f"{ratio - 1:+.1%} ")
-    assert cross[3].startswith(f"{2 / 1.9 - 1:+.1%}") and not lines_of(text, "LongSpec accepts more if")
-    goals = lines_of(figure_report.goals(a_run(), []), "LongSpec: tau with cross-attention")
-    assert [cells[0].rpartition(" without ")[2] for cells in goals] == [
-        "at 4,096",
-        "at 16,128",
-        "from 4,096 on, all lengths together",
-    ]
-    assert all(cells[3].startswith(f"{2 / 1.9:.2f}") and cells[4] == "yes" for cells in goals)
-
-
-def test_goals_name_the_fastest_setting_of_a_draft():
-    """Neither a method of transformers nor a variant for comparisons, which are faster here."""
-    records = a_run()
-    entries = figure_report.rows(records)
-    found = {tuple(cells[:2]): cells[2:] for cells in lines_of(figure_report.goals(records, entries), "")}
-    assert found["LongSpec: x plain loop at 16,128", "greedy"] == ["1.35", "2.00 (LongSpec)", "yes"]
-    assert found["the fastest draft: x plain loop at 16,128", "greedy"] == ["1.8", "2.00 (LongSpec)", "yes"]
-    assert found["LongSpec: tau at 16,128 over tau at 1,024", "greedy"][1:] == ["1.00", "yes"]
-    assert not any("TokenSwift" in goal for goal, _ in found)
-    records = [record | {"seconds": 2.0} if record["system"] == "LongSpec" else record for record in records]
-    found = lines_of(figure_report.goals(records, figure_report.rows(records)), "LongSpec: x plain")
-    assert found[0][3:] == ["0.50 (LongSpec)", "no"]
-
-
-def test_the_report_divides_an_iteration_by_length():
-    report = "\n\n".join(figure_report.tables(a_run()))
-    section = report.partition("## Draft, verification and rest")[2].partition("##")[0]
-    (cells,) = lines_of(section, "LongSpec, a third")
-    cost = 0.4 * 2 * 1.15  # seconds over those of the plain loop times tau, mean over prompts
-    assert cells[1:] == [" + ".join(f"{share * cost:.2f}" for share in (0.25, 0.65, 0.1))] * 3
-    assert lines_of(section, "draft")[0][1:] == ["1,024", "4,096", "16,128"]
-
-
 def test_pictures_have_six_curves_at_most_and_labels_apart(tmp_path, monkeypatch):
-    """The fastest setting of each method in the first picture, whose curves all end close to each other."""
-    panels, records = [], a_run()
-    for number, system in enumerate(("EAGLE-3, all", "EAGLE-3, tree", "TokenSwift", "SpecAttn", "n-grams", "Quest")):
-        records += [
-            call(system, context, 3.0 + 0.01 * number, turn, seconds=0.5 - 0.01 * number)
-            for turn, context in product(range(4), (1024, 4096, 16128))
-        ]
-
-    def noted(axis, entries, panel):
-        panels.append((axis, panel, made := curves(axis, entries, panel)))
-        return made
-
-    curves = figure_report._curves
-    monkeypatch.setattr(figure_report, "_curves", noted)
-    figure_report.draw(records, tmp_path / "drafts.svg")
-    assert {path.name for path in tmp_path.iterdir()} == {"drafts.svg", "drafts-settings-greedy.svg"}
-    found = {}
-    for axis, (title, _, key, _), labels in panels:
-        found[title, key] = {label.get_text() for label in labels}
+    panels = []
+    after(monkeypatch, figure_report, "_curves", lambda labels, axis, *_: panels.append((axis, labels)))
+    first = {"mode": "greedy", "dtype": "float32", "batch": 1, "turn": 0}
+    figure_report.draw(of_kind(read_records(RESULTS / "figure.jsonl"), "call", **first), tmp_path / "drafts.svg")
+    assert len(panels) > 5 and "drafts-settings-greedy.svg" in {path.name for path in tmp_path.iterdir()}
+    for axis, labels in panels:
         assert 0 < len(axis.lines) == len(labels) <= 6
         boxes = sorted((Text.get_window_extent(label) for label in labels), key=lambda box: box.y0)
         assert all(lower.y1 < upper.y0 for lower, upper in pairwise(boxes))
         drawn = [(line.get_color(), str(line._unscaled_dash_pattern)) for line in axis.lines]
         assert len({colour for colour, _ in drawn}) == len({dashes for _, dashes in drawn}) == len(drawn)
-    best = {"LongSpec", "EAGLE-3, tree", "TokenSwift", "SpecAttn", "n-grams"}
-    assert found["Greedy", "tau"] == best and found["Greedy", "to_generate"] == best | {"no draft"}
-    assert found["LongSpec, trained otherwise", "tau"] == {"a third", "no noise", "no cross-attention"}
-    assert all(axis.figure.get_size_inches()[0] * 100 == 800 for axis, _, _ in panels)

@@ -1,35 +1,24 @@
 """Long texts with marks: the counts at a mark, the baselines after it, and the table."""
 
-import pytest
-
 import hf_longspec
 from benchmarks.harness import Run
 from benchmarks.long_generation import LongBenchmark, LongRow
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Decoding, HfMethod
 from hf_longspec.bench.results import read_records
 
-GREEDY = MODES["greedy"]
 
-
-@pytest.fixture
-def records(target, prompts, tmp_path):
+def test_every_row_has_its_marks(target, prompts, tmp_path):
     plain = hf_longspec.PlainDraftModel.from_target(target)
     ngram = hf_longspec.NgramDraftModel.from_target(target, num_assistant_tokens=3, ngram_candidates=1)
     benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [15, 30])
     sampled = Decoding(temperature=1.0, min_p=0.05, penalty=1.3, window=9)
     baselines = {HF: HfMethod(), PLAIN: plain}
     with Run(tmp_path / "long.jsonl", "long", 60) as results:
-        rows = (
-            LongRow("mine", ngram, 30, sampled),
-            LongRow(PLAIN, plain, 30, sampled),
-            LongRow("mine", ngram, 15, GREEDY),
-        )
-        for row in rows:
-            benchmark.measure(row, baselines if row.draft is plain else {}, 5, results)
-    return read_records(tmp_path / "long.jsonl")
-
-
-def test_every_row_has_its_marks(records):
+        for name, draft, tokens, decoding in (("mine", ngram, 30, sampled), (PLAIN, plain, 30, sampled),
+                                              ("mine", ngram, 15, MODES["greedy"])):  # fmt: skip
+            row = LongRow(name, draft, tokens, decoding)
+            benchmark.measure(row, baselines if draft is plain else {}, 5, results)
+    records = read_records(tmp_path / "long.jsonl")
     rows = [record for record in records if record["kind"] == "long"]
     assert [(row["method"], row["mode"], row["penalised"], row["mark"]) for row in rows] == [
         ("mine", "sample", True, 15),

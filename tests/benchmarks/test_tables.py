@@ -1,10 +1,12 @@
 """Tables of result files: reports and pages follow from them, and pages keep what is around a table."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from benchmarks import figure_report, tables
 from benchmarks.tables import BLOCK, main, refreshed, report, section
 from hf_longspec.bench.results import read_records
 
@@ -12,6 +14,22 @@ PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "benchmarks" / "results"
 PAGE = "# Title\n\nbefore\n\n<!-- bench:start memory offsets -->\nold table\n<!-- bench:end -->\n\nafter\n"
 BEFORE, AFTER = PAGE.split("old table\n")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def computed_once():
+    """Most pages quote the same large file, whose rows take seconds."""
+    compute, computed = figure_report.rows, {}
+
+    def rows(records):
+        if id(records) not in computed:
+            computed[id(records)] = records, compute(records)  # kept, so that no others get its id
+        return list(computed[id(records)][1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "read_records", cache(read_records))
+        patch.setattr(figure_report, "rows", rows)
+        yield
 
 
 @pytest.fixture
@@ -24,7 +42,7 @@ def page(tmp_path):
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_the_report_beside_a_result_file_is_made_of_it(file):
     """`make tables` writes them."""
-    assert report(read_records(file)) == file.with_suffix(".md").read_text(encoding="utf-8")
+    assert report(tables.read_records(file)) == file.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_a_page_gets_the_tables_that_it_names_and_keeps_the_rest(page, capsys):

@@ -13,6 +13,7 @@ from hf_longspec.bench.results import of_kind, read_records
 from hf_longspec.cli import bench, models
 from tests.cli.conftest import HUB_CARDS, run_command
 from tests.tiny_targets import tiny_target
+from tests.tiny_tokenizers import save_byte_target
 from tests.watching import after, before
 
 TARGET, LONGSPEC = str(HUB_CARDS / "tiny-target"), str(HUB_CARDS / "tiny-longspec")
@@ -157,36 +158,6 @@ def test_a_wrong_text_is_the_exit_status(monkeypatch):
     assert "## Wrong texts" in result.output
 
 
-@pytest.fixture(scope="module")
-def model():
-    return models.load_target(TARGET, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--context", "0"], "--context '0': expected numbers of at least 1"),
-        (["--batch", "own"], "--batch 'own'"),
-        (["--batch", "1,2k"], "--batch '2k': expected numbers of at least 1 and at most 1024"),
-        (["--context", "99k"], "exceed the 16384 positions"),
-        (["--dtype", "int8"], "--dtype int8: expected auto"),
-        (["--draft", "/absent"], "cannot load the draft"),
-        (["--draft", "ngram", "--draft", "ngram"], "--draft: two drafts have the name 'ngram'"),
-        (["--draft", "auto"], "--draft auto chooses a draft, and here drafts are compared"),
-        (["--assistant", "/absent"], "cannot load the assistant"),
-        (["--sweep", "sparse_rate=1"], "--sweep sparse_rate: "),
-        (["--draft", "specattn", "--sweep", "sparse_ratio=7"], "sparse_ratio=7.0"),
-    ],
-)
-def test_what_cannot_be_run_is_said_in_one_line(arguments, message, model, here, monkeypatch):
-    monkeypatch.setattr(models, "load_target", lambda *_: model)  # loading takes most of the time
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert result.output.count("\n") == 1 and result.output.startswith("error: ")
-    assert not list(here.iterdir())
-
-
 def test_a_missing_package_of_the_report_is_named_first(here, monkeypatch):
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     result = invoke()
@@ -202,7 +173,8 @@ def test_the_gate_is_off_where_there_is_one(monkeypatch):
 def test_the_preset_measures_every_draft_without_training_at_the_lengths_that_fit(here):
     """1K is the only length of the preset that this text has."""
     (here / "short.txt").write_text("one two three four " * 80, encoding="utf-8")
-    arguments = ["--target", TARGET, "--max-new-tokens", "4", "--repeats", "1", "--no-plots", "--data", "short.txt"]
+    target = save_byte_target(here / "target", max_position_embeddings=2048)
+    arguments = ["--target", target, "--max-new-tokens", "4", "--repeats", "1", "--no-plots", "--data", "short.txt"]
     result = run_command("bench", *arguments, "--preset", "all", "--draft", "quest")
     assert result.exit_code == 0, result.output
     calls = of_kind(read_records(Path("bench.jsonl")), "run")

@@ -10,7 +10,6 @@ from hf_longspec.bench import prompts
 from hf_longspec.bench.calls import Call
 from hf_longspec.cli import CommandError, demo, models
 from tests.cli.conftest import HUB_CARDS, run_command
-from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import save_byte_target
 from tests.watching import after
 
@@ -132,33 +131,6 @@ def test_the_verdict_and_what_loses_follow_from_the_speeds(capsys, speeds, texts
     out = capsys.readouterr().out
     assert said in out and (f"{loses} docs/results.md shows" in out if loses else "No gain" not in out)
     assert rows(out)["ngram"] == [f"{speeds[2] / speeds[0]:.2f}x", f"{speeds[2]:.1f}", "50%", texts]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--target", "/no/such/folder"], "cannot load the tokenizer of '/no/such/folder'"),
-        (["--file", "/no/such.txt"], "cannot read /no/such.txt: No such file"),
-        (["--file", "{short}"], "longer --file"),
-        (["--context", "500"], f"use at most --context {MAX_POSITIONS - 16}"),
-        (["--max-new-tokens", "512"], "512 positions"),
-        (["--draft", "{other}"], "vocab_size=128"),
-    ],
-)
-def test_one_line_with_a_remedy_and_status_2(arguments, line, run, folders):
-    status, _, err = run(*SMALL, *(part.format(**folders) for part in arguments))
-    assert status == 2
-    assert line in err
-    assert err.startswith("error: ") and err.count("\n") == 1
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Inputs that are refused."""
-    other, short = tmp_path_factory.mktemp("other"), tmp_path_factory.mktemp("files") / "x.txt"
-    SpecAttnDraftModel.from_target(tiny_target("llama")).save_pretrained(other)
-    short.write_text("short")
-    return {"other": other, "short": short}
 
 
 def test_modules_without_sources_are_skipped(monkeypatch):

@@ -97,33 +97,25 @@ class TestDryRun:
         assert "org/engine--modeling_longspec.LongSpecConfig" in (output / "config.json").read_text()
 
     @pytest.mark.parametrize(
-        ("arguments", "complaint"),
+        ("arguments", "text", "complaint"),
         [
-            (["--dry-run"], "not a Hub id"),
-            ([], "--repo, or --dry-run"),
-            (["--repo", "nobody"], "expected owner/name"),
-            (["--repo", "org/x", "--output", "out"], "--output out needs --dry-run"),
-            (["--dry-run", "--base-model", "org/t", "--results", "none.jsonl"], "none.jsonl"),
-            (["--dry-run", "--output", "config.json/out"], "config.json is a file. Pass another folder."),
+            (["--dry-run"], "", "not a Hub id"),
+            ([], "", "--repo, or --dry-run"),
+            (["--repo", "nobody"], "", "expected owner/name"),
+            (["--repo", "org/x", "--output", "out"], "", "--output out needs --dry-run"),
+            (["--dry-run", "--base-model", "org/t", "--results", "none.jsonl"], "", "none.jsonl"),
+            (["--dry-run", "--base-model", "org/t", "--results", "config.json"], "", "config.json, line 1: "),
+            (["--dry-run", "--base-model", "org/t"], "{", "is not JSON"),
+            (["--dry-run", "--base-model", "org/t"], "[]", "holds a list"),
         ],
     )
-    def test_errors_take_one_line(self, folder, monkeypatch, arguments, complaint):
+    def test_errors_take_one_line(self, folder, monkeypatch, arguments, text, complaint):
+        """`text` is that of card.json, if there is one."""
         monkeypatch.chdir(folder)
+        if text:
+            (folder / "card.json").write_text(text)
         assert_refused(folder, arguments, complaint)
         assert [path.name for path in folder.parent.iterdir()] == ["draft"]
-
-    @pytest.mark.parametrize(
-        ("file", "text", "complaint"),
-        [
-            ("results.jsonl", "a text\nof two lines\n", "results.jsonl, line 1: "),
-            ("card.json", "{", "is not JSON"),
-            ("card.json", "[]", "holds a list"),
-        ],
-    )
-    def test_files_that_cannot_be_used(self, folder, file, text, complaint):
-        (folder / file).write_text(text)
-        results = ["--results", folder / file] if file == "results.jsonl" else []
-        assert_refused(folder, ["--dry-run", "--base-model", "org/t", *results], complaint)
 
     def test_what_is_no_draft(self, tmp_path):
         tiny_target("llama").save_pretrained(tmp_path / "target")

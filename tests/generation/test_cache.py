@@ -59,18 +59,6 @@ class Ledger:
                     assert stored.values[row, :, slot].eq(-expected).all()
 
 
-def test_plain_updates_append_and_return_what_is_stored():
-    ledger = Ledger(make_cache())
-    for count in (4, 1, 3):
-        ledger.grow(count)
-        keys, values = ledger.seen
-        stored = len(ledger.rows[0])
-        assert keys.shape == (2, HEADS, stored, KEY_SIZE) and values.shape == (2, HEADS, stored, VALUE_SIZE)
-        ledger.check()
-    assert ledger.cache.get_seq_length() == 8 and ledger.cache.get_mask_sizes(3, 0) == (11, 0)
-    assert not ledger.cache.is_compileable and not any(ledger.cache.is_sliding)
-
-
 @pytest.mark.parametrize("lengths", [[4, 4], [4, 2]])
 def test_buffers_become_as_wide_as_what_is_written(lengths):
     """As concatenation does: what autocast stored in half precision stays, and new entries keep all of theirs."""
@@ -184,27 +172,21 @@ def test_commit_works_in_place_with_temporaries_of_the_path_only():
     assert 0 < max(sizes) <= 2 * 4 * HEADS * VALUE_SIZE * 4  # rows x nodes x heads x width x bytes
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [("chain", (21,)), ("specattn", (33, 3, 13))])
-def test_buffers_are_allocated_once_per_call(plain_run, kind, lengths):
-    run = plain_run("gemma3", lengths, max_new_tokens=12, eos_token_id=1)
-    cache = SpeculativeCache(run.model.config, len(lengths), 64)
-    seen = []
+def test_buffers_are_allocated_once_per_call(plain_run):
+    run = plain_run("gemma3", (33, 3, 13), max_new_tokens=12, eos_token_id=1)
+    cache, seen = SpeculativeCache(run.model.config, 3, 64), []
 
     def watch(input_ids, scores):
-        if cache.layers[0].is_initialized:
-            pointers = tuple(t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values))
-            seen.append((pointers, cache.nbytes))
+        seen.extend(t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values))
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    out = run.again(run.draft(kind), past_key_values=cache, stopping_criteria=[Answer(watch)])
-    assert out.tolist() == run.sequences.tolist()
-    assert len(seen) >= 11 and len(set(seen)) == 1
+    run.again(run.draft("specattn"), past_key_values=cache, stopping_criteria=[Answer(watch)])
+    assert len(seen) > 6 * len(set(seen)) == 6 * 2 * len(cache.layers)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
-def test_plain_generate_with_our_cache(plain_run, name):
+def test_plain_generate_with_our_cache(plain_run):
     """Left-padded rows, more tokens than a window holds."""
-    run = plain_run(name, (21, 3, 13), max_new_tokens=WINDOW + 4)
+    run = plain_run("gemma3", (21, 3, 13), max_new_tokens=WINDOW + 4)
     cache = SpeculativeCache(run.model.config, 3, 64)
     out = run.model.generate(**run.inputs, past_key_values=cache)
     assert out.tolist() == run.sequences.tolist()
@@ -281,8 +263,10 @@ class TestSecondTurn:
             with pytest.raises(ValueError, match="the rows hold"):
                 model.generate(out, **options)
 
-    @pytest.mark.parametrize(("kind", "make"), [("specattn", None), ("tree", SpeculativeCache), ("tree", DynamicCache)])
-    @pytest.mark.parametrize("first", [True, False])
+    @pytest.mark.parametrize(
+        ("kind", "make", "first"),
+        [("specattn", None, True), ("tree", SpeculativeCache, False), ("tree", DynamicCache, True)],
+    )
     def test_inside_and_outside_of_inference_mode(self, plain_run, kind, make, first):
         """A cache that was made and filled in one goes on in the other; none is a cache that the first call returns."""
         run = plain_run("gemma3", (14, 14), max_new_tokens=6, eos_token_id=1)
@@ -299,8 +283,7 @@ class TestSecondTurn:
                 cache, text = out.past_key_values, out.sequences.clone()
         assert torch.equal(text, run.again(None, max_new_tokens=18))
 
-    @pytest.mark.parametrize("make", [SpeculativeCache, DynamicCache])
-    @pytest.mark.parametrize("first", [True, False])
+    @pytest.mark.parametrize(("make", "first"), [(SpeculativeCache, True), (DynamicCache, False)])
     def test_inside_and_outside_of_autocast(self, plain_run, make, first):
         """The entries of both precisions are those that a stock cache has, up to rounding."""
         run = plain_run("llama", (14,), max_new_tokens=6, eos_token_id=1)

@@ -8,14 +8,12 @@ import torch
 
 from hf_longspec import NgramDraftModel, SpeculativeCache
 from hf_longspec.attention_backends import torch_backend
-from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
 from tests.rounding import rounding
-from tests.tiny_targets import random_longspec_draft, tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_prompts, tiny_target
 
 CAPACITY = 80
 # Rows 0 and 1, 1 and 2, 0 and 2 are equally long in turn, then none are. 2 is the shortest compiled length.
@@ -97,14 +95,11 @@ def test_rows_of_equal_and_different_lengths_in_turn(graphs, no_masks):
     assert graphs.frame_count == 2
 
 
-@pytest.mark.parametrize("kind", ["longspec", "ngram"])
-def test_texts_of_one_row_build_each_graph_once(kind, graphs, monkeypatch):
+def test_texts_of_one_row_build_each_graph_once(graphs, monkeypatch):
     """Lengths are on both sides of `DENSE_KEYS`, up to which steps that run as they are attend in one call."""
     monkeypatch.setattr(torch_backend, "DENSE_KEYS", 24)
     model = small("llama")
-    draft = random_longspec_draft(model, window=8, tree_widths=[3, 2]) if kind == "longspec" else None
-    draft = draft or NgramDraftModel.from_target(model, num_assistant_tokens=3)
-    draft.generation_config.update(compile="compile", gate=False)
+    draft = NgramDraftModel.from_target(model, num_assistant_tokens=3, compile="compile", gate=False)
     for length in (9, 40, 17):
         prompt, mask = tiny_prompts(model.config.vocab_size, (length,))
         model.generate(prompt, attention_mask=mask, assistant_model=draft, max_new_tokens=12, eos_token_id=None)
@@ -129,28 +124,3 @@ def test_large_batches_and_empty_rows_use_the_mask(graphs):
     assert graphs.frame_count == 1
     compare_verifications(model, [(33, 1, 19), (20, 20, 0)], 3)
     assert graphs.frame_count == 2
-
-
-@torch.no_grad()
-def test_longspec_drafts_over_rows_of_any_lengths_share_one_graph(graphs, no_masks):
-    model = small("llama")
-    cache = filled_cache(model, 3)
-    drafters = []
-    for runner in (None, CompiledRunner()):
-        draft = random_longspec_draft(model, window=8, tree_widths=[3, 2])
-        drafters.append(draft.make_drafter(Binding(TargetView(model, runner), cache, None, CAPACITY)))
-    generator = torch.Generator().manual_seed(2)
-    for count, lengths in ((1, RAGGED * 2), (2, EQUAL + RAGGED + EQUAL)):
-        for row_lengths in lengths:
-            cache.set_lengths(row_lengths)
-            text = [torch.randint(3, 128, (length,), generator=generator) for length in row_lengths]
-            root = torch.randint(3, 128, (3,), generator=generator)
-            eager, fixed = (propose(drafter, text, root) for drafter in drafters)
-            assert torch.equal(fixed.tokens, eager.tokens)
-            assert torch.equal(fixed.parents, eager.parents)
-        assert graphs.frame_count == count
-
-
-def propose(drafter, texts, root):
-    drafter.start(texts, Verification(torch.zeros(3, 1, dtype=torch.long), SeqLens([1] * 3), SeqLens((0,) * 3)))
-    return drafter.propose(root)

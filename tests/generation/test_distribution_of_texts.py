@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 # The first token comes from the prompt alone, the others from speculation.
 TOKENS, VOCAB = 3, 6
-ROWS, FEW_ROWS = 4096, 2048
+ROWS, FEW_ROWS, SLOW_ROWS = 4096, 2048, 1024
 NEVER = 999  # no token of the vocabulary
 RIGHT, WRONG = 1e-4, 1e-6  # a right sampler is below the first once in 10,000 comparisons; the seeds are fixed
 FACTOR = 0.7
@@ -142,47 +142,43 @@ def check(break_rule, *call):
     assert p_of(*call) < WRONG
 
 
-def check_rejection(monkeypatch, kind, name, rows):
+# Where no n-gram may occur again, none is accepted.
+PAIRS = [pair for pair in product(COUPLED, OPTIONS) if pair != ("n-grams", "history")]
+SOAK = {"marks": pytest.mark.soak}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "rows"),
+    [
+        *((kind, name, FEW_ROWS) for kind, name in zip(REJECTION, OPTIONS, strict=True)),
+        *(pytest.param(kind, name, ROWS, **SOAK) for kind, name in product(REJECTION, OPTIONS)),
+    ],
+)
+def test_rejection_sampling(kind, name, rows, monkeypatch):
     drafter, length, make = REJECTION[kind]
     check(lambda: scale_q(monkeypatch, drafter), make, length, name, rows)
 
 
-@pytest.mark.parametrize(("kind", "name"), list(zip(REJECTION, OPTIONS, strict=True)))
-def test_rejection_sampling(kind, name, monkeypatch):
-    check_rejection(monkeypatch, kind, name, FEW_ROWS)
-
-
-def test_trees_of_coupled_candidates(monkeypatch):
-    check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "history", FEW_ROWS)
+@pytest.mark.parametrize(
+    ("kind", "name", "rows"),
+    [("random trees", "history", FEW_ROWS), *(pytest.param(kind, name, ROWS, **SOAK) for kind, name in PAIRS)],
+)
+def test_coupled_drafts(kind, name, rows, monkeypatch):
+    check(lambda: scale_races(monkeypatch), COUPLED[kind], 7, name, rows)
 
 
 @pytest.mark.parametrize(
-    ("target", "kind"),
-    [("qwen3_5_text", "quest"), pytest.param("granitemoehybrid", "specattn", marks=pytest.mark.soak)],
+    ("target", "kind", "rows"),
+    [("qwen3_5_text", "quest", SLOW_ROWS), pytest.param("granitemoehybrid", "specattn", FEW_ROWS, **SOAK)],
 )
-def test_rejection_sampling_with_recurrent_states(target, kind, monkeypatch):
+def test_rejection_sampling_with_recurrent_states(target, kind, rows, monkeypatch):
     """Of the gated delta rule and of Mamba-2, whose copies the drafting steps change."""
     drafter, length, make = REJECTION[kind]
-    check(lambda: scale_q(monkeypatch, drafter), make, length, "free", FEW_ROWS, target)
+    check(lambda: scale_q(monkeypatch, drafter), make, length, "free", rows, target)
 
 
-@pytest.mark.parametrize("target", ["granitemoehybrid", pytest.param("qwen3_5_text", marks=pytest.mark.soak)])
-def test_trees_of_coupled_candidates_with_recurrent_states(target, monkeypatch):
-    check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "warped", FEW_ROWS, target)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kind", REJECTION)
-def test_rejection_sampling_under_all_options(kind, name, monkeypatch):
-    check_rejection(monkeypatch, kind, name, ROWS)
-
-
-# Where no n-gram may occur again, none is accepted.
-PAIRS = [pair for pair in product(COUPLED, OPTIONS) if pair != ("n-grams", "history")]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_coupled_drafts(kind, name, monkeypatch):
-    check(lambda: scale_races(monkeypatch), COUPLED[kind], 7, name, ROWS)
+@pytest.mark.parametrize(
+    ("target", "rows"), [("granitemoehybrid", SLOW_ROWS), pytest.param("qwen3_5_text", FEW_ROWS, **SOAK)]
+)
+def test_trees_of_coupled_candidates_with_recurrent_states(target, rows, monkeypatch):
+    check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "warped", rows, target)

@@ -15,25 +15,17 @@ from tests.tiny_targets import tiny_prompts, tiny_target
 NEW_TOKENS = 21
 
 
-def test_candidates_stop_at_the_length_limit():
-    model = tiny_target("llama")
-    input_ids, _ = tiny_prompts(128, [19])
-    drafter = SpecAttnDraftModel.from_target(model, num_assistant_tokens=4).candidate_generator(model, max_length=22)
-    candidates, logits = drafter.get_candidates(input_ids)
-    assert logits is None
-    assert candidates.shape == (1, 21)  # position 22 is the bonus token's
-
-
-def test_following_a_longer_sequence_runs_only_what_is_missing(widths):
+def test_following_a_longer_sequence_runs_only_what_is_missing_up_to_the_length_limit(widths):
     """The second call sees 5 more tokens; the cache then holds all but the last, and the model ran on no more."""
     model = tiny_target("qwen3")
     input_ids, _ = tiny_prompts(128, [30])
-    drafter = SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).candidate_generator(model, max_length=40)
+    drafter = SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).candidate_generator(model, max_length=32)
     drafter.get_candidates(input_ids[:, :25])
     found = widths(model)
-    drafter.get_candidates(input_ids)
+    candidates, logits = drafter.get_candidates(input_ids)
     assert drafter.binding.cache.lengths.host == (29,)
     assert sum(found) == 5 + 2  # the missing tokens, then two drafting steps
+    assert logits is None and candidates.shape == (1, 31)  # position 32 is the bonus token's
 
 
 def test_refusals():

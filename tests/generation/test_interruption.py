@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import hf_longspec
 from hf_longspec import SpeculativeCache
@@ -132,16 +131,6 @@ def continues(run, out, cache, *drafts):
         assert again.tolist() == run.sequences.tolist()
 
 
-def test_an_empty_cache_of_transformers_is_filled(plain):
-    """As by stock `generate`, which writes into it at every step."""
-    run = plain(ONE)
-    cache = DynamicCache(config=run.model.config)
-    out = interrupted(run, run.draft("specattn"), past_key_values=cache, streamer=Recording(before=Bomb(5)))
-    assert run.prompt_length <= cache.get_seq_length() < out.shape[1]
-    options = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": NEVER, "max_length": run.sequences.shape[1]}
-    assert run.model.generate(out, past_key_values=cache, **options).tolist() == run.sequences.tolist()
-
-
 def test_scores_and_logits_end_with_the_text(plain):
     run = plain(ONE)
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -150,17 +139,10 @@ def test_scores_and_logits_end_with_the_text(plain):
     assert len(out.scores) == len(out.logits) == out.sequences.shape[1] - run.prompt_length == 5
 
 
-@pytest.mark.parametrize("where", ["processor", "criterion"])
-def test_the_first_token_itself(plain, where):
-    """A criterion is asked about a token that is there already."""
+def test_a_criterion_is_asked_about_a_first_token_that_is_there_already(plain):
     run = plain(ONE)
-    draft = run.draft("tree")
-    if where == "processor":
-        with pytest.raises(KeyboardInterrupt):
-            run.again(draft, logits_processor=[Bomb().processor()])
-    else:
-        out = interrupted(run, draft, stopping_criteria=[Bomb().criterion()])
-        assert cut(out, run) == [run.generated[0][:1]]
+    out = interrupted(run, run.draft("tree"), stopping_criteria=[Bomb().criterion()])
+    assert cut(out, run) == [run.generated[0][:1]]
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("specattn", ONE)])

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpeculativeCache
 from hf_longspec.generation import sequences
 from hf_longspec.generation.cache import ALIGNMENT, lazy_zeros
 from hf_longspec.generation.drafter import Drafter
+from tests.operations import Operations
 from tests.tiny_targets import RandomTreeDrafter, tiny_target
 from tests.user_objects import Answer
 
@@ -26,21 +26,17 @@ SIZES = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 2, "num_key
 WIGGLE = 1.5
 
 
-class Written(TorchDispatchMode):
+class Written(Operations):
     """Counts the elements that operations write, views not among them, while it is open and not paused."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(self.count)
         self.elements, self.paused = 0, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        results = out if isinstance(out, tuple) else [out]  # a list of tensors are views of one
-        for result, returned in zip(results, func._schema.returns, strict=True):
-            writes = returned.alias_info is None or returned.alias_info.is_write
-            if isinstance(result, torch.Tensor) and writes and not self.paused:
-                self.elements += result.numel()
-        return out
+    def count(self, function, args, results):
+        kinds = [returned.alias_info for returned in function._schema.returns]
+        if not self.paused and any(kind is None or kind.is_write for kind in kinds):
+            self.elements += sum(result.numel() for result in results)
 
     def pause_in(self, patch, owner, name):
         """Do not count what a method does."""

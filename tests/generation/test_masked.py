@@ -10,7 +10,6 @@ from transformers import DynamicCache
 from hf_longspec import (
     AssistantDraftModel,
     NgramDraftModel,
-    PlainDraftModel,
     QuestDraftModel,
     SpecAttnDraftModel,
     SpeculativeCache,
@@ -21,11 +20,22 @@ from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.masked import HYBRID, MASKED, IndexerChoices, PlainForwards
 from hf_longspec.generation.target import TargetView
-from tests.generation.drafted_calls import NEW, arguments, check_a_returned_cache, drafted, generated
+from tests.generation.drafted_calls import (
+    MODES,
+    NEW,
+    ONE,
+    RAGGED,
+    arguments,
+    check_a_commit,
+    check_a_returned_cache,
+    check_text,
+    drafted,
+    generated,
+)
+from tests.pairwise import pairwise
 from tests.robustness import enumeration
 from tests.robustness.drafts import PARTIAL
 from tests.robustness.enumeration import build
-from tests.rounding import rounding
 from tests.tiny_targets import tiny_target
 
 # One type for each kind of mask: indexers, some of them shared, beside windows; chunks; no `AttentionInterface`.
@@ -35,7 +45,6 @@ TYPES = tuple(name for name in TYPES if name in enumeration.TYPES)  # dots3_note
 OLDER = pytest.mark.skipif(
     "dots3_note_text" not in enumeration.TYPES, reason="refused by the trial on transformers 5.17"
 )
-RAGGED = (23, 3, 40)  # most of them longer than the `index_topk` of 8 of the tiny models
 
 
 @pytest.fixture(scope="module")
@@ -53,89 +62,41 @@ def made():
     return make
 
 
-def compare_with_stock(model, lengths, chain=False, **options):
-    inputs = arguments(lengths, do_sample=False, **options)
-    text = generated(model, **inputs)
-    draft = drafted(model, chain, text, max(lengths))
-    assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
-    stats = draft.last_speculation
-    # nodes were accepted, and others were not
-    assert 1 < stats.num_emitted_tokens / stats.num_spec_steps < draft.num_nodes
-
-
-@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", TYPES)
-def test_greedy_text_of_rows_that_accept_different_numbers(made, name, chain):
+@pytest.mark.parametrize(
+    ("name", "chain", "lengths", "mode"), pairwise(TYPES, (True, False), (ONE, RAGGED), MODES), ids=str
+)
+def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths, mode):
     model = made(name)
     assert TargetView(model).way is MASKED
-    for lengths in ((37,), RAGGED):
-        compare_with_stock(model, lengths, chain)
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_sampled_text_is_that_of_the_loop_without_a_draft(made, name):
-    model, inputs = made(name), arguments(RAGGED, do_sample=True, temperature=0.7)
-    text = generated(model, **inputs, assistant_model=PlainDraftModel.from_target(model))
-    draft = drafted(model, False, text, 40)
-    assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
-    assert draft.last_speculation.num_spec_steps > 0
+    check_text(model, lengths, chain, **mode)
 
 
 def test_masks_that_are_added_to_the_scores(made):
-    compare_with_stock(made("deepseek_v32", "eager"), RAGGED)
-    compare_with_stock(made("llama4_text", "eager"), RAGGED)
+    check_text(made("deepseek_v32", "eager"), RAGGED)
+    check_text(made("llama4_text", "eager"), RAGGED)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "llama4_text"])
-@pytest.mark.parametrize("lengths", [(37,), RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize(("name", "lengths"), [("deepseek_v32", RAGGED), ("llama4_text", ONE)])
 def test_prompts_in_chunks(made, name, lengths):
-    compare_with_stock(made(name), lengths, prefill_chunk_size=7)
+    check_text(made(name), lengths, prefill_chunk_size=7)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_choice_that_begins_in_the_middle_of_the_text(made, name):
     """The indexer takes all keys of the prompts and of the trial, and not all keys of the text."""
-    compare_with_stock(made(name, index_topk=44), (37, 23))
+    check_text(made(name, index_topk=44), (37, 23))
 
 
 def test_keys_after_a_commit_are_those_of_single_steps(made):
-    """Rows of a tree with two branches keep paths of different lengths, and one row nothing."""
-    model = made("deepseek_v32")
-    target = TargetView(model)
-    prompt = torch.randint(3, 127, (3, 11), generator=torch.Generator().manual_seed(1))
-    nodes = torch.randint(3, 127, (3, 6), generator=torch.Generator().manual_seed(2))
-    parents = torch.tensor([[-1, 0, 0, 1, 2, 4]]).expand(3, -1)
-    tree = DraftTree(nodes, parents, torch.ones_like(nodes, dtype=torch.bool))
-    path, counts = torch.tensor([[0, 2, 4, 5], [0, 1, 3, 0], [0, 0, 0, 0]]), [4, 3, 0]
-    cache = SpeculativeCache(model.config, 3, 40, tree_slots=8)
-    with torch.no_grad():
-        target.prefill(prompt, cache, None)
-        cache.set_lengths([prompt.shape[1]] * 3)
-        before = [layer.keys[:, :, :11].clone() for layer in cache.key_layers]
-        target.verify(tree, cache)
-        cache.rollback()
-        assert all(torch.equal(layer.keys[:, :, :11], old) for layer, old in zip(cache.key_layers, before, strict=True))
-        target.verify(tree, cache)
-        cache.commit(path, counts)
-        assert len(cache.key_layers) == 2 * model.config.num_hidden_layers
-        for row, count in enumerate(counts):
-            alone = SpeculativeCache(model.config, 1, 40, tree_slots=8)
-            target.prefill(prompt[row : row + 1], alone, None)
-            for node in path[row, :count]:
-                target.prefill(nodes[row, node].view(1, 1), alone, None)
-            for layer, single in zip(cache.key_layers, alone.key_layers, strict=True):
-                keys, expected = (x[:, :, : 11 + count] for x in (layer.keys[row : row + 1], single.keys))
-                torch.testing.assert_close(keys, expected, **rounding(expected, model.config.num_hidden_layers))
+    check_a_commit(made("deepseek_v32"))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "llama4_text", "gptj"])
-@pytest.mark.parametrize("kind", ["dynamic", "speculative"])
+@pytest.mark.parametrize(("name", "kind"), [("deepseek_v32", "dynamic"), ("gptj", "speculative")])
 def test_a_returned_cache_continues(made, name, kind):
     check_a_returned_cache(made(name), kind)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "llama4_text"])
-@pytest.mark.parametrize("kind", ["dynamic", "speculative"])
+@pytest.mark.parametrize(("name", "kind"), [("deepseek_v32", "speculative"), ("llama4_text", "dynamic")])
 def test_a_second_turn_of_padded_rows(made, name, kind):
     model, inputs = made(name), arguments(RAGGED, do_sample=False)
     whole = generated(model, **inputs | {"max_new_tokens": 2 * NEW})
@@ -177,46 +138,35 @@ class TestTies:
                     differs += set(as_it_is[row, node].tolist()) != set(expected.tolist())
             assert differs  # what the reference chooses depends on the layout
 
-    def test_a_text_depends_on_them(self, made, monkeypatch):
-        model, inputs = made("glm_moe_dsa"), arguments(RAGGED, do_sample=False)
-        text = generated(model, **inputs)
-        monkeypatch.setattr(IndexerChoices, "_settled", lambda self, scores, *found: torch.return_types.topk(found))
-        draft = drafted(model, False, text, 40)
-        draft.generation_config.check_target = False
-        assert generated(model, **inputs, assistant_model=draft).tolist() != text.tolist()
-
 
 class TestPositionsCountedByTheCache:
     """Llama 4 scales queries by positions that it counts itself, from `floor_scale` on."""
 
     def test_one_row(self, made):
-        compare_with_stock(made("llama4_text", floor_scale=16), (37,))
+        check_text(made("llama4_text", floor_scale=16), ONE)
 
     def test_rows_below_it(self, made):
-        compare_with_stock(made("llama4_text", floor_scale=40 + NEW), RAGGED)
+        check_text(made("llama4_text", floor_scale=40 + NEW), RAGGED)
 
     def test_rows_beyond_it_are_not_drafted_for(self, made):
         with pytest.raises(ValueError, match=r"max_length=64: from 63 tokens on \(floor_scale\)"):
-            compare_with_stock(made("llama4_text", floor_scale=39 + NEW), RAGGED)
+            check_text(made("llama4_text", floor_scale=39 + NEW), RAGGED)
 
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        "draft",
+        "make",
         [
-            SpecAttnDraftModel,
-            QuestDraftModel,
-            AssistantDraftModel,
+            SpecAttnDraftModel.from_target,
+            QuestDraftModel.from_target,
+            AssistantDraftModel.from_target,
             lambda target: TokenSwiftDraftModel.from_target(target, num_heads=2, **PARTIAL),
+            lambda target: AssistantDraftModel.from_model(target, tiny_target("llama")),
         ],
     )
-    def test_drafts_that_run_the_target_themselves(self, made, draft):
+    def test_drafts_that_run_the_target_themselves(self, made, make):
         with pytest.raises(ValueError, match="does not draft with GPTJForCausalLM, whose nodes are verified by masks"):
-            getattr(draft, "from_target", draft)(made("gptj"))
-
-    def test_draft_models(self, made):
-        with pytest.raises(ValueError, match="does not draft with GPTJForCausalLM"):
-            AssistantDraftModel.from_model(made("gptj"), tiny_target("llama"))
+            make(made("gptj"))
 
     def test_compiled_steps(self, made):
         model = made("gptj")
@@ -249,9 +199,9 @@ class TestRefusals:
     @OLDER
     def test_text_that_depends_on_padding(self, made):
         model = made("git")
-        compare_with_stock(model, (37,))
+        check_text(model, ONE)
         with pytest.raises(ValueError, match=r"attention_mask has padding.*plain generate counts the padding"):
-            compare_with_stock(model, RAGGED)
+            check_text(model, RAGGED)
 
 
 def test_a_model_that_ignores_its_mask_is_refused(made, monkeypatch):

@@ -7,13 +7,25 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCache
 
-from hf_longspec import AssistantDraftModel, NgramDraftModel, PlainDraftModel, SpeculativeCache
-from hf_longspec.generation.draft_tree import Beam, DraftTree
+from hf_longspec import AssistantDraftModel, NgramDraftModel, SpeculativeCache
+from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.recurrences import RECURRENCES, _functions, reached
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
-from tests.generation.drafted_calls import NEW, arguments, check_a_returned_cache, drafted, generated
+from tests.generation.drafted_calls import (
+    MODES,
+    NEW,
+    ONE,
+    RAGGED,
+    arguments,
+    check_a_commit,
+    check_a_returned_cache,
+    check_text,
+    drafted,
+    generated,
+)
+from tests.pairwise import pairwise
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
 from tests.robustness.shrunk_configs import shrunk_config
@@ -27,8 +39,9 @@ OTHERS = (
 )  # fmt: skip
 SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in OTHERS if name in CONFIG_MAPPING]
 EVERY = [*TYPES, *SOAKED]
-# Of float32 sums in another order, relative to the largest entry of a state.
-STATE_GAP = 1e-5
+WAYS = (True, False), (ONE, RAGGED), MODES
+CASES = pairwise(TYPES, *WAYS)
+CASES += [pytest.param(*one.values, *way, marks=one.marks) for one, *way in pairwise(SOAKED, *WAYS)]
 
 
 @pytest.fixture(scope="module")
@@ -37,83 +50,37 @@ def made():
     return lambda name: models.setdefault(name, build(name))
 
 
-@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", EVERY)
-def test_greedy_text_of_rows_that_accept_different_numbers(made, name, chain):
-    model = made(name)
-    for lengths in ((37,), (23, 3, 40)):
-        inputs = arguments(lengths, do_sample=False)
-        text = generated(model, **inputs)
-        draft = drafted(model, chain, text, max(lengths))
-        assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
-        assert draft.last_speculation.num_spec_steps > 0
-        # of each row: nodes were accepted, and others were not
-        assert 1 < draft.last_speculation.num_emitted_tokens / draft.last_speculation.num_spec_steps < draft.num_nodes
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_sampled_text_is_that_of_the_loop_without_a_draft(made, name):
-    model, inputs = made(name), arguments((23, 3, 40), do_sample=True, temperature=0.7)
-    plain = PlainDraftModel.from_target(model)
-    text = generated(model, **inputs, assistant_model=plain)
-    draft = drafted(model, False, text, 40)
-    assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
-    assert draft.last_speculation.num_spec_steps > 0
+@pytest.mark.parametrize(("name", "chain", "lengths", "mode"), CASES, ids=str)
+def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths, mode):
+    check_text(made(name), lengths, chain, **mode)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_states_after_a_commit_are_those_of_single_steps(made, name):
-    """Rows of a tree with two branches keep paths of different lengths, and one row nothing."""
-    model = made(name)
-    target = TargetView(model)
-    prompt = torch.randint(3, 127, (3, 11), generator=torch.Generator().manual_seed(1))
-    nodes = torch.randint(3, 127, (3, 6), generator=torch.Generator().manual_seed(2))
-    parents = torch.tensor([[-1, 0, 0, 1, 2, 4]]).expand(3, -1)
-    path, counts = torch.tensor([[0, 2, 4, 5], [0, 1, 3, 0], [0, 0, 0, 0]]), [4, 3, 0]
-    cache = SpeculativeCache(model.config, 3, 40, tree_slots=8)
-    with torch.no_grad():
-        model(input_ids=prompt, past_key_values=cache, use_cache=True)
-        cache.set_lengths([prompt.shape[1]] * 3)
-        with target.attention():
-            target.verify(DraftTree(nodes, parents, torch.ones_like(nodes, dtype=torch.bool)), cache)
-        cache.commit(path, counts)
-        for row, count in enumerate(counts):
-            alone = SpeculativeCache(model.config, 1, 40, tree_slots=8)
-            model(input_ids=prompt[row : row + 1], past_key_values=alone, use_cache=True)
-            for place, node in enumerate(path[row, :count], start=prompt.shape[1]):
-                positions = torch.tensor([[place]])  # which bamba does not count on from the cache
-                inputs = {"input_ids": nodes[row, node].view(1, 1), "position_ids": positions}
-                model(**inputs, past_key_values=alone, use_cache=True)
-            for layer, single in zip(cache.state_layers, alone.state_layers, strict=True):
-                for state, expected in zip(layer.copied(row).values(), single.copied().values(), strict=True):
-                    assert (state is None) == (expected is None)
-                    if state is not None:
-                        gap = STATE_GAP * expected.abs().max().item()
-                        torch.testing.assert_close(state, expected, rtol=0, atol=gap)
+    check_a_commit(made(name))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", MODES, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", EVERY)
-def test_texts_of_200_tokens(made, name, do_sample, chunk):
+def test_texts_of_200_tokens(made, name, mode, chunk):
     """Eight prompts: chains on one and on three, trees on one and on three, at lengths that chunks do not divide."""
     if (name, chunk) == ("jamba", 16):
         pytest.skip("transformers' Mamba-1 layers begin anew with each chunk")
-    model = made(name)
-    plain = PlainDraftModel.from_target(model) if do_sample else None
     for chain, lengths in itertools.product((True, False), ((45,), (23, 3, 38))):
-        inputs = arguments(lengths, do_sample=do_sample, max_new_tokens=200, prefill_chunk_size=chunk)
-        text = generated(model, **inputs, assistant_model=plain)
-        draft = drafted(model, chain, text, max(lengths))
-        assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
-        assert 1 < draft.last_speculation.num_emitted_tokens / draft.last_speculation.num_spec_steps < draft.num_nodes
+        check_text(made(name), lengths, chain, max_new_tokens=200, prefill_chunk_size=chunk, **mode)
 
 
-@pytest.mark.parametrize(  # layers of experts alone keep nothing in nemotron_h
-    "name", ["qwen3_5_text", "falcon_h1", "nemotron_h", *(one for one in SOAKED if one.values != ("nemotron_h",))]
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("qwen3_5_text", "dynamic"),
+        ("falcon_h1", "speculative"),
+        ("nemotron_h", "dynamic"),  # layers of experts alone keep nothing
+        *(pytest.param(*one.values, kind, marks=one.marks) for one in SOAKED for kind in ("dynamic", "speculative")),
+    ],
 )
-@pytest.mark.parametrize("kind", ["dynamic", "speculative"])
 def test_a_returned_cache_continues(made, name, kind):
     check_a_returned_cache(made(name), kind)
 
@@ -171,13 +138,13 @@ def noisy(model):
 
 @torch.no_grad()
 def beam_of_plain_forwards(model, text, shape, mask_token):
-    """Tokens of the beam after a text `(T,)`, by a forward over the whole text for every node."""
+    """Tokens of the beam after a text `(T,)`, by a forward over the whole text for every level."""
     beam = Beam(text[-1:])
     for depth, width in enumerate([1] * shape if isinstance(shape, int) else shape):
         masks = text.new_full((0 if mask_token is None else depth,), mask_token or 0)
         paths = beam.paths()[0] if mask_token is None else masks[None]
-        logits = [model(torch.cat([text, path])[None], use_cache=False).logits[0, -1] for path in paths]
-        beam.grow(torch.stack(logits)[None], width)
+        whole = torch.cat([text.expand(len(paths), -1), paths], 1)
+        beam.grow(model(whole, use_cache=False).logits[None, :, -1], width)
     return beam.fields()[0][0]
 
 
@@ -204,19 +171,19 @@ def test_a_hybrid_draft_model_proposes_its_own_text(made, name, settings, monkey
         return tree
 
     monkeypatch.setattr(AssistantDrafter, "propose", noted)
-    lengths = (23, 3, 40)
-    inputs = arguments(lengths, do_sample=False)
+    lengths, new = (14, 3, 21), 14
+    inputs = arguments(lengths, do_sample=False, max_new_tokens=new)
     text = generated(model, **inputs)
     draft = AssistantDraftModel.from_model(small, model, **settings)
     draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
     assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
     histogram = draft.last_speculation.acceptance_histogram
     assert histogram[0] and sum(histogram[1:])
-    compared = 0
+    compared, depth = 0, draft.shape() if isinstance(draft.shape(), int) else len(draft.shape())
     for places, tokens in proposals:
         for row, (place, length) in enumerate(zip(places, lengths, strict=True)):
-            if place - length < NEW - 1:  # rows that have ended propose anything
-                known = text[row, 40 - length : 40 - length + place + 1]
+            if place + depth < length + new:  # tokens after the end are proposed at clamped positions
+                known = text[row, 21 - length : 22 - length + place]
                 expected = beam_of_plain_forwards(small, known, draft.shape(), draft.config.pard_token)
                 assert tokens[row].tolist() == expected.tolist()
                 compared += 1
@@ -268,7 +235,6 @@ def test_the_target_drafts_for_itself_on_copies_of_its_states(made, name, kind):
     [
         ("falcon_mamba", "it has no attention layers"),
         ("zamba2", "its attention layers share one module, whose layer_idx names none of them"),
-        ("deepseek_v4", "compressed_sparse_attention, heavily_compressed_attention layers, whose choice of keys"),
         ("glm5_next", "it has indexed_attention layers, whose choice of keys"),
     ],
 )

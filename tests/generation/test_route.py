@@ -12,7 +12,7 @@ import hf_longspec
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.generation import route
 from tests.robustness.drafts import make_draft
-from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.user_objects import Answer
 from tests.watching import after, before
 
@@ -81,12 +81,6 @@ def test_other_assistants_take_the_stock_function_and_drafts_do_not(plain_run, m
     for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
         assert run.model.generate(**run.inputs, **options).tolist() == run.sequences.tolist()
     assert calls == [assistant, None] and draft.last_speculation.num_forwards > 0
-
-
-def test_without_assistant_nothing_of_it_runs(plain_run, monkeypatch):
-    run = plain_run("llama", (21,), max_new_tokens=4)
-    monkeypatch.setattr(hf_longspec.DraftModel, "longspec_decoding", None)
-    assert run.model.generate(**run.inputs).tolist() == run.sequences.tolist()
 
 
 class TestCustomGenerate:
@@ -177,10 +171,3 @@ class TestNames:
         else:
             with pytest.raises(ValueError, match="model_type='unknown_kind'"):
                 run.again(str(tmp_path))
-
-
-def test_no_architecture_overrides_what_is_patched(target):
-    for name in TINY_TARGETS:
-        classes = set(type(target(name)).__mro__) - {GenerationMixin}
-        for patched in ("_assisted_decoding", "_validate_generation_mode"):
-            assert not any(patched in vars(cls) for cls in classes)

@@ -1,14 +1,11 @@
 """Sampling through the whole loop; of rejection sampling see test_distribution_of_texts.py."""
 
-from itertools import cycle
-
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_longspec import PlainDraftModel
-from tests.generation.tiny_models import ATTENTION
 from tests.tiny_targets import RandomTreeDraftModel, generate, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -30,11 +27,7 @@ def random_draft(model, hints, **settings):
     return draft
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    list(zip(ATTENTION, cycle((FREE, WARPED)))),
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
+@pytest.mark.parametrize(("name", "options"), [("gemma3", FREE), ("deepseek_v3", WARPED)])
 def test_same_seed_same_text(target, name, options):
     """Random trees and chains against the plain loop."""
     model = target(name)
@@ -73,17 +66,6 @@ def test_the_text_is_a_gumbel_max_sample_of_the_bare_model(target):
             assert token == int((scores.softmax(-1).double() / noise).argmax())
             new = torch.tensor([[token]])
             text, padded = torch.cat([text, new], 1), torch.cat([padded, new], 1)
-
-
-def test_text_depends_on_the_seed_and_not_on_other_rows(target):
-    model = target("llama")
-    plain = PlainDraftModel.from_target(model)
-    texts = [sample(model, plain, seed=seed, **FREE) for seed in range(3)]
-    assert len({str(text) for text in texts}) == 3
-    same_prompts = sample(model, plain, lengths=(9, 9), **FREE)
-    assert same_prompts[0] != same_prompts[1]
-    # the first row's noise is the same in a smaller batch
-    assert sample(model, plain, lengths=RAGGED[:1], **FREE)[0] == texts[0][0]
 
 
 class Spoiled(LogitsProcessor):
@@ -126,18 +108,13 @@ COUPLED, REJECTION = {"acceptance": "coupled"}, {"acceptance": "rejection"}
 @pytest.mark.parametrize(
     ("kind", "settings", "lengths", "options"),
     [
-        ("tree", {}, (21,), {"temperature": 1e-38}),
         ("chain", {}, RAGGED, {"temperature": 1e-38}),
-        ("specattn", REJECTION, RAGGED, {"temperature": 1e-38}),
+        ("specattn", REJECTION, (21,), {"temperature": 1e-38}),
         ("tree", {}, RAGGED, {"logits_processor": [Spoiled(38, torch.nan)]}),
         ("chain", {}, (33,), {"logits_processor": [Spoiled(38, -torch.inf)]}),
-        ("specattn", COUPLED, RAGGED, {"logits_processor": [Spoiled(37, -torch.inf, 1)]}),
         ("specattn", REJECTION, RAGGED, {"logits_processor": [Spoiled(41, torch.inf, 2)]}),
-        ("plain", {}, RAGGED, {"logits_processor": [Spoiled(36, torch.nan, 0)]}),
         ("tree", {}, RAGGED, {"logits_processor": [SpoiledByRank(-torch.inf)]}),
-        ("chain", {}, RAGGED, {"logits_processor": [SpoiledByRank(torch.nan)]}),
-        ("specattn", COUPLED, RAGGED, {"logits_processor": [SpoiledByRank(torch.inf)]}),
-        ("specattn", REJECTION, RAGGED, {"logits_processor": [SpoiledByRank(-torch.inf)]}),
+        ("specattn", COUPLED, RAGGED, {"logits_processor": [SpoiledByRank(torch.nan)]}),
     ],
 )
 def test_scores_without_a_distribution_are_the_error_of_stock_generate(plain_run, kind, settings, lengths, options):
@@ -168,9 +145,7 @@ def test_scores_after_the_text_need_no_distribution(plain_run, kind, lengths):
     ("kind", "lengths", "processor"),
     [
         ("tree", RAGGED, Spoiled(37, torch.nan)),
-        ("chain", (33,), Spoiled(37, -torch.inf)),
-        ("specattn", RAGGED, SpoiledByRank(torch.nan)),
-        ("tree", RAGGED, SpoiledByRank(-torch.inf)),
+        ("specattn", RAGGED, SpoiledByRank(-torch.inf)),
     ],
 )
 def test_greedy_text_with_such_scores_is_that_of_stock_generate(plain_run, kind, lengths, processor):

@@ -145,39 +145,6 @@ def test_all_layers_select_together(counts, any_counts, monkeypatch):
                 )
 
 
-def test_buffers_stay_while_the_number_of_entries_hardly_changes():
-    """Addresses are part of a captured graph."""
-    cache = filled_cache((50, 50), max_length=400)
-    selected = SelectedCache(cache, frozenset(), room=3)
-    addresses = []
-    for count in (20, 23, 31, 30, 200):
-        fill(selected, (count, count - 1), (2, 1), torch.arange(count).expand(2, 1, -1))
-        assert torch.equal(selected.layers[0].keys[0, :, :count], cache.layers[0].keys[0, :, :count])
-        addresses.append(selected.layers[0].keys.data_ptr())
-    assert len(set(addresses[:4])) == 1 and addresses[4] != addresses[3]
-
-
-def test_drafted_tokens_go_after_the_tail_and_never_into_the_prefix():
-    lengths = (30, 12)
-    cache = filled_cache(lengths)
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    selected = SelectedCache(cache, frozenset({1}), room=2)
-    counts, tails = [6, 5], [2, 1]
-    fill(selected, counts, tails, torch.arange(6).expand(2, 1, -1))
-    for step in range(2):
-        for layer in range(3):
-            new = torch.full((2, 2, 1, 3), -1.0 - step)
-            keys, _ = selected.update(new, new[..., :2], layer)
-            used = (selected.dense_used if layer == 1 else selected.used).lengths.host
-            for row, length in enumerate(used):
-                assert keys[row, :, length].eq(-1.0 - step).all()
-        selected.advance()
-    for (keys, values), layer in zip(before, cache.layers, strict=True):
-        for row, length in enumerate(lengths):
-            assert torch.equal(layer.keys[row, :, :length], keys[row, :, :length])
-            assert torch.equal(layer.values[row, :, :length], values[row, :, :length])
-
-
 def nbytes(selected):
     return sum(
         t.numel() * t.element_size()

@@ -54,20 +54,14 @@ def test_counts_agree_with_the_text(plain_run, kind):
         assert stats.num_forwards == len(draft.verifications)
 
 
-def test_last_speculation_is_that_of_the_last_call(plain_run):
+def test_one_token_needs_no_verification_and_statistics_are_those_of_the_last_call(plain_run):
     run = plain_run("llama", (21,), max_new_tokens=9)
     draft = run.draft("tree")
     assert draft.last_speculation is None
     assert isinstance(run.again(draft), torch.Tensor)
     first = draft.last_speculation
-    run.again(draft, max_new_tokens=3)
-    assert draft.last_speculation is not first
-    assert draft.last_speculation.num_emitted_tokens == 2 and first.num_emitted_tokens == 8
-
-
-def test_one_token_needs_no_verification(plain_run):
-    run = plain_run("llama", (21,), max_new_tokens=1)
-    stats = run.again(run.draft("tree"), return_dict_in_generate=True).speculation
+    stats = run.again(draft, max_new_tokens=1, return_dict_in_generate=True).speculation
+    assert draft.last_speculation is stats is not first and first.num_emitted_tokens == 8
     assert stats.num_spec_steps == stats.num_forwards == 0 and stats.acceptance_histogram == []
     assert stats.mean_acceptance_length == 0.0
 

@@ -12,7 +12,6 @@ from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation import target_modules
 from hf_longspec.generation.target_modules import (
     LayerInputs,
-    TargetEnds,
     TargetParts,
     attention_layers,
     final_norm_of,
@@ -30,18 +29,6 @@ ROTARY_TARGETS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
 LENGTH = 13
 # the same float32 operations in the same order, but for a factor applied elsewhere
 EQUAL = {"rtol": 1e-6, "atol": 1e-6}
-
-
-def watch(module, store, pre):
-    """Keep what `module` gets (`pre`) or gives."""
-
-    def before(_, args, kwargs):
-        store.append(args[0] if args else kwargs["hidden_states"])
-
-    def after(_, args, output):
-        store.append(output[0] if isinstance(output, tuple) else output)
-
-    return module.register_forward_pre_hook(before, with_kwargs=True) if pre else module.register_forward_hook(after)
 
 
 def unrotated_as(rotation):
@@ -65,37 +52,38 @@ DECODERS = ("phi", "gpt_neox", "stablelm", "nemotron", "persimmon", "gemma4_text
 
 
 @pytest.fixture
-def relative(target):
-    def make(name, model_type):
-        if model_type not in CONFIG_MAPPING:
+def made(target):
+    def make(name):
+        if name in DECODERS:
+            return build(name)
+        name, model_type = (name, None) if isinstance(name, str) else name
+        if model_type is not None and model_type not in CONFIG_MAPPING:
             pytest.skip(f"this transformers has no {model_type}")
-        return target(name, model_type=model_type)
+        return target(name) if model_type is None else target(name, model_type=model_type)
 
     return make
 
 
 @pytest.mark.parametrize("name", [*TINY_TARGETS, *RELATIVES], ids=str)
-def test_embedding_and_head(target, relative, name):
-    model = target(name) if isinstance(name, str) else relative(*name)
-    parts = TargetParts(model, 0)
-    ids = tiny_prompts(128, (LENGTH,))[0]
-    first, normed = [], []
-    handles = [watch(parts.decoder.layers[0], first, True), watch(parts.decoder.norm, normed, False)]
-    with torch.no_grad():
+def test_embedding_and_head(made, name):
+    """Norm and head of what was caught before the norm give the logits."""
+    model, first = made(name), []
+    parts, ids = TargetParts(model, 0), tiny_prompts(128, (LENGTH,))[0]
+    keep = lambda _, args, kwargs: first.append(args[0] if args else kwargs["hidden_states"])  # noqa: E731
+    handle = parts.decoder.layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.no_grad(), LayerInputs(model, True) as caught:
         logits = model(ids).logits
+    handle.remove()
+    with torch.no_grad():
         torch.testing.assert_close(parts.embed(ids), first[0], **EQUAL)
-        torch.testing.assert_close(parts.head(normed[0]), logits, **EQUAL)
-    for handle in handles:
-        handle.remove()
+        torch.testing.assert_close(parts.head(final_norm_of(model)(caught.hidden)), logits, **EQUAL)
+    assert not final_norm_of(model)._forward_pre_hooks
 
 
 @pytest.mark.parametrize("name", [*ROTARY_TARGETS, *RELATIVES, *DECODERS], ids=str)
-def test_queries_and_keys_are_rotated_as_in_every_layer(target, relative, name, monkeypatch):
+def test_queries_and_keys_are_rotated_as_in_every_layer(made, name, monkeypatch):
     """The backend's query and the cached key of each layer are what `rotate_query` makes of the unrotated ones."""
-    if name in DECODERS:
-        model = build(name)
-    else:
-        model = target(name) if isinstance(name, str) else relative(*name)
+    model = made(name)
     ids = tiny_prompts(128, (LENGTH,))[0]
     positions = torch.arange(LENGTH)[None]
     rotated, unrotated = {}, {}
@@ -130,11 +118,9 @@ def test_queries_and_keys_are_rotated_as_in_every_layer(target, relative, name, 
 
 
 @pytest.mark.parametrize("name", ["cohere2", "smollm3", ("cohere2", "exaone4")], ids=str)
-def test_some_layers_do_not_rotate(target, relative, name):
-    model = target(name) if isinstance(name, str) else relative(*name)
-    config = model.config
-    turning = [rotates(config, layer) for layer in range(config.num_hidden_layers)]
-    assert turning == [True, False]
+def test_some_layers_do_not_rotate(made, name):
+    model = made(name)
+    assert [rotates(model.config, layer) for layer in range(model.config.num_hidden_layers)] == [True, False]
     parts = TargetParts(model, 1)
     states = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
     rotary = parts.rotary(torch.arange(5)[None], states)
@@ -162,18 +148,6 @@ def test_a_target_without_rotary_embedding_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, bos_token_id=1, eos_token_id=2))
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel.* rotary"):
         LongSpecDraftModel.from_target(model)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "granite", "cohere2"])
-def test_norm_and_head_of_what_was_caught_are_the_logits(architecture):
-    model = tiny_target(architecture)
-    tokens, _ = tiny_prompts(model.config.vocab_size, [7, 7])
-    with torch.no_grad(), LayerInputs(model, True) as caught:
-        logits = model(tokens).logits
-        again = TargetEnds(model).head(final_norm_of(model)(caught.hidden))
-    assert caught.hidden.shape == (2, 7, model.config.hidden_size)
-    torch.testing.assert_close(again, logits, **EQUAL)
-    assert not final_norm_of(model)._forward_pre_hooks
 
 
 def test_a_forward_of_another_thread_is_not_caught():

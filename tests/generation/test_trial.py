@@ -55,9 +55,12 @@ class TestWindows:
         # all layers are dense, so that the draft is the target itself
         assert draft.last_speculation.num_accepted_draft_tokens == draft.last_speculation.num_draft_tokens > 0
 
-    @pytest.mark.parametrize("length", [1, 5000])
-    def test_of_one_token_and_longer_than_the_longest_text(self, length):
-        assert TargetView(tiny_target("mistral", sliding_window=length)).windows == (length,) * 2
+    def test_that_are_extreme_and_without_a_longest_text(self):
+        for length in (1, 5000):
+            assert TargetView(tiny_target("mistral", sliding_window=length)).windows == (length,) * 2
+        model = tiny_target("mistral")
+        del model.config.max_position_embeddings
+        assert TargetView(model).windows == (WINDOW,) * 2
 
     def test_left_over_in_the_config(self, plain_run):
         """transformers' cache applies it and the model does not: the text without a cache is another one."""
@@ -127,8 +130,3 @@ class TestTheTrial:
         keys, _ = cache.update(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8), 1)
         assert keys.shape == (1, 2, (1 << 40) + 2, 8) and keys.untyped_storage().nbytes() == 128
         assert cache.updated == {1} and cache.get_seq_length() == 1 << 40
-
-    def test_models_without_a_longest_text(self):
-        model = tiny_target("mistral")
-        del model.config.max_position_embeddings
-        assert TargetView(model).windows == (WINDOW,) * 2

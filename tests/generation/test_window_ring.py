@@ -25,30 +25,25 @@ def stored(ring, row):
     return {int(p): ring.keys[row, :, slot] for slot, p in enumerate(slots) if p >= 0}
 
 
-def test_fill_separates_rows_and_drops_padding():
+def test_a_prompt_and_accepted_nodes():
+    """Rows are apart, padding is dropped, nodes replace the oldest tokens, and a finished row keeps nothing new."""
     ring = make_ring()
+    assert not ring.visible(torch.tensor([[0], [3]])).any()
     keys, values = entries(2, 5)
     ring.fill(keys, values, torch.tensor([[7, 8, 9, 10, 11], [-3, -2, -1, 0, 1]]))
     first, second = stored(ring, 0), stored(ring, 1)
     assert sorted(first) == [7, 8, 9, 10, 11] and sorted(second) == [0, 1]
     assert all(torch.equal(first[7 + i], keys[0, :, i]) for i in range(5))
     assert torch.equal(second[0], keys[1, :, 3]) and torch.equal(second[1], keys[1, :, 4])
-
-
-def test_accepted_nodes_replace_the_oldest_tokens():
-    ring = make_ring()
-    ring.fill(*entries(2, 5), torch.tensor([[7, 8, 9, 10, 11], [-3, -2, -1, 0, 1]]))
-    before = stored(ring, 0)
     nodes, negatives = entries(2, SLOTS, start=500.0)
     ring.stage(nodes[:, :, :1], negatives[:, :, :1], 0)
     ring.stage(nodes[:, :, 1:], negatives[:, :, 1:], 1)
     ring.keep(torch.tensor([[0, 2, 3], [0, 3, 3]]), torch.tensor([3, 0]), torch.tensor([12, 2]))
     after = stored(ring, 0)
-    assert sorted(after) == [10, 11, 12, 13, 14]
-    assert torch.equal(after[10], before[10])
+    assert sorted(after) == [10, 11, 12, 13, 14] and sorted(stored(ring, 1)) == [0, 1]
+    assert torch.equal(after[10], first[10])
     for position, node in ((12, 0), (13, 2), (14, 3)):
         assert torch.equal(after[position], nodes[0, :, node])
-    assert sorted(stored(ring, 1)) == [0, 1]  # a finished row keeps nothing
 
 
 @pytest.mark.parametrize("position", [12, 14])
@@ -58,19 +53,6 @@ def test_the_window_includes_the_query(position):
     seen = ring.positions[:, :WINDOW][ring.visible(torch.tensor([[position]]))[:, 0]]
     # WINDOW positions end at the query's own, which is a node of the tree and not in the ring
     assert sorted(seen.tolist()) == [p for p in range(position - WINDOW + 1, position) if p <= 11]
-
-
-def test_no_slot_of_an_empty_ring_is_visible():
-    assert not make_ring().visible(torch.tensor([[0], [3]])).any()
-
-
-def test_bytes_do_not_depend_on_the_positions():
-    ring = make_ring(batch=1)
-    before = ring.nbytes
-    for start in (0, 1000, 100_000):
-        ring.fill(*entries(1, 5), torch.arange(start, start + 5)[None])
-    # keys and values in float32, positions in int64, one spare slot
-    assert ring.nbytes == before == (WINDOW + SLOTS + 1) * (2 * HEADS * SIZE * 4 + 8)
 
 
 @pytest.mark.parametrize(("sinks", "room"), [(0, 3), (2, 0), (3, 4)])

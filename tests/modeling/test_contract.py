@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModel, DynamicCache
 
-from hf_longspec import PlainDraftModel, SpeculativeCache
+from hf_longspec import SpeculativeCache
 from hf_longspec.auditing import NOT_LOSSLESS, audit
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import ATTENTION
-from tests.modeling.calls import LENGTHS, NEVER, generate
+from tests.modeling.calls import GREEDY, LENGTHS, NEVER, check_sampled_text, generate
 from tests.rounding import rounding
 from tests.tiny_targets import TINY_TARGETS, made_for, randomize, tiny_prompts, tiny_target
 
@@ -63,10 +63,10 @@ def check_drafted(draft, model):
 WITHOUT_KEYS = ("longspec_ngram", "longspec_eagle3", "longspec_dflash", "tokenswift")
 WITHOUT_KEYS += ("longspec_token_recycling", "longspec_plain")
 # The other drafts on every kind of attention, and one of these on every target; `make models` runs all on all.
-GREEDY = [*product(sorted(DRAFTS.keys() - {*WITHOUT_KEYS}), ATTENTION), *zip(cycle(WITHOUT_KEYS), TINY_TARGETS)]
+CASES = [*product(sorted(DRAFTS.keys() - {*WITHOUT_KEYS}), ATTENTION), *zip(cycle(WITHOUT_KEYS), TINY_TARGETS)]
 
 
-@pytest.mark.parametrize(("kind", "name"), GREEDY)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_greedy_text_is_that_of_stock_generate(target, kind, name):
     model = target(name, **FEW_TOKENS)
     if (kind, name) in REFUSED:
@@ -78,21 +78,15 @@ def test_greedy_text_is_that_of_stock_generate(target, kind, name):
     check_drafted(draft, model)
 
 
-# Every draft with and without processors, on a target with and without sliding layers.
-SAMPLED = [
-    (kind, name, options)
-    for number, kind in enumerate(DRAFTS)
-    for name, options in ((("llama", {}), ("gemma2", WARPED)) if number % 2 else (("gemma3", {}), ("gpt_oss", WARPED)))
-]
+# Every draft with or without processors; most others are below in other settings, all with processors.
+SAMPLED = [*zip(DRAFTS, cycle(("llama", "gpt_oss", "gemma3")), cycle(({}, WARPED)))]
 
 
 @pytest.mark.parametrize(("kind", "name", "options"), SAMPLED, ids=str)
 def test_sampled_text_is_that_of_the_plain_loop(target, kind, name, options):
-    model, texts = target(name, **FEW_TOKENS), []
-    for draft in (PlainDraftModel.from_target(model), draft_of(kind, model)):
-        torch.manual_seed(5)
-        texts.append(generate(model, draft, do_sample=True, **options))
-    assert torch.equal(*texts)
+    model = target(name, **FEW_TOKENS)
+    draft = draft_of(kind, model)
+    check_sampled_text(model, draft, **options)
     check_drafted(draft, model)
 
 
@@ -115,6 +109,7 @@ VARIANTS = [
     ("longspec_dflash", "gemma3", NGRAMS | {"confidence_head": "hidden", "confidence_threshold": 0.4}),
     ("longspec_mtp", "qwen3", {"tree_widths": [1, 1, 1], "window": "all"}),
     ("longspec_mtp", "deepseek_v3", NGRAMS),
+    ("longspec_gemma4_assistant", "gemma3", NGRAMS),
     ("longspec", "llama", NGRAMS),
     ("specattn", "deepseek_v3", NGRAMS),
     ("longspec_quest", "llama", {"sparse_ratio": 1.0, "sparse_min_tokens": 1000}),
@@ -126,14 +121,11 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("kind", "name", "settings"), VARIANTS, ids=str)
 def test_settings_change_no_text(target, kind, name, settings):
-    model, texts = target(name, **FEW_TOKENS), []
+    model = target(name, **FEW_TOKENS)
     draft = draft_of(kind, model, **settings)
     assert torch.equal(generate(model, draft), stock_text(model))
     assert draft.last_speculation.num_accepted_draft_tokens > 0
-    for one in (PlainDraftModel.from_target(model), draft):
-        torch.manual_seed(5)
-        texts.append(generate(model, one, do_sample=True, **WARPED))
-    assert torch.equal(*texts)
+    check_sampled_text(model, draft, **WARPED)
 
 
 CHAIN = {"num_assistant_tokens": 4}
@@ -212,9 +204,8 @@ def test_rejected_drafts_are_rolled_back(target, kind):
     for layer, (ours, stock) in enumerate(zip(cache.layers, plain.layers, strict=True), start=1):
         for part, expected in ((ours.keys, stock.keys), (ours.values, stock.values)):
             torch.testing.assert_close(part[:, :, :length], expected, **rounding(expected, layer))
-    options = {"max_new_tokens": NEW, "eos_token_id": NEVER, "do_sample": False, "pad_token_id": 0}
-    second = model.generate(first, assistant_model=draft, past_key_values=cache, **options)
-    assert torch.equal(second, model.generate(first, **options))
+    second = model.generate(first, assistant_model=draft, past_key_values=cache, **GREEDY)
+    assert torch.equal(second, model.generate(first, **GREEDY))
 
 
 @KINDS
@@ -226,8 +217,7 @@ def test_rows_do_not_influence_each_other(target, kind):
     together, alone = draft.last_speculation, []
     input_ids, mask = tiny_prompts(model.config.vocab_size, LENGTHS)
     for row, keep in zip(input_ids, mask.bool(), strict=True):
-        options = {"max_new_tokens": NEW, "eos_token_id": NEVER, "do_sample": False, "pad_token_id": 0}
-        model.generate(row[keep][None], assistant_model=draft, **options)
+        model.generate(row[keep][None], assistant_model=draft, **GREEDY)
         alone.append(draft.last_speculation.acceptance_histogram)
     assert together.acceptance_histogram == [sum(counts) for counts in zip_longest(*alone, fillvalue=0)]
 
@@ -302,15 +292,11 @@ def test_an_offloaded_target(kind):
 )
 def test_a_draft_of_nan_changes_no_text(target, kind, value):
     model = target("llama", **FEW_TOKENS)
-    draft, options = draft_of(kind, model), {"do_sample": True} | WARPED
+    draft = draft_of(kind, model)
     for weight in draft.parameters():
         torch.nn.init.constant_(weight, value)
     assert torch.equal(generate(model, draft), stock_text(model))
-    texts = []
-    for one in (PlainDraftModel.from_target(model), draft):
-        torch.manual_seed(5)
-        texts.append(generate(model, one, **options))
-    assert torch.equal(*texts)
+    check_sampled_text(model, draft, **WARPED)
 
 
 @KINDS

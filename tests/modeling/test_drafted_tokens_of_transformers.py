@@ -6,18 +6,17 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator, MTPCandidateGenerator
 
 from hf_longspec import DFlashDraftModel, MtpDraftModel
-from tests.modeling.calls import NEVER
+from tests.modeling.calls import GREEDY
 from tests.modeling.dflash.test_modeling_dflash import FIXTURES as OF_DFLASH
 from tests.modeling.mtp.test_mtp_fixtures import FIXTURES as OF_MTP
 from tests.tiny_targets import tiny_prompts, tiny_target, write_mtp_layers
 
-NEW, LENGTH = 24, 128
-OPTIONS = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": 0, "max_new_tokens": NEW}
+OPTIONS = GREEDY | {"max_new_tokens": 24}
 
 
 def compare(monkeypatch, kind, draft, target, **options):
     """Generate with transformers' generator, and compare its tokens with those of the draft; return the rounds."""
-    ours, theirs, rounds = draft.candidate_generator(target, LENGTH), kind.get_candidates, []
+    ours, theirs, rounds = draft.candidate_generator(target, 128), kind.get_candidates, []
 
     def candidates(self, input_ids, *args, **kwargs):
         drafted, logits = theirs(self, input_ids, *args, **kwargs)

@@ -1,7 +1,6 @@
 """A draft of another package is registered with one call and then found wherever a draft is looked up."""
 
 import pytest
-import torch
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModel
 
 import hf_longspec
@@ -12,8 +11,8 @@ from hf_longspec.cli.tune import plan_for
 from hf_longspec.hub.repository import Card, render
 from hf_longspec.modeling.register_draft import DRAFTS, converters, weightless_drafts
 from hf_longspec.training.trainer import TrainingMethod, method_of
+from tests.modeling.calls import check_text
 from tests.modeling.toy_draft import ToyConfig, ToyDraftModel
-from tests.tiny_targets import tiny_prompts
 
 HERE = "tests.modeling.test_register_draft"
 
@@ -44,12 +43,7 @@ def test_a_draft_of_another_package(register, target, tmp_path):
     by_folder, by_name = open_draft(str(tmp_path), model), open_draft("toy", model, {"politeness": 4})
     assert type(by_folder) is type(by_name) is type(AutoModel.from_pretrained(tmp_path)) is ToyDraftModel
     assert (by_folder.setting("politeness"), by_name.setting("politeness")) == (3, 4)
-    input_ids, mask = tiny_prompts(12, (33, 3, 13))
-    inputs = {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
-    inputs |= {"eos_token_id": 999, "pad_token_id": 0}
-    assert torch.equal(model.generate(**inputs, assistant_model=by_folder), model.generate(**inputs))
-    stats = by_folder.last_speculation
-    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+    check_text(model, by_folder)
     card = render(by_folder, Card(base_model="org/target").complete(by_folder, "org/toy"))
     assert "A toy for [org/target]" in card and "It remembers one token." in card and "`politeness=3`" in card
 

@@ -20,8 +20,6 @@ from hf_longspec import (
     TokenRecyclingDraftModel,
     TokenSwiftDraftModel,
 )
-from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling import loading
 from hf_longspec.modeling.register_draft import DRAFTS
@@ -176,30 +174,18 @@ def test_the_largest_tree_fits_and_settings_are_saved(model, cls, settings, node
     assert all(getattr(loaded.generation_config, n) == v for n, v in settings.items() if n in cls.settings)
 
 
-def test_drawn_tokens_and_ngrams_are_refused_when_sampling(model):
-    draft, options = S.from_target(model, ngram_candidates=2), {"do_sample": True, "max_new_tokens": 3}
-    for settings in (
-        {"acceptance": "rejection"},
-        {"acceptance": "coupled"},
-        {"acceptance": None, "ngram_candidates": 0},
+def test_drawn_tokens_are_refused_beside_ngrams_and_in_a_tree(model):
+    """When sampling, before anything runs; greedily, they are not drawn."""
+    small = tiny_target("llama", 5, num_hidden_layers=1)
+    inputs = {"inputs": torch.tensor([[5, 6, 7]]), "max_new_tokens": 3}
+    for draft, setting in (
+        (S.from_target(model, ngram_candidates=2), "ngram_candidates=2"),
+        (A.from_model(small, model, acceptance="rejection", tree_widths=[2, 2]), r"tree_widths=\[2, 2\]"),
     ):
-        draft.generation_config.update(**settings)
-        if settings["acceptance"] == "rejection":
-            with pytest.raises(ValueError, match="acceptance='rejection' with ngram_candidates=2"):
-                model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, **options)
-            assert draft.last_speculation is None  # nothing was run
-            options["do_sample"] = False
-        model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, **options)
-        options["do_sample"] = True
-
-
-def test_ngrams_are_off_by_default(model):
-    binding = Binding(TargetView(model), SpeculativeCache(model.config, 1, 50), None, 50)
-    for cls in (S, L):
-        draft = cls.from_target(model)
-        assert draft.settings["ngram_candidates"] == 0
-        assert draft.num_tree_nodes(binding.target) == draft.max_nodes(binding.target)
-        assert type(draft.drafter(binding)) is type(draft.make_drafter(binding))
+        with pytest.raises(ValueError, match=f"acceptance='rejection' with {setting}"):
+            model.generate(**inputs, assistant_model=draft, do_sample=True)
+        assert draft.last_speculation is None
+        model.generate(**inputs, assistant_model=draft, do_sample=False)
 
 
 # As the version before the settings `on_unsupported` and without `tree_choices` wrote it.

@@ -23,7 +23,6 @@ def _rope(kind: str, **others: Any) -> dict[str, Any]:
 
 # Label: model type and the fields that differ from the shrunk default.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "window of every layer": ("mistral", {"sliding_window": 11}),
     "no window": ("mistral", {"sliding_window": None}),
     "window, mixtral": ("mixtral", {"sliding_window": WINDOW}),
     "window, phi3": ("phi3", {"sliding_window": WINDOW}),
@@ -41,14 +40,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL] * 2},
     ),
     "window in the config alone, qwen2_moe": ("qwen2_moe", {"sliding_window": WINDOW}),
-    "tied": ("llama", {"tie_word_embeddings": True}),
     "untied": ("gemma3_text", {"tie_word_embeddings": False}),
-    "one key/value head": ("llama", {"num_key_value_heads": 1}),
-    "one key/value head, gemma2": ("gemma2", {"num_key_value_heads": 1}),
-    "as many key/value heads": ("qwen3", {"num_key_value_heads": 4}),
     "wide heads": ("llama", {"head_dim": 24}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "one layer": ("llama", {"num_hidden_layers": 1}),
     "experts in some layers": ("qwen3_moe", {"decoder_sparse_step": 2}),
     "shared keys": (
         "gemma4_text",
@@ -58,8 +52,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}},
         },
     ),
-    "later tokens, gemma3": ("gemma3_text", {"use_bidirectional_attention": True}),
-    "later tokens, bert": ("bert", {"is_decoder": False}),
     "rope linear": ("llama", _rope("linear")),
     "rope dynamic": ("llama", _rope("dynamic")),
     "rope yarn": ("llama", _rope("yarn")),

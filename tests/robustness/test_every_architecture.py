@@ -8,28 +8,23 @@ import os
 import re
 
 import pytest
-import torch
 
-from hf_longspec.attention_backends.contexts import TreeContext
 from tests.robustness.architecture_variants import VARIANTS
 from tests.robustness.enumeration import (
     TYPES,
     UNBUILDABLE,
     Unbuildable,
-    known_reason,
-    outcome_of,
     outcomes,
     quiet,
     stock_of,
 )
 
-# Types on which a draft once wrote another text, or failed without a reason.
+# Types on which a draft once wrote another text, or failed without a reason; without those that other tests name.
 FAILED_ONCE = [
-    "bart", "beam", "bigbird_pegasus", "blenderbot", "blenderbot-small", "doge", "dots3_note_text", "fuyu", "gemma3",
-    "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified_text", "git", "gpt_neox",
-    "gpt_neox_japanese", "granitemoehybrid", "hrm_text", "jetmoe", "kolibri1", "llama4", "llama4_text", "marian",
-    "mbart", "mimo_v2_flash", "mllama", "moshi", "nemotron", "opt", "pegasus", "persimmon", "phi", "phi3", "plbart",
-    "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp_text", "roberta", "solar_open", "stablelm", "whisper", "zaya",
+    "beam", "bigbird_pegasus", "blenderbot", "blenderbot-small", "gemma3n_text", "gemma4_text", "gemma4_unified_text",
+    "gpt_neox", "gpt_neox_japanese", "hrm_text", "jetmoe", "kolibri1", "llama4", "marian", "mbart", "mimo_v2_flash",
+    "mllama", "moshi", "nemotron", "opt", "pegasus", "persimmon", "phi", "plbart", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen4_exp_text", "roberta", "solar_open", "stablelm", "whisper", "zaya",
 ]  # fmt: skip
 SHARE = 10
 ROTATION = int(os.environ["ARCHITECTURE_ROTATION"])  # set by tests/conftest.py
@@ -80,23 +75,3 @@ def test_every_draft_on_every_type(model_type):
 def test_every_draft_on_every_variant(label):
     model_type, overrides = VARIANTS[label]
     assert not failures(stock(model_type, **overrides))
-
-
-class TestTheComparisonIsSharp:
-    """The effects of mistakes. Identical texts mean something only if these change the text."""
-
-    def test_without_the_tree_mask(self, monkeypatch):
-        attend = TreeContext.attend
-
-        def all_see_all(self, *args, **options):
-            self.mask = torch.ones_like(self.mask)
-            return attend(self, *args, **options)
-
-        made = stock("gpt2")
-        assert outcome_of(made, "tree", "ragged").kind == "identical"
-        monkeypatch.setattr(TreeContext, "attend", all_see_all)
-        assert outcome_of(made, "tree", "ragged").kind == "different"
-
-    def test_an_error_that_names_no_reason_is_a_failure(self):
-        assert known_reason("The size of tensor a (5) must match the size of tensor b (37)") is None
-        assert known_reason("it is an encoder-decoder model, and the loop runs decoder-only models") is not None

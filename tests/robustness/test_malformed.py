@@ -84,7 +84,6 @@ def test_model_type(broken):
     [
         ("specattn", {"vocab_size": "x"}, "vocab_size='x'"),
         ("longspec", {"vocab_size": True}, "vocab_size=True"),
-        ("tokenswift", {"vocab_size": -1}, "vocab_size=-1"),
         ("specattn", {"vocab_size": None}, "vocab_size=0"),
         ("longspec", {"target": "llama"}, "target='llama'"),
         ("longspec", {"window": "eight"}, "window='eight'"),
@@ -100,7 +99,6 @@ def test_model_type(broken):
         ("longspec", {"noise_range": [1, 10**9]}, r"noise_range=\[1, 1000000000\].* 4,096"),
         ("tokenswift", {"num_heads": 5}, " 9 .*weights"),
         ("tokenswift", {"hidden_size": None}, "shapes of"),
-        ("tokenswift", {"hidden_size": 32}, "shapes of"),
     ],
     ids=str,
 )
@@ -115,10 +113,9 @@ def test_values(broken, kind, changes, match):
     [
         ("longspec", cut, "weights in .* cannot be read"),
         ("tokenswift", lambda path: torch.save({"a": torch.ones(2)}, path), "weights in .* cannot be read"),
-        ("longspec", lambda path: path.write_bytes(b""), "weights in .* cannot be read"),
         ("longspec", Path.unlink, "no file named model.safetensors"),
     ],
-    ids=["cut short", "a pickle", "empty", "missing"],
+    ids=["cut short", "a pickle", "missing"],
 )
 def test_unreadable_weights(broken, kind, change, match):
     folder = broken(kind)
@@ -133,22 +130,12 @@ def test_weights_of_another_draft(broken, saved, kind, other):
     refuses(folder, ValueError, r"\d+ .*weights")
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
-        ("specattn", "sparse_ratio", "a"),
-        ("longspec", "tree_widths", "4,4"),
-        ("tokenswift", "partial_kv_budget", "all"),
-        ("longspec", "compile", "never"),
-    ],
-    ids=str,
-)
-def test_settings_are_refused_when_they_are_used(broken, kind, name, value):
+def test_settings_are_refused_when_they_are_used(broken):
     """Loading leaves them to be corrected."""
-    folder = broken(kind)
-    edit(folder / "generation_config.json", **{name: value})
+    folder = broken("longspec")
+    edit(folder / "generation_config.json", tree_widths="4,4")
     draft = AutoModel.from_pretrained(folder)
     target = tiny_target("llama")
-    with pytest.raises(ValueError, match=f"{name}=") as caught:
+    with pytest.raises(ValueError, match="tree_widths=") as caught:
         target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False, assistant_model=draft)
     assert len(str(caught.value).splitlines()) == 1

@@ -22,29 +22,20 @@ def call(model, draft, index):
     return generate(model, draft, lengths, seed=index, do_sample=index % 2 == 1, **options)
 
 
-def growth(calls, keep=False, warm_up=WARM_UP):
-    """Bytes by which the process grew over `calls` calls of all kinds, and live tensors that it gained."""
-    model = tiny_target("llama")
-    drafts = [make_draft(kind, model) for kind in KINDS]
-    kept, process, start = [], psutil.Process(), None
-    for index in range(warm_up + calls):
-        if index == warm_up:
-            start = process.memory_info().rss, live_tensors()
-        out = call(model, drafts[index % len(drafts)], index // len(drafts))
-        if keep:
-            kept.append(out)
-    del out
-    return process.memory_info().rss - start[0], live_tensors() - start[1]
-
-
 def live_tensors():
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def check(calls):
-    size, tensors = growth(calls)
-    assert tensors <= 0 and size < SLACK
+    """The process gains neither memory nor live tensors over calls of all kinds."""
+    model, process = tiny_target("llama"), psutil.Process()
+    drafts = [make_draft(kind, model) for kind in KINDS]
+    for index in range(WARM_UP + calls):
+        if index == WARM_UP:
+            size, tensors = process.memory_info().rss, live_tensors()
+        call(model, drafts[index % len(drafts)], index // len(drafts))
+    assert live_tensors() <= tensors and process.memory_info().rss - size < SLACK
 
 
 def test_many_calls():

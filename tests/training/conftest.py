@@ -63,10 +63,11 @@ def make_dflash(target):
     return maker(DFlashDraftModel, target, block_size=4, training_blocks=5, mask_token_id=2)
 
 
-def labelled_rows(tokens, *spans):
-    """Rows by start and length in `tokens`. Some labels of the second are ignored."""
-    rows = [{"input_ids": tokens[start : start + length]} for start, length in spans]
-    rows[1]["labels"] = rows[1]["input_ids"].masked_fill(torch.arange(spans[1][1]) % 7 < 3, -100)
+@pytest.fixture
+def labelled(tokens):
+    """Ragged rows, the last too short for any step or block. Some labels of the second are ignored."""
+    rows = [{"input_ids": tokens[start : start + length]} for start, length in ((0, 33), (40, 21), (70, 4), (90, 2))]
+    rows[1]["labels"] = rows[1]["input_ids"].masked_fill(torch.arange(21) % 7 < 3, -100)
     return rows
 
 

@@ -7,6 +7,7 @@ from transformers import AutoModel, TrainingArguments
 from hf_longspec.training import TokenWindows
 from hf_longspec.training.frozen_target import HiddenPass, TargetPass
 
+RECURRENT = {"markov_rank": 3, "markov_head_type": "rnn", "sample_from_anchor": True}
 KINDS = pytest.mark.parametrize("kind", ["longspec", "heads"])
 # float32 sums in another order, in two steps of SGD with gradients of size 1
 SGD_TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
@@ -34,6 +35,7 @@ def history(trainer):
     [
         ("longspec", {}, {"loss": "ce", "target_chunk_size": 20}),
         ("heads", {"sequential": True}, {"loss": "kl"}),
+        ("dflash", RECURRENT | {"conv_kernel_size": 2}, {}),
         ("eagle3", {"own_embedding": True, "own_head": True, "norm_before_fc": True, "draft_vocab_size": 20}, {}),
     ],
     ids=str,

@@ -7,17 +7,8 @@ import torch
 
 from hf_longspec import DFlashDraftModel
 from hf_longspec.modeling.dflash.convert_dflash import save_speculators
-from hf_longspec.training import TokenWindows
 from tests.modeling.eagle3.residual_stream import residual_stream
-from tests.training.conftest import labelled_rows
-
-NEVER = 999
-
-
-@pytest.fixture
-def rows(tokens):
-    """Ragged rows, the last too short for any block."""
-    return labelled_rows(tokens, (0, 33), (40, 21), (70, 4), (90, 2))
+from tests.training.first_step import check_learning, check_loaded, tau, texts_of
 
 
 def definition(draft, target, rows, loss, anchors, window=None):
@@ -70,7 +61,7 @@ def definition(draft, target, rows, loss, anchors, window=None):
     ],
     ids=str,
 )
-def test_the_loss_is_the_definition(make_trainer, make_dflash, target, rows, loss, settings, monkeypatch):
+def test_the_loss_is_the_definition(make_trainer, make_dflash, target, labelled, loss, settings, monkeypatch):
     """In the first step of a run, whose anchors are drawn, and in an evaluation in one batch."""
     draft, drawn, forward = make_dflash(**settings), [], DFlashDraftModel.forward
 
@@ -82,7 +73,7 @@ def test_the_loss_is_the_definition(make_trainer, make_dflash, target, rows, los
         draft.set_vocabulary(range(3, 23), target)
     before = {name: weight.clone() for name, weight in draft.state_dict().items()}
     sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "loss_chunk_size": 7}
-    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, loss=loss, max_steps=1, **sizes)
+    trainer = make_trainer(model=draft, dataset=labelled, eval_dataset=labelled, loss=loss, max_steps=1, **sizes)
     monkeypatch.setattr(DFlashDraftModel, "forward", recording)
     metrics = trainer.evaluate()
     trainer.train()
@@ -90,12 +81,12 @@ def test_the_loss_is_the_definition(make_trainer, make_dflash, target, rows, los
     draft.load_state_dict(before)
     log = trainer.state.log_history[0]
     for (tokens, anchors), found, prefix in zip(drawn, (metrics, log), ("eval_", ""), strict=True):
-        places = [next(i for i, ids in enumerate(tokens) if is_start(row["input_ids"], ids)) for row in rows]
-        expected, shares = definition(draft, target, rows, loss, anchors[places], settings.get("window"))
+        places = [next(i for i, ids in enumerate(tokens) if is_start(row["input_ids"], ids)) for row in labelled]
+        expected, shares = definition(draft, target, labelled, loss, anchors[places], settings.get("window"))
         # sums of about 40 losses around 3, in float32 against float64
         assert found[f"{prefix}loss"] == pytest.approx(expected, rel=1e-5)
         assert {name: found[prefix + name] for name in shares} == pytest.approx(shares)
-        ends = torch.tensor([max(1, len(row["input_ids"]) - 2) for row in rows])
+        ends = torch.tensor([max(1, len(row["input_ids"]) - 2) for row in labelled])
         assert (anchors[places] >= 1).all() and (anchors[places] <= ends[:, None]).all()
         assert anchors.unique().numel() > 5
 
@@ -106,34 +97,18 @@ def is_start(row, padded):
 
 def test_the_draft_learns_and_drafts_better(make_trainer, make_dflash, target, tokens, tmp_path):
     """On texts of the target. The draft that is written for other engines is the trained one."""
-    starts = tokens[: 8 * 5].view(8, 5)
-    texts = target.generate(starts, max_new_tokens=28, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
+    starts, texts = texts_of(target, tokens)
     parts = {"markov_rank": 16, "confidence_head": "markov", "draft_vocab_size": 60, "own_head": True}
     draft = make_dflash(gate=False, training_blocks=16, **parts)
     draft.set_vocabulary(texts.flatten().bincount(minlength=260).topk(60).indices, target)
-
-    def tau(one):
-        target.generate(starts, assistant_model=one, max_new_tokens=28, do_sample=False, eos_token_id=NEVER)
-        return one.last_speculation.mean_acceptance_length
-
-    untrained = tau(draft)
-    rows = TokenWindows(texts.flatten(), 33)
-    settings = {"per_device_train_batch_size": 8, "max_steps": 60, "learning_rate": 1e-2}
-    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, **settings)
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    assert after["eval_loss"] < 0.7 * before["eval_loss"]
-    drafted = tau(draft.eval())
-    assert drafted > untrained + 0.5
+    settings = {"max_steps": 60, "learning_rate": 1e-2}
+    _, trained = check_learning(make_trainer, target, draft, starts, texts, 0.5, **settings)
     save_speculators(draft, tmp_path / "theirs", target)
     loaded = DFlashDraftModel.from_pretrained(tmp_path / "theirs", target=target, gate=False)
-    assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
-    assert tau(loaded) == drafted
-
+    check_loaded(loaded, draft, target, starts, texts, trained)
     whole = loaded.last_speculation
     loaded.generation_config.confidence_threshold = 0.3
-    assert 1.2 < tau(loaded) <= drafted
+    assert 1.2 < tau(target, loaded, starts, texts) <= trained
     cut = loaded.last_speculation
     assert cut.draft_acceptance_rate > whole.draft_acceptance_rate
 

@@ -5,14 +5,13 @@ import torch
 
 from hf_longspec.generation.target_modules import LayerInputs
 from tests.modeling.tokenswift.restated_heads import restated_heads
-from tests.training.conftest import labelled_rows
-from tests.training.first_step import check_first_step
+from tests.training.first_step import check_first_step, losses_of_steps
 
 
 @pytest.fixture
-def rows(tokens):
+def rows(labelled, tokens):
     """Ragged rows, the last too short for the third head."""
-    return labelled_rows(tokens, (0, 33), (40, 21), (70, 6), (90, 3))
+    return [*labelled[:2], *({"input_ids": tokens[start : start + length]} for start, length in ((70, 6), (90, 3)))]
 
 
 def logits_of(draft, target, tokens):
@@ -38,29 +37,13 @@ def with_hits(draft, target, row):
 
 
 def definition(draft, target, rows, loss):
-    """The loss, and top-1 and top-3 accuracy of every head, one token at a time."""
-    losses, wins = [[] for _ in draft.heads.layers], [[] for _ in draft.heads.layers]
-    for row in rows:
-        labels = row["labels"].tolist()
-        drafted, wanted = logits_of(draft, target, row["input_ids"])
-        for head in range(1, len(drafted) + 1):
-            for place in range(len(labels)):
-                ahead = place + 1 + head
-                if ahead >= len(labels) or labels[ahead] == -100:
-                    continue
-                logits = drafted[head - 1, place]
-                log_draft, log_target = logits.log_softmax(-1), wanted[place + head].log_softmax(-1)
-                token = labels[ahead] if loss == "ce" else int(log_target.argmax())
-                divergence = (log_target.exp() * (log_target - log_draft)).sum()
-                losses[head - 1].append(-log_draft[token] if loss == "ce" else divergence)
-                order = logits.argsort(descending=True).tolist()
-                wins[head - 1].append((order[0] == token, token in order[:3]))
-    mean = sum(float(sum(own)) / len(own) for own in losses)
+    """The loss, and top-1 and top-3 accuracy of every head."""
+    logits = lambda tokens: logits_of(draft, target, tokens)  # noqa: E731
+    losses, ranks = losses_of_steps(rows, logits, loss, len(draft.heads.layers))
     logs = {}
-    for head, own in enumerate(wins, start=1):
-        first, top = zip(*own, strict=True)
-        logs |= {f"head_{head}_top1": sum(first) / len(own), f"head_{head}_top3": sum(top) / len(own)}
-    return mean, logs
+    for head, own in enumerate(ranks, start=1):
+        logs |= {f"head_{head}_top{k}": sum(rank < k for rank in own) / len(own) for k in (1, 3)}
+    return sum(float(sum(own)) / len(own) for own in losses), logs
 
 
 @pytest.mark.parametrize(("loss", "kind"), [("kl", {}), ("ce", {"sequential": True})], ids=str)

@@ -7,11 +7,10 @@ from hf_longspec import AssistantDraftModel, SpeculativeCache
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
-from tests.modeling.calls import LENGTHS, generate
+from tests.modeling.calls import GREEDY, generate
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 FEW = {"vocab_size": 12}
-OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False}
 # Neither of them has the shapes of the other.
 PAIR = {"num_hidden_layers": 2, "num_key_value_heads": 4, "hidden_size": 48}
 
@@ -87,19 +86,6 @@ def test_only_sinks_and_window_are_prefilled(widths):
     assert set(seen[len(prefill) :]) <= {1, 2}
 
 
-def test_rows_drop_tokens_by_their_own_length(model, small):
-    """The tokens that a row accepts do not depend on the rows beside it, also after many tokens were dropped."""
-    draft = AssistantDraftModel.from_model(small, model, window=8, num_assistant_tokens=3)
-    generate(model, draft, LENGTHS[:2], max_new_tokens=60)
-    together, alone = draft.last_speculation.acceptance_histogram, torch.zeros(4, dtype=torch.long)
-    input_ids, mask = tiny_prompts(12, LENGTHS[:2])
-    for row, keep in zip(input_ids, mask.bool(), strict=True):
-        model.generate(row[keep][None], assistant_model=draft, max_new_tokens=60, **OPTIONS)
-        counts = draft.last_speculation.acceptance_histogram
-        alone[: len(counts)] += torch.tensor(counts)
-    assert together == alone[: len(together)].tolist()
-
-
 @pytest.mark.parametrize("settings", [{"num_assistant_tokens": 3}, {"tree_widths": [7, 4], "window": 7}], ids=str)
 def test_a_draft_catches_up_after_plain_steps(model, small, settings):
     """Texts grow without the draft for a while; it then proposes what a new drafter would propose, if it keeps all."""
@@ -134,8 +120,8 @@ def transformers_rounds(model, small, ids, new, length):
     small.generation_config.pad_token_id = 999
     forwards = []
     handle = model.register_forward_hook(lambda *_: forwards.append(1))
-    options = OPTIONS | {"pad_token_id": 999, "attention_mask": torch.ones_like(ids)}
-    text = model.generate(ids, assistant_model=small, max_new_tokens=new, **options)
+    options = GREEDY | {"max_new_tokens": new, "pad_token_id": 999, "attention_mask": torch.ones_like(ids)}
+    text = model.generate(ids, assistant_model=small, **options)
     handle.remove()
     return text, len(forwards)
 
@@ -151,7 +137,7 @@ def test_tau_is_that_of_transformers_assisted_generation(length):
             weight.add_(0.08 * weight.std() * torch.randn(weight.shape, generator=generator))
     input_ids, _ = tiny_prompts(24, (37,))
     draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=length)
-    ours = model.generate(input_ids, assistant_model=draft, max_new_tokens=61, **OPTIONS)
+    ours = model.generate(input_ids, assistant_model=draft, **GREEDY | {"max_new_tokens": 61})
     stats = draft.last_speculation
     # transformers drafts before the first token of the target, and this loop after it
     stock, rounds = transformers_rounds(model, small, ours[:, :38], 60, length)

@@ -8,12 +8,11 @@ import torch
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.modeling.longspec import generation_longspec as longspec
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
+from tests.modeling.calls import LENGTHS, NEVER, generate
 from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
-from tests.tiny_targets import random_longspec_draft, tiny_prompts, tiny_target
+from tests.tiny_targets import random_longspec_draft, tiny_target
 
-LENGTHS = (33, 3, 13)
-NEVER = 1
 # a random draft hits one token of 128; wide levels make it hit often enough that paths of several nodes are accepted
 WIDE = [40, 40, 40]
 
@@ -62,12 +61,6 @@ def recorded(monkeypatch):
     return iterations
 
 
-def generate(model, draft, lengths=LENGTHS, new=17, **options):
-    input_ids, mask = tiny_prompts(128, lengths)
-    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": new} | options
-    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
-
-
 @pytest.mark.parametrize("window", [None, 9])
 def test_every_node_of_every_iteration_is_the_restated_block(window, plain_run, recorded):
     """Prefill, ring, kept nodes, window edges, tree attention and the gap at once; paths of full depth are accepted."""
@@ -100,7 +93,7 @@ def test_every_node_of_every_iteration_is_the_restated_block(window, plain_run, 
 def test_the_chosen_layer_is_read(recorded, options):
     model = tiny_target("llama")
     draft = noisy_draft(model, **options)
-    generate(model, draft, (19,), new=6)
+    generate(model, draft, (19,), max_new_tokens=6)
     restated, step = Restated(draft, model), recorded[1]
     text = step["texts"][0]
     expected = restated.logits(text, [int(step["tree"].tokens[0, 0])], restated.target_keys(text))

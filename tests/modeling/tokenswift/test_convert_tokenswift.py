@@ -9,8 +9,6 @@ from transformers import AutoModel
 
 from hf_longspec import TokenSwiftDraftModel
 from hf_longspec.modeling.register_draft import convert
-from tests.modeling.tokenswift.restated_heads import restated_heads
-from tests.rounding import rounding
 from tests.tiny_targets import tiny_target
 
 WIDTH = 64
@@ -53,27 +51,16 @@ def merged(target, tmp_path):
     return write
 
 
-@pytest.mark.parametrize("num_heads", [3, 2])
-def test_heads_match_the_restated_heads(merged, config, tmp_path, num_heads):
-    """Compares outputs on a fixed hidden state after conversion, saving and loading."""
-    heads = published_heads(num_heads)
+@pytest.mark.parametrize(("num_heads", "dtype"), [(3, torch.bfloat16), (2, torch.float32)])
+def test_heads_keep_their_tensors(merged, config, tmp_path, num_heads, dtype):
+    heads = {name: value.to(dtype) for name, value in published_heads(num_heads).items()}
     convert(merged(heads), config).save_pretrained(tmp_path / "converted")
     draft = AutoModel.from_pretrained(tmp_path / "converted")
-    assert type(draft) is TokenSwiftDraftModel
+    assert type(draft) is TokenSwiftDraftModel and draft.dtype == dtype
     assert (draft.config.num_heads, draft.config.chained, draft.config.rms_norm_eps) == (num_heads, True, 1e-3)
-    hidden = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1)) * 7
-    with torch.no_grad():
-        found = draft(hidden)
-    expected = restated_heads(heads, "model.medusa_layers.", hidden, num_heads, 1e-3, chained=True)
-    torch.testing.assert_close(found.double(), expected, **rounding(expected, layers=num_heads))
-
-
-def test_the_dtype_is_kept(merged, config):
-    heads = {name: value.bfloat16() for name, value in published_heads().items()}
-    draft = convert(merged(heads), config)
-    assert draft.dtype == torch.bfloat16
-    assert all(torch.equal(value, heads[f"model.medusa_layers.{name}"])
-               for name, value in draft.heads.layers.state_dict().items())  # fmt: skip
+    found = draft.heads.layers.state_dict()
+    assert len(found) == len(heads)
+    assert all(torch.equal(value, heads[f"model.medusa_layers.{name}"]) for name, value in found.items())
 
 
 def test_a_single_file_beside_its_target(target, config, tmp_path):

@@ -7,25 +7,15 @@ import torch
 
 from hf_longspec.generation.target_modules import TargetEnds
 from hf_longspec.modeling.tokenswift.generation_tokenswift import TokenSwiftDrafter
+from tests.modeling.calls import LENGTHS, NEVER
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.rounding import rounding
 from tests.tiny_targets import random_tokenswift_draft
 from tests.watching import after
 
-LENGTHS = (33, 3, 13)
-NEVER = 999  # no token of the tiny targets
-MODES = {
-    "verify_hidden": {"self_draft": "verify_hidden"},
-    "dynamic": {"self_draft": "partial_kv"},
-    "static": {"self_draft": "partial_kv", "partial_kv_policy": "static"},
-    "full": {"self_draft": "partial_kv", "partial_kv_policy": "full"},
-}
-SMALL = {"partial_kv_budget": 27, "partial_kv_recent": 9}
-
-
-def draft_for(model, mode, **settings):
-    return random_tokenswift_draft(model, **(SMALL | MODES[mode] | settings))
+MODES = {"verify_hidden": {"self_draft": "verify_hidden"}}
+MODES |= {"full": {"self_draft": "partial_kv", "partial_kv_policy": "full"}}
 
 
 @pytest.fixture
@@ -55,7 +45,7 @@ def test_every_branch_can_be_accepted(plain_run, watch, mode):
         case = cases[iteration % len(cases)]
         return case[level] if level < len(case) else None
 
-    draft = with_oracle(draft_for(run.model, mode), run.generated, ranks)
+    draft = with_oracle(random_tokenswift_draft(run.model, **MODES[mode]), run.generated, ranks)
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert len(watch) > len(cases)
     widths = [1] * first + [3, 3, 3]
@@ -82,7 +72,8 @@ def test_every_branch_can_be_accepted(plain_run, watch, mode):
 def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_run, watch, name, mode, sequential):
     """Every node's children against a forward over the whole text and heads restated in float64."""
     run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
-    draft = draft_for(run.model, mode, tree_branching=[2, 3, 1, 2], sequential=sequential)
+    settings = MODES[mode] | {"tree_branching": [2, 3, 1, 2], "sequential": sequential}
+    draft = random_tokenswift_draft(run.model, **settings)
     assert run.again(draft).tolist() == run.sequences.tolist()
     ends, own = TargetEnds(run.model), int(mode == "full")
     layers = run.model.config.num_hidden_layers + draft.config.num_heads
