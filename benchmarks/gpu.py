@@ -27,7 +27,7 @@ if not __package__:  # run as a file: the root of the checkout takes the place o
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import gpu_run, harness
-from benchmarks.gpu_attention import baselines, kernels
+from benchmarks.gpu_attention import baselines, kernels, tiles
 from benchmarks.gpu_checks import captures, features
 from benchmarks.gpu_iterations import first_drafts, forwards, iterations, other_drafts
 from benchmarks.gpu_run import GpuRun, gpu_facts
@@ -69,6 +69,7 @@ SECTIONS: dict[str, Section] = {
     "forwards": Section(forwards, 100),
     "iterations": Section(partial(iterations, make_drafts=first_drafts), 120, by_context=True),
     "drafts": Section(partial(iterations, make_drafts=other_drafts), 90, by_context=True),
+    "tiles": Section(partial(tiles, points=slice(1)), 60),
     "more kernels": Section(partial(kernels, points=slice(1, None)), 60),
     "more baselines": Section(partial(baselines, points=slice(1, None)), 60),
 }

@@ -1,13 +1,14 @@
-"""Attention alone on the GPU: its time, that of SpecAttn's scores, and other ways to compute it."""
+"""Attention alone on the GPU: its time, that of SpecAttn's scores, other tiles, and other ways to compute it."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu_goals import HF_ATTENTION
+from benchmarks.gpu_goals import HF_ATTENTION, TRITON
 from benchmarks.gpu_run import GpuRun
 from benchmarks.harness import Skip
 from benchmarks.random_inputs import (
@@ -20,6 +21,8 @@ from benchmarks.random_inputs import (
 )
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionState
 from hf_longspec.attention_backends.scores import ScoreCapture
+from hf_longspec.attention_backends.triton import launch
+from hf_longspec.attention_backends.triton.config import SMALLEST_TILE, TileConfig
 
 # The log-sum-exp is computed in float32 from products of exact inputs, whatever the dtype of these.
 LSE_BUDGET = 1e-3
@@ -69,6 +72,48 @@ def baselines(run: GpuRun, points: slice) -> None:
                     raise Skip(f"not timed: its error is {error:.1e}, over {run.budget:.1e}")
                 timing = run.time(lambda attend=attend, layers=case.layers: [attend(layer) for layer in layers])
                 run.write_timing("baseline", timing.scaled(len(case.layers)), _floor(run, what), **point, error=error)
+
+
+# Changes of the tiles of a verification. With the first two, parts are merged with and without a second launch.
+TILES: dict[str, Callable[[TileConfig], TileConfig]] = {
+    "shipped": lambda tile: tile,
+    "merged by the last program": lambda tile: tile._replace(merges=True),
+    "half the keys": lambda tile: tile._replace(block_keys=max(SMALLEST_TILE, tile.block_keys // 2)),
+    "twice the keys": lambda tile: tile._replace(block_keys=2 * tile.block_keys),
+    "one stage less": lambda tile: tile._replace(num_stages=tile.num_stages - 1),
+    "one stage more": lambda tile: tile._replace(num_stages=tile.num_stages + 1),
+    "twice the warps": lambda tile: tile._replace(num_warps=2 * tile.num_warps),
+}
+
+
+def tiles(run: GpuRun, points: slice) -> None:
+    """Times of Triton's kernels with other tiles at some points of the plan. A tile that does not fit is a line."""
+    if TRITON not in run.usable:
+        raise Skip("its tiles are those of Triton's kernels")
+    for case, exact, what in _cases(run, points):
+        for name, change in TILES.items():
+            with run.attempt(tiles=name, **what), mock.patch.object(launch, "hybrid_config", _changed(change)):
+                _time_tiles(run, name, case, exact, what)
+
+
+def _changed(change: Callable[[TileConfig], TileConfig]) -> Callable[..., TileConfig]:
+    """`hybrid_config` with a change of what it chooses."""
+    choose = launch.hybrid_config
+    return lambda *args: change(choose(*args))
+
+
+def _time_tiles(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState, what: dict[str, int]) -> None:
+    backend, context = run.backend(TRITON), case.context()
+    try:
+        error, lse_error = errors_of(backend, case, exact)
+    except Exception as reason:
+        if type(reason).__name__ == "OutOfResources":  # triton's own, of shared memory or registers
+            raise Skip(f"the GPU has no room for it: {reason}") from reason
+        raise
+    if not (error <= run.budget and lse_error <= LSE_BUDGET):
+        raise Skip(f"not timed: error {error:.1e}, lse {lse_error:.1e}")
+    timing = run.time(lambda: [case.attend(backend, layer, context, index) for index, layer in enumerate(case.layers)])
+    run.write_timing("tiles", timing.scaled(len(case.layers)), _floor(run, what), tiles=name, **what, error=error)
 
 
 def _cases(run: GpuRun, points: slice) -> Iterator[tuple[DeviceAttention, AttentionState, dict[str, int]]]:

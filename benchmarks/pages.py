@@ -239,6 +239,7 @@ GPU_TABLES = {
     ),
     "kernel": ("Attention of one layer", "backend batch context nodes tb_per_second error"),
     "baseline": ("Other ways to compute it", "baseline batch context nodes error"),
+    "tiles": ("Attention of one layer in other tiles", "tiles batch context nodes error"),
     "score_rows": ("With SpecAttn's score rows", "backend batch context nodes overhead"),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_attention import LOWER_BOUND
+from benchmarks.gpu_attention import LOWER_BOUND, TILES
 from benchmarks.gpu_checks import CASES
 from benchmarks.gpu_iterations import COMPILE, GRAPH, HF_MODES, OFF
 from benchmarks.gpu_run import SMOKE
@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 pytestmark = pytest.mark.soak  # `make test-torch-min` runs it
 
 TRITON = "hf_longspec_triton"
-SECTIONS = "captures,features,kernels,baselines,drafts"
+SECTIONS = "captures,features,kernels,baselines,drafts,tiles"
 
 
 def run(tmp_path, sections, dtype):
@@ -75,4 +75,6 @@ def test_everything_else(tmp_path):
     check_modes(of(records, "iteration"), OTHERS)
     kernels = of(records, "kernel", backend=TRITON)
     assert {row["nodes"] for row in kernels} == set(SMOKE.nodes) and {row["how"] for row in kernels} == {"graph"}
+    rows = [(row["nodes"], row["tiles"], row["how"]) for row in of(records, "tiles")]
+    assert rows == [(nodes, name, "graph") for nodes in SMOKE.nodes for name in TILES]
     assert LOWER_BOUND in {row["baseline"] for row in of(records, "baseline")}

@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 import torch
 from transformers.utils import logging
 
-from .config import INSTALLED, jit, tl
+from .config import INSTALLED, OPTIONS, jit, tl
 from .launch import LIBRARY, launching_on
 
 logger = logging.get_logger(__name__)
@@ -116,6 +116,7 @@ def move_nodes(
             BLOCK_M=BLOCK_M,
             BLOCK_W=BLOCK_W,
             num_warps=4,
+            **OPTIONS,
         )
 
 

@@ -35,7 +35,7 @@ def constant(number: float) -> Any:
     return number if triton is None else tl.constexpr(number)
 
 
-# For every kernel that calculates: a product and a sum are one instruction. It is the default up to triton 3.9.
+# For every kernel: a product and a sum are one instruction. It is the default up to triton 3.9, which warns about it.
 OPTIONS = {"enable_fp_fusion": True}
 
 # tl.dot needs at least this many rows, keys and numbers per vector.
@@ -92,6 +92,9 @@ class TileConfig(NamedTuple):
         block_value (`int`): Size of a value, rounded up.
         num_warps (`int`): Warps of one program.
         num_stages (`int`): Turns of the loop over the prefix whose loads are in flight together.
+        merges (`bool`, *optional*, defaults to `False`):
+            Whether the last program of a tile merges the parts of its rows, instead of a second launch with a program
+            per row. Nothing chooses it: `benchmarks/gpu.py` measures both.
     """
 
     block_rows: int
@@ -103,6 +106,7 @@ class TileConfig(NamedTuple):
     block_value: int
     num_warps: int
     num_stages: int
+    merges: bool = False
 
 
 def power_of_two(number: int) -> int:

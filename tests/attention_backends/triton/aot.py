@@ -35,8 +35,8 @@ GPUS = {
     100: tiles.Gpu(227 * 1024, warpgroups=True),
 }
 GROUPS = 4
-# Features by rows in `short`.
-SHORT = {16: ("plain", "all"), 32: ("plain",), 64: ("plain", "none"), 128: ("plain", "all")}
+# Features by rows in `short`. "merged" is "plain" in one launch.
+SHORT = {16: ("plain", "all", "merged"), 32: ("plain",), 64: ("plain", "none", "merged"), 128: ("plain", "all")}
 # dtype, sizes of keys and values, softcap: every choice that `sparse_config` can make, at the sizes of common models;
 # one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first two.
 SPARSE = (
@@ -68,7 +68,10 @@ class AbsentGpu:
 
 
 def hybrid(size, rows, dtype, features):
-    """Launch attention to the prefix: "plain" with a tree, "all" with a window, a softcap and scores too, or "none"."""
+    """Launch attention to the prefix: "plain" with a tree, "all" with a window, a softcap and scores too, or "none".
+
+    With "merged" the last program of a tile merges.
+    """
     nodes = rows // GROUPS
     query, key = torch.empty(1, 2 * GROUPS, nodes, size, dtype=dtype), torch.empty(1, 2, 2000, size, dtype=dtype)
     numbers, sinks = torch.zeros(1, nodes, dtype=torch.long), torch.zeros(2 * GROUPS)
@@ -78,7 +81,11 @@ def hybrid(size, rows, dtype, features):
         "all": (numbers, mask, sinks, lengths, 0.1, 100, 3.0, True, True),
         "none": (None, None, sinks, None, 0.1, None, None, False, False),
     }
+    options["merged"] = options["plain"]
+    chosen = launch.hybrid_config
+    launch.hybrid_config = lambda *args: chosen(*args)._replace(merges=features == "merged")
     launch.hybrid_op._init_fn(query, key, key, lengths, *options[features])
+    launch.hybrid_config = chosen
 
 
 def tree(size, rows, dtype):
@@ -126,6 +133,8 @@ def calls(everything, gpu):
     for case in ((torch.bfloat16, 128), (torch.float32, 3), (torch.float16, 5), (torch.int8, 7)):
         yield "move", move, case  # words of 8, 4, 2 and 1 bytes
     if everything:
+        for rows in (rows for rows in (16, 32, 64, 128) if rows <= tiles.largest_rows(128, 128, 2, gpu)):
+            yield "hybrid", hybrid, (128, rows, torch.bfloat16, "merged")
         yield "spilling", spilling, ()
 
 
@@ -146,6 +155,22 @@ def has_barrier(compiled):
     return accesses[last_load + 1 :][:1] == ["bar.sync"]
 
 
+def merges_in_order(compiled):
+    """Whether all threads wait between the stores of their parts and an addition that releases and acquires these.
+
+    The parts are read after it, past the L1 cache.
+    """
+    accesses = re.findall(r"\b(?:st\.global|bar\.sync|atom|ld\.global\.cg)[\w.]*", compiled.asm["ptx"])
+    additions = [place for place, access in enumerate(accesses) if access.startswith("atom.")]
+    if len(additions) != 1:
+        return False
+    before, after = accesses[: additions[0]], accesses[additions[0] + 1 :]
+    last_store = max(place for place, access in enumerate(before) if access.startswith("st."))
+    reads = [any(access.startswith("ld.global.cg") for access in part) for part in (before, after)]
+    is_ordered = {"acq_rel", "gpu", "add"} <= set(accesses[additions[0]].split("."))
+    return is_ordered and "bar.sync" in before[last_store:] and reads == [False, True]
+
+
 def main(capability, everything):
     run, compiled = triton.runtime.JITFunction.run, {}
 
@@ -162,6 +187,7 @@ def main(capability, everything):
         for key in compiled.keys() - reported:
             name, kernel = compiled[key]
             line = {"call": label, "arguments": str(arguments), "kernel": name, "BARRIER": has_barrier(kernel)}
+            line["ORDERED"] = merges_in_order(kernel)
             print(json.dumps(line | usage(kernel)), flush=True)
         reported |= compiled.keys()
 

@@ -26,6 +26,20 @@ def on(device, *values):
     return tree_map_only(torch.Tensor, lambda x: x.to(device), values)
 
 
+def counted(kernel, launches):
+    """A kernel that notes its launches: `(options, grid)`."""
+
+    class Counted:
+        def __getitem__(self, grid):
+            def run(*args, **options):
+                launches.append((options, grid))
+                return kernel[grid](*args, **options)
+
+            return run
+
+    return Counted()
+
+
 def python(*arguments, **environment):
     """Standard output of a Python process of its own, in which Triton compiles."""
     command = [sys.executable, *map(str, arguments)]

@@ -30,7 +30,7 @@ from tests.attention_backends.oracle import (
     sparse_case,
     tree_case,
 )
-from tests.attention_backends.triton.machine import on
+from tests.attention_backends.triton.machine import counted, on
 
 HOPPER, SMALLEST = Gpu(227 * 1024, True), Gpu(99 * 1024, False)
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
@@ -248,17 +248,3 @@ def test_long_splits_change_no_result(kernel_device, hopper, window):
     inputs = query, key, value, SeqLens(None, lengths.on("cpu"))
     state = computed(TRITON_BACKEND, "prefix", inputs, options, kernel_device)
     assert_within_budget(state, exact, plain)
-
-
-def counted(kernel, launches):
-    """A kernel that notes its launches: `(options, grid)`."""
-
-    class Counted:
-        def __getitem__(self, grid):
-            def run(*args, **options):
-                launches.append((options, grid))
-                return kernel[grid](*args, **options)
-
-            return run
-
-    return Counted()
