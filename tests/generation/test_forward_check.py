@@ -8,6 +8,7 @@ from transformers import LlamaForCausalLM
 
 from hf_longspec import NgramDraftModel, PlainDraftModel
 from hf_longspec.generation import support, target
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.traits import LayerTraits
 from tests.rounding import rounding
@@ -30,7 +31,7 @@ class SeesTheFuture(LlamaForCausalLM):
     def forward(self, *args, attention_mask=None, tree=None, **kwargs):
         if tree is not None:
             return super().forward(*args, attention_mask=attention_mask, tree=tree, **kwargs)
-        tokens, cache = kwargs["input_ids"], kwargs["past_key_values"]
+        tokens, cache = kwargs["input_ids"], kwargs[CACHE_NAME]
         length = cache.get_seq_length() + tokens.shape[1]
         everything = torch.zeros(tokens.shape[0], 1, tokens.shape[1], length)
         return super().forward(*args, attention_mask=everything, **kwargs)

@@ -39,7 +39,7 @@ from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_target
 
 # One type for each kind of mask: indexers, some of them shared, beside windows; chunks; no `AttentionInterface`.
-TYPES = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "llama4_text", "gptj", "falcon")
+TYPES = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text", "llama4_text", "gpt_neox_japanese", "falcon")
 TYPES = tuple(name for name in TYPES if name in enumeration.TYPES)  # dots3_note_text is newer than transformers 5.17
 # transformers 5.17, under which megatron-bert and git do not follow a mask over prefix and nodes, and are refused.
 OLDER = pytest.mark.skipif(
@@ -91,7 +91,7 @@ def test_keys_after_a_commit_are_those_of_single_steps(made):
     check_a_commit(made("deepseek_v32"))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("deepseek_v32", "dynamic"), ("gptj", "speculative")])
+@pytest.mark.parametrize(("name", "kind"), [("deepseek_v32", "dynamic"), ("gpt_neox_japanese", "speculative")])
 def test_a_returned_cache_continues(made, name, kind):
     check_a_returned_cache(made(name), kind)
 
@@ -165,13 +165,15 @@ class TestRefusals:
         ],
     )
     def test_drafts_that_run_the_target_themselves(self, made, make):
-        with pytest.raises(ValueError, match="does not draft with GPTJForCausalLM, whose nodes are verified by masks"):
-            make(made("gptj"))
+        with pytest.raises(
+            ValueError, match="does not draft with FalconForCausalLM, whose nodes are verified by masks"
+        ):
+            make(made("falcon"))
 
     def test_compiled_steps(self, made):
-        model = made("gptj")
+        model = made("falcon")
         draft = NgramDraftModel.from_target(model, compile="compile")
-        with pytest.raises(ValueError, match="compile='compile' is not supported with GPTJForCausalLM"):
+        with pytest.raises(ValueError, match="compile='compile' is not supported with FalconForCausalLM"):
             model.generate(**arguments((9,)), assistant_model=draft)
 
     def test_attention_implementations(self, made):
@@ -180,10 +182,10 @@ class TestRefusals:
             model.generate(**arguments((9,)), assistant_model=NgramDraftModel.from_target(model))
 
     def test_padding_between_tokens(self, made):
-        model, inputs = made("gptj"), arguments((9,), do_sample=False)
+        model, inputs = made("falcon"), arguments((9,), do_sample=False)
         inputs["attention_mask"][0, 4] = 0
         draft = NgramDraftModel.from_target(model, on_unsupported="error")
-        with pytest.raises(ValueError, match="zeros between tokens, which is not supported with the masks of GPTJ"):
+        with pytest.raises(ValueError, match="zeros between tokens, which is not supported with the masks of Falcon"):
             model.generate(**inputs, assistant_model=draft)
 
     @OLDER
@@ -205,7 +207,7 @@ class TestRefusals:
 
 
 def test_a_model_that_ignores_its_mask_is_refused(made, monkeypatch):
-    model = copy.deepcopy(made("gptj"))
+    model = copy.deepcopy(made("falcon"))
     forward = model.transformer.forward
     monkeypatch.setattr(model.transformer, "forward", lambda *args, attention_mask=None, **more: forward(*args, **more))
     with pytest.raises(ValueError, match="does not follow a mask over prefix and nodes: logits of a tree and of"):
