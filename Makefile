@@ -179,7 +179,7 @@ $(READY_TORCH_MIN): pyproject.toml constraints-min.txt
 # Without the versions of what torch and transformers need in one version or another.
 $(READY_NEWEST): pyproject.toml constraints.txt
 	@mkdir -p build
-	@{ echo 'torch>=2.11'; grep -vE '^(torch|triton|numpy|transformers|huggingface_hub|tokenizers|safetensors)=' \
+	@{ echo 'torch>=2.11'; grep -vE '^(torch|triton|numpy|transformers|huggingface_hub|tokenizers|safetensors|peft)=' \
 		constraints.txt; } > build/constraints-newest.txt
 	$(call install,$(VENV_NEWEST),build/constraints-newest.txt,dev)
 
