@@ -44,7 +44,7 @@ TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/,test_simulated_cu
 # Float32 results of the package beside those of transformers, or of loops: sums in another order, which depends on the
 # instructions of the processor.
 CPU_TESTS := $(addprefix tests/attention_backends/test_,contexts.py interface.py pages.py \
-	parity.py reference.py registry.py scores.py torch_backend.py) $(addprefix tests/generation/test_,cache.py \
+	parity.py registry.py scores.py torch_backend.py) $(addprefix tests/generation/test_,cache.py \
 	coupling.py decoding.py draft_tree.py forward_check.py logits.py target.py target_modules.py) tests/modeling/test_contract.py \
 	$(addprefix tests/modeling/,eagle3 longspec quest specattn ngram/test_joined.py) \
 	$(addprefix tests/modeling/tokenswift/test_,convert_tokenswift.py generation_tokenswift.py modeling_tokenswift.py \

@@ -4,6 +4,8 @@ import argparse
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
 import tomllib
 
@@ -171,3 +173,13 @@ def test_the_help_of_a_command_has_examples_that_are_understood(name):
     for line in lines:
         assert line in result.stdout and line.split()[1] == name
         understand(line)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_tests_that_make_runs_exist():
+    targets = ("test-cpu", "test-min", "test-torch-min", "gpu")
+    lines = subprocess.run(
+        ["make", "--dry-run", *targets, "GPU_PYTHON=python"], cwd=PROJECT, capture_output=True, text=True, check=True
+    ).stdout
+    paths = set(re.findall(r"(?<=\s)tests/[\w/]+(?:\.py)?", lines))
+    assert len(paths) > 50 and not [path for path in paths if not (PROJECT / path).exists()]
