@@ -174,11 +174,10 @@ class TargetParts(TargetEnds):
         self.rotates = rotates(self.config, kv_layer)
         self._rotation = _rotation_of(self.attention)
         self._layer_type = _rotary_layer_type(self.decoder.rotary_emb, self.config, kv_layer)
-        # time, height and width, the same for text
-        # qwen3_5 has a section of its own if the configuration has none
-        self._has_three_axes = hasattr(self.decoder.rotary_emb, "mrope_section") or "mrope_section" in (
-            getattr(self.config, "rope_parameters", None) or {}
-        )
+        # time, height and width, the same for text; qwen3_5 has a section of its own if the configuration has none
+        section = getattr(self.decoder.rotary_emb, "mrope_section", None)
+        section = section or (getattr(self.config, "rope_parameters", None) or {}).get("mrope_section") or ()
+        self._num_axes = len(section[self._layer_type] if isinstance(section, dict) else section)
         self._is_partial: bool | None = None
 
     @property
@@ -190,8 +189,8 @@ class TargetParts(TargetEnds):
     def rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of `positions` `(B, N)` at the KV layer, with dtype and device of `like`."""
         extra = {} if self._layer_type is None else {"layer_type": self._layer_type}
-        if self._has_three_axes:
-            positions = positions.expand(3, -1, -1)
+        if self._num_axes:
+            positions = positions.expand(self._num_axes, -1, -1)
         cos, sin = self.decoder.rotary_emb(like, positions, **extra)
         return cos, sin
 
