@@ -1,4 +1,6 @@
-"""One recurrence is measured."""
+"""Every kind of recurrence is measured, and the caches of both sides hold the same text."""
+
+import torch
 
 from benchmarks import hybrid
 from benchmarks.harness import Run
@@ -14,3 +16,15 @@ def test_a_row_for_each_recurrence(tmp_path, monkeypatch):
     (row,) = [record for record in read_records(tmp_path / "hybrid.jsonl") if record["kind"] == "hybrid"]
     assert row["recurrence"] == "gated delta rule"
     assert all(row[name]["count"] == 2 and row[name]["median"] > 0 for name in ("stock", "commit", "chain", "tree"))
+
+
+@torch.no_grad()
+def test_both_sides_continue_the_same_text():
+    torch.manual_seed(0)
+    settings = hybrid.MODELS["qwen3_5_text"][1]
+    case = hybrid.HybridCase("qwen3_5_text", SMALL | settings, 70, 40)
+    position = torch.tensor([[70]])
+    stock = case.model(input_ids=case.token, position_ids=position, past_key_values=case.stock).logits
+    with case.target.attention():
+        ours = case.target.verify(case.trees["plain"][0], case.cache).logits
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)

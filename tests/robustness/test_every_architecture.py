@@ -14,6 +14,7 @@ from tests.robustness.enumeration import (
     TYPES,
     UNBUILDABLE,
     Unbuildable,
+    known_reason,
     outcomes,
     quiet,
     stock_of,
@@ -75,3 +76,8 @@ def test_every_draft_on_every_type(model_type):
 def test_every_draft_on_every_variant(label):
     model_type, overrides = VARIANTS[label]
     assert not failures(stock(model_type, **overrides))
+
+
+def test_an_error_that_names_no_reason_is_a_failure():
+    assert known_reason("The size of tensor a (5) must match the size of tensor b (37)") is None
+    assert known_reason("it is an encoder-decoder model, and the loop runs decoder-only models") is not None

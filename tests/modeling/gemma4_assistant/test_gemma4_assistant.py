@@ -97,6 +97,22 @@ def test_logits_are_those_of_the_publisher(published, assistant, number):
     assert differs(state, ids[length], shared | {"sliding_attention": [full.keys[..., :8], full.values[..., :8]]})
 
 
+@pytest.mark.parametrize("mutant", ["position", "window", "norms"])
+def test_what_is_nearly_the_same_is_caught(published, assistant, mutant, monkeypatch):
+    ids, state, length, shared, wanted = fixture_round(1)
+    if mutant == "position":
+        forward = assistant.forward
+        monkeypatch.setattr(assistant, "forward", lambda x, s, position, *more: forward(x, s, position + 1, *more))
+    elif mutant == "window":
+        assistant._windows = tuple(window and window - 1 for window in assistant._windows)
+    else:
+        for layer in assistant.layers:
+            names = "post_attention_layernorm", "pre_feedforward_layernorm"
+            first, second = (getattr(layer, name) for name in names)
+            layer.post_attention_layernorm, layer.pre_feedforward_layernorm = second, first
+    assert not torch.allclose(chain(assistant, published, state, ids[length], shared), wanted, **CLOSE)
+
+
 def own_class(unified, **fields):
     """A random assistant of transformers' own class, which 5.23 refuses to build."""
     kinds = (Gemma4UnifiedTextConfig, Gemma4UnifiedAssistantConfig, Gemma4UnifiedAssistantForCausalLM)
@@ -225,6 +241,13 @@ def test_a_folder_given_by_its_name(gemma, monkeypatch):
     for name in (str(folder), folder):
         assert torch.equal(generate(gemma, name), generate(gemma, None))
     assert len(loaded) == 2 and loaded[1].last_speculation.num_draft_tokens > 0
+
+
+def test_half_precision(gemma):
+    draft = Gemma4AssistantDraftModel.from_pretrained(FIXTURE / "assistant", dtype="bfloat16")
+    assert draft.dtype == torch.bfloat16
+    draft.generation_config.tree_widths = TREE
+    check_text(gemma, draft)
 
 
 @pytest.mark.parametrize(
