@@ -38,6 +38,13 @@ def errors_of(backend: AttentionBackend, case: DeviceAttention, exact: Attention
     return relative_error(out, exact[0]), lse_error
 
 
+def over_budget(run: GpuRun, error: float, lse_error: float) -> str | None:
+    """Return which errors are over their budgets; `None` if none is."""
+    if error <= run.budget and lse_error <= LSE_BUDGET:  # also false for NaN
+        return None
+    return f"error {error:.1e} over {run.budget:.1e}, lse {lse_error:.1e}"
+
+
 def check(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState) -> tuple[float, float]:
     """The errors of a backend.
 
@@ -45,8 +52,8 @@ def check(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState) 
         Skip: If one is over its budget; the backend is refused from here on.
     """
     error, lse_error = errors_of(run.backend(name), case, exact)
-    if not (error <= run.budget and lse_error <= LSE_BUDGET):  # also true for NaN
-        run.refused[name] = f"error {error:.1e} over {run.budget:.1e}, lse {lse_error:.1e}"
+    if reason := over_budget(run, error, lse_error):
+        run.refused[name] = reason
         where = f"{case.tree.num_nodes} nodes after {', '.join(map(str, case.lengths))}"
         raise Skip(f"not timed from here on: {run.refused[name]}, for {where}")
     return error, lse_error
@@ -106,13 +113,13 @@ def _time_tiles(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionS
     backend, context = run.backend(TRITON), case.context()
     try:
         error, lse_error = errors_of(backend, case, exact)
-    except Exception as reason:
-        if type(reason).__name__ == "OutOfResources":  # triton's own, of shared memory or registers
-            raise Skip(f"the GPU has no room for it: {reason}") from reason
+    except Exception as exception:
+        if type(exception).__name__ == "OutOfResources":  # triton's own, of shared memory or registers
+            raise Skip(f"the GPU has no room for it: {exception}") from exception
         raise
-    if not (error <= run.budget and lse_error <= LSE_BUDGET):
-        raise Skip(f"not timed: error {error:.1e}, lse {lse_error:.1e}")
-    timing = run.time(lambda: [case.attend(backend, layer, context, index) for index, layer in enumerate(case.layers)])
+    if reason := over_budget(run, error, lse_error):
+        raise Skip(f"not timed: {reason}")
+    timing = run.time(lambda: case.attend_layers(backend, context))
     run.write_timing("tiles", timing.scaled(len(case.layers)), _floor(run, what), tiles=name, **what, error=error)
 
 
@@ -143,16 +150,13 @@ def _time_backend(run: GpuRun, name: str, case: DeviceAttention, exact: Attentio
     last = torch.full((what["batch"],), what["nodes"] - 1, device=run.device)
     context = case.context()  # outside: made from host numbers, which a graph cannot copy
 
-    def plain() -> None:
-        for index, layer in enumerate(case.layers):
-            case.attend(backend, layer, context, index)
-
     def scored() -> None:
         context.capture = ScoreCapture(last)
-        plain()
+        case.attend_layers(backend, context)
         context.capture = None
 
-    timing, with_scores = run.time(plain).scaled(layers), run.time(scored).scaled(layers)
+    timing = run.time(lambda: case.attend_layers(backend, context)).scaled(layers)
+    with_scores = run.time(scored).scaled(layers)
     at, floor = run.roofline(what["batch"], what["context"]), _floor(run, what)
     read = at.kv_bytes_per_token / run.plan.shape.layers * what["batch"] * what["context"]
     run.write_timing("kernel", timing, floor, **point, error=error, tb_per_second=read / timing.median / 1e9)

@@ -139,6 +139,11 @@ class DeviceAttention:
         inputs = self.query, *self.written(layer)
         return context.attend(backend, index, *inputs, scaling=self.scaling, **self.features)
 
+    def attend_layers(self, backend: AttentionBackend, context: TreeContext) -> None:
+        """Run a backend on every layer, as in one forward."""
+        for index, layer in enumerate(self.layers):
+            self.attend(backend, layer, context, index)
+
     def state(self, backend: AttentionBackend, layer: Layer) -> AttentionState:
         """A backend's output and log-sum-exp."""
         visible = _LogSumExp()
