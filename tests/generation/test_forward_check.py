@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_longspec import NgramDraftModel, PlainDraftModel
+from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.generation import support, target
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
@@ -118,6 +119,25 @@ def test_a_lost_window_is_refused(name, lengths, blind):
     with pytest.raises(ValueError, match="cannot be verified"):
         generate(tiny_target(name), lengths)
     generate(tiny_target(name, sliding_window=4 * WINDOW), lengths)  # the prompts do not fill it
+
+
+def lost(part):
+    attend = TreeContext.attend
+    return "attend", lambda *args, **kw: attend(*args, **(kw | {part: None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "wrong"),
+    [
+        ("gemma2", *lost("softcap")),
+        ("gpt_oss", *lost("sinks")),
+        ("mistral", "windowed_mask", lambda self, window: torch.ones_like(self.mask)),
+    ],
+)
+def test_lost_parts_of_the_attention_are_refused(name, method, wrong, monkeypatch):
+    monkeypatch.setattr(TreeContext, method, wrong)
+    with pytest.raises(ValueError, match="cannot be verified"):
+        generate(tiny_target(name), RAGGED)
 
 
 class MasksTokens(LlamaForCausalLM):
