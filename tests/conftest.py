@@ -56,6 +56,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let the interpreter tidy up at its end, where it is seen that Triton reports what is left as leaked."""
+    if not hasattr(config, "workerinput"):  # of pytest-xdist
+        gc.unfreeze()
+
+
 @pytest.fixture(autouse=os.environ.get("SPECULATION_GATE") == "flip")
 def gates_flip():
     """Gates open and shut at random."""

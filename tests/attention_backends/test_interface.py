@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.interface import WindowMask, attention_forward, register
 from hf_longspec.attention_backends.lengths import SeqLens
+from hf_longspec.generation.cache import CACHE_NAME
 from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.pairwise import pairwise
 from tests.rounding import rounding
@@ -74,7 +75,7 @@ def test_logits_of_a_prompt_in_chunks(name, models):
     for cache in (DynamicCache(), DynamicCache(config=model.config)):
         for start, stop in ((0, 25), (25, 39), (39, 40)):
             chunk = input_ids[:, start:stop]
-            actual = run(model, "hf_longspec", chunk, past_key_values=cache, use_cache=True).logits
+            actual = run(model, "hf_longspec", chunk, **{CACHE_NAME: cache}, use_cache=True).logits
             torch.testing.assert_close(actual, expected[:, start:stop], **rounding(expected, LAYERS))
 
 

@@ -5,6 +5,7 @@ import torch
 from benchmarks import hybrid
 from benchmarks.harness import Run
 from hf_longspec.bench.results import read_records
+from hf_longspec.generation.cache import CACHE_NAME
 
 SMALL = hybrid.SHAPE | {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
 
@@ -24,7 +25,7 @@ def test_both_sides_continue_the_same_text():
     settings = hybrid.MODELS["qwen3_5_text"][1]
     case = hybrid.HybridCase("qwen3_5_text", SMALL | settings, 70, 40)
     position = torch.tensor([[70]])
-    stock = case.model(input_ids=case.token, position_ids=position, past_key_values=case.stock).logits
+    stock = case.model(input_ids=case.token, position_ids=position, **{CACHE_NAME: case.stock}).logits
     with case.target.attention():
         ours = case.target.verify(case.trees["plain"][0], case.cache).logits
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_longspec import PlainDraftModel, SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
 from tests.rounding import rounding
@@ -70,10 +71,10 @@ def check_a_commit(model):
         cache.commit(path, counts)
     for row, count in enumerate(counts):
         alone = SpeculativeCache(model.config, 1, 40, tree_slots=8)
-        model(input_ids=prompt[row : row + 1], past_key_values=alone, use_cache=True)
+        model(input_ids=prompt[row : row + 1], **{CACHE_NAME: alone}, use_cache=True)
         for place, node in enumerate(path[row, :count], start=length):
             where = {"position_ids": torch.tensor([[place]])}  # which bamba does not count on from the cache
-            model(input_ids=nodes[row, node].view(1, 1), **where, past_key_values=alone, use_cache=True)
+            model(input_ids=nodes[row, node].view(1, 1), **where, **{CACHE_NAME: alone}, use_cache=True)
         for layer, single in zip(cache.key_layers, alone.key_layers, strict=True):
             found, expected = (x[:, :, : length + count] for x in (layer.keys[row : row + 1], single.keys))
             torch.testing.assert_close(found, expected, **rounding(expected, len(cache.layers)))
@@ -92,7 +93,7 @@ def check_a_returned_cache(model, kind):
     whole = generated(model, **inputs | {"max_new_tokens": 2 * NEW})
     draft = drafted(model, False, whole, 21)
     cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 1, 90)
-    first = generated(model, **inputs, assistant_model=draft, past_key_values=cache)
+    first = generated(model, **inputs, assistant_model=draft, **{CACHE_NAME: cache})
     assert cache.get_seq_length() == first.shape[1] - 1
     more = {"input_ids": first, "attention_mask": torch.ones_like(first)}  # the text may hold the token of padding
     more |= {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -100,6 +101,6 @@ def check_a_returned_cache(model, kind):
     draft.hints = whole[:, first.shape[1] :].tolist()
     processors = [Bomb().processor()]
     with pytest.raises(KeyboardInterrupt):
-        model.generate(**more, assistant_model=draft, past_key_values=cache, logits_processor=processors)
-    for continued in ({"assistant_model": draft, "past_key_values": cache}, {"past_key_values": kept}):
+        model.generate(**more, assistant_model=draft, **{CACHE_NAME: cache}, logits_processor=processors)
+    for continued in ({"assistant_model": draft, CACHE_NAME: cache}, {CACHE_NAME: kept}):
         assert generated(model, **more, **continued).tolist() == whole.tolist()

@@ -180,7 +180,7 @@ def test_buffers_are_allocated_once_per_call(plain_run):
         seen.extend(t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values))
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    run.again(run.draft("specattn"), past_key_values=cache, stopping_criteria=[Answer(watch)])
+    run.again(run.draft("specattn"), **{CACHE_NAME: cache}, stopping_criteria=[Answer(watch)])
     assert len(seen) > 6 * len(set(seen)) == 6 * 2 * len(cache.layers)
 
 
@@ -188,7 +188,7 @@ def test_plain_generate_with_our_cache(plain_run):
     """Left-padded rows, more tokens than a window holds."""
     run = plain_run("gemma3", (21, 3, 13), max_new_tokens=WINDOW + 4)
     cache = SpeculativeCache(run.model.config, 3, 64)
-    out = run.model.generate(**run.inputs, past_key_values=cache)
+    out = run.model.generate(**run.inputs, **{CACHE_NAME: cache})
     assert out.tolist() == run.sequences.tolist()
     assert cache.get_seq_length() == out.shape[1] - 1
 
@@ -206,7 +206,7 @@ def conversation(plain_run, model, lengths, turns, new, cache, check):
             draft = run.draft(speaker)
             draft.hints = expected[:, text.shape[1] :].tolist()
             options |= {"assistant_model": draft}
-        out = run.model.generate(text, **options, past_key_values=cache, return_dict_in_generate=True)
+        out = run.model.generate(text, **options, **{CACHE_NAME: cache}, return_dict_in_generate=True)
         assert out.sequences.tolist() == expected.tolist()
         assert out.past_key_values is cache
         # the last token has not been through the model
@@ -239,10 +239,10 @@ class TestSecondTurn:
         model = target("llama")
         run = plain_run(model, (40,), max_new_tokens=5, eos_token_id=1)
         cache = DynamicCache() if of_transformers else SpeculativeCache(model.config, 1, 80)
-        out = run.again(run.draft("tree"), past_key_values=cache)
+        out = run.again(run.draft("tree"), **{CACHE_NAME: cache})
         found = widths(model)
         text = torch.cat([out, torch.tensor([[9, 8, 7]])], dim=1)
-        options = {"do_sample": False, "max_new_tokens": 4, "past_key_values": cache}
+        options = {"do_sample": False, "max_new_tokens": 4, CACHE_NAME: cache}
         model.generate(text, assistant_model=run.draft("tree"), **options)
         assert max(found) <= 7  # a tree; the prompt had 40
 
@@ -252,10 +252,10 @@ class TestSecondTurn:
         model = target("llama")
         run = plain_run(model, lengths, max_new_tokens=4, eos_token_id=1)
         cache = SpeculativeCache(model.config, 2, 64)
-        out = run.again(run.draft("tree"), past_key_values=cache)
+        out = run.again(run.draft("tree"), **{CACHE_NAME: cache})
         mask, held = torch.ones_like(out), cache.lengths.host
         mask[1, :3] = 0
-        options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 4}
+        options = {"attention_mask": mask, CACHE_NAME: cache, "max_new_tokens": 4}
         with pytest.raises(ValueError, match=rf"{CACHE_NAME} .*\(\d+, \d+\)"):
             model.generate(out, assistant_model=run.draft("tree"), **options)
         assert (model.config._attn_implementation, cache.lengths.host) == ("sdpa", held)
@@ -278,7 +278,7 @@ class TestSecondTurn:
                 options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": 1, "return_dict_in_generate": True}
                 mask = torch.ones_like(text)
                 out = run.model.generate(
-                    text, attention_mask=mask, assistant_model=draft, past_key_values=cache, **options
+                    text, attention_mask=mask, assistant_model=draft, **{CACHE_NAME: cache}, **options
                 )
                 cache, text = out.past_key_values, out.sequences.clone()
         assert torch.equal(text, run.again(None, max_new_tokens=18))
@@ -294,7 +294,7 @@ class TestSecondTurn:
             for mode in (first, not first):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode):
                     options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": 1}
-                    text = run.model.generate(text, assistant_model=draft, past_key_values=cache, **options)
+                    text = run.model.generate(text, assistant_model=draft, **{CACHE_NAME: cache}, **options)
             texts.append(text)
             caches.append(cache)
         assert torch.equal(*texts)
@@ -331,10 +331,10 @@ class TestGrowth:
     def test_too_small_for_a_tree_or_just_large_enough(self, plain_run):
         run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=1)
         small = SpeculativeCache(run.model.config, 1, max_length=3, tree_slots=2)
-        assert run.again(run.draft("tree"), past_key_values=small).tolist() == run.sequences.tolist()
+        assert run.again(run.draft("tree"), **{CACHE_NAME: small}).tolist() == run.sequences.tolist()
         assert small.max_length >= 33 and small.tree_slots == 7
         exact = SpeculativeCache(run.model.config, 1, max_length=33, tree_slots=7)
-        assert run.again(run.draft("tree"), past_key_values=exact).tolist() == run.sequences.tolist()
+        assert run.again(run.draft("tree"), **{CACHE_NAME: exact}).tolist() == run.sequences.tolist()
         assert (exact.max_length, exact.tree_slots) == (33, 7)
 
 
@@ -349,7 +349,7 @@ class TestCachesOfTransformers:
         has_config = cache.layer_class_to_replicate is None
         expected = DynamicCache(config=model.config) if has_config else DynamicCache()
         with torch.no_grad():
-            model(text[:, :-1], past_key_values=expected)
+            model(text[:, :-1], **{CACHE_NAME: expected})
         assert cache.get_seq_length() == text.shape[1] - 1
         pairs = list(zip(self.entries(cache), self.entries(expected), strict=True))
         assert pairs
@@ -376,40 +376,40 @@ class TestCachesOfTransformers:
         count, end = next((i, t) for i, t in enumerate(first) if i >= 3 and t not in first[:i] + second)
         run, cache = plain_run("llama", (14, 14), max_new_tokens=14, eos_token_id=end), DynamicCache()
         draft = run.draft("tree")
-        out = run.again(draft, past_key_values=cache)
+        out = run.again(draft, **{CACHE_NAME: cache})
         assert out.tolist() == run.sequences.tolist() and cache.get_seq_length() == 14 + count
         options = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": 1, "attention_mask": torch.ones_like(out)}
         expected = run.model.generate(out, **options)
         for assistant in (draft, None):
             held = copy.deepcopy(cache)
-            assert run.model.generate(out, assistant_model=assistant, past_key_values=held, **options).tolist() == (
+            assert run.model.generate(out, assistant_model=assistant, **{CACHE_NAME: held}, **options).tolist() == (
                 expected.tolist()
             )
 
     def test_filling_copies_nothing(self, plain_run):
         run, cache = plain_run("llama", (21,), max_new_tokens=5, eos_token_id=1), DynamicCache()
-        run.again(run.draft("tree"), past_key_values=cache)
+        run.again(run.draft("tree"), **{CACHE_NAME: cache})
         slots = [keys.untyped_storage().nbytes() // keys[:, :, 0].nbytes for keys, _ in self.entries(cache)]
         assert len(slots) == run.model.config.num_hidden_layers
         assert all(count >= 21 + 5 + 7 for count in slots)  # a view of the loop's own buffer, tree slots included
 
     def test_a_call_that_fails_leaves_it_as_it_was(self, plain_run):
         run, cache = plain_run("gemma3", (21,), max_new_tokens=9, eos_token_id=1), DynamicCache()
-        run.model(run.inputs["input_ids"][:, :11], past_key_values=cache)
+        run.model(run.inputs["input_ids"][:, :11], **{CACHE_NAME: cache})
         before = [(keys.clone(), values.clone()) for keys, values in self.entries(cache)]
 
         broken = Bomb(5, RuntimeError("broken")).criterion()
         with pytest.raises(RuntimeError, match="broken"):
-            run.again(run.draft("tree"), past_key_values=cache, stopping_criteria=[broken])
+            run.again(run.draft("tree"), **{CACHE_NAME: cache}, stopping_criteria=[broken])
         after = self.entries(cache)
         assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
         assert cache.get_seq_length() == 11
-        assert run.again(run.draft("tree"), past_key_values=cache).tolist() == run.sequences.tolist()
+        assert run.again(run.draft("tree"), **{CACHE_NAME: cache}).tolist() == run.sequences.tolist()
 
 
 def filled(run, cache, tokens, rows):
     """The cache after a forward of the bare model over the first tokens of the prompts."""
-    run.model(run.inputs["input_ids"][:, :tokens].repeat(rows, 1), past_key_values=cache)
+    run.model(run.inputs["input_ids"][:, :tokens].repeat(rows, 1), **{CACHE_NAME: cache})
     return cache
 
 
@@ -429,7 +429,7 @@ class TestRefusedCaches:
         cache, before = make(run), (run.model.config._attn_implementation, run.model.generation_config.to_dict())
         length = cache.get_seq_length()
         with pytest.raises(ValueError, match=match):
-            run.again(run.draft("tree"), past_key_values=cache)
+            run.again(run.draft("tree"), **{CACHE_NAME: cache})
         assert (run.model.config._attn_implementation, run.model.generation_config.to_dict()) == before
         assert cache.get_seq_length() == length
 

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME
 from tests.robustness.enumeration import build
 from tests.robustness.test_faults import state_of
 from tests.tiny_targets import random_tokenswift_draft, tiny_prompts, tiny_target
@@ -185,11 +186,11 @@ class TestInputs:
         """5.23 continues a cache from the new tokens alone, told by a longer mask; we want the whole text."""
         cache, draft = SpeculativeCache(llama.config, 1, 64), PlainDraftModel.from_target(llama)
         prompt, _ = tiny_prompts(128, (5,))
-        llama.generate(prompt, past_key_values=cache, max_new_tokens=2, do_sample=False, assistant_model=draft)
+        llama.generate(prompt, **{CACHE_NAME: cache}, max_new_tokens=2, do_sample=False, assistant_model=draft)
         draft.last_speculation = None
         more, _ = tiny_prompts(128, (9,))
         mask = torch.ones(1, cache.get_seq_length() + 9, dtype=torch.long)
-        inputs = {"input_ids": more, "attention_mask": mask, "past_key_values": cache}
+        inputs = {"input_ids": more, "attention_mask": mask, CACHE_NAME: cache}
         refused(llama, draft, "pass the whole text|attention_mask has shape", **inputs)
 
     def test_without_a_dictionary_plain_generate_ignores_them_and_so_do_we(self, plain_run):

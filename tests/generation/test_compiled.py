@@ -9,6 +9,7 @@ import torch
 from hf_longspec import NgramDraftModel, SpeculativeCache
 from hf_longspec.attention_backends import torch_backend
 from hf_longspec.generation import compiled_steps as compiled
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
@@ -41,7 +42,7 @@ def filled_cache(model, rows):
     cache = SpeculativeCache(model.config, rows, CAPACITY - 12, tree_slots=12)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        model(torch.ones(rows, 1, dtype=torch.long), past_key_values=cache)
+        model(torch.ones(rows, 1, dtype=torch.long), **{CACHE_NAME: cache})
     for layer in cache.layers:
         for part in (layer.keys, layer.values):
             part.normal_(generator=generator)

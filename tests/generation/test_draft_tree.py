@@ -70,7 +70,7 @@ def test_mask_and_depths_match_a_double_loop(tree):
     assert torch.equal(tree_mask(tree.parents, tree.valid, max_depth=int(tree.depths.max())), tree.mask)
 
 
-@pytest.mark.parametrize(("num_nodes", "ragged"), product((1, 5, 64), (False, True)))
+@pytest.mark.parametrize(("num_nodes", "ragged"), list(product((1, 5, 64), (False, True))))
 def test_chain_matches_a_tree_with_the_same_parents(num_nodes, ragged):
     tokens = torch.randint(9, (3, num_nodes))
     valid = torch.arange(num_nodes) < torch.tensor([[1], [num_nodes], [max(1, num_nodes // 2)]]) if ragged else None

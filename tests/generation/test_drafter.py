@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_longspec import QuestDraftModel, SpecAttnDraftModel
-from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.drafter import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
 from hf_longspec.generation.gate import PLAIN, gate_of
 from hf_longspec.generation.target import TargetView
@@ -86,7 +86,7 @@ def test_bytes_match_the_shapes_of_a_model():
     assert weight_bytes(target) == 4 * linear
     assert weight_bytes(TargetView(tiny_target("llama", num_hidden_layers=1).to(torch.bfloat16))) == 2 * linear
     cache = SpeculativeCache(config, 1, 20)
-    model(torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
+    model(torch.tensor([[1, 2, 3]]), **{CACHE_NAME: cache}, use_cache=True)
     assert entry_bytes(cache.layers) == 4 * 2 * kv
 
 

@@ -234,6 +234,8 @@ def test_autocast_is_another_precision(monkeypatch):
     assert gaps[0] < 1e-4 and 1e-3 < gaps[1] < support.HALF_TOLERANCE
 
 
+# the successor of torch's own quantization is another package
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
 def test_quantised_activations_are_no_reason_to_refuse(monkeypatch):
     """A token's logits depend on the other tokens of its forward, also without a tree."""
     model = torch.ao.quantization.quantize_dynamic(tiny_target("llama"), {torch.nn.Linear}, dtype=torch.qint8)

@@ -12,6 +12,7 @@ import torch
 
 import hf_longspec
 from hf_longspec import SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME
 from tests.robustness.test_faults import around, state_of
 from tests.tiny_targets import random_longspec_draft
 from tests.user_objects import Answer, Bomb, Recorder
@@ -103,7 +104,7 @@ def test_the_text_so_far_is_kept(plain, lengths, kind, phase):
     cache = SpeculativeCache(run.model.config, len(lengths), 64)
     bomb = Bomb(armed=lambda: emitted(draft) >= 3 * len(lengths))
     options = {"streamer": streamer} | PHASES[phase](bomb)
-    out = interrupted(run, draft, past_key_values=cache, **options)
+    out = interrupted(run, draft, **{CACHE_NAME: cache}, **options)
     assert state_of(run.model) == state
     rows = check_text(out, run, options["streamer"])
     stats = draft.last_speculation
@@ -127,7 +128,7 @@ def continues(run, out, cache, *drafts):
     options = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": NEVER, "max_length": run.sequences.shape[1]}
     for assistant in (None, *drafts):
         held = copy.deepcopy(cache)
-        again = run.model.generate(out, past_key_values=held, assistant_model=assistant, **options)
+        again = run.model.generate(out, **{CACHE_NAME: held}, assistant_model=assistant, **options)
         assert again.tolist() == run.sequences.tolist()
 
 
@@ -237,7 +238,7 @@ def test_an_interruption_at_any_line(plain_run, kind):
         cache, streamer = SpeculativeCache(run.model.config, 1, 64), Recording()
         try:
             with Tracer(line):
-                run.again(draft, past_key_values=cache, streamer=streamer)
+                run.again(draft, **{CACHE_NAME: cache}, streamer=streamer)
             break  # what is cached since the first call takes fewer lines
         except KeyboardInterrupt:
             out = draft.last_speculation.partial_sequences

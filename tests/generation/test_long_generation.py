@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpeculativeCache
 from hf_longspec.generation import sequences
-from hf_longspec.generation.cache import ALIGNMENT, lazy_zeros
+from hf_longspec.generation.cache import ALIGNMENT, CACHE_NAME, lazy_zeros
 from hf_longspec.generation.drafter import Drafter
 from tests.operations import Operations
 from tests.tiny_targets import RandomTreeDrafter, tiny_target
@@ -145,7 +145,7 @@ def test_a_cache_takes_memory_as_it_fills(plain_run):
     run = plain_run(model, (9,), max_new_tokens=12)
     before = resident_bytes()
     cache = SpeculativeCache(model.config, 1, 4_000_000)
-    assert run.again(run.draft("tree"), past_key_values=cache).tolist() == run.sequences.tolist()
+    assert run.again(run.draft("tree"), **{CACHE_NAME: cache}).tolist() == run.sequences.tolist()
     assert cache.nbytes > 500_000_000 and resident_bytes() - before < 2**26
 
 

@@ -16,6 +16,7 @@ from hf_longspec import (
     TokenSwiftDraftModel,
 )
 from hf_longspec.generation import masked
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.masked import HYBRID, MASKED, IndexerChoices, PlainForwards
@@ -102,11 +103,11 @@ def test_a_second_turn_of_padded_rows(made, name, kind):
     whole = generated(model, **inputs | {"max_new_tokens": 2 * NEW})
     draft = drafted(model, False, whole, 40)
     cache = DynamicCache(config=model.config) if kind == "dynamic" else SpeculativeCache(model.config, 3, 110)
-    first = generated(model, **inputs, assistant_model=draft, past_key_values=cache)
+    first = generated(model, **inputs, assistant_model=draft, **{CACHE_NAME: cache})
     draft.hints = whole[:, first.shape[1] :].tolist()
     mask = torch.cat([inputs["attention_mask"], torch.ones(3, NEW, dtype=torch.long)], 1)
     again = inputs | {"input_ids": first, "attention_mask": mask}
-    assert generated(model, **again, assistant_model=draft, past_key_values=cache).tolist() == whole.tolist()
+    assert generated(model, **again, assistant_model=draft, **{CACHE_NAME: cache}).tolist() == whole.tolist()
 
 
 class TestTies:

@@ -207,8 +207,8 @@ def test_second_turn_after_an_image(models):
     stock = model.generate(input_ids, **call)
     again[CACHE_NAME] = stock.past_key_values
     check_unsupported(model, rf"{CACHE_NAME} holds 27 tokens.*Drop {CACHE_NAME}", more, again, stock_error=ValueError)
-    second = model.generate(more, **OPTIONS, past_key_values=first.past_key_values, assistant_model=draft)
-    assert torch.equal(second, model.generate(more, **OPTIONS, past_key_values=stock.past_key_values))
+    second = model.generate(more, **OPTIONS, **{CACHE_NAME: first.past_key_values}, assistant_model=draft)
+    assert torch.equal(second, model.generate(more, **OPTIONS, **{CACHE_NAME: stock.past_key_values}))
 
 
 def random_chain(model, sequences):
@@ -279,10 +279,10 @@ def test_second_turn_after_positions_of_an_image(name, lengths, models):
     more = torch.cat([first.sequences, tiny_prompts(VOCAB_OF_TEXT, (5, 5))[0]], dim=1)
     mask = torch.cat([call["attention_mask"], torch.ones_like(more[:, input_ids.shape[1] :])], dim=1)
     again = OPTIONS | {"attention_mask": mask}
-    plain = model.generate(more, **again, past_key_values=stock.past_key_values)
+    plain = model.generate(more, **again, **{CACHE_NAME: stock.past_key_values})
     draft = random_tree(model, plain)
     assert torch.equal(
-        model.generate(more, **again, past_key_values=first.past_key_values, assistant_model=draft), plain
+        model.generate(more, **again, **{CACHE_NAME: first.past_key_values}, assistant_model=draft), plain
     )
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 

@@ -7,6 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCache
 
 from hf_longspec import AssistantDraftModel, NgramDraftModel, SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.recurrences import RECURRENCES, _functions, reached
@@ -104,7 +105,7 @@ def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, name
         error=error, armed=lambda: bool(draft.last_speculation and draft.last_speculation.num_emitted_tokens > 4)
     )
     with pytest.raises(error):
-        generated(model, **inputs, assistant_model=draft, past_key_values=cache, logits_processor=[bomb.processor()])
+        generated(model, **inputs, assistant_model=draft, **{CACHE_NAME: cache}, logits_processor=[bomb.processor()])
     text = inputs["input_ids"]
     if error is KeyboardInterrupt:
         text = draft.last_speculation.partial_sequences
@@ -113,7 +114,7 @@ def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, name
     draft.hints = whole[:, text.shape[1] :].tolist()
     more = inputs | {"input_ids": text, "attention_mask": torch.ones_like(text)}
     more["max_new_tokens"] = whole.shape[1] - text.shape[1]
-    assert generated(model, **more, assistant_model=draft, past_key_values=cache).tolist() == whole.tolist()
+    assert generated(model, **more, assistant_model=draft, **{CACHE_NAME: cache}).tolist() == whole.tolist()
 
 
 def test_the_functions_of_transformers_are_replaced_for_a_call_only(made):

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longspec import SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.traits import FORGETS, RECOMPUTES, cache_at
 from tests.generation.test_unsupported import check_unsupported
@@ -205,10 +206,10 @@ class TestRefused:
     def test_a_further_turn_whose_cache_the_target_drops(self):
         model = build("phi3", "longrope")
         kept = SpeculativeCache(model.config, 1, 80)
-        generate(model, BELOW, make("tree", model), past_key_values=kept, max_new_tokens=4)
+        generate(model, BELOW, make("tree", model), **{CACHE_NAME: kept}, max_new_tokens=4)
         before = kept.lengths.host
         with pytest.raises(ValueError, match=r"holds 33 tokens, and the prompt has 45.*Start a new cache"):
-            generate(model, (45,), make("tree", model), past_key_values=kept)
+            generate(model, (45,), make("tree", model), **{CACHE_NAME: kept})
         assert kept.lengths.host == before == (33,)
 
 
@@ -222,10 +223,10 @@ def test_a_further_turn_beyond_the_limit(kind):
         kept = SpeculativeCache(model.config, 1, 90) if drafted else None
         draft = make("longspec", model) if drafted else None
         options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "assistant_model": draft}
-        first = model.generate(tiny_prompts(128, BELOW)[0], max_new_tokens=6, past_key_values=kept, **options)
+        first = model.generate(tiny_prompts(128, BELOW)[0], max_new_tokens=6, **{CACHE_NAME: kept}, **options)
         prompt = torch.cat([first.sequences, more], 1)
         assert prompt.shape[1] > LIMIT > first.sequences.shape[1]
-        second = model.generate(prompt, max_new_tokens=12, past_key_values=first.past_key_values, **options)
+        second = model.generate(prompt, max_new_tokens=12, **{CACHE_NAME: first.past_key_values}, **options)
         texts.append(second.sequences.tolist())
     assert texts[0] == texts[1]
 
@@ -235,7 +236,7 @@ def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty(monkeypatch)
     if cache_at(model, LIMIT) != RECOMPUTES:
         return
     kept = SpeculativeCache(model.config, 1, 80)
-    generate(model, BELOW, make("tree", model), past_key_values=kept, max_new_tokens=4)
+    generate(model, BELOW, make("tree", model), **{CACHE_NAME: kept}, max_new_tokens=4)
 
     def fail(drafter, root):
         if drafter.binding.cache.lengths.host[0] > LIMIT:
@@ -243,5 +244,5 @@ def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty(monkeypatch)
 
     before(monkeypatch, RandomTreeDrafter, "propose", fail)
     with pytest.raises(RuntimeError, match="on purpose"):
-        generate(model, (36,), make("tree", model), past_key_values=kept)
+        generate(model, (36,), make("tree", model), **{CACHE_NAME: kept})
     assert kept.lengths.host == (0,)

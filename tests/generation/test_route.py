@@ -11,6 +11,7 @@ from transformers import GenerationMixin
 import hf_longspec
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.generation import route
+from hf_longspec.generation.cache import CACHE_NAME
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.user_objects import Answer
@@ -99,7 +100,7 @@ class TestCustomGenerate:
         run = plain_run("llama", (21,), max_new_tokens=20, stopping_criteria=[stop], eos_token_id=1)
         cache = hf_longspec.SpeculativeCache(run.model.config, 1, 64)
         draft = run.draft("tree")
-        out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, past_key_values=cache)
+        out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, **{CACHE_NAME: cache})
         assert out.tolist() == run.sequences.tolist() and out.shape[1] == 26
         assert cache.get_seq_length() == 25
 

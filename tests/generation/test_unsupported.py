@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.user_objects import Recorder
@@ -28,7 +29,7 @@ def run(model, call, draft, route="assistant_model", **options):
 
 def fresh(call):
     """The call with a cache of its own."""
-    return call | {name: copy.deepcopy(call[name]) for name in ("past_key_values",) if name in call}
+    return call | ({CACHE_NAME: copy.deepcopy(call[CACHE_NAME])} if CACHE_NAME in call else {})
 
 
 def check_unsupported(make_model, reason, call, draft_class=PlainDraftModel, stock_error=None):
@@ -40,8 +41,8 @@ def check_unsupported(make_model, reason, call, draft_class=PlainDraftModel, sto
         run(model, given, draft)
     assert "on_unsupported" in str(caught.value) and draft.last_speculation is None
     assert sorted(vars(model)) == own
-    if "past_key_values" in call:
-        check_same_cache(given["past_key_values"], call["past_key_values"])
+    if CACHE_NAME in call:
+        check_same_cache(given[CACHE_NAME], call[CACHE_NAME])
     if stock_error is not None:
         draft.generation_config.on_unsupported = "plain"
         for assistant in (None, draft):
@@ -69,8 +70,8 @@ def check_plain(make_model, reason, call, draft_class, route="assistant_model", 
         assert all(map(torch.equal, out.scores, stock.scores))
         assert type(out.past_key_values) is type(stock.past_key_values)
         check_same_cache(out.past_key_values, stock.past_key_values)
-    if "past_key_values" in given:
-        check_same_cache(given["past_key_values"], expected["past_key_values"])
+    if CACHE_NAME in given:
+        check_same_cache(given[CACHE_NAME], expected[CACHE_NAME])
 
 
 def check_same_cache(cache, expected):
@@ -92,7 +93,7 @@ class OtherCache(Cache):
 
 @torch.no_grad()
 def filled(model, cache, tokens):
-    model(tiny_prompts(128, (9,))[0][:, :tokens], past_key_values=cache)
+    model(tiny_prompts(128, (9,))[0][:, :tokens], **{CACHE_NAME: cache})
     return cache
 
 
@@ -133,7 +134,7 @@ def test_caches(target, name):
     make, reason = CACHES[name]
     model = target("llama")
     input_ids, mask = tiny_prompts(128, (9,))
-    call = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": make(model)}
+    call = {"input_ids": input_ids, "attention_mask": mask, CACHE_NAME: make(model)}
     stock_error = (AssertionError, AttributeError, RuntimeError) if name == "offloaded" else None
     check_unsupported(lambda: model, reason, call, stock_error=stock_error)
     if name == "static-filled":
@@ -148,7 +149,7 @@ def test_ways_of_storing(target, name, monkeypatch):
 
     def prepare(config, model_kwargs, *args):
         made.append(config.cache_implementation)
-        model_kwargs["past_key_values"] = OtherCache()
+        model_kwargs[CACHE_NAME] = OtherCache()
 
     monkeypatch.setattr(model, "_prepare_cache_for_generation", prepare)
     input_ids, mask = tiny_prompts(128, (9, 4))
@@ -196,14 +197,14 @@ def test_the_warning_comes_once_and_the_reason_every_time(target, caplog):
     found = []
     for _ in range(2):
         cache = StaticCache(config=model.config, max_cache_len=41)
-        call = {"input_ids": tiny_prompts(128, (11,))[0], "past_key_values": cache, "do_sample": False}
+        call = {"input_ids": tiny_prompts(128, (11,))[0], CACHE_NAME: cache, "do_sample": False}
         draft.last_speculation = None
         run(model, call, draft)
         found.append(draft.last_speculation.reason)
     warned = [record.message for record in caplog.records if "is not used in this call" in record.message]
     assert warned == [f"PlainDraftModel is not used in this call: {found[0]}"] and found[0] == found[1]
     assert "Pass a DynamicCache" in found[0]
-    run(model, call | {"past_key_values": DynamicCache()}, draft)
+    run(model, call | {CACHE_NAME: DynamicCache()}, draft)
     assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards > 0
 
 
@@ -212,7 +213,7 @@ def test_what_stays_an_error_comes_first(target):
     model = target("llama")
     draft = PlainDraftModel.from_target(model)
     input_ids, mask = tiny_prompts(128, (9,))
-    call = {"input_ids": input_ids, "past_key_values": StaticCache(config=model.config, max_cache_len=32)}
+    call = {"input_ids": input_ids, CACHE_NAME: StaticCache(config=model.config, max_cache_len=32)}
     for options, message in (
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
         ({"attention_mask": mask.flip(1).scatter(1, torch.tensor([[8]]), 0)}, "attention_mask ends with 0"),
@@ -237,5 +238,5 @@ def test_a_cache_of_the_package_that_plain_generate_can_continue():
     input_ids, mask = tiny_prompts(128, (30,))
     call = {"input_ids": input_ids, "attention_mask": mask, "prefill_chunk_size": 8}
     check_unsupported(make, "prefill_chunk_size=8 with a prompt of 30 tokens", call)
-    call["past_key_values"] = SpeculativeCache(make().config, 1, 64)
+    call[CACHE_NAME] = SpeculativeCache(make().config, 1, 64)
     check_unsupported(make, "prefill_chunk_size=8 with a prompt of 30 tokens", call)

@@ -183,11 +183,12 @@ def both_copies(folder, target, first):
             copied=target.agrees(copied),
         )
         cache = package.SpeculativeCache(target.model.config, 2, 64)
+        given = {package.generation.cache.CACHE_NAME: cache}
         check(
             kind,
             installed=target.agrees(installed),
             copied_again=target.agrees(copied),
-            cache_of_the_other=target.agrees(copied, past_key_values=cache) and cache.get_seq_length() > 37,
+            cache_of_the_other=target.agrees(copied, **given) and cache.get_seq_length() > 37,
             custom_generate=without_the_route(target, copied, f"org/{kind}"),
             published_again=published_again(copied, kind, folder),
             one_route=stock()[1] == 1,

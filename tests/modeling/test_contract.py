@@ -9,6 +9,7 @@ from transformers import AutoModel, DynamicCache
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.auditing import NOT_LOSSLESS, audit
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import ATTENTION
@@ -194,17 +195,17 @@ def test_rejected_drafts_are_rolled_back(target, kind):
     model = target("gpt_oss", **FEW_TOKENS)
     draft = draft_of(kind, model)
     cache = SpeculativeCache(model.config, 1, 64, tree_slots=draft.num_tree_nodes(TargetView(model)))
-    first = generate(model, draft, (21,), past_key_values=cache, max_new_tokens=20)  # enough to accept something
+    first = generate(model, draft, (21,), **{CACHE_NAME: cache}, max_new_tokens=20)  # enough to accept something
     check_drafted(draft, model)
     (length,) = cache.lengths.host
     assert length == first.shape[1] - 1
     plain = DynamicCache()
     with torch.no_grad():
-        model(first[:, :length], past_key_values=plain)
+        model(first[:, :length], **{CACHE_NAME: plain})
     for layer, (ours, stock) in enumerate(zip(cache.layers, plain.layers, strict=True), start=1):
         for part, expected in ((ours.keys, stock.keys), (ours.values, stock.values)):
             torch.testing.assert_close(part[:, :, :length], expected, **rounding(expected, layer))
-    second = model.generate(first, assistant_model=draft, past_key_values=cache, **GREEDY)
+    second = model.generate(first, assistant_model=draft, **{CACHE_NAME: cache}, **GREEDY)
     assert torch.equal(second, model.generate(first, **GREEDY))
 
 

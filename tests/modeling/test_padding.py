@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_longspec import SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.compiled_steps import FixedSteps
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import IMAGE_TOKEN, vision_language_model
@@ -98,7 +99,7 @@ def test_a_batched_chat(target, turns, name, cache):
         options = GREEDY | {"eos_token_id": END, "attention_mask": mask}
         expected, width = model.generate(text, **options), text.shape[1]
         draft = None if kind is None else draft_of(kind, model)
-        out = model.generate(text, past_key_values=cache, assistant_model=draft, **options, **chunks)
+        out = model.generate(text, **{CACHE_NAME: cache}, assistant_model=draft, **options, **chunks)
         assert torch.equal(out, expected)
         assert draft is None or draft.last_speculation.num_forwards > 0
         is_end = (out[:, width:] == END).long()

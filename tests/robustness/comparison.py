@@ -8,6 +8,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import audit
+from hf_longspec.generation.cache import CACHE_NAME
 from tests.robustness.test_threads import in_threads
 
 WANTED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -129,7 +130,7 @@ def check_calls(generate, model, draft, expected, start, check, rerun, times, wa
 
 def check_two_turns(generate, target, model, draft, expected, mask, start, check, cache, second):
     """A longer text on the cache of the first turn, which `cache` is if it was lent."""
-    out = generate(model, draft, past_key_values=cache, return_dict_in_generate=True)
+    out = generate(model, draft, **{CACHE_NAME: cache}, return_dict_in_generate=True)
     check(expected, out.sequences, start)
     assert cache is None or out.past_key_values is cache
     held, new = out.past_key_values.get_seq_length(), out.sequences.shape[1] - start
@@ -142,7 +143,7 @@ def check_two_turns(generate, target, model, draft, expected, mask, start, check
     expected = target().generate(text, **turn, **WANTED)
     if hasattr(draft, "hints"):
         draft.hints = []
-    again = model.generate(text, past_key_values=out.past_key_values, assistant_model=second, **turn)
+    again = model.generate(text, **{CACHE_NAME: out.past_key_values}, assistant_model=second, **turn)
     check(expected, again, text.shape[1], turn["attention_mask"])
 
 

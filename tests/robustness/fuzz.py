@@ -11,6 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from hf_longspec.generation.cache import CACHE_NAME
 from tests.robustness import comparison
 from tests.robustness.architecture_variants import LIMIT, LIMIT_OF_DYNAMIC, VARIANTS
 from tests.robustness.cases import EAGLE3_CHECKPOINTS, END, character, drafts, maybe, processors, stopping, targets
@@ -309,7 +310,7 @@ def _plan(call: Call) -> str:
     first, second = "make_draft(model)", None if call.beside else "draft"
     caches = {"lent": "DynamicCache(config=model.config)", "bare": "DynamicCache()", "returned": "None"}
     if call.refusal is not None:
-        more = {plan: f"past_key_values={caches[plan]}" for plan in CACHED}
+        more = {plan: f"{CACHE_NAME}={caches[plan]}" for plan in CACHED}
         return (
             f"check_refusal(lambda: generate(model, {first}, {more.get(call.plan, '')}), {call.refusal!r})\n"
             "check(expected, generate(model), start)"

@@ -9,6 +9,7 @@ import torch
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.attention_backends.lengths import SeqLens
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.sampling import TokenRule
 from hf_longspec.generation.target import TargetView
 from tests.robustness.drafts import make_draft
@@ -114,7 +115,7 @@ def cache(run):
     """A user's cache with the first tokens of the text."""
     cache = SpeculativeCache(run.model.config, 1, 64, tree_slots=256)
     turn = {"max_new_tokens": 1, "do_sample": False, "eos_token_id": NEVER}
-    run.model.generate(run.input_ids[:, :TURN], past_key_values=cache, **turn)
+    run.model.generate(run.input_ids[:, :TURN], **{CACHE_NAME: cache}, **turn)
     assert cache.get_seq_length() == TURN
     return cache
 
@@ -139,7 +140,7 @@ def test_a_fault(run, cache, kind, phase, error):
     with pytest.MonkeyPatch.context() as patch:
         options = arm(draft, bomb, patch) or {}
         try:
-            out = run(draft, past_key_values=cache, **options)
+            out = run(draft, **{CACHE_NAME: cache}, **options)
         except Boom:
             out = None
         except KeyboardInterrupt:  # after the first token, the text so far is kept
@@ -153,7 +154,7 @@ def test_a_fault(run, cache, kind, phase, error):
     assert not cache.rows.staged
     if out is None:
         assert cache.get_seq_length() == TURN
-        assert run(draft, past_key_values=cache).tolist() == run.text
+        assert run(draft, **{CACHE_NAME: cache}).tolist() == run.text
     else:
         assert error is KeyboardInterrupt
         text = out[0].tolist()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target_modules import LayerInputs, TargetParts, last_full_layer
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
 from hf_longspec.training.frozen_target import HiddenPass, TargetPass
@@ -34,7 +35,7 @@ def explicit(target, tokens, positions, layer):
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
     cache = DynamicCache()
     hidden = target.model(
-        input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache
+        input_ids=tokens, position_ids=positions, attention_mask=mask, **{CACHE_NAME: cache}
     ).last_hidden_state
     return cache.layers[layer].keys, cache.layers[layer].values, hidden
 
@@ -55,7 +56,7 @@ class TestTargetPass:
         close(states.keys, keys)
         close(states.values, values)
         close(states.hidden, hidden)
-        logits = target(input_ids=tokens, position_ids=positions, past_key_values=DynamicCache()).logits
+        logits = target(input_ids=tokens, position_ids=positions, **{CACHE_NAME: DynamicCache()}).logits
         close(parts.head(states.hidden), logits)
 
     @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ class TestTargetPass:
         states = TargetPass(TargetParts(target, layer), chunk_size, hidden=True)(tokens, positions)
         cache = DynamicCache(config=target.config)
         with torch.no_grad():
-            hidden = target.model(input_ids=tokens, past_key_values=cache).last_hidden_state
+            hidden = target.model(input_ids=tokens, **{CACHE_NAME: cache}).last_hidden_state
         close(states.keys, cache.layers[layer].keys)
         close(states.values, cache.layers[layer].values)
         close(states.hidden, hidden)

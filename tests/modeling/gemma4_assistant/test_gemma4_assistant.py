@@ -21,6 +21,7 @@ from transformers import (
 
 from hf_longspec import AutoDraft, Gemma4AssistantDraftModel
 from hf_longspec.cli.models import open_draft
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.gemma4_assistant.configuration_gemma4_assistant import layers_read
 from hf_longspec.modeling.gemma4_assistant.generation_gemma4_assistant import Gemma4AssistantDrafter
@@ -200,7 +201,7 @@ def test_drafting_is_a_forward_over_the_text(gemma, assistant, widths, options, 
                 continue
             with torch.no_grad():
                 cache = DynamicCache()  # without windows
-                outputs = gemma(ids[:, :known], past_key_values=cache, output_hidden_states=True)
+                outputs = gemma(ids[:, :known], **{CACHE_NAME: cache}, output_hidden_states=True)
             state, first = outputs.hidden_states[-1][:, -1:], len(cache.layers) - 2  # of two types in turn
             shared = {KINDS[1 - j]: (cache.layers[first + j].keys, cache.layers[first + j].values) for j in range(2)}
             depth = 0 if options else len(levels) - 1  # the noise decides which token is the first of its level

@@ -7,6 +7,8 @@ textbook formula (half of a head against the other half), so this covers targets
 import torch
 from transformers import DynamicCache
 
+from hf_longspec.generation.cache import CACHE_NAME
+
 
 def rms_norm(states, weight, eps):
     return weight * states / (states.pow(2).mean(-1, keepdim=True) + eps).sqrt()
@@ -51,7 +53,7 @@ class Restated:
     def target_keys(self, text):
         cache = DynamicCache()
         with torch.no_grad():
-            self.target.double()(torch.tensor([text]), past_key_values=cache)
+            self.target.double()(torch.tensor([text]), **{CACHE_NAME: cache})
         self.target.float()
         layer = cache.layers[self.config.kv_layer]
         return layer.keys[0], layer.values[0]

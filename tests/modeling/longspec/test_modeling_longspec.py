@@ -4,6 +4,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_longspec import LongSpecDraftModel
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target_modules import TargetParts
 from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
@@ -17,7 +18,7 @@ def test_the_training_forward_is_the_restated_block(llama):
     ids = torch.randint(3, 128, (2, 17))
     cache = DynamicCache()
     with torch.no_grad():
-        llama(ids, past_key_values=cache)
+        llama(ids, **{CACHE_NAME: cache})
         layer = cache.layers[draft.config.kv_layer]
         positions = torch.arange(17).expand(2, -1)
         logits = parts.head(draft(ids, positions, layer.keys, layer.values, [1, 3], parts))

@@ -9,6 +9,7 @@ import torch
 
 from hf_longspec import QuestDraftModel, SpeculativeCache
 from hf_longspec.attention_backends.scores import KeyPages, PageContext
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.quest.modeling_quest import QuestDrafter
 from tests.attention_backends.test_pages import chosen_by_loops
@@ -111,12 +112,12 @@ def test_a_second_turn_and_a_cut_cache_have_their_own_bounds(monkeypatch):
     after(monkeypatch, QuestDrafter, "observe", lambda _, drafter, *__: assert_bounds(drafter.sparse, 3))
     draft = QuestDraftModel.from_target(model, **SPARSE)
     cache = SpeculativeCache(model.config, 1, 40, tree_slots=draft.num_tree_nodes(TargetView(model)))
-    first = generate(model, draft, lengths=(21,), past_key_values=cache)
+    first = generate(model, draft, lengths=(21,), **{CACHE_NAME: cache})
     cache.crop(-9)
     again = torch.cat([first[:, : cache.lengths.host[0] + 1], torch.tensor([[5, 9, 7, 7]])], 1)
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(again)}
     # longer than the cache was made for, so its buffers are replaced
-    second = model.generate(again, assistant_model=draft, past_key_values=cache, **options)
+    second = model.generate(again, assistant_model=draft, **{CACHE_NAME: cache}, **options)
     assert torch.equal(second, model.generate(again, **options))
     drafter = draft.candidate_generator(model, max_length=64)
     for end in (24, 30, 33):  # inside transformers' own loop the text goes on without a new drafter
