@@ -54,6 +54,9 @@ GPU_TESTS := tests/attention_backends/triton $(addprefix tests/attention_backend
 
 GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 
+# Compiled modules are kept even where the shell forbids it: the processes of a test run read them by the dozen.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
 
@@ -175,13 +178,14 @@ $(READY_INTEROP):
 	@$(VENV_INTEROP)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# $(call install,environment,constraints,extra): torch by itself first, because it may come from another index.
+# $(call install,environment,constraints,extra): torch by itself first, because it may come from another index. Modules
+# are compiled when they are first imported, which most never are.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, 3.11 or newer is needed: make PYTHON=..." % sys.version_info[:2])'
 	@$(1)/bin/python -c "" 2>/dev/null || { echo "Creating the environment $(1)."; $(PYTHON) -m venv --clear $(1); }
 	@echo "Installing torch into $(1), a large download the first time."
-	@$(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch[=>]=' $(2))"
+	@$(1)/bin/python -m pip install --quiet --no-compile $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch[=>]=' $(2))"
 	@echo "Installing hf_longspec and its $(3) tools into $(1), in the versions of $(2)."
-	@$(1)/bin/python -m pip install --quiet --constraint $(2) --editable ".[$(3)]"
+	@$(1)/bin/python -m pip install --quiet --no-compile --constraint $(2) --editable ".[$(3)]"
 	@touch $(1)/.ready
 endef

@@ -16,7 +16,7 @@ BLIND += ["--set", "selection=window"]
 SMALL = ["--draft", Path(__file__).parents[2] / "hub_cards/tiny-assistant", "--set", "acceptance=rejection"]
 SHORT = ["--max-new-tokens", 24, "--context", 96]
 # A cold distribution, far from that of the draft: with it the broken rules below deviate by 10 sigma and more.
-SAMPLED = ["--max-new-tokens", 4, "--context", 24, "--samples", 192, "--sample-tokens", 3, "--batch", 192]
+SAMPLED = ["--max-new-tokens", 4, "--context", 24, "--samples", 128, "--sample-tokens", 3, "--batch", 128]
 SAMPLED += ["--temperature", 1.0, "--set", "num_assistant_tokens=2"]  # the last of two values counts
 
 
@@ -106,7 +106,7 @@ def broken_walk(tree, scores, noise):
 def test_a_broken_rule_of_sampling_is_caught(audit, monkeypatch, rule, broken, draft):
     status, found = audit(*SAMPLED, *draft)
     assert status == 0 and found["sampling"]["verdict"] == "follows the distribution"
-    assert found["sampling"]["num_samples"] == 192
+    assert found["sampling"]["num_samples"] == 128
     monkeypatch.setattr(rules, rule, broken)
     status, found = audit(*SAMPLED, *draft)
     assert status == 1

@@ -1,10 +1,9 @@
 """`generate --data`: every row once and in order, as plain `generate` continues it, also after an interruption."""
 
 import json
+import multiprocessing
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_longspec.cli import app
 from hf_longspec.cli import rows as module
 from tests.cli.conftest import run_command
 from tests.watching import before
@@ -122,34 +122,48 @@ def test_an_interrupted_run_is_continued(tiny, data, tmp_path, expected, monkeyp
     assert again.exit_code == 0 and "no tokens yet" in again.stderr
 
 
+# Forks of one process without threads that has imported torch and transformers, which takes seconds.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([__name__])
+
+
+def main(environment, options):
+    """The program in a process of its own."""
+    os.environ |= environment
+    sys.argv = ["hf-longspec", *options]
+    app.main()
+
+
 def start(tiny, data, output, process, port):
     """One of two processes, as `torchrun` starts them."""
     places = {"RANK": process, "LOCAL_RANK": process, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = os.environ | {name: str(value) for name, value in places.items()} | {"OMP_NUM_THREADS": "1"}
+    environment = {name: str(value) for name, value in places.items()}
     options = arguments(tiny, data, output, "--batch", 1, "--resume", "--device", "cpu")
-    command = [sys.executable, "-m", "hf_longspec.cli.app", *map(str, options)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = FORKS.Process(target=main, args=(environment, list(map(str, options))))
+    started.start()
+    return started
 
 
 def test_two_processes_one_killed_and_both_restarted(tiny, tmp_path, expected):
     data = write(tmp_path / "prompts.jsonl", [{"prompt": text} for text in TEXTS * MANY])
-    output, texts = tmp_path / "out.jsonl", []
+    output = tmp_path / "out.jsonl"
     for is_killed in (True, False):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         both = [start(tiny, data, output, process, port) for process in (0, 1)]
         try:
             while is_killed and len(module.finished(tmp_path / "out.jsonl.part1")) < 2:
-                assert all(process.poll() is None for process in both), both[0].stderr.read()
+                assert all(process.is_alive() for process in both)
                 time.sleep(0.01)
             if is_killed:
-                both[1].send_signal(signal.SIGKILL)
+                both[1].kill()
                 both[0].terminate()  # torchrun ends the others
-            texts = [process.communicate(timeout=120) for process in both]
+            for process in both:
+                process.join(timeout=120)
         finally:
             for process in both:
                 process.kill()
-    assert [process.returncode for process in both] == [0, 0], texts
+    assert [process.exitcode for process in both] == [0, 0]
     records = read(output)
     assert [record["row"] for record in records] == list(range(MANY * len(TEXTS)))
     assert [record["text"] for record in records] == expected * MANY

@@ -21,7 +21,7 @@ from tests.watching import after
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 
 PROJECT = Path(__file__).resolve().parents[2]
 EXAMPLES = PROJECT / "examples"
@@ -216,7 +216,8 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["DATA", "--column", "body"], "the dataset has the columns ['text']"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_named_in_one_line(run, recipe, data, arguments, complaint):
+def test_what_cannot_run_is_named_in_one_line(run, recipe, data, monkeypatch, arguments, complaint):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # it would try to reach the Hub for 20 seconds
     arguments = [argument.replace("DATA", f"{data}/text.jsonl") for argument in arguments]
     config = [] if "--config" in arguments else ["--config", recipe]
     status, output = run("train", *config, *arguments)
