@@ -58,7 +58,7 @@ GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
+.PHONY: help demo test suite absent-gpu test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -68,9 +68,13 @@ demo: $(READY) ## continue a long document with and without speculation, and com
 	@echo "Running the demo on $(if $(TARGET),$(TARGET),the tiny target that comes with the repository)."
 	$(VENV)/bin/python -m hf_longspec.cli.app demo $(if $(TARGET),--target "$(TARGET)") $(if $(FILE),--file "$(FILE)")
 
-test: $(READY) ## the whole test suite, on the newest torch and transformers
+test: suite absent-gpu ## the whole test suite, on the newest torch and transformers
+
+suite: $(READY)
 	@echo "Running the whole test suite and the examples in docstrings on the versions of constraints.txt."
 	$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+
+absent-gpu: $(READY)
 	@echo "Running the tests of kernels as on a machine with a GPU, up to the first tensor there."
 	$(VENV)/bin/python -m pytest -q -p tests.absent_gpu -k triton $(GPU_TESTS)
 

@@ -57,8 +57,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Let the interpreter tidy up at its end, where it is seen that Triton reports what is left as leaked."""
-    if not hasattr(config, "workerinput"):  # of pytest-xdist
+    """Let the interpreter tidy up at its end, or else Triton reports what is left as leaked."""
+    if not hasattr(config, "workerinput"):  # of pytest-xdist, each of which would take a second more
         gc.unfreeze()
 
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 # The first token comes from the prompt alone, the others from speculation.
 TOKENS, VOCAB = 3, 6
 # Rows: in soak tests, with rejection sampling, and where the mistake shows more.
-ROWS, FEW_ROWS, FEWEST_ROWS = 4096, 1536, 1024
+ROWS, FEW_ROWS, FEWEST_ROWS = 4096, 2048, 1024
 NEVER = 999  # no token of the vocabulary
 RIGHT, WRONG = 1e-4, 1e-6  # a right sampler is below the first once in 10,000 comparisons; the seeds are fixed
 FACTOR = 0.7
