@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from types import FunctionType, MethodType
+from inspect import unwrap
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..attention_backends.triton.layers import add_norm, rotate_and_write, silu_mul
+from .cache import CACHE_NAME
 from .step_cache import StepCache
 from .target_modules import ROTATION
 
@@ -108,18 +110,18 @@ def layer_forward(layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tor
     return total + layer.mlp(normed)
 
 
-def attention_forward(attention: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+def attention_forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute an attention module, the rotation and the write to the cache of a step by one kernel.
 
     It is the forward of the class, with another function in place of `apply_rotary_pos_emb`.
     """
-    forward = type(attention).forward
-    if isinstance(past_key_values, StepCache):
-        past_key_values = rotating = _RotatingCache(past_key_values)
+    forward = unwrap(type(attention).forward)
+    if isinstance(cache := kwargs.get(CACHE_NAME), StepCache):
+        kwargs[CACHE_NAME] = rotating = _RotatingCache(cache)
         names = {**forward.__globals__, ROTATION: rotating.rotate}
-        forward = FunctionType(forward.__code__, names, None, forward.__defaults__, forward.__closure__)
-        forward.__kwdefaults__ = type(attention).forward.__kwdefaults__
-    return forward(attention, *args, past_key_values=past_key_values, **kwargs)
+        defaults, closure = forward.__defaults__, forward.__closure__
+        forward = FunctionType(forward.__code__, names, forward.__name__, defaults, closure)
+    return forward(attention, *args, **kwargs)
 
 
 class _RotatingCache:
@@ -190,7 +192,7 @@ def _attention_agrees(attention: Any) -> bool:
             return query.transpose(1, 2).contiguous()
 
         options = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None, "trial": trial}
-        MethodType(forward, attention)(hidden_states=hidden_states, past_key_values=cache, **options)
+        forward(attention, hidden_states=hidden_states, **{CACHE_NAME: cache}, **options)
         (query,) = reached
         found.append((query, keys, values))
     return all(map(_agree, *found))
