@@ -14,8 +14,8 @@ from hf_longspec.bench.results import Record, of_kind
 
 TRITON = "hf_longspec_triton"
 HF_ATTENTION = "transformers sdpa, repeated keys and mask"
-# How steps run: as they are, captured, or compiled and captured.
-OFF, GRAPH, COMPILE = "off", "graph", "compile"
+# How steps run: as they are, captured, with fused kernels and captured, or compiled and captured.
+OFF, GRAPH, FUSED, COMPILE = "off", "graph", "fused", "compile"
 NOT_MEASURED = "not measured"
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import StaticCache
 
 import hf_longspec
-from benchmarks.gpu_goals import COMPILE, GRAPH, OFF
+from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
 from benchmarks.gpu_run import GpuRun, Plan, Timing
 from benchmarks.harness import Skip
 from benchmarks.random_inputs import HfForward, block_mask, dynamic_cache, random_tree
@@ -91,7 +91,7 @@ def modes_of(run: GpuRun, method: Any, name: str) -> tuple[str, ...]:
         return HF_MODES
     if "compile" not in method.settings or not run.is_cuda:
         return (OFF,)
-    return (OFF, GRAPH, COMPILE) if name == PLAIN else (OFF, GRAPH)
+    return (OFF, GRAPH, FUSED, COMPILE) if name == PLAIN else (OFF, GRAPH)
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def forwards(run: GpuRun) -> None:
     draft = hf_longspec.PlainDraftModel.from_target(model)
     trees = {count: random_tree(count, run.plan.shape.vocab, device=run.device) for count in nodes}
     with counted_graphs() as graphs:
-        for mode in (GRAPH, OFF, COMPILE) if run.is_cuda else (OFF,):
+        for mode in (GRAPH, FUSED, OFF, COMPILE) if run.is_cuda else (OFF,):
             for count, tree in trees.items():
                 what = {"forward": "ours", "mode": mode, "context": context, "nodes": count}
                 with run.attempt(**what), changed(draft, {"compile": mode}):  # graphs of another mode are not reused

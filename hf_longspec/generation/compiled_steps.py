@@ -17,14 +17,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..attention_backends.contexts import GraphStep
 from ..attention_backends.lengths import SeqLens
+from ..attention_backends.triton.config import INSTALLED
 from .cuda_graphs import CapturedRunner
 from .draft_tree import DraftTree
+from .fused_layers import FusedRunner
 from .sampling import TokenRule, warped
+from .step_cache import StepCache
 from .target_modules import logits_under, with_final_norm_input
 from .verification import Acceptance, packed
 
@@ -112,7 +114,7 @@ class CompiledRunner:
             return None
 
 
-COMPILE_MODES = ("auto", "graph", "compile", "off")
+COMPILE_MODES = ("auto", "graph", "fused", "compile", "off")
 Runner = CompiledRunner | CapturedRunner
 
 
@@ -125,13 +127,16 @@ def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device:
     """
     if mode not in COMPILE_MODES:
         raise ValueError(f"compile={mode!r}: expected one of {', '.join(COMPILE_MODES)}.")
-    if mode == "graph" and device.type != "cuda":
-        raise ValueError(f"compile='graph' needs a CUDA device, and the model is on {device}. Choose 'compile'.")
+    if mode in ("graph", "fused") and device.type != "cuda":
+        raise ValueError(f"compile={mode!r} needs a CUDA device, and the model is on {device}. Choose 'compile'.")
+    if mode == "fused" and not INSTALLED:
+        raise ValueError("compile='fused' needs triton, which is not installed. Install it, or choose 'graph'.")
     if mode == "off" or (mode == "auto" and device.type != "cuda"):
         return None
     if device.type != "cuda":
         return CompiledRunner()
-    return CapturedRunner(model, draft, CompiledRunner() if mode == "compile" else None)
+    inner: Any = {"fused": FusedRunner, "compile": CompiledRunner}.get(mode)
+    return CapturedRunner(model, draft, inner and inner())
 
 
 class Layout:
@@ -283,7 +288,7 @@ def _forwards(changing, function, model, members, counts, sizes, buffers, fixed)
     lengths, inputs = changing[: len(sizes)], changing[len(sizes) :]
 
     def forward(tokens, positions, mask, context, *starts):
-        cache = StepCache(buffers, _places(members, starts, tokens))
+        cache = StepCache.of_step(buffers, members, starts, tokens)
         return logits_under(context, model, tokens, positions, cache, mask)
 
     starts = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, counts, strict=True)]
@@ -314,40 +319,6 @@ def _accept(changing, logits, q, is_copied, rule, max_depth, is_chain):
     return *fields, acceptance.next_root, packed(acceptance, valid)
 
 
-class StepCache(Cache):
-    """The model's cache inside a step: buffers, and the slots that the step writes to.
-
-    Args:
-        places (`list[tuple]`): For every layer, whether all rows write to the same slots, these slots `(N,)` or
-            `(B, N)`, and the end of the slots that are read (`None` for the whole buffer).
-    """
-
-    def __init__(self, buffers: list[tuple[torch.Tensor, torch.Tensor]], places: list[tuple]):
-        self.buffers = buffers
-        self.places = places
-        self.layers: list[Any] = []
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values of the nodes, and return the used part of both buffers."""
-        keys, values = self.buffers[layer_idx]
-        same, slots, end = self.places[layer_idx]
-        if same:
-            keys.index_copy_(2, slots, key_states)
-            values.index_copy_(2, slots, value_states)
-        else:
-            row = torch.arange(len(slots), device=slots.device)[:, None]
-            keys[row, :, slots] = key_states.transpose(1, 2)
-            values[row, :, slots] = value_states.transpose(1, 2)
-        return keys[:, :, :end], values[:, :, :end]
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """False for every layer, as none drops entries."""
-        return [False] * len(self.buffers)
-
-
 class Collected:
     """Keep the data for a capture inside a graph, and pass them on to the capture after the step."""
 
@@ -367,12 +338,3 @@ class Collected:
     ) -> None:
         """Keep queries and log-sum-exp of one layer."""
         self.layers.append((layer_idx, query, lse, {"scaling": scaling, "softcap": softcap}))
-
-
-def _places(members, prefixes, tokens) -> list[tuple]:
-    nodes, of_group = tokens.shape[1], []
-    offsets = torch.arange(nodes, device=tokens.device)
-    for prefix in prefixes:
-        slots = offsets + (prefix.on(tokens.device)[:, None] if prefix.is_ragged else prefix.shared)
-        of_group.append((not prefix.is_ragged, slots, None if prefix.longest is None else prefix.longest + nodes))
-    return [of_group[group] for group in members]

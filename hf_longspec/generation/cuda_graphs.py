@@ -57,7 +57,7 @@ class CapturedRunner:
     Args:
         model (`PreTrainedModel`): The target.
         draft (`torch.nn.Module`): The draft, which keeps the workspaces.
-        inner (`Callable`, *optional*): A [`CompiledRunner`] that compiles the functions before they are captured.
+        inner ([`CompiledRunner`] or [`FusedRunner`], *optional*): Runs the functions while they are captured.
     """
 
     captures = True
@@ -66,10 +66,10 @@ class CapturedRunner:
         self,
         model: PreTrainedModel,
         draft: torch.nn.Module,
-        inner: Callable[..., Any] | None = None,
+        inner: Any = None,
     ):
         self.model, self.draft = model, draft
-        self.inner, self.compiles = inner, inner is not None
+        self.inner, self.compiles = inner, inner is not None and inner.compiles
         self.seconds = 0.0
         self.state = state_of(model), state_of(draft)
         # Graphs of this call, by what differs within one call. It takes microseconds to look one up.

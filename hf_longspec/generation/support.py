@@ -69,17 +69,17 @@ def refuse_unsupported(
     """Refuse a call whose target, draft or arguments are wrong, with the value, the rule and the remedy."""
     refuse_target(target, type(draft), max_length_of(config, target, input_ids.shape[1]))
     _refuse_training_mode(target.model)
-    if target.ranks is not None and (mode := draft.setting("compile")) in ("compile", "graph"):
+    if target.ranks is not None and (mode := draft.setting("compile")) not in ("auto", "off"):
         raise ValueError(
             f"compile={mode!r} is not supported with tensor parallelism ({target.ranks.size} processes). Set "
             "compile='off'."
         )
-    if target.has_states and (mode := draft.setting("compile")) in ("compile", "graph"):
+    if target.has_states and (mode := draft.setting("compile")) not in ("auto", "off"):
         raise ValueError(
             f"compile={mode!r} is not supported with recurrent states, which {type(target.model).__name__} has. Set "
             "compile='off'."
         )
-    if target.way is MASKED and (mode := draft.setting("compile")) in ("compile", "graph"):
+    if target.way is MASKED and (mode := draft.setting("compile")) not in ("auto", "off"):
         raise ValueError(
             f"compile={mode!r} is not supported with {type(target.model).__name__}, whose nodes are verified by a mask "
             "that grows with the text. Set compile='off'."

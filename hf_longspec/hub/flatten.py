@@ -18,7 +18,9 @@ LEFT_OUT = (
     "attention_backends/triton",
     "generation/compiled_steps",
     "generation/cuda_graphs",
+    "generation/fused_layers",
     "generation/parallel",
+    "generation/step_cache",
     "training",
 )
 

@@ -70,7 +70,7 @@ WIDTHS = Setting([4, 4, 4, 3], "Number of nodes of each level of the tree.", lis
 
 # Of all drafts.
 COMMON = {
-    "compile": Setting("auto", "How steps run.", choices=("auto", "graph", "compile", "off")),
+    "compile": Setting("auto", "How steps run.", choices=("auto", "graph", "fused", "compile", "off")),
     "gate": Setting(True, "True switches speculation off while it does not pay, False always speculates.", bool),
     "check_target": Setting(
         True, "True compares the first verification of a kind of target with a plain forward, False does not.", bool

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu_attention import LOWER_BOUND, TILES
 from benchmarks.gpu_checks import CASES
-from benchmarks.gpu_iterations import COMPILE, GRAPH, HF_MODES, OFF
+from benchmarks.gpu_iterations import COMPILE, FUSED, GRAPH, HF_MODES, OFF
 from benchmarks.gpu_run import SMOKE
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.results import read_records
@@ -45,11 +45,11 @@ def run(tmp_path, sections, dtype):
 
 def check_modes(rows, names):
     """Every row was run in every mode, and those of captured steps captured and replayed."""
-    modes = {PLAIN: (OFF, GRAPH, COMPILE), HF: HF_MODES}
+    modes = {PLAIN: (OFF, GRAPH, FUSED, COMPILE), HF: HF_MODES}
     expected = [(name, mode) for name in dict.fromkeys(names) for mode in modes.get(name, (OFF, GRAPH))]
     assert [(row["draft"], row["mode"]) for row in rows] == expected
     for row in rows:
-        is_captured = row["mode"] in (GRAPH, COMPILE)
+        is_captured = row["mode"] in (GRAPH, FUSED, COMPILE)
         assert bool(row["captures"]) == bool(row["replays"]) == is_captured and not row["warnings"]
 
 
@@ -62,7 +62,7 @@ def test_plain_specattn_and_longspec_as_they_are_and_captured(tmp_path):
         assert row["backend"] == (row["mode"] if row["draft"] == HF else TRITON)
         assert row["same_tokens"] == SMOKE.tokens and row["ms"]["median"] > 0 and row["floor_ms"] > 0
         assert row["speculated"] == (0 if row["draft"] in (PLAIN, HF) else row["iterations"])
-    for mode in (OFF, GRAPH, COMPILE):  # a mode replays no graphs of another one
+    for mode in (OFF, GRAPH, FUSED, COMPILE):  # a mode replays no graphs of another one
         found = of(records, "forward", forward="ours", mode=mode)
         assert [(row["nodes"], row["captures"]) for row in found] == [(n, int(mode != OFF)) for n in SMOKE.nodes]
 

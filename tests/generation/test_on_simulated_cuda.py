@@ -232,6 +232,45 @@ def test_scores_without_a_distribution_travel_with_the_read(name, monkeypatch):
         assert {(iteration.reads, iteration.writes) for iteration in iterations} == {(1, 0)}
 
 
+# Launches of a captured step per layer, seven products and the stand-in for attention among them.
+PER_LAYER = {
+    ("graph", torch.float32): 38,
+    ("graph", torch.bfloat16): 42,
+    ("fused", torch.float32): 14,
+    ("fused", torch.bfloat16): 14,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("steps", "dtype"), list(PER_LAYER), ids=str)
+def test_launches_of_a_layer(steps, dtype, monkeypatch):
+    launches = []
+    for layers in (1, 2):
+        model = tiny_target("llama", vocab_size=24, num_hidden_layers=layers, dtype=dtype)
+        draft = DRAFTS["longspec_plain"].model.from_target(model, compile=steps)
+        with simulated() as cuda, monkeypatch.context() as patch:
+            cuda.place(model)
+            iterations = watch(cuda, patch)
+            generate(model, draft, *cuda.place(tiny_prompts(24, (21, 9))), False, max_new_tokens=FIRST + 2)
+            launches.append(iterations[FIRST].replayed)
+    assert launches[1] - launches[0] == PER_LAYER[steps, dtype]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [(21,), (9, 16)], ids=str)
+def test_text_of_fused_layers(lengths):
+    """Rows that write to the same slots, and to different ones; several nodes; the model is as before."""
+    model, prompts = tiny_target("qwen3", vocab_size=24, num_hidden_layers=1), tiny_prompts(24, lengths)
+    expected = generate(model, None, *prompts, False, max_new_tokens=9)
+    draft = make_draft("n-grams", model)
+    draft.generation_config.compile = "fused"
+    with simulated() as cuda:
+        cuda.place(model)
+        assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False, max_new_tokens=9)), expected)
+        assert cuda.replayed["_rotate_kernel"] and cuda.replayed["_norm_kernel"] and cuda.replayed["_silu_kernel"]
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 class Fused(torch.autograd.Function):
     """As libraries of fused kernels write their operations. The activation is not the target's, so that it shows."""
 

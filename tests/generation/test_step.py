@@ -6,6 +6,7 @@ import torch
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, runner_of
+from hf_longspec.generation.fused_layers import FusedRunner
 from tests.tiny_targets import TINY_TARGETS, RandomTreeDraftModel, random_longspec_draft, tiny_target
 from tests.tiny_targets import generate as generate_text
 
@@ -105,7 +106,7 @@ def test_code_generation_keeps_the_text(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_modes():
+def test_modes(monkeypatch):
     model, cpu, cuda = tiny_target("llama"), torch.device("cpu"), torch.device("cuda", 0)
     draft = PlainDraftModel.from_target(model)
 
@@ -115,9 +116,15 @@ def test_modes():
     assert of("off", cpu) is of("auto", cpu) is of("off", cuda) is None
     assert type(of("compile", cpu)) is CompiledRunner
     assert of("auto", cuda).inner is of("graph", cuda).inner is None
-    assert type(of("compile", cuda).inner) is CompiledRunner
-    with pytest.raises(ValueError, match=r"compile='graph'.* cpu"):
-        of("graph", cpu)
+    assert type(of("compile", cuda).inner) is CompiledRunner and of("compile", cuda).compiles
+    for mode in ("graph", "fused"):
+        with pytest.raises(ValueError, match=rf"compile='{mode}'.* cpu"):
+            of(mode, cpu)
+    monkeypatch.setattr(compiled, "INSTALLED", True)
+    assert type(of("fused", cuda).inner) is FusedRunner and not of("fused", cuda).compiles
+    monkeypatch.setattr(compiled, "INSTALLED", False)
+    with pytest.raises(ValueError, match="needs triton"):
+        of("fused", cuda)
     with pytest.raises(ValueError, match="compile='fast'"):
         generate(model, draft, "fast")
 

@@ -199,7 +199,7 @@ class MtpDraftModel(DraftModel):
                 f"tree_widths has {depth} levels: this draft has {len(self.layers)} layers, each of which drafts one "
                 f"token. Set at most {len(self.layers)} widths."
             )
-        if len(self.layers) > 1 and compiled in ("compile", "graph"):
+        if len(self.layers) > 1 and compiled not in ("auto", "off"):
             raise ValueError(
                 f"compile={compiled!r}: the steps of a draft with {len(self.layers)} MTP layers are not compiled. Set "
                 "compile to 'auto' or 'off'."

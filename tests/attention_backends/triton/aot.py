@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 ROOT = Path(__file__).resolve().parents[3]
 sys.modules["kernels"] = ModuleType("kernels")
 sys.modules["kernels"].__path__ = [str(ROOT / "hf_longspec" / "attention_backends" / "triton")]
-commit, launch, tiles = (import_module(f"kernels.{name}") for name in ("commit", "launch", "config"))
+commit, launch, layers, tiles = (import_module(f"kernels.{name}") for name in ("commit", "launch", "layers", "config"))
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities).
@@ -48,6 +48,13 @@ SPARSE = (
     (torch.bfloat16, 192, 128, None),
     (torch.bfloat16, 256, 256, 3.0),
     (torch.float32, 256, 256, 3.0),
+)
+# dtype, sizes of keys and values, size of a hidden state: those of an 8B model; small, wide and odd ones.
+LAYERS = (
+    (torch.bfloat16, 128, 128, 4096),
+    (torch.float16, 64, 64, 896),
+    (torch.float32, 128, 128, 16384),
+    (torch.bfloat16, 80, 72, 2560),
 )
 
 
@@ -117,6 +124,18 @@ def move(dtype, size):
     commit.move_nodes._init_fn(buffers, path, lengths, lengths)
 
 
+def layer(dtype, size, value_size, hidden):
+    """Launch the kernels between attention and matrix products."""
+    row, weight = torch.empty(1, 3, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
+    layers.add_norm(row, row, weight, 1e-5)
+    layers.add_norm(row, None, weight, 1e-5)
+    layers.silu_mul(row, row)
+    query, key = (torch.empty(1, heads, 3, size, dtype=dtype) for heads in (2 * GROUPS, 2))
+    value, factors = torch.empty(1, 2, 3, value_size, dtype=dtype), torch.empty(1, 3, size, dtype=dtype)
+    keys, values = (torch.empty(1, 2, 70, numbers, dtype=dtype) for numbers in (size, value_size))
+    layers.rotate_and_write(query, key, value, factors, factors, keys, values, torch.arange(3))
+
+
 def calls(everything, gpu):
     """`(label, function, arguments)` of every launch."""
     for size in (64, 128, 256) if everything else (128,):
@@ -132,6 +151,8 @@ def calls(everything, gpu):
         yield "sparse", sparse, case
     for case in ((torch.bfloat16, 128), (torch.float32, 3), (torch.float16, 5), (torch.int8, 7)):
         yield "move", move, case  # words of 8, 4, 2 and 1 bytes
+    for case in LAYERS if everything else LAYERS[:1]:
+        yield "layer", layer, case
     if everything:
         for rows in (rows for rows in (16, 32, 64, 128) if rows <= tiles.largest_rows(128, 128, 2, gpu)):
             yield "hybrid", hybrid, (128, rows, torch.bfloat16, "merged")

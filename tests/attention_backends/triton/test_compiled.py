@@ -60,6 +60,7 @@ def test_no_spills(tmp_path):
     assert kernels["tree"] == ["attention_kernel", "combine_kernel"]
     assert kernels["sparse"].count("sparse_kernel") == 2
     assert kernels["move"] == ["_move_kernel"] * 4
+    assert kernels["layer"] == ["_norm_kernel"] * 2 + ["_rotate_kernel", "_silu_kernel"]
 
 
 @pytest.mark.soak

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_longspec.attention_backends.triton import commit, kernels
+from hf_longspec.attention_backends.triton import commit, kernels, layers
 
-FILES = [Path(module.__file__) for module in (kernels, commit)]
+FILES = [Path(module.__file__) for module in (kernels, commit, layers)]
 ACCESSES = ("tl.load", "tl.store")
 # Not in triton 3.9 any more.
 REMOVED = ("tl.make_block_ptr", "tl.advance")
