@@ -5,8 +5,8 @@ environment before the first import, kernels run on a CPU, slowly, for tests.
 
 Tile sizes are plain functions of shapes and of the GPU. Autotuning would run every candidate in the middle of a
 generation, cannot run while a CUDA graph is captured, and can choose differently on two days, which changes the order
-of summation and so the last bits. tests/attention_backends/triton/test_compiled.py reads the compiler's report: none
-spills registers. None was timed on a GPU.
+of summation and so the last bits. tests/attention_backends/triton/test_compiled.py reads the compiler's report, and
+names the few that spill registers. None was timed on a GPU.
 """
 
 from collections.abc import Callable

@@ -20,8 +20,13 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities).
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# Spilled bytes per thread, by capability, call and size of a vector: in float32 without a tree.
+# Most spilled bytes per thread, by capability, call and size of a vector: in float32 without a tree.
 STACK_BYTES = {(89, "hybrid", 256): 8}
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+    # in float32, and in 16 bits where the last program merges
+    STACK_BYTES |= {(80, "hybrid", 64): 16, (80, "hybrid", 128): 40, (80, "tree", 128): 8}
+    STACK_BYTES |= {(89, "tree", 64): 16, (89, "hybrid", 128): 32}
+    STACK_BYTES |= {(90, "hybrid", 256): 128}  # 64 rows of 16 bits with all features; 16 bytes with a tree alone
 
 
 def compile_kernels(capability, profile, folder):
