@@ -78,17 +78,19 @@ def fused_forward(module: nn.Module) -> Callable[..., Any] | None:
         return None
     forward, agrees = kind
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    key = type(module), repr(module), implementation, tuple((x.dtype, x.device) for x in module.parameters())
+    hooked = tuple(bool(one._forward_hooks or one._forward_pre_hooks) for one in module.children())
+    places = tuple((x.dtype, x.device) for x in module.parameters())
+    key = type(module), repr(module), implementation, hooked, places
     if key not in _verdicts:
         try:
             _verdicts[key] = bool(agrees(module))
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # a module of another form
+        except Exception as error:  # of a module of another form, or of Triton, whose errors share no class
             logger.info("longspec: %s is not fused: %s", type(module).__name__, error)
             _verdicts[key] = False
     return forward if _verdicts[key] else None
 
 
-# Whether the forward of a class agrees with the fused one, by sizes, dtypes and devices.
+# Whether the forward of a class agrees with the fused one, by sizes, dtypes, devices and hooks.
 _verdicts: dict[tuple, bool] = {}
 
 
@@ -132,8 +134,11 @@ class _RotatingCache:
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple:
         """Keep what the kernel needs. `update` rotates the query in place, and no one reads it before."""
-        if cos.shape[-1] != query.shape[-1]:
-            raise ValueError(f"{cos.shape[-1]} of {query.shape[-1]} numbers of a vector are rotated, expected all.")
+        if cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype:
+            raise ValueError(
+                f"factors of {cos.shape[-1]} numbers in {cos.dtype} for queries of {query.shape[-1]} in {query.dtype}: "
+                "the kernel rotates whole vectors by factors of their dtype."
+            )
         self.query, self.cos, self.sin = query, cos, sin
         return query, key
 
@@ -148,12 +153,12 @@ class _RotatingCache:
 
 def _mlp_agrees(mlp: Any) -> bool:
     hidden_states = _numbers(mlp.gate_proj, TOKENS, mlp.gate_proj.in_features)
-    return _agree(mlp(hidden_states), mlp_forward(mlp, hidden_states))
+    return _agree(type(mlp).forward(mlp, hidden_states), mlp_forward(mlp, hidden_states))
 
 
 def _norm_agrees(norm: Any) -> bool:
     hidden_states = _numbers(norm, TOKENS, len(norm.weight))
-    return _agree(norm(hidden_states), norm_forward(norm, hidden_states))
+    return _agree(type(norm).forward(norm, hidden_states), norm_forward(norm, hidden_states))
 
 
 def _layer_agrees(layer: Any) -> bool:
@@ -164,7 +169,7 @@ def _layer_agrees(layer: Any) -> bool:
     twin = copy(layer)
     twin._modules = layer._modules | {"self_attn": _Halved()}
     hidden_states = _numbers(norms[0], 1, TOKENS, len(norms[0].weight))
-    return _agree(twin(hidden_states), layer_forward(twin, hidden_states))
+    return _agree(type(layer).forward(twin, hidden_states), layer_forward(twin, hidden_states))
 
 
 class _Halved(nn.Module):

@@ -72,10 +72,13 @@ def test_a_rotation_of_another_kind_is_not_fused(monkeypatch):
 
 @torch.no_grad()
 def test_hooks_of_the_second_norm_run():
+    """Whenever they are registered. Comparisons run no hooks."""
     model, seen = on_our_attention("llama"), []
+    model.model.norm.register_forward_pre_hook(lambda *args: seen.append(args))
+    assert "DecoderLayer" in kinds(model)
     for layer in model.model.layers:
         layer.post_attention_layernorm.register_forward_pre_hook(lambda *args: seen.append(args))
-    assert kinds(model) == {"RMSNorm", "MLP", "Attention"}
+    assert kinds(model) == {"RMSNorm", "MLP", "Attention"} and not seen
 
 
 @torch.no_grad()
