@@ -31,6 +31,8 @@ logger = logging.get_logger(__name__)
 
 # Models of transformers whose layers compute what `FORWARDS` computes.
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+# Modules, and what they run as `forward(module, ...)`.
+Replaced = list[tuple[nn.Module, Callable[..., Any]]]
 # Largest difference of two forwards that agree, in rounding steps of the largest result.
 MOST_STEPS = 16
 TOKENS = 3  # of the comparison
@@ -42,23 +44,33 @@ class FusedRunner:
 
     compiles = False
 
+    def __init__(self) -> None:
+        self._replaced: dict[nn.Module, Replaced] = {}  # as every captured function runs several times
+
     def __call__(self, function, shape, inputs, fixed, module, holder) -> Any:
         """Return `function(inputs, *fixed)`; see [`CapturedRunner`] for the arguments."""
-        with fused(module):
+        if module not in self._replaced:
+            self._replaced[module] = fused_modules(module)
+        with fused(self._replaced[module]):
             return function(inputs, *fixed)
 
 
-@contextmanager
-def fused(model: nn.Module) -> Iterator[int]:
-    """Let this thread run fused kernels in place of modules of `model`; yield how many are replaced."""
+def fused_modules(model: nn.Module) -> Replaced:
+    """Return the modules of `model` that have fused kernels, with their forwards."""
     replaced = [(module, forward) for module in model.modules() if (forward := fused_forward(module)) is not None]
     if not replaced and not getattr(model, "_is_longspec_draft", False):
         logger.warning_once(_NOTHING_FUSED, type(model).__name__)
+    return replaced
+
+
+@contextmanager
+def fused(replaced: Replaced) -> Iterator[None]:
+    """Let this thread run fused kernels in place of these modules."""
     thread = threading.get_ident()
     try:
         for module, forward in replaced:
             module.forward = partial(_in_thread, thread, module, forward)
-        yield len(replaced)
+        yield
     finally:
         for module, _ in replaced:
             vars(module).pop("forward", None)

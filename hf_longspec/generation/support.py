@@ -69,21 +69,8 @@ def refuse_unsupported(
     """Refuse a call whose target, draft or arguments are wrong, with the value, the rule and the remedy."""
     refuse_target(target, type(draft), max_length_of(config, target, input_ids.shape[1]))
     _refuse_training_mode(target.model)
-    if target.ranks is not None and (mode := draft.setting("compile")) not in ("auto", "off"):
-        raise ValueError(
-            f"compile={mode!r} is not supported with tensor parallelism ({target.ranks.size} processes). Set "
-            "compile='off'."
-        )
-    if target.has_states and (mode := draft.setting("compile")) not in ("auto", "off"):
-        raise ValueError(
-            f"compile={mode!r} is not supported with recurrent states, which {type(target.model).__name__} has. Set "
-            "compile='off'."
-        )
-    if target.way is MASKED and (mode := draft.setting("compile")) not in ("auto", "off"):
-        raise ValueError(
-            f"compile={mode!r} is not supported with {type(target.model).__name__}, whose nodes are verified by a mask "
-            "that grows with the text. Set compile='off'."
-        )
+    if (mode := draft.setting("compile")) not in ("auto", "off") and (reason := _why_not_fixed(target)):
+        raise ValueError(f"compile={mode!r} is not supported with {reason}. Set compile='off'.")
     draft.check(target)
     if config.do_sample:
         draft.check_sampling()
@@ -92,6 +79,16 @@ def refuse_unsupported(
     cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
     refuse_cache(cache, input_ids, mask)
     refuse_stateful(processors, input_ids, target.vocab_size)
+
+
+def _why_not_fixed(target: TargetView) -> str | None:
+    """Return with what steps cannot be compiled or captured; `None` if they can."""
+    name = type(target.model).__name__
+    if target.ranks is not None:
+        return f"tensor parallelism ({target.ranks.size} processes)"
+    if target.has_states:
+        return f"recurrent states, which {name} has"
+    return f"{name}, whose nodes are verified by a mask that grows with the text" if target.way is MASKED else None
 
 
 def why_not(prompts: Prompts) -> str | None:

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="fused kernels are Triton's")
 
 from hf_longspec.attention_backends.interface import register
 from hf_longspec.generation import fused_layers
-from hf_longspec.generation.fused_layers import FAMILIES, fused, fused_forward
+from hf_longspec.generation.fused_layers import FAMILIES, fused, fused_forward, fused_modules
 from tests.tiny_targets import tiny_target
 
 TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -91,11 +91,12 @@ def test_other_threads_and_later_forwards_run_the_model_as_it_is(monkeypatch):
     )
     monkeypatch.setattr(fused_layers, "_agree", lambda *results: True)
     found = []
-    with fused(model) as count:
-        calls.clear()
+    modules = fused_modules(model)
+    calls.clear()
+    with fused(modules):
         thread = threading.Thread(target=lambda: found.append(model(tokens).logits))
         thread.start(), thread.join()
-        assert count and not calls
+        assert modules and not calls
         assert not torch.equal(model(tokens).logits, plain) and calls
     assert torch.equal(found[0], plain) and torch.equal(model(tokens).logits, plain)
     assert not any("forward" in vars(module) for module in model.modules())
@@ -103,6 +104,5 @@ def test_other_threads_and_later_forwards_run_the_model_as_it_is(monkeypatch):
 
 @torch.no_grad()
 def test_a_model_without_known_layers_is_named(caplog):
-    with fused(on_our_attention("olmo2")) as count:
-        assert count == 0
+    assert fused_modules(on_our_attention("olmo2")) == []
     assert "no module of Olmo2ForCausalLM has a fused kernel" in caplog.text
