@@ -40,8 +40,7 @@ class Rows:
         columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
             Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
         nodes ([`StagedNodes`], *optional*): The staged nodes, for layers with recurrent states.
-        reads_prompt (`bool`): Whether the nodes belong to prompts, see [`StagedNodes`].
-        plain ([`PlainForwards`], *optional*): The forwards of plain `generate`, for layers with indexers.
+        plain ([`PlainForwards`], *optional*): The forwards of plain `generate`, for layers with indexers or states.
         offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): See [`SpeculativeCache.position_ids`].
     """
 
@@ -50,7 +49,6 @@ class Rows:
         self.lengths = SeqLens((0,) * batch_size)
         self.staged = False
         self.nodes: StagedNodes | None = None
-        self.reads_prompt = False
         self.layout = 0
         self.columns: torch.Tensor | None = None
         self.plain: Any = None
@@ -381,7 +379,7 @@ class SpeculativeCache(Cache):
         if self.state_layers:
             if tree is None:
                 raise ValueError(f"{num_nodes} nodes without a tree cannot be staged in a cache with recurrent states.")
-            self.rows.nodes = StagedNodes(tree, self.rows.reads_prompt)
+            self.rows.nodes = StagedNodes(tree, self.lengths, self.rows.plain)
 
     def commit(self, path: torch.Tensor | None, num_nodes: SeqLens | Sequence[int]) -> None:
         """Keep the accepted nodes: move them right after the prefix and add `num_nodes[b]` to every row's length.

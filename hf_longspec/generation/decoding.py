@@ -153,7 +153,9 @@ class Session:
         self.user_cache = user_cache_of(prompts.cache)
         own = prompts.cache if is_own(prompts.cache) else None
         self.returns_cache = self.outputs.as_dict or own is not None or self.user_cache is not None
-        nodes = max(draft.num_tree_nodes(target), SEED_TOKENS_OF_STATES if target.has_states else 1)
+        nodes = draft.num_tree_nodes(target)
+        if target.has_states:  # see Prompts.prefill for one more
+            nodes = max(nodes, SEED_TOKENS_OF_STATES) + 1
         if prompts.by_chains:
             nodes = max(nodes, PREFILL_CHAIN_OF_STATES if target.has_states else PREFILL_CHAIN)
         keeps_buffers = target.captures and own is None and self.user_cache is None
@@ -172,10 +174,10 @@ class Session:
         self.drafter = gated(draft.drafter(binding), draft, self.stats, may_speculate)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
         self.cache.set_lengths(self.held)
-        if self.target.way is MASKED:
-            self.cache.rows.plain = prompts.plain_forwards()
+        if self.target.way is MASKED or target.has_states:
+            self.cache.rows.plain = prompts.plain
         self.cache.remember()
-        self.cache.rows.offsets, self.cache.rows.reads_prompt = prompts.offsets, True
+        self.cache.rows.offsets = prompts.offsets
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
@@ -192,13 +194,12 @@ class Session:
 
     def seed(self, tails: list[torch.Tensor]) -> None:
         """Verify the last prompt tokens as a chain, emit the first token, and start the drafter."""
-        tree, sizes = chain_of_last_tokens(tails, self.seed_tokens)
+        tree, sizes = chain_of_last_tokens(tails, max(map(len, tails)))
         step = self._verify(tree)
         rows = torch.arange(len(sizes), device=step.logits.device)
         last = step.logits[rows, torch.tensor(sizes, device=rows.device) - 1][:, None]
         tokens = self._emit(DraftTree.root_only(tree.tokens[:, 0]), replace(step, logits=last), is_counted=False).tokens
         self.cache.commit(None, sizes)
-        self.cache.rows.reads_prompt = False
         path = torch.arange(max(sizes), device=rows.device).expand(len(sizes), -1)
         self.drafter.start(self.prompts.texts, Verification.of(tree, step, path, sizes, tokens))
         self.stats.prefill_seconds = time.perf_counter() - self.started

@@ -137,11 +137,15 @@ class Prompts:
         self.rotary = RotaryLimit.of(target.model, target.config, [len(text) for text in self.texts])
         self._new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
 
-    def plain_forwards(self) -> PlainForwards:
-        """Return the forwards in which plain `generate` runs the tokens of this call."""
+    @cached_property
+    def plain(self) -> PlainForwards:
+        """The forwards in which plain `generate` runs the tokens of this call.
+
+        It runs the padding after rows that have ended, so its cache has as many columns as the longest row.
+        """
         width = self.input_ids.shape[1]
         lags = tuple(width - len(text) for text in self.texts)
-        stored = min(held + lag for held, lag in zip(self.held, lags, strict=True))
+        stored = max((held + lag for held, lag in zip(self.held, lags, strict=True) if held), default=0)
         return PlainForwards(lags, stored, width, self.config.prefill_chunk_size or width)
 
     @cached_property
@@ -190,12 +194,18 @@ class Prompts:
         recurrent states.
 
         Returns:
-            `list[torch.LongTensor]`: Last tokens of every row, `seed_tokens` at most, which are not in the cache.
+            `list[torch.LongTensor]`: Last tokens of every row, which are not in the cache: `seed_tokens` at most, or
+            one more with recurrent states.
         """
         target, chunk_size = self.target, self.config.prefill_chunk_size
         sizes = [min(seed_tokens, size) for size in self.text_sizes]
         if self.inputs and target.has_states:  # one forward ends in the same column of all rows
             sizes = [min(sizes)] * len(sizes)
+        elif target.has_states and not self.by_chains:  # all rows have as many new tokens
+            count = len(self._new[0]) - sizes[0]
+            # one token alone may be computed by other rules than several
+            is_alone = count % (chunk_size or max(count, 2)) == 1
+            sizes = [size + is_alone for size in sizes]
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self._new, sizes, strict=True)]
         if self.inputs:
             self._run_with_inputs(cache, heads if target.has_states else self._new)

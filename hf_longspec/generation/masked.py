@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..attention_backends.contexts import TreeContext
+from ..attention_backends.lengths import on_device
 from .cache import CACHE_NAME, IndexedLayer, SpeculativeCache
 from .draft_tree import DraftTree
 from .recurrent_states import INDEXED_LAYERS, has_states
@@ -53,14 +54,22 @@ class PlainForwards:
     """The forwards in which plain `generate` runs the tokens of a call: prompts in chunks, then one column each."""
 
     lags: tuple[int, ...]  # padding before the tokens of each row
-    stored: int  # columns that the cache held before the call
+    stored: int  # columns that the cache of plain `generate` held before the call
     prompt: int  # columns of the prompts
     chunk: int  # columns of a forward of the prompts
 
     def num_keys(self, columns: Tensor) -> Tensor:
         """Return the number of keys in the forward of the tokens in these columns."""
         ends = self.stored + ((columns - self.stored) // self.chunk + 1) * self.chunk
-        return torch.where(columns < self.prompt, ends.clamp_max(self.prompt), columns + 1)
+        is_prompt = (columns >= self.stored) & (columns < self.prompt)
+        return torch.where(is_prompt, ends.clamp_max(self.prompt), columns + 1)
+
+    def are_steps(self, places: Tensor) -> Tensor:
+        """Return which tokens at `places` `(B, N)` of their texts run in forwards of one column after a state."""
+        columns = places + on_device(self.lags, places.device)[:, None]
+        begins = columns - (columns - self.stored) % self.chunk
+        is_alone = (columns < self.stored) | (columns >= self.prompt) | (self.num_keys(columns) - begins == 1)
+        return is_alone & (columns > 0)
 
 
 class IndexerChoices(TorchFunctionMode):

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from .draft_tree import DraftTree
 KERNEL_PACKAGES = ("fla", "mamba_ssm", "causal_conv1d")
 # Added to squared norms by all functions of transformers that normalise queries and keys.
 NORM_EPSILON = 1e-6
+# Bounds of Mamba-2's step sizes, which are positive, that change nothing.
+NO_LIMIT = (0.0, float("inf"))
 
 _handed = threading.local()
 
@@ -45,12 +48,21 @@ class StagedNodes:
 
     Args:
         tree ([`DraftTree`]): Their tree.
-        is_prompt (`bool`): Whether they belong to a prompt, which plain `generate` runs in forwards of several tokens.
+        lengths ([`SeqLens`]): Committed tokens of each row.
+        plain ([`PlainForwards`], *optional*):
+            The forwards of plain `generate`. By default, it runs each token in a forward of its own.
     """
 
-    def __init__(self, tree: DraftTree, is_prompt: bool):
-        self.tree, self.is_prompt = tree, is_prompt
+    def __init__(self, tree: DraftTree, lengths: SeqLens, plain: Any = None):
+        self.tree, self.lengths, self.plain = tree, lengths, plain
         self._windows: dict[int, Tensor] = {}
+
+    @cached_property
+    def are_steps(self) -> Tensor:
+        """Which nodes `(B, N)` plain `generate` runs in forwards of one token after a state."""
+        places = self.lengths.on(self.tree.tokens.device)[:, None] + self.tree.depths
+        are_steps: Tensor = places > 0 if self.plain is None else self.plain.are_steps(places)
+        return are_steps
 
     def windows(self, size: int) -> Tensor:
         """Return the windows of `size` inputs that end with each node, `(B or 1, N, size)`.
@@ -227,17 +239,17 @@ def _mamba2(
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: Sequence[float] = (0.0, float("inf")),
+    dt_limit: Sequence[float] = NO_LIMIT,
     return_final_states: bool = False,
     **options: Any,
 ) -> Any:
     """Return outputs `(B, N, H, P)` of the Mamba-2 recurrence.
 
-    The function of transformers for one token does not apply `dt_limit`.
+    The function of transformers for one token after a state does not apply `dt_limit`.
     """
     dt = _step_sizes(dt, None if dt_bias is None else dt_bias.to(dt.dtype), dt_softplus)
-    if layer.nodes.is_prompt:
-        dt = dt.clamp(*dt_limit)
+    if tuple(dt_limit) != NO_LIMIT:
+        dt = torch.where(layer.nodes.are_steps[..., None].to(dt.device), dt, dt.clamp(*dt_limit))
     heads = hidden_states.shape[2]
     x, step = hidden_states.transpose(1, 2).float(), dt.transpose(1, 2).float()[..., None]
     B, C = (y.float().repeat_interleave(heads // y.shape[2], 2).transpose(1, 2) for y in (B, C))

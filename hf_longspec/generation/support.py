@@ -77,7 +77,7 @@ def refuse_unsupported(
     _refuse_inputs(target, input_ids, config, model_kwargs)
     _refuse_assistant_settings(config, target.model.generation_config)
     cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
-    refuse_cache(cache, input_ids, mask)
+    refuse_cache(cache, input_ids, mask, target.config)
     refuse_stateful(processors, input_ids, target.vocab_size)
 
 
@@ -131,6 +131,12 @@ def _reasons_of_states(prompts: Prompts) -> Iterator[str]:
         yield (
             f"attention_mask has padding, which the biases of the recurrent layers of {type(model).__name__} turn into "
             "inputs. Pass prompts of equal length, or one at a time."
+        )
+    plain = prompts.plain
+    if plain.chunk == 1 and max(plain.lags) > plain.stored:
+        yield (
+            "prefill_chunk_size=1 with padding: recurrent layers of plain generate read the padding in forwards of one "
+            "token. Set prefill_chunk_size to 2 or more, or pass prompts of equal length."
         )
     if ignores_earlier_states(model):
         chunk_size = prompts.config.prefill_chunk_size
@@ -394,7 +400,7 @@ def check_target(
     view = _row_of(cache, row, target, room=tree.num_nodes)
     # one token at a time, as plain generate does: with states, some functions for several tokens differ from it, and
     # the choice of an indexer depends on the number of tokens if there are ties
-    is_single = (target.has_states and start) or target.way is MASKED
+    is_single = target.has_states or target.way is MASKED
     parts = [slice(i, i + 1) for i in range(count)] if is_single else [slice(None)]
     steps = ({"input_ids": chain[:, part], "position_ids": view.position_ids(positions[:, part])} for part in parts)
     logits_of = [target.model(**step, **{CACHE_NAME: view}, use_cache=True).logits for step in steps]

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -286,6 +287,8 @@ class TargetView:
         """
         tokens = pad_sequence(list(prompts), batch_first=True)
         size = min(chunk_size or cache.tree_slots, cache.tree_slots)
+        if self.has_states and tokens.shape[1] % size == 1:
+            tokens = pad(tokens, (0, 1))  # as one token alone may be computed by other rules than several
         rows = zip(cache.lengths.host, prompts, strict=True)
         last = max(held + len(prompt) for held, prompt in rows) - 1
         extra = self.keeping(torch.zeros(1, dtype=torch.long, device=tokens.device))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from .cache import CACHE_NAME, IndexedLayer, SpeculativeCache, columns_of, slots_of
-from .recurrent_states import StateLayer, give_back_states, take_over_states
+from .recurrent_states import StateLayer, give_back_states, has_states, take_over_states
 
 try:
     from transformers.cache_utils import DynamicIndexedLayer
@@ -83,13 +83,22 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     )
 
 
-def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, config: PreTrainedConfig) -> None:
     """Refuse a cache of other rows than those of `input_ids` `(batch, P)`, and one that does not begin their text.
 
-    The arguments are `past_key_values`, `input_ids` and `attention_mask` of the call.
+    A cache that has no layers for the recurrent states of this text config is refused, too. The other arguments are
+    `past_key_values`, `input_ids` and `attention_mask` of the call.
     """
     if not (is_ours := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
         return
+    expected = SpeculativeCache(config, 1, 1) if is_ours else DynamicCache(config=config)
+    if has_states(config) and _kinds(cache) != _kinds(expected):
+        arguments = "config, batch_size, max_length" if is_ours else "config=config"
+        raise ValueError(
+            f"{CACHE_NAME} is a {type(cache).__name__} whose layers are not those of this model, which has recurrent "
+            f"layers. Make it with {type(cache).__name__}({arguments}) and the config of this model, or leave the "
+            "argument out."
+        )
     stored = _stored(cache)
     rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
     if rows not in (None, len(input_ids)):
@@ -223,6 +232,11 @@ def _why_not(cache: Any) -> str | None:
     if other := kinds - KNOWN_LAYERS:
         return f"with layers of the kind {', '.join(sorted(kind.__name__ for kind in other))}"
     return None
+
+
+def _kinds(cache: Any) -> list[str]:
+    """Return the kinds of the layers, by their names, as the classes of another copy of the package are others."""
+    return [type(layer).__name__ for layer in cache.layers]
 
 
 def _is_dummy(layer: Any) -> bool:

@@ -1,16 +1,21 @@
 """Targets with recurrent and convolution states: the text of `generate`, and the states of single steps."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCache
 
 from hf_longspec import AssistantDraftModel, NgramDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
+from hf_longspec.generation.masked import PlainForwards
 from hf_longspec.generation.recurrences import RECURRENCES, _functions, reached
+from hf_longspec.generation.support import _checked
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
 from tests.generation.drafted_calls import (
@@ -31,6 +36,8 @@ from tests.robustness.enumeration import build
 from tests.robustness.shrunk_configs import shrunk_config
 from tests.user_objects import Bomb
 
+# Whether the chunks of a prompt leave out what a cache holds in stock; the text is wrong otherwise.
+LEAVES_OUT_HELD_TOKENS = Version(transformers.__version__) >= Version("5.23")
 # One type for each recurrence: gated delta rule, KDA, Mamba-2, Mamba-2 beside keys, convolution alone, Mamba-1.
 TYPES = ("qwen3_5_text", "kimi_linear", "granitemoehybrid", "falcon_h1", "lfm2_moe", "jamba")
 OTHERS = (
@@ -39,6 +46,15 @@ OTHERS = (
 )  # fmt: skip
 SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in OTHERS if name in CONFIG_MAPPING]
 EVERY = [*TYPES, *SOAKED]
+# Of weights, where two best logits are equal up to rounding with seed 0.
+SEEDS = {"kimi_linear": 1}
+# Limits within which few of the step sizes of Mamba-2 lie.
+LIMITED = {
+    "bamba": {"time_step_limit": (1.2, 1.4)},
+    "falcon_h1": {"time_step_limit": (0.0, 1.0)},
+    "granitemoehybrid": {"time_step_limit": (1.4, 1.6)},
+    "nemotron_h": {"time_step_min": 1.35},
+}
 WAYS = (True, False), (ONE, RAGGED), MODES
 CASES = pairwise(TYPES, *WAYS)
 CASES += [pytest.param(*one.values, *way, marks=one.marks) for one, *way in pairwise(SOAKED, *WAYS)]
@@ -47,12 +63,93 @@ CASES += [pytest.param(*one.values, *way, marks=one.marks) for one, *way in pair
 @pytest.fixture(scope="module")
 def made():
     models = {}
-    return lambda name: models.setdefault(name, build(name))
+
+    def make(name, **settings):
+        if (key := (name, str(settings))) not in models:
+            models[key] = build(name, SEEDS.get(name, 0), **settings)
+        return models[key]
+
+    return make
 
 
 @pytest.mark.parametrize(("name", "chain", "lengths", "mode"), CASES, ids=str)
 def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths, mode):
     check_text(made(name), lengths, chain, **mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "chunk", "more"),
+    [
+        ("bamba", (1,), None, 5),  # the first token has no state; one of the next six is left before the seeding chain
+        ("falcon_h1", (2,), None, 0),
+        ("granitemoehybrid", (22,), 16, 5),  # likewise one after a chunk
+        ("nemotron_h", (17,), 16, 16),  # stock's last chunk has one token
+        ("bamba", (19,), 2, 0),
+        ("falcon_h1", (18,), 1, 3),
+        ("nemotron_h", (70, 2, 33), None, 5),  # one after a chain of 64
+        ("granitemoehybrid", (70, 2, 33), 3, 1),
+    ],
+    ids=str,
+)
+def test_steps_of_mamba2_are_limited_in_forwards_of_several_tokens(made, name, lengths, chunk, more):
+    """Stock limits them there alone: the prompts of two turns, but for a chunk of one token after a state."""
+    _checked.clear()  # so that the check of the first verification runs on this prompt, too
+    model = made(name, **LIMITED[name])
+    caches = {"stock": DynamicCache(config=model.config), "dynamic": DynamicCache(config=model.config)}
+    caches["speculative"] = SpeculativeCache(model.config, len(lengths), 160)
+    inputs = arguments(lengths, do_sample=False, max_new_tokens=9, prefill_chunk_size=chunk)
+    for _ in range(2):
+        width = inputs["input_ids"].shape[1]
+        text = generated(model, **inputs, **{CACHE_NAME: caches["stock"]})
+        for kind in ("dynamic", "speculative"):
+            draft = drafted(model, kind == "dynamic", text, width)
+            assert generated(model, **inputs, assistant_model=draft, **{CACHE_NAME: caches[kind]}).equal(text)
+        longer = torch.cat([text, text[:, -9:][:, :more], text[:, -9:][:, : max(0, more - 9)]], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(longer[:, width:])], 1)
+        inputs |= {"input_ids": longer, "attention_mask": mask}
+        if not LEAVES_OUT_HELD_TOKENS:
+            inputs["prefill_chunk_size"] = None
+
+
+def test_which_tokens_plain_generate_runs_alone():
+    """Against the split of the prompts, by rows with padding of 0, 1 and 4."""
+    lags = (0, 1, 4)
+    for stored, new, chunk in itertools.product((0, 5), (1, 2, 3, 7), (1, 2, 3, 7)):
+        width = stored + new
+        sizes = [1] * stored + [len(part) for part in torch.arange(new).split(chunk) for _ in part] + [1] * 3
+        are_steps = [size == 1 and column > 0 for column, size in enumerate(sizes)]
+        plain = PlainForwards(lags, stored, width, chunk)
+        places = torch.arange(width + 3) - torch.tensor(lags)[:, None]
+        assert plain.are_steps(places).tolist() == [are_steps] * len(lags)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2_moe"])
+def test_chunks_of_one_token_and_padding(made, name):
+    """Stock masks no padding in a forward of one token, so it decodes alone."""
+    model, inputs = made(name), arguments(RAGGED, do_sample=False, prefill_chunk_size=1)
+    draft = drafted(model, False, torch.zeros(3, 80, dtype=torch.long), 40)
+    with pytest.raises(ValueError, match="prefill_chunk_size=1 with padding"):
+        generated(model, **inputs, assistant_model=draft)
+    draft.generation_config.on_unsupported = "plain"
+    text = generated(model, **inputs)
+    assert generated(model, **inputs, assistant_model=draft).equal(text)
+    assert not text.equal(generated(model, **inputs | {"prefill_chunk_size": None}))
+
+
+def test_rows_that_ended_continue_after_padding_as_in_stock(made):
+    """Under a mask that takes the padding for text: stock ran it one token at a time, and a draft never."""
+    model = made("bamba", **LIMITED["bamba"])
+    inputs = arguments((23, 40), do_sample=False)
+    whole = generated(model, **inputs)
+    inputs["eos_token_id"] = int(whole[0, 45])
+    stock, own = DynamicCache(config=model.config), SpeculativeCache(model.config, 2, 160)
+    draft = drafted(model, True, whole, 40)
+    for _ in range(2):
+        text = generated(model, **inputs, **{CACHE_NAME: stock})
+        assert generated(model, **inputs, assistant_model=draft, **{CACHE_NAME: own}).equal(text)
+        more = torch.cat([text, text[:, 20:25]], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(more[:, 40:])], 1)
+        inputs |= {"input_ids": more, "attention_mask": mask, "eos_token_id": None}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -247,6 +344,47 @@ def test_types_that_are_refused_by_name(name, reason):
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(shrunk_config(name))
     assert any(reason in found for found in TargetView(model).why_not())
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        *((name, lambda _: DynamicCache()) for name in TYPES),
+        ("qwen3_5_text", lambda made: DynamicCache(config=made("lfm2_moe").config)),
+        ("falcon_h1", lambda made: SpeculativeCache(made("granitemoehybrid").config, 1, 64)),
+    ],
+)
+def test_a_cache_without_layers_for_the_states(made, name, make):
+    """Stock raises IndexError and the like in its first forward; here there is none."""
+    model, cache, inputs = made(name), make(made), arguments((9,), do_sample=False)
+    with pytest.raises((IndexError, ValueError, AttributeError)):
+        generated(model, **inputs, **{CACHE_NAME: copy.deepcopy(cache)})
+    draft, forwards, layers = drafted(model, False, torch.zeros(1, 40, dtype=torch.long), 9), [], list(cache.layers)
+    handle = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    with pytest.raises(ValueError, match=r"whose layers are not those of this model.* with \w+Cache\(config"):
+        generated(model, **inputs, assistant_model=draft, **{CACHE_NAME: cache})
+    handle.remove()
+    assert not forwards and cache.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bamba", {"attn_layer_indices": []}),
+        *((name, {"layer_types": ["linear_attention"] * 4}) for name in ("granitemoehybrid", "qwen3_next")),
+        ("lfm2", {"layer_types": ["conv"] * 4}),
+    ],
+    ids=str,
+)
+def test_no_attention_layer_at_all(made, name, settings):
+    """Drafts are refused by this reason, before a forward. Stock raises an error of its cache."""
+    model, inputs, forwards = made(name, **settings), arguments((9,), do_sample=False), []
+    handle = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    for kind in ("ngram", "specattn", "quest", "recycling", "assistant"):
+        with pytest.raises(ValueError, match="it has no attention layers"):
+            generated(model, **inputs, assistant_model=make_draft(kind, model))
+    handle.remove()
+    assert not forwards
 
 
 def test_what_is_refused_by_name(made):
