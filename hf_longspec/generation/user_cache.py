@@ -91,14 +91,8 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
     """
     if not (is_ours := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
         return
-    expected = SpeculativeCache(config, 1, 1) if is_ours else DynamicCache(config=config)
-    if has_states(config) and _kinds(cache) != _kinds(expected):
-        arguments = "config, batch_size, max_length" if is_ours else "config=config"
-        raise ValueError(
-            f"{CACHE_NAME} is a {type(cache).__name__} whose layers are not those of this model, which has recurrent "
-            f"layers. Make it with {type(cache).__name__}({arguments}) and the config of this model, or leave the "
-            "argument out."
-        )
+    if has_states(config):
+        _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else DynamicCache(config=config))
     stored = _stored(cache)
     rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
     if rows not in (None, len(input_ids)):
@@ -232,6 +226,17 @@ def _why_not(cache: Any) -> str | None:
     if other := kinds - KNOWN_LAYERS:
         return f"with layers of the kind {', '.join(sorted(kind.__name__ for kind in other))}"
     return None
+
+
+def _refuse_other_layers(cache: Any, expected: Any) -> None:
+    """Refuse a cache whose layers are not of the kinds that one for the target has."""
+    if _kinds(cache) != _kinds(expected):
+        arguments = "config, batch_size, max_length" if is_own(cache) else "config=config"
+        raise ValueError(
+            f"{CACHE_NAME} is a {type(cache).__name__} whose layers are not those of this model, which has recurrent "
+            f"layers. Make it with {type(cache).__name__}({arguments}) and the config of this model, or leave the "
+            "argument out."
+        )
 
 
 def _kinds(cache: Any) -> list[str]:
