@@ -28,6 +28,8 @@ PLANS = ("once",) * 5 + ("again", *CACHED, "threads")
 # Options under which the end token may be forbidden.
 FORBIDDING = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
 FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where drafted tokens follow
+# Options under which every token that a constraint allows stays possible.
+SAMPLING = ("temperature", "top_k", "top_p", "prefill_chunk_size")
 # In bfloat16, two computations of a logit of these models differ by about 1 in dense ones (docs/losslessness.md), and
 # by more where rounding chose another expert. Logits have a standard deviation of 3.
 GAP, GAP_OF_EXPERTS = 2.5, 8.0
@@ -65,6 +67,8 @@ class Call:
     gaps: int | None  # distance of the zeros between tokens in the attention mask
     int32: bool  # prompts are int32
     stops_all: bool  # the stopping criterion answers for all rows at once
+    trie: int | None  # seed of the words of a [`trie`]
+    favoured: int | None  # argument of [`Favoured`], with which the call is decoded without the draft
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -159,6 +163,8 @@ def calls(draw: Any, compiles: bool = False) -> Call:
         gaps=None if limit else draw(maybe(st.integers(2, 5))),
         int32=draw(st.booleans()),
         stops_all=draw(st.booleans()),
+        trie=draw(maybe(st.integers(0, 99))),
+        favoured=draw(maybe(st.integers(1, 9))),
     )
     return within_reach(call)
 
@@ -175,6 +181,7 @@ def within_reach(call: Call) -> Call:
         kept = ("max_length", "max_new_tokens", "prefill_chunk_size", "cache_implementation")
         options = {name: options[name] for name in kept if name in options}
         changes |= {"do_sample": False, "penalty": None, "allowed": None, "stop_at": None}
+        changes |= {"trie": None, "favoured": None}
         changes |= {"end": comparison.NEVER} if equal_rows else {}
     if options.get("forced_eos_token_id") in options.get("begin_suppress_tokens", ()):
         del options["begin_suppress_tokens"]  # both at once forbid all tokens
@@ -190,6 +197,11 @@ def within_reach(call: Call) -> Call:
         changes |= {"custom": False}
     if call.do_sample and not call.text_is_fixed:
         changes |= {"gate": False}  # where drafts end decides the text
+    if call.favoured is not None:
+        changes |= {"plan": "once"} if call.refusal is None else {"favoured": None}
+    if changes.get("trie", call.trie) is not None:  # no word may be forbidden, and none has another end
+        options = {name: options[name] for name in options if name in ("max_length", "max_new_tokens", *SAMPLING)}
+        changes |= {"allowed": None, "favoured": None, "penalty": None}
     return replace(call, options=options, lengths=lengths, **changes)
 
 
@@ -199,7 +211,7 @@ from functools import partial
 import torch
 from transformers import DynamicCache
 from hf_longspec import *
-from tests.robustness.cases import AnyLastToken, LastToken, allowed_tokens
+from tests.robustness.cases import AnyLastToken, Favoured, LastToken, allowed_tokens, trie
 from tests.robustness.comparison import *
 from tests.tiny_targets import *
 from tests.tiny_tokenizers import character_tokenizer
@@ -213,7 +225,7 @@ MAKERS |= {kind: f"random_{kind}_draft(model" for kind in ("longspec", "tokenswi
 def script_of(call: Call) -> str:
     """The call as a script, which ends without an error if everything is as without a draft."""
     reference = "None"
-    if call.do_sample and call.refusal is None:
+    if call.do_sample and call.refusal is None and call.favoured is None:
         reference = "PlainDraftModel.from_target(stock)" if call.text_is_fixed else "make_draft(stock)"
     gap = GAP_OF_EXPERTS if call.target[0] in EXPERTS else GAP
     check = "check_text" if call.dtype == "float32" else f"partial(check_rounding, stock, {gap}, {call.end})"
@@ -280,7 +292,9 @@ def _draft(call: Call) -> str:
         size, seed = settings["draft_vocab_size"], call.d2t
         after += [f"ids = torch.randperm({call.vocab}, generator=torch.Generator().manual_seed({seed}))[:{size}]"]
         after += [f"draft.d2t.copy_(ids.sort().values - torch.arange({size}))"]
-    after += [f"draft.generation_config.gate = {call.gate}", "draft.generation_config.on_unsupported = 'error'"]
+    unsupported = "error" if call.favoured is None else "plain"
+    after += [f"draft.generation_config.gate = {call.gate}"]
+    after += [f"draft.generation_config.on_unsupported = {unsupported!r}"]
     after += ["draft.generation_config.compile = 'compile'"] if call.compiles else []
     return _function("make_draft(model)", [*before, f"draft = {maker}", *after, "return draft"])
 
@@ -295,8 +309,13 @@ def _arguments(call: Call) -> str:
     if call.stop_at is not None:
         rule = "AnyLastToken" if call.stops_all else "LastToken"
         lines += [f"options['stopping_criteria'] = [{rule}{call.stop_at}]"]
-    if call.penalty is not None:
-        lines += [f"options['logits_processor'] = [ContextualPenaltyLogitsProcessor{call.penalty}]"]
+    rules = [] if call.penalty is None else [f"ContextualPenaltyLogitsProcessor{call.penalty}"]
+    rules += [] if call.favoured is None else [f"Favoured({call.favoured})"]
+    if rules:
+        lines += [f"options['logits_processor'] = [{', '.join(rules)}]"]
+    if call.trie is not None:
+        arguments = f"{call.vocab}, {call.trie}, {max(call.lengths)}, {call.end}"
+        lines += [f"options['prefix_allowed_tokens_fn'] = trie({arguments})"]
     if call.allowed is not None:
         lines += [f"options['prefix_allowed_tokens_fn'] = allowed_tokens({call.vocab}, {call.allowed})"]
     return _function("arguments()", [*lines, "return options"])
