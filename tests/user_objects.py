@@ -46,7 +46,7 @@ class Bomb:
         return self.calls <= 0
 
     def processor(self):
-        """A logits processor that changes nothing. It is tried out on a copy, with a copy of the bomb."""
+        """A logits processor that changes nothing, so that a draft may call it more often."""
         return BombProcessor(self)
 
     def criterion(self):
@@ -55,6 +55,8 @@ class Bomb:
 
 
 class BombProcessor(LogitsProcessor):
+    stateless = True
+
     def __init__(self, bomb):
         self.bomb = bomb
 

@@ -81,10 +81,10 @@ def decode(
     """
     target = TargetView(model, runner_of(draft.setting("compile"), model, draft, input_ids.device))
     tokens = input_ids.long()  # the type of generated tokens
-    refuse_unsupported(target, draft, tokens, logits_processor, generation_config, model_kwargs)
+    refuse_unsupported(target, draft, tokens, generation_config, model_kwargs)
     max_length = max_length_of(generation_config, target, tokens.shape[1])
     prompts = Prompts(target, tokens, generation_config, model_kwargs, max_length)
-    if (reason := why_not(prompts)) is not None:
+    if (reason := why_not(prompts, logits_processor)) is not None:
         stats = _say_why_not(draft, reason)
         processing = logits_processor, stopping_criteria, generation_config
         with target.lock():  # a call in another thread may have switched the attention

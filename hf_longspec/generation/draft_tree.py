@@ -381,12 +381,8 @@ class Beam:
         self._scores = [self.scores]
 
     def paths(self) -> Tensor:
-        """Return the drafted tokens `(B, n, depth)` that lead to each node of the newest level, its own token last.
-
-        A node that a processor forbids gets the path of the best node, as some processors fail after a forbidden token.
-        """
+        """Return the drafted tokens `(B, n, depth)` that lead to each node of the newest level, its own token last."""
         node, tokens = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens), []
-        node = node.masked_fill(self.scores.isneginf(), 0)
         first = self.first_node
         for depth in range(len(self.levels) - 1, 0, -1):
             tokens.append(self.levels[depth].gather(1, node))

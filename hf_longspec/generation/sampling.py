@@ -11,15 +11,20 @@ all candidates of a tree are ranked this way.
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers.generation import logits_process
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+)
 
 from ..attention_backends.lengths import on_device
 from .draft_tree import DraftTree
+from .processors import IN_GRAPHS, is_history_free, longest_window
 from .sequences import Sequences, TextBuffer
 from .verification import (
     Acceptance,
@@ -130,40 +135,6 @@ class NoiseRows:
             del of_row[:count]
 
 
-# Processors whose result depends on the logits of one position only, so that they may run on all nodes at once.
-# A custom processor of this kind sets the attribute `history_free = True`. A processor that depends on the last tokens
-# only sets `history_window` to their number. Its cost then does not grow with the text, and it may be called with any
-# number of rows of `history_window` tokens, one for each node.
-HISTORY_FREE = {
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-    "MinPLogitsWarper",
-    "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopHLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-}
-# Processors that compute with tensors and numbers alone, so that they can be part of a graph.
-IN_GRAPHS = {
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "ContextualPenaltyLogitsProcessor",
-}
-# Processors of transformers that run the model or keep state. A call on a path that is rejected would change the state.
-STATEFUL = {
-    "ClassifierFreeGuidanceLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "WatermarkLogitsProcessor",
-}
-
-
 class TokenRule:
     """Choose tokens as the target does, and accept the nodes of a draft tree under this rule."""
 
@@ -178,8 +149,10 @@ class TokenRule:
         self.do_sample = do_sample
         self.sequences = sequences
         self.noise: Any = noise
-        self.history_free = all(_is_history_free(processor) for processor in processors)
-        self.history_window = _longest_window(processors)
+        self.history_free = all(is_history_free(processor) for processor in processors)
+        self.history_window = longest_window(processors)
+        # whether every processor may be asked about texts that plain decoding does not reach
+        self.takes_any_text = all(is_history_free(one) or type(one).__name__ in IN_GRAPHS for one in processors)
         names = [type(processor).__name__ for processor in processors]
         # whether the processors may be part of a graph, and the settings that such a graph depends on
         self.is_made_of_tensors = IN_GRAPHS.issuperset(names)
@@ -188,30 +161,77 @@ class TokenRule:
         # texts with candidates after them, made when they are needed
         self._tried: TextBuffer | None = None
 
-    def scores_at(self, raw: torch.Tensor, depth: int) -> torch.Tensor:
+    def scores_at(self, raw: torch.Tensor, depth: int, is_asked: Sequence[bool] | None = None) -> torch.Tensor:
         """Return processed scores `(batch, vocab)` of logits at `depth` places after the last emitted token.
 
-        Write the tokens in between with [`TokenRule.try_out`] first. Processors are called with the whole batch,
-        because some have one parameter per row. For each length, rows of another length are replaced by a row of this
-        length.
+        Write the tokens in between with [`TokenRule.try_out`] first. Processors are not asked about texts that plain
+        decoding cannot reach: of rows that have ended, as long as the limit, or that `is_asked` (one value per row)
+        leaves out; by default those with an end token in between. Such rows keep raw scores.
         """
         raw = raw.float()
         if not self.processors:
             return raw
         scores = raw.clone()
-        for length, rows in self.sequences.growing_rows_by_length().items():
-            texts, end = self.sequences.tokens, length
-            if depth and not self.history_free:
-                assert self._tried is not None
-                texts, end = self._tried.tokens, length + depth
-            start = 0 if self.history_window is None else max(0, end - self.history_window)
-            ids = texts[:, start:end]
-            if len(rows) == raw.shape[0]:
+        for length, rows in self._asked_rows(depth, is_asked).items():
+            start = 0 if self.history_window is None else max(0, length - self.history_window)
+            ids = self._texts_of(rows, start, length, depth)
+            if len(rows) == len(raw):
                 return self.processors(ids, scores)
-            every = range(raw.shape[0])
-            table = [[row if row in rows else rows[0] for row in every], [row in rows for row in every]]
-            cast, is_own = on_device(table, raw.device)
-            scores = torch.where(is_own.bool()[:, None], self.processors(ids[cast], raw[cast]), scores)
+            index = on_device(rows, raw.device)
+            scores[index] = self._processed(ids, raw, rows)[index]
+        return scores
+
+    def _asked_rows(self, depth: int, is_asked: Sequence[bool] | None) -> dict[int, list[int]]:
+        """Return the rows that processors are asked about, by the length of their texts with `depth` candidates."""
+        lengths, groups = self.sequences.lengths, defaultdict[int, list[int]](list)
+        if is_asked is None:
+            is_asked = [True] * len(lengths)
+            if depth:
+                assert self._tried is not None
+                places = on_device([range(length, length + depth) for length in lengths], self.sequences.device)
+                is_asked = (~self.sequences.ends(self._tried.tokens.gather(1, places)).any(1)).tolist()
+        for row, can_be in enumerate(self.can_be_asked(depth)):
+            if can_be and is_asked[row]:
+                groups[lengths[row] + depth].append(row)
+        return groups
+
+    def can_be_asked(self, depth: int) -> list[bool]:
+        """Return for each row whether plain decoding may process scores at `depth` places after its last token."""
+        ends = zip(self.sequences.lengths, self.sequences.done, strict=True)
+        return [not is_done and length + depth < self.sequences.max_length for length, is_done in ends]
+
+    def _texts_of(self, rows: list[int], start: int, end: int, depth: int) -> torch.Tensor:
+        """Return the columns `start` to `end` of a batch in which `rows` have `depth` candidates at their ends.
+
+        Processors get the whole batch, as some have a parameter for each row. Each of the other rows has the text that
+        plain decoding showed at this length: its own, and padding if it has ended. Rows that plain decoding has not
+        shown at this length are replaced by one of `rows`.
+        """
+        sequences, batch_size = self.sequences, self.sequences.batch_size
+        lengths, done = sequences.lengths, sequences.done
+        emitted = texts = sequences.tokens[:, start:end]
+        if depth:
+            assert self._tried is not None
+            texts = self._tried.tokens[:, start:end]
+        if len(rows) == batch_size:
+            return texts
+        shown = max(length - is_done for length, is_done in zip(lengths, done, strict=True))
+        is_shown = [end <= (shown if is_done else length) for length, is_done in zip(lengths, done, strict=True)]
+        sources = [row if row in rows or is_shown[row] else rows[0] for row in range(batch_size)]
+        table = [sources, [source in rows for source in sources]]
+        source, is_tried = on_device(table, sequences.device)
+        return torch.where(is_tried.bool()[:, None], texts[source], emitted[source])
+
+    def _processed(self, ids: torch.Tensor, scores: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Process scores of a batch of which only `rows` count. A constraint per row is asked about these alone."""
+        index = on_device(rows, scores.device)
+        for processor in self.processors:
+            if type(processor) is PrefixConstrainedLogitsProcessor:
+                allowed, own = processor._prefix_allowed_tokens_fn, copy.copy(processor)
+                own._prefix_allowed_tokens_fn = lambda place, text, ask=allowed: ask(rows[place], text)
+                scores = scores.index_copy(0, index, own(ids[index], scores[index]))
+            else:
+                scores = processor(ids, scores)
         return scores
 
     def try_out(self, depth: int, tokens: torch.Tensor) -> None:
@@ -225,11 +245,11 @@ class TokenRule:
         self._tried.read()
         self._tried.write([length + depth for length in self.sequences.lengths], tokens)
 
-    def scores_after(self, raw: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        """Return processed scores `(batch, vocab)` of logits after the tokens `path` `(batch, depth)`, tried out."""
+    def scores_after(self, raw: torch.Tensor, path: torch.Tensor, is_asked: Sequence[bool]) -> torch.Tensor:
+        """Return processed scores of logits after the tokens `path` `(batch, depth)`; see [`TokenRule.scores_at`]."""
         for depth, tokens in enumerate(path.unbind(1)):
             self.try_out(depth, tokens)
-        return self.scores_at(raw, path.shape[1])
+        return self.scores_at(raw, path.shape[1], is_asked)
 
     def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Return the token `(batch,)` that the rule chooses by `scores`, with the noise row of `depth`.
@@ -249,7 +269,7 @@ class TokenRule:
         """
         texts = None
         if not self.history_free:
-            recent = self.recent() if tree.is_chain else None
+            recent = self.recent() if tree.is_chain and self.takes_any_text else None
             if recent is None:
                 acceptance, scores = self._accept_stepwise(tree, logits)
                 return acceptance, scores if with_scores else None
@@ -312,15 +332,21 @@ class TokenRule:
     def _accept_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor]:
         """Process the logits of one path only, each node with the prefix that leads to it.
 
-        It is the path that the target chooses, and all of the chain if its tokens were drawn from `q`.
+        It is the path that the target chooses, or all that may be accepted of a chain whose tokens were drawn from `q`.
         """
         rows = torch.arange(logits.shape[0], device=logits.device)
         scores: list[torch.Tensor] = []
+        goes_on = torch.ones_like(rows, dtype=torch.bool)
 
-        def choose(depth: int, node: torch.Tensor) -> torch.Tensor:
-            scores.append(self.scores_at(logits[rows, node], depth))
-            drawn_token = None if tree.q is None else tree.tokens[:, min(depth + 1, tree.max_depth)]
-            token = self.choose(scores[-1], depth) if drawn_token is None else drawn_token
+        def choose(depth: int, node: torch.Tensor, is_walking: torch.Tensor) -> torch.Tensor:
+            nonlocal goes_on
+            scores.append(self.scores_at(logits[rows, node], depth, (is_walking & goes_on).tolist()))
+            if tree.q is None:
+                token = self.choose(scores[-1], depth)
+            else:
+                token = tree.tokens[:, min(depth + 1, tree.max_depth)]
+                goes_on = goes_on & ~scores[-1][rows, token].isneginf()
+            goes_on = goes_on & ~self.sequences.ends(token)
             if depth < tree.max_depth:
                 self.try_out(depth, token.clamp_min(0))
             return token
@@ -349,68 +375,6 @@ def warped(
     return scores.view(logits.shape)
 
 
-def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:
-    """Refuse processors that keep state, as they cannot be called on a path that may be rejected.
-
-    State is detected by calling a copy of the processor twice on the prompts `input_ids` `(batch, P)`. State that takes
-    effect only in later calls or in other texts is not detected.
-    """
-    for processor in processors:
-        name = type(processor).__name__
-        if name in STATEFUL:
-            raise ValueError(
-                f"{name} keeps state between calls, which is not supported with a draft. Call generate() without "
-                "assistant_model, or without the setting that adds it."
-            )
-        declared = any(getattr(processor, mark, False) for mark in ("stateless", "history_free", "history_window"))
-        if not declared and not _is_history_free(processor) and not _repeats_itself(processor, input_ids, vocab_size):
-            raise ValueError(
-                f"{name} returned different scores for the same input, and state between calls is not supported with a "
-                "draft. Make its result depend on input_ids and scores alone, or call generate() without "
-                "assistant_model."
-            )
-
-
-def _repeats_itself(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool:
-    """Return whether two calls on the same input have the same result. The default generators do not change."""
-    # a processor may hold a model, which is shared instead of copied
-    shared = {
-        id(part): part for part in getattr(processor, "__dict__", {}).values() if isinstance(part, torch.nn.Module)
-    }
-    try:
-        twin = copy.deepcopy(processor, shared)
-    except Exception as error:  # its parts may raise anything
-        raise ValueError(
-            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so it was not tested for "
-            "state between calls. Give it the attribute stateless=True if its result depends on input_ids and scores "
-            "alone, or call generate() without assistant_model."
-        ) from error
-    devices = [input_ids.device] if input_ids.is_cuda else []
-    with torch.random.fork_rng(devices=devices):
-        scores = torch.linspace(-4, 4, vocab_size, device=input_ids.device).repeat(len(input_ids), 1)
-        first, second = (twin(input_ids.clone(), scores.clone()) for _ in range(2))
-    return torch.equal(first, second)
-
-
-def _is_history_free(processor: object) -> bool:
-    if getattr(processor, "history_free", False):
-        return True
-    name = type(processor).__name__
-    return name in HISTORY_FREE and type(processor) is getattr(logits_process, name, None)
-
-
-def _longest_window(processors: LogitsProcessorList) -> int | None:
-    """Return the number of last tokens that the processors depend on; `None` if one may depend on all."""
-    longest = 1  # some processors read the batch size from the tokens
-    for processor in processors:
-        if not _is_history_free(processor):
-            window = getattr(processor, "history_window", None)
-            if window is None:
-                return None
-            longest = max(longest, window)
-    return longest
-
-
 # A token whose perturbed log-probability is lower than the largest one by x counts as exp(-2 x) times as likely to be
 # chosen. Chains do not depend on this factor, trees little: with 4+4+4+3 nodes of the bundled draft tau was 3.30, 3.45,
 # 3.54, 3.50 at 0.5, 1, 2, 3.3.
@@ -427,6 +391,8 @@ class Coupling:
         self._rule = rule if rule is not None and (rule.do_sample or rule.processors) else None
         # a graph must not read the texts, which grow
         self._device = None if rule is None else rule.sequences.device
+        # paths of the nodes of the last level, which of them were asked about, and which tokens these allow
+        self._level: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
     def fits_graphs(self) -> bool:
@@ -465,10 +431,31 @@ class Coupling:
         else:
             tokens = paths() if callable(paths) else paths
             logits = logits.expand(-1, tokens.shape[1], -1)
-            if len(known) > rule.do_sample:
-                texts = torch.cat([known[-1][:, None].expand(-1, logits.shape[1], -1), tokens], 2)
-                scores = warped(rule.processors, logits, texts[..., depth:])
+            in_windows = len(known) > rule.do_sample
+            is_asked = None if in_windows and rule.takes_any_text else self._can_be_accepted(rule, tokens, depth)
+            if in_windows:
+                texts = torch.cat([known[-1][:, None].expand(-1, logits.shape[1], -1), tokens], 2)[..., depth:]
+                if is_asked is not None:  # in place of others, the text of a row that grows
+                    texts = torch.where(is_asked[..., None], texts, known[-1][rule.sequences.done.index(False)])
+                scores = warped(rule.processors, logits, texts)
             else:
-                nodes = range(logits.shape[1])
-                scores = torch.stack([rule.scores_after(logits[:, node], tokens[:, node]) for node in nodes], 1)
+                assert is_asked is not None
+                nodes = zip(logits.unbind(1), tokens.unbind(1), is_asked.T.tolist(), strict=True)
+                scores = torch.stack([rule.scores_after(*node) for node in nodes], 1)
+            if is_asked is not None:
+                self._level = tokens, is_asked, ~scores.isneginf()
         return SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if rule.do_sample else scores
+
+    def _can_be_accepted(self, rule: TokenRule, paths: torch.Tensor, depth: int) -> torch.Tensor:
+        """Return which paths `(B, n, depth)` can be accepted, as `(B, n)`, by the scores of the level above.
+
+        Each token is allowed after its parent, no token is an end token, and the text is not longer than it may be.
+        """
+        can_be = on_device(rule.can_be_asked(depth), paths.device).bool()[:, None].expand(paths.shape[:2])
+        if not depth or self._level is None:
+            return can_be
+        above, was_asked, is_allowed = self._level
+        token = paths[:, None, :, -1].expand(-1, above.shape[1], -1)
+        is_allowed = is_allowed.gather(2, token).transpose(1, 2)  # [B, n, nodes of the level above]
+        is_child = (paths[:, :, None, :-1] == above[:, None]).all(-1) & was_asked[:, None]
+        return can_be & (is_child & is_allowed).any(-1) & ~rule.sequences.ends(paths).any(-1)

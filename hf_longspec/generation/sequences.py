@@ -5,7 +5,6 @@ Results are the sequences, scores and logits per position if they are requested,
 
 import copy
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -263,13 +262,9 @@ class Sequences:
         """Number of tokens of each row, padded prompt included."""
         return [self.prompt_length + len(tokens) for tokens in self.generated]
 
-    def growing_rows_by_length(self) -> dict[int, list[int]]:
-        """Return the unfinished rows, grouped by length."""
-        groups: dict[int, list[int]] = defaultdict(list)
-        for row, length in enumerate(self.lengths):
-            if not self.done[row]:
-                groups[length].append(row)
-        return groups
+    def ends(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return which of some tokens are end tokens, as a bool tensor of their shape."""
+        return torch.isin(tokens, on_device(sorted(self._eos), tokens.device))
 
     def append(self, accepted: Sequence[Sequence[int]], scores: Callable[..., Any] | None = None) -> list[int]:
         """Emit the tokens of each row up to its stop, and return how many each row emitted.

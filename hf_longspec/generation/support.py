@@ -24,8 +24,8 @@ from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
 from .inputs import TOKEN_TYPES, Prompts, inputs_beside_tokens, names_of, of_every_forward
 from .masked import MASKED, first_count_that_matters
+from .processors import why_stateful
 from .recurrences import has_input_bias, ignores_earlier_states
-from .sampling import refuse_stateful
 from .target import TargetView
 from .user_cache import refuse_cache, why_not_stored
 
@@ -62,7 +62,6 @@ def refuse_unsupported(
     target: TargetView,
     draft: Any,
     input_ids: torch.Tensor,
-    processors: LogitsProcessorList,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
@@ -78,7 +77,6 @@ def refuse_unsupported(
     _refuse_assistant_settings(config, target.model.generation_config)
     cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
     refuse_cache(cache, input_ids, mask, target.config)
-    refuse_stateful(processors, input_ids, target.vocab_size)
 
 
 def _why_not_fixed(target: TargetView) -> str | None:
@@ -91,12 +89,12 @@ def _why_not_fixed(target: TargetView) -> str | None:
     return f"{name}, whose nodes are verified by a mask that grows with the text" if target.way is MASKED else None
 
 
-def why_not(prompts: Prompts) -> str | None:
+def why_not(prompts: Prompts, processors: LogitsProcessorList) -> str | None:
     """Return why a call with these prompts cannot be decoded with a draft, and what to do; `None` if it can."""
-    return next(_reasons(prompts), None)
+    return next(_reasons(prompts, processors), None)
 
 
-def _reasons(prompts: Prompts) -> Iterator[str]:
+def _reasons(prompts: Prompts, processors: LogitsProcessorList) -> Iterator[str]:
     """Yield reasons, those first whose finding costs least."""
     if reason := why_not_stored(prompts.cache, prompts.config.cache_implementation):
         yield reason
@@ -111,6 +109,7 @@ def _reasons(prompts: Prompts) -> Iterator[str]:
             f"{implementation!r} do not count in the prompt. Move the zeros to the left of each row, or load the model "
             "with another attn_implementation."
         )
+    yield from why_stateful(processors, prompts.input_ids, prompts.target.model, prompts.target.vocab_size)
     if prompts.inputs or prompts.offsets is not None:
         yield from _reasons_of_positions(prompts)
     if prompts.inputs:

@@ -55,21 +55,22 @@ def packed(acceptance: Acceptance, valid: Tensor) -> Tensor:
     return torch.cat([counts, acceptance.tokens, acceptance.path], dim=1)
 
 
-def walk_lazily(tree: DraftTree, choose: Callable[[int, Tensor], Tensor]) -> Acceptance:
+def walk_lazily(tree: DraftTree, choose: Callable[[int, Tensor, Tensor], Tensor]) -> Acceptance:
     """Follow the target's choices down the tree, and compute each choice only when its node is reached.
 
-    Given a depth from 0 to `tree.max_depth` and the node of every row, `choose` returns the token that the target emits
-    after that node; in rows that stopped earlier it is ignored. Of siblings with the same token, the first is taken.
+    Given a depth from 0 to `tree.max_depth`, the node of every row, and whether its walk has reached this depth,
+    `choose` returns the token that the target emits after that node; in other rows it is ignored. Of siblings with the
+    same token, the first is taken.
 
     >>> tree = DraftTree.chain(torch.tensor([[5, 8, 2]]))
-    >>> walk_lazily(tree, lambda depth, node: torch.tensor([[8, 4, 6][depth]])).tokens.tolist()
+    >>> walk_lazily(tree, lambda depth, node, is_walking: torch.tensor([[8, 4, 6][depth]])).tokens.tolist()
     [[8, 4, 0]]
     """
     node = torch.zeros_like(tree.tokens[:, 0])
     walking = torch.ones_like(node, dtype=torch.bool)
     path, emitted, num_nodes = [node], [], walking.long()
     for depth in range(tree.max_depth + 1):
-        token = choose(depth, node)
+        token = choose(depth, node, walking)
         emitted.append(token.masked_fill(~walking, 0))
         if depth < tree.max_depth:
             matches = (tree.parents == node[:, None]) & (tree.tokens == token[:, None]) & tree.valid  # [B, N]
@@ -96,7 +97,7 @@ def walk(tree: DraftTree, choice: Tensor) -> Acceptance:
         tokens = choice[:, :1]
         return Acceptance(torch.zeros_like(tokens), tokens.new_ones(tokens.shape[0]), tokens)
     if not tree.is_chain:
-        return walk_lazily(tree, lambda depth, node: choice.gather(1, node[:, None]).squeeze(1))
+        return walk_lazily(tree, lambda depth, node, _: choice.gather(1, node[:, None]).squeeze(1))
     agreed = (choice[:, :-1] == tree.tokens[:, 1:]) & tree.valid[:, 1:]
     num_nodes = agreed.long().cumprod(1).sum(1) + 1
     return _along_chain(tree.tokens, num_nodes, choice.gather(1, num_nodes[:, None] - 1).squeeze(1))
@@ -181,7 +182,7 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
     if tree.is_chain or tree.max_depth == 0:  # node i has depth i
         reached = tree.max_depth + 1
         return walk(tree, drawn(scores[:, :reached], noise[:, :reached]))
-    return walk_lazily(tree, lambda depth, node: drawn(_row(scores, node), noise[:, depth]))
+    return walk_lazily(tree, lambda depth, node, _: drawn(_row(scores, node), noise[:, depth]))
 
 
 def chain_q(distributions: Sequence[Tensor]) -> Tensor:

@@ -66,7 +66,7 @@ def test_scores_match_the_loop(processors, do_sample):
     known = coupling.known(4)
     assert len(known) == do_sample + (rule.recent() is not None and not rule.history_free)
     got = coupling.scores(logits, known, 3, lambda: paths)
-    assert torch.equal(got, coupling.scores(logits, known, 3, paths))
+    assert torch.equal(got, Coupling(rule).scores(logits, known, 3, paths))
     expected = looped(rule, logits, 3, paths)
     assert torch.equal(got.isfinite(), expected.isfinite()) and expected.isfinite().sum() > 20
     # scores are known up to a constant per node; 1e-4: logarithms of float32 noise, computed in another order
@@ -131,15 +131,13 @@ def test_a_draft_with_the_target_distribution_is_always_right(target, options):
 class Strict(LogitsProcessor):
     """Allow two successors of the last token, and fail after a token that was not allowed."""
 
-    def __init__(self, vocab_size):
-        self.vocab_size = vocab_size
-        self.prompt_length = None
+    def __init__(self, vocab_size, prompt_length):
+        self.vocab_size, self.prompt_length = vocab_size, prompt_length
 
     def allowed(self, token):
         return [(2 * token + 1) % self.vocab_size, (2 * token + 5) % self.vocab_size]
 
     def __call__(self, input_ids, scores):
-        self.prompt_length = self.prompt_length or input_ids.shape[1]
         text = input_ids[0, self.prompt_length - 1 :].tolist()
         for token, following in pairwise(text):
             assert following in self.allowed(token)
@@ -156,6 +154,6 @@ def test_a_processor_that_fails_after_forbidden_tokens(target, do_sample):
     input_ids, _ = tiny_prompts(model.config.vocab_size, (21,))
     options = {"max_new_tokens": 20, "eos_token_id": NEVER, "do_sample": do_sample}
     torch.manual_seed(0)
-    model.generate(input_ids, assistant_model=draft, logits_processor=[Strict(model.config.vocab_size)], **options)
+    model.generate(input_ids, assistant_model=draft, logits_processor=[Strict(model.config.vocab_size, 21)], **options)
     # two tokens are possible at every place, and the tree holds both
     assert draft.last_speculation.num_accepted_draft_tokens >= 12

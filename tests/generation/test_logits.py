@@ -13,7 +13,8 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.sampling import HISTORY_FREE, TokenRule
+from hf_longspec.generation.processors import HISTORY_FREE
+from hf_longspec.generation.sampling import TokenRule
 from hf_longspec.generation.sequences import Sequences
 from tests.distributions import random_tree
 
@@ -168,7 +169,9 @@ def test_candidates_are_shown_to_processors_alone(window):
             tried = [
                 [*text, *(100 * step + 10 * row + place for place in range(depth))] for row, text in enumerate(texts)
             ]
-            assert [call[row] for row, call in enumerate(seen)] == [text[-(window or 99) :] for text in tried]
+            asked = [row for row, text in enumerate(tried) if len(text) < rule.sequences.max_length]
+            found = [call[row] for row, call in zip(asked, seen, strict=True)]
+            assert found == [tried[row][-(window or 99) :] for row in asked]
             rule.try_out(depth, torch.tensor([100 * step + depth, 100 * step + 10 + depth]))
         new = [[1, 2, 3], [step]] if step < 11 else [[1, 2], []]
         rule.sequences.append(new)
@@ -178,34 +181,27 @@ def test_candidates_are_shown_to_processors_alone(window):
     assert max(rule.sequences.lengths) == len(kept[0]) - 1
 
 
-@pytest.mark.parametrize(("window", "calls"), [(2, 1), (4, 1), (5, 6)])
-def test_a_chain_takes_one_call_where_texts_fill_the_window(window, calls):
-    class Counting(ContextualPenaltyLogitsProcessor):
-        calls = 0
-
-        def __call__(self, input_ids, scores):
-            self.calls += 1
-            return super().__call__(input_ids, scores)
-
-    processor = Counting(2.0, window)
+@pytest.mark.parametrize("window", [2, 4, 5])
+def test_a_chain_takes_one_call_where_texts_fill_the_window(window, monkeypatch):
+    calls, processor = [], ContextualPenaltyLogitsProcessor(2.0, window)
+    monkeypatch.setattr(
+        ContextualPenaltyLogitsProcessor, "__call__", lambda _, ids, scores: calls.append(ids) or scores
+    )
+    logits = torch.zeros(2, 6, VOCAB).scatter(2, torch.tensor([[[2], [3], [9], [0], [0], [0]]] * 2), 1.0)
     rule = make_rule([processor], [[7], [3]])
-    rule.accept(DraftTree.chain(torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)), torch.randn(2, 6, VOCAB))
-    assert processor.calls == calls
+    rule.accept(DraftTree.chain(torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)), logits)
+    assert len(calls) == (1 if window <= 4 else 3)  # else up to the first token that the target does not choose
 
 
-@pytest.mark.parametrize("done", [False, True])
-def test_processors_see_no_row_that_does_not_exist(done):
-    """Rows of other lengths are stood in for while some are processed; a row that is done has no length of its own."""
+@pytest.mark.parametrize("is_done", [False, True])
+def test_rows_are_shown_as_plain_decoding_shows_them(is_done):
+    """Beside rows of another length: its own text at this length, with padding after its end; else one of these."""
     shown = []
-
-    def record(input_ids, scores):
-        shown.extend(input_ids.tolist())
-        return scores
-
-    emitted = [[7], [1, 2, 3, 4], [4, 4, 9, 1], [5, 3]]
-    rule = make_rule([record], emitted)
-    rule.sequences.done[0] = done
+    rule = make_rule([lambda ids, scores: shown.append(ids.tolist()) or scores], [[7], [1, 2, 3, 4], [4, 9], [5, 3]])
+    rule.sequences.done[0] = is_done
     rule.scores_at(torch.randn(4, VOCAB), 0)
-    existing = [[4, 5, 4, *generated] for generated in emitted[done:]]
-    assert len(shown) == (2 if done else 3) * 4 and all(row in existing for row in shown)
-    assert all(row in shown for row in existing)
+    of_five = [[4, 5, 4, 7, 0] if is_done else [4, 5, 4, 4, 9], [4, 5, 4, 1, 2], [4, 5, 4, 4, 9], [4, 5, 4, 5, 3]]
+    one = [4, 5, 4, 1, 2, 3, 4]
+    of_seven = [[4, 5, 4, 7, 0, 0, 0] if is_done else one, one, one, one]
+    of_four = [[4, 5, 4, 7], [4, 5, 4, 1], [4, 5, 4, 4], [4, 5, 4, 5]]
+    assert sorted(shown, key=lambda texts: len(texts[0])) == [*([] if is_done else [of_four]), of_five, of_seven]

@@ -215,7 +215,6 @@ def test_what_stays_an_error_comes_first(target):
     input_ids, mask = tiny_prompts(128, (9,))
     call = {"input_ids": input_ids, CACHE_NAME: StaticCache(config=model.config, max_cache_len=32)}
     for options, message in (
-        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
         ({"attention_mask": mask.flip(1).scatter(1, torch.tensor([[8]]), 0)}, "attention_mask ends with 0"),
         ({"num_assistant_tokens": 2}, "num_assistant_tokens=2"),
     ):

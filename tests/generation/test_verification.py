@@ -97,7 +97,7 @@ def test_a_lone_root_matches_the_general_walk(num_nodes, chain):
     draw = gumbel_max_sample(scores[:, 0], noise[:, 0])
     accepted = accept_greedy(tree, scores), accept_sampled(tree, scores, noise)
     for choice, short in zip((scores[:, 0].argmax(-1), draw), accepted, strict=True):
-        general = walk_lazily(tree, lambda depth, node, choice=choice: choice)
+        general = walk_lazily(tree, lambda depth, node, is_walking, choice=choice: choice)
         for field in ("path", "num_nodes", "tokens", "next_root"):
             torch.testing.assert_close(getattr(short, field), getattr(general, field), rtol=0, atol=0)
         assert torch.equal(short.next_root, choice)

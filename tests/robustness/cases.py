@@ -1,10 +1,12 @@
 """Parts of the random calls of fuzz.py: plain data, so that a failing call prints as what has to be typed."""
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_longspec.attention_backends.scores import GRANULARITIES
@@ -39,6 +41,56 @@ def allowed_tokens(vocab: int, divisor: int) -> Any:
 
     def allowed(row: int, ids: torch.Tensor) -> list[int]:
         return [token for token in range(vocab) if (token + row + len(ids) + int(ids[-1])) % divisor]
+
+    return allowed
+
+
+class Favoured:
+    """Favours a token in the n-th call."""
+
+    def __init__(self, number: int):
+        self.number, self.calls = number, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores + 20.0 * (torch.arange(scores.shape[1]) == 3) if self.calls == self.number else scores
+
+
+def with_a_look_at_the_end(model: Any) -> Any:
+    """A model with a hook that changes the last position of every forward alone."""
+
+    def push(module, args, output):
+        hidden = (output[0] if isinstance(output, tuple) else output).clone()
+        hidden[:, -1] += hidden[:, -1].roll(1, dims=-1)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    model.model.layers[0].register_forward_hook(push)
+    return model
+
+
+def with_adapters(model: Any) -> Any:
+    """A model with two random LoRA adapters, `default` and `other`."""
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = get_peft_model(model, config)
+        model.add_adapter("other", config)
+    return model.eval()
+
+
+def trie(vocab: int, seed: int, start: int, end: int) -> Any:
+    """A constraint of random words for each row, which knows of other texts only those that have ended."""
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        random = Random(100 * seed + row)
+        words = [[*random.choices(range(3, min(vocab, 8)), k=random.randint(1, 9)), end] for _ in range(6)]
+        text = ids[start:].tolist()
+        following = {word[len(text)] for word in words if len(word) > len(text) and word[: len(text)] == text}
+        if following:
+            return sorted(following)
+        length = text.index(end) + 1
+        assert text[:length] in words and not any(text[length:]), f"asked about {text}"
+        return [0]
 
     return allowed
 

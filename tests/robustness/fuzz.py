@@ -7,6 +7,7 @@ strategy (cases.py), and the part of the script that it feeds; add what is refus
 import math
 import os
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ PLANS = ("once",) * 5 + ("again", *CACHED, "threads")
 # Options under which the end token may be forbidden.
 FORBIDDING = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
 FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where drafted tokens follow
+# Options under which every token that a constraint allows stays possible.
+SAMPLING = ("temperature", "top_k", "top_p", "prefill_chunk_size")
 # In bfloat16, two computations of a logit of these models differ by about 1 in dense ones (docs/losslessness.md), and
 # by more where rounding chose another expert. Logits have a standard deviation of 3.
 GAP, GAP_OF_EXPERTS = 2.5, 8.0
@@ -65,6 +68,11 @@ class Call:
     gaps: int | None  # distance of the zeros between tokens in the attention mask
     int32: bool  # prompts are int32
     stops_all: bool  # the stopping criterion answers for all rows at once
+    trie: int | None  # seed of the words of a [`trie`]
+    favoured: int | None  # argument of [`Favoured`], with which the call is decoded without the draft
+    # `hook` (that looks at the last position alone), `adapters` (one per row), `empty` (a row without tokens) or
+    # `embeddings` (in place of tokens): the text of stock `generate`, or a refusal
+    odd: str | None
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -159,12 +167,19 @@ def calls(draw: Any, compiles: bool = False) -> Call:
         gaps=None if limit else draw(maybe(st.integers(2, 5))),
         int32=draw(st.booleans()),
         stops_all=draw(st.booleans()),
+        trie=draw(maybe(st.integers(0, 99))),
+        favoured=draw(maybe(st.integers(1, 9))),
+        odd=draw(maybe(maybe(st.sampled_from(["hook", "adapters", "empty", "embeddings"])))),
     )
     return within_reach(call)
 
 
 def within_reach(call: Call) -> Call:
     """The nearest call that transformers itself can make, and whose text can be compared."""
+    if call.odd is not None:
+        none = dict.fromkeys(("stop_at", "penalty", "allowed", "gaps", "trie", "favoured"))
+        fixed = {"dtype": "float32", "plan": "once", "wanted": "text", "do_sample": False, "masked": True}
+        call = replace(call, options={"max_new_tokens": 9}, streamed=False, custom=False, **none, **fixed)
     changes: dict[str, Any] = {}
     options, lengths = dict(call.options), call.lengths
     if call.plan in CACHED:
@@ -175,6 +190,7 @@ def within_reach(call: Call) -> Call:
         kept = ("max_length", "max_new_tokens", "prefill_chunk_size", "cache_implementation")
         options = {name: options[name] for name in kept if name in options}
         changes |= {"do_sample": False, "penalty": None, "allowed": None, "stop_at": None}
+        changes |= {"trie": None, "favoured": None}
         changes |= {"end": comparison.NEVER} if equal_rows else {}
     if options.get("forced_eos_token_id") in options.get("begin_suppress_tokens", ()):
         del options["begin_suppress_tokens"]  # both at once forbid all tokens
@@ -190,6 +206,11 @@ def within_reach(call: Call) -> Call:
         changes |= {"custom": False}
     if call.do_sample and not call.text_is_fixed:
         changes |= {"gate": False}  # where drafts end decides the text
+    if call.favoured is not None:
+        changes |= {"plan": "once"} if call.refusal is None else {"favoured": None}
+    if changes.get("trie", call.trie) is not None:  # no word may be forbidden, and none has another end
+        options = {name: options[name] for name in options if name in ("max_length", "max_new_tokens", *SAMPLING)}
+        changes |= {"allowed": None, "favoured": None, "penalty": None}
     return replace(call, options=options, lengths=lengths, **changes)
 
 
@@ -199,7 +220,7 @@ from functools import partial
 import torch
 from transformers import DynamicCache
 from hf_longspec import *
-from tests.robustness.cases import AnyLastToken, LastToken, allowed_tokens
+from tests.robustness.cases import *
 from tests.robustness.comparison import *
 from tests.tiny_targets import *
 from tests.tiny_tokenizers import character_tokenizer
@@ -213,7 +234,7 @@ MAKERS |= {kind: f"random_{kind}_draft(model" for kind in ("longspec", "tokenswi
 def script_of(call: Call) -> str:
     """The call as a script, which ends without an error if everything is as without a draft."""
     reference = "None"
-    if call.do_sample and call.refusal is None:
+    if call.do_sample and call.refusal is None and call.favoured is None:
         reference = "PlainDraftModel.from_target(stock)" if call.text_is_fixed else "make_draft(stock)"
     gap = GAP_OF_EXPERTS if call.target[0] in EXPERTS else GAP
     check = "check_text" if call.dtype == "float32" else f"partial(check_rounding, stock, {gap}, {call.end})"
@@ -221,10 +242,15 @@ def script_of(call: Call) -> str:
     int32 = "\n    input_ids = input_ids.int()" if call.int32 else ""
     how = '{"custom_generate": draft.custom_generate}' if call.custom else '{"assistant_model": draft}'
     mask = '{"attention_mask": attention_mask}' if call.masked else "{}"
+    made = {"hook": "with_a_look_at_the_end(%s)", "adapters": "with_adapters(%s)"}.get(call.odd or "", "%s")
+    empty = "\n    input_ids[0], attention_mask[0] = 0, 0" if call.odd == "empty" and len(call.lengths) > 1 else ""
+    prompts = '{"input_ids": input_ids}'
+    if call.odd == "embeddings":
+        prompts = '{"inputs_embeds": model.get_input_embeddings()(input_ids)}'
     body = f"""
 def target(attention=None):
     how = dict(seed={call.weights}, dtype=torch.{call.dtype}, attn_implementation=attention)
-    return tiny_target({call.target[0]!r}, **how, **{call.overrides})
+    return {made % f"tiny_target({call.target[0]!r}, **how, **{call.overrides})"}
 
 
 {_draft(call)}
@@ -232,7 +258,7 @@ def target(attention=None):
 {_arguments(call)}
 
 def prompts(seed):
-    input_ids, attention_mask = tiny_prompts({call.vocab}, {call.lengths}, seed){gaps}{int32}
+    input_ids, attention_mask = tiny_prompts({call.vocab}, {call.lengths}, seed){gaps}{int32}{empty}
     return input_ids, attention_mask
 
 
@@ -241,7 +267,7 @@ def generate(model, draft=None, seed=0, **more):
     how = {{}} if draft is None else {how}
     mask = {mask}
     torch.manual_seed(5)
-    return model.generate(input_ids, **(arguments() | mask | how | more))
+    return model.generate(**({prompts} | arguments() | mask | how | more))
 
 
 def reference(stock, **more):
@@ -249,7 +275,7 @@ def reference(stock, **more):
 
 
 torch.set_num_threads(1)
-start, stock, model = {max(call.lengths)}, target(), target({call.attention!r})
+start, stock, model = {0 if call.odd == "embeddings" else max(call.lengths)}, target(), target({call.attention!r})
 check, streamed = {check}, {"Streamed()" if call.streamed else None}
 expected = reference(stock, streamer=streamed, **WANTED)
 {_plan(call)}
@@ -280,7 +306,9 @@ def _draft(call: Call) -> str:
         size, seed = settings["draft_vocab_size"], call.d2t
         after += [f"ids = torch.randperm({call.vocab}, generator=torch.Generator().manual_seed({seed}))[:{size}]"]
         after += [f"draft.d2t.copy_(ids.sort().values - torch.arange({size}))"]
-    after += [f"draft.generation_config.gate = {call.gate}", "draft.generation_config.on_unsupported = 'error'"]
+    unsupported = "error" if call.favoured is None and call.odd is None else "plain"
+    after += [f"draft.generation_config.gate = {call.gate}"]
+    after += [f"draft.generation_config.on_unsupported = {unsupported!r}"]
     after += ["draft.generation_config.compile = 'compile'"] if call.compiles else []
     return _function("make_draft(model)", [*before, f"draft = {maker}", *after, "return draft"])
 
@@ -295,10 +323,18 @@ def _arguments(call: Call) -> str:
     if call.stop_at is not None:
         rule = "AnyLastToken" if call.stops_all else "LastToken"
         lines += [f"options['stopping_criteria'] = [{rule}{call.stop_at}]"]
-    if call.penalty is not None:
-        lines += [f"options['logits_processor'] = [ContextualPenaltyLogitsProcessor{call.penalty}]"]
+    rules = [] if call.penalty is None else [f"ContextualPenaltyLogitsProcessor{call.penalty}"]
+    rules += [] if call.favoured is None else [f"Favoured({call.favoured})"]
+    if rules:
+        lines += [f"options['logits_processor'] = [{', '.join(rules)}]"]
+    if call.trie is not None:
+        arguments = f"{call.vocab}, {call.trie}, {max(call.lengths)}, {call.end}"
+        lines += [f"options['prefix_allowed_tokens_fn'] = trie({arguments})"]
     if call.allowed is not None:
         lines += [f"options['prefix_allowed_tokens_fn'] = allowed_tokens({call.vocab}, {call.allowed})"]
+    if call.odd == "adapters":
+        names = [name for name, _ in zip(cycle(("default", "other", "__base__")), call.lengths, strict=False)]
+        lines += [f"options['adapter_names'] = {names}"]
     return _function("arguments()", [*lines, "return options"])
 
 
@@ -326,4 +362,7 @@ def _plan(call: Call) -> str:
     wanted = {"text": {}, "dict": {"return_dict_in_generate": True}, "scores": comparison.WANTED}[call.wanted]
     times, is_repeatable = 1 + (call.plan == "again"), not call.do_sample and call.limit == math.inf
     arguments = f"generate, model, {first}, expected, start, check, rerun, {times}, {wanted}, streamed, {is_repeatable}"
-    return f"rerun = lambda seed: reference(with_noise(target(), seed))\ncheck_calls({arguments})"
+    check = (
+        f"check_calls({arguments})" if call.odd is None else f"check_text_or_refusal(lambda: check_calls({arguments}))"
+    )
+    return f"rerun = lambda seed: reference(with_noise(target(), seed))\n{check}"

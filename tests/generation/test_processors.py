@@ -1,0 +1,326 @@
+"""What processors and constraints are asked about, and processors whose state changes with their calls."""
+
+import threading
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.generation.processors import why_stateful
+from hf_longspec.modeling.register_draft import DRAFTS
+from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
+from tests.tiny_targets import generate, tiny_prompts, tiny_target
+from tests.user_objects import Answer
+
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
+VOCAB, END = FEW_TOKENS["vocab_size"], 11
+LENGTHS = (13, 3, 9)
+# The rows have no words in common, and some words begin as others do.
+WORDS = [
+    [(3, 4, 5, 6, 7, 8, 3, 4), (3, 4, 5, 6, 9), (3, 7, 3, 7, 3)],
+    [(4, 4, 4, 4, 4, 4, 5), (4, 5, 6, 7), (5, 4, 4, 4)],
+    [(6, 3, 6, 3, 6, 3, 8, 8), (6, 3, 7), (7, 8, 9, 3, 3, 4)],
+]
+
+
+def tries(after_end):
+    """A constraint per row that knows its own words alone; `after_end` is the answer about rows that have ended."""
+    following = [{} for _ in WORDS]
+    for row, words in enumerate(WORDS):
+        for word in words:
+            for place, token in enumerate((*word, END)):
+                following[row].setdefault(word[:place], set()).add(token)
+
+    def allowed(row, ids):
+        text = tuple(ids[max(LENGTHS) :].tolist())
+        return after_end if END in text else sorted(following[row].get(text, ()))
+
+    return allowed
+
+
+def constrained(model, draft, lengths, after_end=(), **options):
+    input_ids, mask = tiny_prompts(VOCAB, (max(LENGTHS), *lengths[1:]))
+    options |= {"max_new_tokens": 20, "eos_token_id": END, "pad_token_id": 0, "attention_mask": mask}
+    torch.manual_seed(5)
+    return model.generate(
+        input_ids, assistant_model=draft, prefix_allowed_tokens_fn=tries(list(after_end)), **options
+    ).tolist()
+
+
+TREES = [(kind, settings) for kind, name, settings in VARIANTS if name in ("llama", "qwen3")]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [*((kind, {}) for kind in DRAFTS), *TREES], ids=str)
+def test_constraints_are_asked_what_plain_decoding_asks(target, kind, settings):
+    """An empty list, as of a text that plain decoding does not reach, is an error."""
+    model = target("llama", **FEW_TOKENS)
+    draft, plain = draft_of(kind, model, **settings), PlainDraftModel.from_target(model)
+    for lengths in (LENGTHS[:1], LENGTHS):
+        assert constrained(model, draft, lengths, do_sample=False) == constrained(
+            model, None, lengths, after_end=[0], do_sample=False
+        )
+        sampled = [constrained(model, one, lengths, do_sample=True, top_k=0) for one in (plain, draft)]
+        assert sampled[0] == sampled[1]
+
+
+REJECTION = [("specattn", {}), ("longspec_quest", {}), ("longspec_assistant", {})]
+
+
+@pytest.mark.parametrize(("kind", "settings"), REJECTION, ids=str)
+def test_chains_that_are_drawn_ask_what_plain_decoding_asks(target, kind, settings):
+    model = target("llama", **FEW_TOKENS)
+    draft = draft_of(kind, model, acceptance="rejection")
+    text = constrained(model, draft, LENGTHS, do_sample=True, temperature=1.5, top_k=0)
+    words = [tuple(token for token in row[max(LENGTHS) :] if token) for row in text]
+    assert all(word[:-1] in of_row and word[-1] == END for word, of_row in zip(words, WORDS, strict=True))
+
+
+class Successors(LogitsProcessor):
+    """Allows some successors of the last token, and knows none of an end token."""
+
+    history_window = 1
+
+    def __call__(self, input_ids, scores):
+        mask = torch.full_like(scores, -torch.inf)
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            mask[row, {**{token: [(token * 5 + 1) % 11, (token + 3) % 11, END] for token in range(11)}}[token]] = 0
+        return scores + mask
+
+
+@pytest.mark.parametrize("kind", ["longspec", "longspec_ngram", "specattn", "tokenswift"])
+@pytest.mark.parametrize("window", [1, None])
+def test_processors_are_not_asked_after_an_end_token(target, kind, window, monkeypatch):
+    """Rows that have ended before others are shown with padding, of token 0, where plain `generate` shows them."""
+    monkeypatch.setattr(Successors, "history_window", window)
+    model = target("llama", **FEW_TOKENS)
+    draft, plain = draft_of(kind, model), PlainDraftModel.from_target(model)
+    for seed in range(3):
+        more = {"lengths": (13,), "seed": seed, "eos_token_id": END, "do_sample": True, "temperature": 2.0}
+        texts = [generate(model, one, logits_processor=[Successors()], **more).tolist() for one in (plain, draft)]
+        assert texts[0] == texts[1]
+
+
+class Budget(LogitsProcessor):
+    """Forces a token at its 15th call, as a thinking budget does."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return forced(scores, self.calls)
+
+
+def forced(scores, count):
+    return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([7]), 0) if count == 15 else scores
+
+
+class OfRows(Budget):
+    """Has a list for each row."""
+
+    def __init__(self):
+        self.seen = [[] for _ in LENGTHS]
+
+    def __call__(self, input_ids, scores):
+        for row, text in zip(self.seen, input_ids, strict=False):
+            row.append(int(text[-1]))
+        return forced(scores, len(self.seen[0]))
+
+
+class OfClass(Budget):
+    count = 0
+
+    def __init__(self):
+        type(self).count = 0
+
+    def __call__(self, input_ids, scores):
+        type(self).count += 1
+        return forced(scores, self.count)
+
+
+class Slots:
+    __slots__ = ("counts",)
+
+    def __init__(self):
+        self.counts = torch.zeros(2)
+
+    def __call__(self, input_ids, scores):
+        self.counts[1] += 1
+        return forced(scores, int(self.counts[1]))
+
+
+class Drawn(Budget):
+    """Draws from a generator of its own; each of the first results is the same."""
+
+    def __init__(self):
+        self.generators = {"torch": torch.Generator().manual_seed(0), "numpy": np.random.default_rng(0)}
+
+    def __call__(self, input_ids, scores):
+        drawn = self.generators["numpy"].integers(1000) + torch.rand(1, generator=self.generators["torch"]).item()
+        return forced(scores, 15 if drawn > 800 else 1)
+
+
+class Uncopied(Budget):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Matcher(Budget):
+    """Advances an iterator that cannot be copied."""
+
+    def __init__(self):
+        self.numbers = (number for number in range(1, 99))
+
+    def __call__(self, input_ids, scores):
+        return forced(scores, next(self.numbers))
+
+
+_calls_of_module = 0
+
+
+def closure():
+    count = 0
+
+    def processor(input_ids, scores):
+        nonlocal count
+        count += 1
+        return forced(scores, count)
+
+    return processor
+
+
+def of_module():
+    global _calls_of_module
+    _calls_of_module = 0
+
+    def processor(input_ids, scores):
+        return counted(scores)
+
+    return processor
+
+
+def counted(scores):
+    global _calls_of_module
+    _calls_of_module += 1
+    return forced(scores, _calls_of_module)
+
+
+def attribute():
+    def processor(input_ids, scores):
+        processor.count += 1
+        return forced(scores, processor.count)
+
+    processor.count = 0
+    return processor
+
+
+def default():
+    def processor(input_ids, scores, seen=[]):  # noqa: B006
+        seen.append(1)
+        return forced(scores, len(seen))
+
+    return lambda input_ids, scores: processor(input_ids, scores)
+
+
+STATEFUL = {
+    Budget: r"Budget keeps state between calls \(Budget.calls changed",
+    OfRows: r"OfRows.seen changed",
+    OfClass: r"\(OfClass.count changed",
+    Slots: r"Slots.counts changed",
+    Drawn: r"keeps state between calls \(Drawn.generators.(torch|numpy)",
+    Uncopied: r"Uncopied cannot be tried out on a copy \(TypeError",
+    Matcher: r"Matcher cannot be tried out on a copy \(TypeError",
+    closure: r"function keeps state between calls \(count changed",
+    of_module: r"\(_calls_of_module changed",
+    attribute: r"\(processor.count changed",
+    default: r"\(__defaults__ of processor changed",
+}
+
+
+@pytest.mark.parametrize("make", STATEFUL, ids=lambda make: make.__name__)
+def test_processors_with_state_decode_without_the_draft(target, make):
+    """The text of stock `generate` with the user's own object, which nothing has called before; or an error."""
+    model, draft = target("llama"), NgramDraftModel.from_target(target("llama"))
+    for lengths in ((13,), LENGTHS):
+        text = generate(model, None, lengths, logits_processor=[make()], max_new_tokens=20)
+        processor = make()
+        draft.generation_config.on_unsupported = "error"
+        with pytest.raises(ValueError, match=STATEFUL[make]) as caught:
+            generate(model, draft, lengths, logits_processor=[processor])
+        assert "stateless" not in str(caught.value)
+        draft.generation_config.on_unsupported = "plain"
+        assert torch.equal(generate(model, draft, lengths, logits_processor=[processor], max_new_tokens=20), text)
+        assert draft.last_speculation.reason
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_budget_under_every_draft(target, kind):
+    model = target("llama", **FEW_TOKENS)
+    draft = draft_of(kind, model, on_unsupported="plain")
+    texts = [generate(model, one, logits_processor=[Budget()], max_new_tokens=20) for one in (None, draft)]
+    assert torch.equal(*texts) and texts[0][0, 33 + 14] == 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance_scale": 1.5},
+        {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6, 7]])},
+        {"watermarking_config": WatermarkingConfig(bias=4.0)},
+        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3, context_history_size=8)},
+    ],
+    ids=["guidance", "negative-prompt", "watermark", "synthid"],
+)
+def test_guidance_and_watermarks(target, options):
+    model = target("llama")
+    for do_sample, draft in product((False, True), (NgramDraftModel, SpecAttnDraftModel)):
+        one = draft.from_target(model)
+        texts = [generate(model, beside, (13,), do_sample=do_sample, **options) for beside in (None, one)]
+        assert torch.equal(*texts) and one.last_speculation.reason
+        one.generation_config.on_unsupported = "error"
+        with pytest.raises(ValueError, match=r"keeps state between calls|runs the target"):
+            generate(model, one, (13,), do_sample=do_sample, **options)
+
+
+def test_criteria_that_count_their_calls(plain_run):
+    """They are called once for every column, as by plain `generate`."""
+
+    def stop_at_the_ninth():
+        calls = []
+        return Answer(lambda ids, scores: calls.append(1) or torch.full((len(ids),), len(calls) >= 9))
+
+    for lengths, kind in product(((9,), LENGTHS), ("tree", "chain")):
+        run = plain_run("llama", lengths, max_new_tokens=16, stopping_criteria=[stop_at_the_ninth()])
+        assert run.sequences.shape[1] == max(lengths) + 9
+        text = run.again(run.draft(kind, luck=0.9), stopping_criteria=[stop_at_the_ninth()])
+        assert text.tolist() == run.sequences.tolist()
+
+
+class Marked:
+    """Large, and known to its owner to have no state: it is not copied."""
+
+    stateless = True
+
+    def __deepcopy__(self, memo):
+        raise AssertionError
+
+    def __call__(self, row, ids):
+        return [3, 4]
+
+
+def test_what_has_no_state(target):
+    """It reads tables, a model, a tokenizer or its own variables, and changes none."""
+    table = {"a": [torch.ones(2), np.ones(3), {1, 2}, float("nan")], "model": tiny_target("llama"), "of": Marked()}
+
+    def reads(input_ids, scores):
+        assert table["model"] is not None and VOCAB
+        return scores + table["of"](0, input_ids)[0]
+
+    processors = [reads, PrefixConstrainedLogitsProcessor(Marked(), 1)]
+    assert not list(why_stateful(processors, tiny_prompts(VOCAB, (5,))[0], target("llama"), VOCAB))
