@@ -1,10 +1,13 @@
 """Functions of tests that are called beside a method of the package."""
 
+import functools
+
 
 def before(patch, owner, name, look):
     """Call `look` with the arguments of every call of a method, first."""
     method = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: (look(*args, **kwargs), method(*args, **kwargs))[1])
+    watched = functools.wraps(method)(lambda *args, **kwargs: (look(*args, **kwargs), method(*args, **kwargs))[1])
+    patch.setattr(owner, name, watched)
 
 
 def after(patch, owner, name, look):

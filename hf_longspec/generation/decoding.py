@@ -21,12 +21,13 @@ from ..attention_backends.lengths import SeqLens, on_device
 from .cache import CACHE_NAME, SpeculativeCache, columns_of
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
+from .forward_check import check_target, why_not_hooked
 from .gate import gated
 from .inputs import Prompts
 from .masked import MASKED
 from .sampling import NoiseRows, TokenRule
 from .sequences import Outputs, Sequences, SpeculationStats
-from .support import check_target, max_length_of, refuse, refuse_unsupported, why_not
+from .support import max_length_of, refuse, refuse_unsupported, why_not, why_not_begun
 from .target import (
     PREFILL_CHAIN,
     PREFILL_CHAIN_OF_STATES,
@@ -82,9 +83,13 @@ def decode(
     target = TargetView(model, runner_of(draft.setting("compile"), model, draft, input_ids.device))
     tokens = input_ids.long()  # the type of generated tokens
     refuse_unsupported(target, draft, tokens, generation_config, model_kwargs)
-    max_length = max_length_of(generation_config, target, tokens.shape[1])
-    prompts = Prompts(target, tokens, generation_config, model_kwargs, max_length)
-    if (reason := why_not(prompts, logits_processor)) is not None:
+    if (reason := why_not_begun(tokens, generation_config, model_kwargs)) is None:
+        max_length = max_length_of(generation_config, target, tokens.shape[1])
+        prompts = Prompts(target, tokens, generation_config, model_kwargs, max_length)
+        reason = why_not(prompts, logits_processor)
+        if reason is None and draft.setting("check_target"):
+            reason = why_not_hooked(prompts, draft.num_tree_nodes(target))
+    if reason is not None:
         stats = _say_why_not(draft, reason)
         processing = logits_processor, stopping_criteria, generation_config
         with target.lock():  # a call in another thread may have switched the attention

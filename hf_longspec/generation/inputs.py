@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from .cache import CACHE_NAME, SpeculativeCache, has_gaps
+from .hooks import bare
 from .masked import PlainForwards
 from .target import TargetView
 from .target_modules import before_forward
@@ -157,7 +158,7 @@ class Prompts:
         """
         if not self.inputs:
             return [len(prompt) for prompt in self._new]
-        model = self.target.model
+        model = bare(self.target.model)
         inputs, positions = self._first_forward(DynamicCache(config=self.target.config), self._new)
         arguments = decoder_arguments(model, inputs)
         embedded, used = (arguments.get(name) for name in ("inputs_embeds", "position_ids"))

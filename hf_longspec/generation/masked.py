@@ -27,6 +27,7 @@ from ..attention_backends.contexts import TreeContext
 from ..attention_backends.lengths import on_device
 from .cache import CACHE_NAME, IndexedLayer, SpeculativeCache
 from .draft_tree import DraftTree
+from .hooks import bare
 from .recurrent_states import INDEXED_LAYERS, has_states
 from .target_modules import logits_under, shape_of
 from .traits import LayerTraits, cut_by_the_stock_cache, ignores_zeros, try_backends
@@ -195,7 +196,7 @@ def masks_of(context: Any, config: Any, num_slots: int) -> dict[str, Tensor]:
 def try_mask(model: PreTrainedModel, config: Any) -> LayerTraits:
     """Verify a tree after two short prompts, and compare its logits with those of single tokens."""
     try:
-        gap, padded_gap, spread = _gaps(model, config)
+        gap, padded_gap, spread = _gaps(bare(model), config)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -235,9 +236,9 @@ def _gaps(model: PreTrainedModel, config: Any) -> tuple[float, float, float]:
     for row, length in enumerate(TRIAL_PROMPTS):
         for path in ((0, 1, 2), (0, 3, 4)):
             alone, prompt = SpeculativeCache(config, 1, length + len(path)), tokens[row : row + 1, :length]
-            _plain(model, alone, prompt)
+            plain_logits(model, alone, prompt)
             for node in path:
-                logits.append(_plain(model, alone, nodes[row : row + 1, node : node + 1])[0, -1])
+                logits.append(plain_logits(model, alone, nodes[row : row + 1, node : node + 1])[0, -1])
                 differences.append(_difference(verified[row, node], logits[-1]))
         padded.append(_difference(_after_padding(model, config, prompt, nodes[row : row + 1, :1]), logits[-3]))
     spread = torch.stack(logits).float()
@@ -249,7 +250,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).masked_fill(one == other, 0).abs().max())
 
 
-def _plain(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, **more: Any) -> Tensor:
+def plain_logits(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, **more: Any) -> Tensor:
     """Logits of tokens `(B, N)` after those of the cache, in a forward as plain `generate` runs it."""
     start = cache.get_seq_length()
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -262,7 +263,7 @@ def _plain(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, **mo
 
 def _after_prompts(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, tree: DraftTree) -> Tensor:
     """Logits of the nodes of a tree after the prompts of a trial, whose rows have different lengths."""
-    _plain(model, cache, tokens[:, : max(TRIAL_PROMPTS)])
+    plain_logits(model, cache, tokens[:, : max(TRIAL_PROMPTS)])
     cache.set_lengths(TRIAL_PROMPTS)
     positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
     cache.stage(tree.num_nodes, tree)
@@ -297,11 +298,11 @@ def _after_padding(model: PreTrainedModel, config: Any, prompt: Tensor, token: T
 @torch.no_grad()
 def ignores_zeros_by_logits(model: PreTrainedModel, config: Any, name: str) -> bool:
     """Return whether zeros as input `name` change no logit of a short prompt."""
-    tokens = torch.arange(FIRST_TOKEN, LAST_TOKEN, device=model.device)[None]
+    model, tokens = bare(model), torch.arange(FIRST_TOKEN, LAST_TOKEN, device=model.device)[None]
     caches = (SpeculativeCache(config, 1, tokens.shape[1]) for _ in range(2))
     try:
         without, with_zeros = (
-            _plain(model, cache, tokens, **more)
+            plain_logits(model, cache, tokens, **more)
             for cache, more in zip(caches, ({}, {name: torch.zeros_like(tokens)}), strict=True)
         )
     except Exception:  # it refuses this input, so nothing is known

@@ -1,7 +1,8 @@
 """The route from `model.generate(..., assistant_model=draft)` to the decoding loop of this package.
 
-It is a removable patch: two methods of `GenerationMixin` are wrapped once per process. `_assisted_decoding` leads to
-the loop, and `_validate_generation_mode` refuses before `generate` builds a cache. Drafts are recognised by their
+It is a removable patch: two methods of `GenerationMixin` and one function of pipelines are wrapped once per process.
+`_assisted_decoding` leads to the loop, `_validate_generation_mode` refuses before `generate` builds a cache, and
+`load_assistant_model` loads the draft of a pipeline. Drafts are recognised by their
 attribute `_is_longspec_draft`, because an installed copy of this package and one loaded from the Hub have different
 classes. All other assistants run the functions of transformers.
 """
@@ -14,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedConfig
+from transformers.pipelines import base as pipelines
 
 from .support import refuse
 from .target import TargetView
@@ -24,11 +26,13 @@ _STOCK = "_longspec_stock"
 readers: list[Callable[[dict[str, Any]], Any]] = []
 # Drafts that calls gave by their names, for each target.
 _named: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+_OWNERS = {"_assisted_decoding": GenerationMixin, "_validate_generation_mode": GenerationMixin}
+_OWNERS |= {"load_assistant_model": pipelines}
 
 
 def install() -> None:
     """Route the drafts of this package to their loop. Repeating it, also from another copy, changes nothing."""
-    decode, validate = stock_assisted_decoding(), _stock("_validate_generation_mode")
+    stock = decode, validate, load = tuple(map(_stock, _OWNERS))
 
     @functools.wraps(decode)
     def assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,16 +57,24 @@ def install() -> None:
                 self._is_stateful = False  # states that the loop can verify and roll back
         validate(self, mode, config, mode_kwargs)
 
-    setattr(assisted_decoding, _STOCK, decode)
-    setattr(validate_generation_mode, _STOCK, validate)
-    GenerationMixin._assisted_decoding = assisted_decoding
-    GenerationMixin._validate_generation_mode = validate_generation_mode
+    @functools.wraps(load)
+    def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> Any:
+        is_name = isinstance(assistant_model, str | os.PathLike)
+        draft = _draft_of(assistant_model, model, or_none=True) if is_name else assistant_model
+        if getattr(draft, "_is_longspec_draft", False):  # its vocabulary is that of the model
+            return draft, None
+        return load(model, assistant_model, assistant_tokenizer)
+
+    patches = assisted_decoding, validate_generation_mode, load_assistant_model
+    for (name, owner), function, patch in zip(_OWNERS.items(), stock, patches, strict=True):
+        setattr(patch, _STOCK, function)
+        setattr(owner, name, patch)
 
 
 def uninstall() -> None:
     """Restore the functions of transformers."""
-    GenerationMixin._assisted_decoding = stock_assisted_decoding()
-    GenerationMixin._validate_generation_mode = _stock("_validate_generation_mode")
+    for name, owner in _OWNERS.items():
+        setattr(owner, name, _stock(name))
 
 
 def is_installed() -> bool:
@@ -75,10 +87,11 @@ def stock_assisted_decoding() -> Any:
     return _stock("_assisted_decoding")
 
 
-def _draft_of(name: str | os.PathLike | type, target: Any) -> Any:
+def _draft_of(name: str | os.PathLike | type, target: Any, or_none: bool = False) -> Any:
     """Return the draft of a folder or Hub id, loaded once for each target. No code of a repository is run.
 
-    It is a saved one, or a checkpoint of another project that a draft of the installed package reads.
+    It is a saved one, or a checkpoint of another project that a draft of the installed package reads. A repository that
+    is no draft is refused, or with `or_none` the result is `None`.
     """
     if isinstance(name, type):
         raise ValueError(
@@ -98,6 +111,8 @@ def _draft_of(name: str | os.PathLike | type, target: Any) -> Any:
         draft: Any = MODEL_MAPPING.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
         if not getattr(draft, "_is_longspec_draft", False):
             draft = next((found for reader in readers if (found := reader(config)) is not None), None)
+        if draft is None and or_none:
+            return None
         if draft is None:
             raise ValueError(
                 f"assistant_model={name!r} has model_type={kind!r} and is not a draft. For a small language model, "
@@ -108,5 +123,5 @@ def _draft_of(name: str | os.PathLike | type, target: Any) -> Any:
 
 
 def _stock(name: str) -> Any:
-    current = getattr(GenerationMixin, name)
+    current = getattr(_OWNERS[name], name)
     return getattr(current, _STOCK, current)

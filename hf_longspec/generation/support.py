@@ -1,35 +1,24 @@
-"""Checks of a call: of its arguments before any work is done, and of the target before the first token.
+"""Checks of the arguments of a call, before any work is done.
 
 - [`refuse_unsupported`] raises errors: unsupported targets, wrong settings, contradictory arguments.
-- [`why_not`] returns a reason if model and draft fit and only this call cannot use the draft. The setting
-  `on_unsupported` of the draft decides whether the call then runs without the draft or is an error.
-- [`check_target`] compares tree verification with a plain forward after the prompt, once per kind of target.
-
-[`check_target`] runs after the prefix of the longest row. It verifies a tree with two branches: the last tokens of the
-prompt, and before them the same tokens in reverse. The logits of the former must equal those of a plain forward over
-the same tokens under the model's own attention. They do not if the tree is verified without `position_ids`, the tree
-mask, a softcap, sinks, or a window that is shorter than the prefix.
+- [`why_not_begun`] and [`why_not`] return a reason if model and draft fit and only this call cannot use the draft. The
+  setting `on_unsupported` of the draft decides whether the call then runs without the draft or is an error.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.utils import logging
 
-from .cache import CACHE_NAME, SpeculativeCache
-from .draft_tree import DraftTree
+from .cache import CACHE_NAME
 from .inputs import TOKEN_TYPES, Prompts, inputs_beside_tokens, names_of, of_every_forward
 from .masked import MASKED, first_count_that_matters
 from .processors import why_stateful
 from .recurrences import has_input_bias, ignores_earlier_states
 from .target import TargetView
 from .user_cache import refuse_cache, why_not_stored
-
-logger = logging.get_logger(__name__)
 
 # Settings that `generate` passes on to the assistants of transformers.
 ASSISTANT_SETTINGS = (
@@ -45,17 +34,6 @@ ASSISTANT_SETTINGS = (
     "target_lookbehind",
     "use_mtp",
 )
-
-# Number of tokens that are compared. The tree has one node less than twice this number.
-NUM_TOKENS = 4
-
-# Largest difference of two logits, relative to their standard deviation. Measured on the tiny targets of the tests:
-# at most 4e-6 in float32; at least 0.6 without the window, the softcap, the sinks, the positions or the mask.
-TOLERANCE = 0.02
-# In half precision, rounding changes logits (0.07 in bfloat16) and the choice of experts in near-ties (0.8, gpt_oss).
-HALF_TOLERANCE = 0.5
-
-_checked: set[tuple[Any, ...]] = set()
 
 
 def refuse_unsupported(
@@ -73,10 +51,10 @@ def refuse_unsupported(
     draft.check(target)
     if config.do_sample:
         draft.check_sampling()
-    _refuse_inputs(target, input_ids, config, model_kwargs)
     _refuse_assistant_settings(config, target.model.generation_config)
-    cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
-    refuse_cache(cache, input_ids, mask, target.config)
+    if why_not_begun(input_ids, config, model_kwargs) is None:
+        _refuse_inputs(target, input_ids, model_kwargs)
+        refuse_cache(model_kwargs.get(CACHE_NAME), input_ids, model_kwargs.get("attention_mask"), target.config)
 
 
 def _why_not_fixed(target: TargetView) -> str | None:
@@ -87,6 +65,25 @@ def _why_not_fixed(target: TargetView) -> str | None:
     if target.has_states:
         return f"recurrent states, which {name} has"
     return f"{name}, whose nodes are verified by a mask that grows with the text" if target.way is MASKED else None
+
+
+def why_not_begun(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+    """Return why the loop has no prompts or results as these arguments ask for, and what to do; `None` if it has."""
+    if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
+        return "inputs_embeds is not supported with a draft. Pass input_ids."
+    if not model_kwargs.get("use_cache", True):
+        return "use_cache=False is not supported with a draft. Drop the argument."
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name) and config.return_dict_in_generate:
+            return f"{name}=True is not supported with a draft. Run the model once on out.sequences to get them."
+    mask = model_kwargs.get("attention_mask")
+    empty = [] if mask is None else (mask == 0).all(-1).nonzero().flatten().tolist()
+    if empty:
+        return (
+            f"attention_mask is 0 everywhere in the rows {empty}, whose text depends on the padding. Drop these rows, "
+            "or begin each with a token."
+        )
+    return None
 
 
 def why_not(prompts: Prompts, processors: LogitsProcessorList) -> str | None:
@@ -291,25 +288,7 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
                     )
 
 
-def _refuse_inputs(
-    target: TargetView, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> None:
-    if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
-        raise ValueError(
-            "inputs_embeds is not supported with a draft. Pass input_ids, or call generate() without a draft."
-        )
-    if not model_kwargs.get("use_cache", True):
-        raise ValueError("use_cache=False is not supported with a draft. Drop the argument.")
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(config, name) and config.return_dict_in_generate:
-            raise ValueError(
-                f"{name}=True is not supported with a draft. Run the model once on out.sequences to get them."
-            )
-    if (layers := getattr(config, "dola_layers", None)) is not None:
-        raise ValueError(
-            f"dola_layers={layers!r} is not supported with a draft. Drop dola_layers, or call generate() without "
-            "assistant_model."
-        )
+def _refuse_inputs(target: TargetView, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(
@@ -345,7 +324,15 @@ def _refuse_inputs(
 
 
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
-    """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`."""
+    """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`.
+
+    `dola_layers` is refused too: plain `generate` does not serve it, as the code for it is in a repository.
+    """
+    if (layers := getattr(config, "dola_layers", None)) is not None:
+        raise ValueError(
+            f"dola_layers={layers!r} is not supported with a draft. Drop dola_layers, or call generate() without "
+            "assistant_model."
+        )
     defaults = GenerationConfig._get_default_generation_params()  # values that `generate` fills in by itself
     settings = {name: getattr(config, name, None) for name in ASSISTANT_SETTINGS}
     for name, value in settings.items():
@@ -362,124 +349,3 @@ def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: i
     if limit is None:
         raise ValueError("generation has no length limit. Pass max_new_tokens or max_length.")
     return max(limit, prompt_length + 1)
-
-
-def check_target(
-    target: TargetView,
-    cache: SpeculativeCache,
-    texts: Sequence[torch.Tensor],
-    limit: int,
-    logits: torch.Tensor | None = None,
-) -> None:
-    """Compare verification and plain forward after the longest row of `cache`, once per process and kind of target.
-
-    A kind is given by class, config, dtype of the weights and attention implementation, and by whether there is room
-    for a tree of more than a root. The check runs the last few tokens of one of the `texts`, at positions below
-    `limit`, and writes only to free slots of the cache. Call it outside of [`TargetView.attention`].
-
-    With `logits` `(batch, vocab)` of the last token of every text, from one forward over the text with images and the
-    like, it also verifies the end of a text that is not in the cache, which must run without these inputs.
-
-    Raises:
-        ValueError: If the logits disagree in float32. In other precisions a warning is logged.
-    """
-    row = max(range(cache.batch_size), key=cache.lengths.host.__getitem__)
-    start = cache.lengths.host[row]
-    # A draft that only verifies roots pays for no more.
-    slots = min(cache.tree_slots, cache.max_length + cache.tree_slots - start)
-    count = max(1, min(NUM_TOKENS, len(texts[row]), limit - start, (slots + 1) // 2))
-    implementation, settings = str(target.config._attn_implementation), target.config.to_json_string(use_diff=False)
-    dtype = target.model.dtype, torch.is_autocast_enabled(texts[row].device.type)
-    kind = type(target.model), *dtype, implementation, settings, logits is not None, count > 1
-    if kind in _checked:
-        return
-    chain = texts[row][None, -count:]
-    tree, nodes = _two_branches(chain)
-    positions = torch.arange(start, start + count, device=chain.device)[None]
-    view = _row_of(cache, row, target, room=tree.num_nodes)
-    # one token at a time, as plain generate does: with states, some functions for several tokens differ from it, and
-    # the choice of an indexer depends on the number of tokens if there are ties
-    is_single = target.has_states or target.way is MASKED
-    parts = [slice(i, i + 1) for i in range(count)] if is_single else [slice(None)]
-    steps = ({"input_ids": chain[:, part], "position_ids": view.position_ids(positions[:, part])} for part in parts)
-    logits_of = [target.model(**step, **{CACHE_NAME: view}, use_cache=True).logits for step in steps]
-    plain = torch.cat(logits_of, 1)
-    view = _row_of(cache, row, target, room=tree.num_nodes)
-    with target.attention():
-        verified = target.verify(tree, view).logits[:, nodes]
-    _compare(target, verified.float(), plain.to(verified.device).float())
-    if logits is not None:
-        end = texts[row][None, start:]
-        view = _row_of(cache, row, target, room=end.shape[1])
-        with target.attention():
-            verified = target.verify(DraftTree.chain(end), view).logits[:, -1]
-        _compare(target, verified.float(), logits[row, None].to(verified.device).float())
-    _checked.add(kind)
-
-
-def _two_branches(chain: torch.Tensor) -> tuple[DraftTree, list[int]]:
-    """Return a tree of `chain` `(1, n)` and a wrong branch, whose nodes come first, and the indices of the chain."""
-    drafted = chain.shape[1] - 1
-    tokens = torch.cat([chain[:, :1], chain[:, 1:].flip(1), chain[:, 1:]], dim=1)
-    branch = list(range(1, drafted))
-    parents = [-1, *[0, *branch][:drafted], *[0, *(node + drafted for node in branch)][:drafted]]
-    tree = DraftTree(
-        tokens,
-        torch.tensor([parents], device=chain.device),
-        torch.ones_like(tokens, dtype=torch.bool),
-        max_depth=drafted,
-    )
-    return tree, [0, *range(drafted + 1, 2 * drafted + 1)]
-
-
-def _row_of(cache: SpeculativeCache, row: int, target: TargetView, room: int) -> SpeculativeCache:
-    """Return one row of a cache as a separate cache over the same buffers, which writes after the committed tokens."""
-    length = cache.lengths.host[row]
-    view = SpeculativeCache(target.config, 1, length + room, tree_slots=room)
-    for view_state, state in zip(view.state_layers, cache.state_layers, strict=True):
-        view_state.put(state.copied(row))
-    for view_layer, layer in zip(view.key_layers, cache.key_layers, strict=True):
-        if layer.is_initialized:
-            view_layer.keys, view_layer.values = layer.keys[row : row + 1], layer.values[row : row + 1]
-            view_layer.device, view_layer.is_initialized = layer.keys.device, True
-    view.set_lengths([length])
-    view.rows.offsets = None if cache.rows.offsets is None else cache.rows.offsets[row : row + 1]
-    return view
-
-
-def _compare(target: TargetView, verified: torch.Tensor, plain: torch.Tensor) -> None:
-    is_same = (verified == plain) | (verified.isnan() & plain.isnan())  # also where a model masks tokens with -inf
-    gap = (verified - plain).masked_fill(is_same, 0).abs().max().item()
-    if gap == 0:
-        return
-    spread = plain[plain.isfinite()].std().item()
-    is_exact = not torch.is_autocast_enabled(verified.device.type) and _computes_exactly(target.model)
-    tolerance = (TOLERANCE if is_exact else HALF_TOLERANCE) * spread
-    if gap <= tolerance:
-        return
-    name = type(target.model).__name__
-    difference = (
-        f"the logits of a verified tree and of a plain forward over the same tokens differ by up to {gap:.3g}; the "
-        f"tolerance is {tolerance:.3g} ({tolerance / spread if spread else math.nan:.3g} of their standard deviation)"
-    )
-    if is_exact:
-        raise ValueError(
-            f"{name} cannot be verified: {difference}. It may ignore position_ids, the tree mask or its own "
-            "sliding window. Call generate() without assistant_model, and report the model. "
-            "draft.generation_config.check_target = False skips this check, and the text may then be wrong."
-        )
-    logger.warning(
-        "%s: %s. In this precision, rounding or another choice of experts can be the cause. Compare in float32, or "
-        "check the text with hf_longspec.audit.",
-        name,
-        difference,
-    )
-
-
-def _computes_exactly(model: torch.nn.Module) -> bool:
-    """Return whether the model computes in float32: no half precision, no quantised weights or activations, no TF32."""
-    if getattr(model, "is_quantized", False) or torch.get_float32_matmul_precision() != "highest":
-        return False
-    if any(hasattr(module, "_packed_params") for module in model.modules()):  # torch's dynamic int8
-        return False
-    return all(weight.dtype in (torch.float32, torch.float64) for weight in model.parameters())

@@ -36,6 +36,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..attention_backends.interface import REFUSED
 from .cache import CACHE_NAME, Rows, SpeculativeCache
+from .hooks import bare
 from .recurrent_states import StateLayer, layers_of
 
 KEEPS, RECOMPUTES, FORGETS = "keeps", "recomputes", "forgets"
@@ -325,7 +326,7 @@ def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, A
 
     Both get the positions of the first tokens, and the inputs `more`.
     """
-    trial, cache = AttentionProbe(offset), DummyCache(config, offset)
+    model, trial, cache = bare(model), AttentionProbe(offset), DummyCache(config, offset)
     device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights offloaded to disk
     positions = torch.arange(QUERIES, device=device)[None]
     inputs = {"position_ids": positions, CACHE_NAME: cache, "use_cache": True}

@@ -40,7 +40,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "target": ("generation/target", "generation/sparse_caches"),
     "drafter": ("generation/drafter",),
     "gate": ("generation/gate",),
-    "support": ("generation/inputs", "generation/support"),
+    "support": ("generation/inputs", "generation/forward_check", "generation/support"),
     "decoding": ("generation/decoding", "generation/route"),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec import NgramDraftModel
 from hf_longspec.cli.serve import DraftServe
+from tests.watching import before
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 NEW, POSITIONS = 24, 700
@@ -124,20 +125,15 @@ def test_two_clients_at_once(server, expected):
     assert answers == list(map(expected, questions))
 
 
-def test_a_further_turn_reads_the_new_tokens_only(server, expected):
+def test_a_further_turn_reads_the_new_tokens_only(server, expected, monkeypatch):
     document = "one two three four five six seven eight nine ten. " * 4
     lengths = []
-    hook = server.target.model.register_forward_pre_hook(
-        lambda module, args, kwargs: lengths.append((kwargs.get("input_ids", kwargs.get("inputs_embeds"))).shape[1]),
-        with_kwargs=True,
-    )
-    try:
-        for question in ("one two", "nine ten, nine ten, nine"):
-            lengths.clear()
-            assert streamed(server, document + question) == expected(document + question)
-            longest = max(lengths)
-    finally:
-        hook.remove()
+    see = lambda _, *args, **kwargs: lengths.append(kwargs.get("input_ids", kwargs.get("inputs_embeds")).shape[1])  # noqa: E731
+    before(monkeypatch, type(server.target.model), "forward", see)
+    for question in ("one two", "nine ten, nine ten, nine"):
+        lengths.clear()
+        assert streamed(server, document + question) == expected(document + question)
+        longest = max(lengths)
     assert longest < 50 < len(document)
 
 

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import compiled_steps as compiled
 from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.watching import before
 
 
 @dataclass
@@ -73,19 +74,16 @@ def plain_run():
 
 
 @pytest.fixture
-def widths():
+def widths(monkeypatch):
     """`widths(model)`: a list that gets the number of tokens of a row in each forward of the model."""
-    handles = []
 
     def watch(model):
         found = []
-        see = lambda _, args, kwargs: found.append(kwargs["input_ids"].shape[1])  # noqa: E731
-        handles.append(model.register_forward_pre_hook(see, with_kwargs=True))
+        see = lambda one, **kwargs: found.append(kwargs["input_ids"].shape[1]) if one is model else None  # noqa: E731
+        before(monkeypatch, type(model), "forward", see)  # a hook that keeps state would be found
         return found
 
-    yield watch
-    for handle in handles:
-        handle.remove()
+    return watch
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.user_objects import Recorder
 def refused(model, draft, message, **options):
     """`generate` raises ValueError with `message` and leaves no trace; returns the message."""
     inputs = {"max_new_tokens": 6, "do_sample": False, "streamer": Recorder()} | options
-    if "input_ids" not in inputs and "inputs_embeds" not in inputs:
+    if "input_ids" not in inputs:
         inputs["input_ids"], inputs["attention_mask"] = tiny_prompts(128, (9,))
         inputs |= {name: value for name, value in options.items() if name == "attention_mask"}
     before = state_of(model), state_of(draft)
@@ -121,14 +121,6 @@ class OldModel(PreTrainedModel, GenerationMixin):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_cache": False}, "use_cache=False.*Drop"),
-        *(
-            (
-                {name: True, "return_dict_in_generate": True},
-                f"{name}=True is not supported with a draft.*Run the model once on out.sequences",
-            )
-            for name in ("output_attentions", "output_hidden_states")
-        ),
         # plain generate refuses it too, as the code for it is in a repository
         ({"dola_layers": "high"}, "dola_layers='high'.*Drop dola_layers"),
         ({"position_ids": torch.tensor([list(range(5, 14))])}, r"position_ids of shape \(1, 9\)"),
@@ -146,13 +138,6 @@ def test_options(llama, options, message):
 
 
 class TestInputs:
-    def test_embeddings_instead_of_tokens(self, llama):
-        embeddings = llama.get_input_embeddings()(tiny_prompts(128, (9,))[0])
-        draft = PlainDraftModel.from_target(llama)
-        for more in ({}, {"input_ids": tiny_prompts(128, (9,))[0]}):
-            message = refused(llama, draft, "inputs_embeds", inputs_embeds=embeddings, **more)
-            assert "Pass input_ids" in message
-
     @pytest.mark.parametrize(
         ("mask", "message"),
         [

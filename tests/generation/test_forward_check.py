@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from hf_longspec import NgramDraftModel, PlainDraftModel
 from hf_longspec.attention_backends.contexts import TreeContext
-from hf_longspec.generation import support, target
+from hf_longspec.generation import forward_check, target
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.traits import LayerTraits
@@ -50,7 +50,7 @@ class Counted(LlamaForCausalLM):
 
 @pytest.fixture(autouse=True)
 def nothing_was_checked(monkeypatch):
-    monkeypatch.setattr(support, "_checked", set())
+    monkeypatch.setattr(forward_check, "_checked", set())
     Counted.forwards.clear()
 
 
@@ -80,7 +80,7 @@ def gap_of(model, lengths, monkeypatch):
     """Largest gap between logits in the check, over their standard deviation."""
     found = []
     monkeypatch.setattr(
-        support,
+        forward_check,
         "_compare",
         lambda target, verified, plain: found.append((verified - plain).abs().max().item() / plain.std().item()),
     )
@@ -90,19 +90,20 @@ def gap_of(model, lengths, monkeypatch):
 
 @pytest.mark.parametrize("name", TINY_TARGETS)
 def test_every_target_passes_by_far(name, monkeypatch):
-    assert gap_of(tiny_target(name), RAGGED, monkeypatch) < support.TOLERANCE / 100
+    assert gap_of(tiny_target(name), RAGGED, monkeypatch) < forward_check.TOLERANCE / 100
 
 
 def test_it_runs_after_the_longest_prefix(monkeypatch):
     """Against one forward without a cache over that row."""
     model, found = tiny_target("gemma3"), []
-    monkeypatch.setattr(support, "_compare", lambda target, verified, plain: found.append(plain))
+    monkeypatch.setattr(forward_check, "_compare", lambda target, verified, plain: found.append(plain))
     generate(model, RAGGED)
     input_ids, attention_mask = tiny_prompts(128, RAGGED)
-    row = input_ids[attention_mask.sum(1).argmax()]
+    longest = attention_mask.sum(1).argmax()
+    row = input_ids[longest]
     with torch.no_grad():
         whole = model(torch.cat([row[:-1], row[-4:]])[None]).logits[:, -4:]
-    torch.testing.assert_close(found[0], whole, **rounding(whole, model.config.num_hidden_layers))
+    torch.testing.assert_close(found[0][longest, None], whole, **rounding(whole, model.config.num_hidden_layers))
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [(IgnoresPositions, ONE), (SeesTheFuture, RAGGED)])
@@ -160,13 +161,13 @@ def test_logits_that_are_no_numbers_are_compared(kind):
     """The text is that of stock `generate`, also where that is not sensible."""
     model = as_class(kind)
     assert torch.equal(generate(model, RAGGED), generate_text(model, None, RAGGED))
-    support._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
+    forward_check._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
     with pytest.raises(ValueError, match="cannot be verified"):
-        support._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]))
+        forward_check._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]))
 
 
 class TestHowOften:
-    @pytest.mark.parametrize(("draft", "sizes"), [(PlainDraftModel, [1, 1]), (NgramDraftModel, [4, 7])])
+    @pytest.mark.parametrize(("draft", "sizes"), [(PlainDraftModel, [3, 3]), (NgramDraftModel, [12, 21])])
     def test_once_per_kind_at_the_cost_of_two_small_forwards(self, draft, sizes):
         model = as_class(Counted)
         draft = draft.from_target(model, gate=False)  # a second call would begin with other steps
@@ -177,7 +178,7 @@ class TestHowOften:
         Counted.forwards.clear()
         generate(model, RAGGED, draft)
         assert first[0] == Counted.forwards[0] == 3 * 32  # the prefill
-        # one row: a chain of as many tokens as fit into the draft's trees, and a tree with two branches
+        # three rows: a chain of as many tokens as fit into the draft's trees, and a tree with two branches
         assert first[1:3] == sizes and first[3:] == Counted.forwards[1:]
         Counted.forwards.clear()
         generate(as_class(Counted, seed=1), ONE, draft)  # other weights of the same kind
@@ -203,14 +204,14 @@ def test_there_is_room_for_it(lengths, new):
     model = tiny_target("gemma3")
     text = generate_text(model, None, lengths, max_new_tokens=new)
     for draft in (PlainDraftModel, NgramDraftModel):
-        support._checked.clear()
+        forward_check._checked.clear()
         assert torch.equal(generate(model, lengths, draft.from_target(model), max_new_tokens=new), text)
-        assert len(support._checked) == 1
+        assert len(forward_check._checked) == 1
 
 
 def test_half_precision_warns_once(monkeypatch, blind):
     told = []
-    monkeypatch.setattr(support.logger, "warning", lambda *message: told.append(message))
+    monkeypatch.setattr(forward_check.logger, "warning", lambda *message: told.append(message))
     generate(tiny_target("llama", dtype=torch.bfloat16))
     assert not told
     model = as_class(IgnoresPositions, dtype=torch.bfloat16)
@@ -223,15 +224,15 @@ def test_half_precision_warns_once(monkeypatch, blind):
 def test_autocast_is_another_precision(monkeypatch):
     """It is checked apart from float32, and differences of half precision are no reason to refuse."""
     model, found = tiny_target("gemma2"), []  # eager attention, which rounds the probabilities
-    monkeypatch.setattr(support, "TOLERANCE", 1e-3)
-    compare = support._compare
-    monkeypatch.setattr(support, "_compare", lambda *args: found.append(args) or compare(*args))
+    monkeypatch.setattr(forward_check, "TOLERANCE", 1e-3)
+    compare = forward_check._compare
+    monkeypatch.setattr(forward_check, "_compare", lambda *args: found.append(args) or compare(*args))
     for half in (False, True, True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
             generate(model)
     assert len(found) == 2
     gaps = [(one - other).abs().max() / other.std() for _, one, other in found]
-    assert gaps[0] < 1e-4 and 1e-3 < gaps[1] < support.HALF_TOLERANCE
+    assert gaps[0] < 1e-4 and 1e-3 < gaps[1] < forward_check.HALF_TOLERANCE
 
 
 # the successor of torch's own quantization is another package
@@ -240,7 +241,7 @@ def test_quantised_activations_are_no_reason_to_refuse(monkeypatch):
     """A token's logits depend on the other tokens of its forward, also without a tree."""
     model = torch.ao.quantization.quantize_dynamic(tiny_target("llama"), {torch.nn.Linear}, dtype=torch.qint8)
     with monkeypatch.context() as patch:
-        assert gap_of(model, RAGGED, patch) > support.TOLERANCE
-    support._checked.clear()
+        assert gap_of(model, RAGGED, patch) > forward_check.TOLERANCE
+    forward_check._checked.clear()
     generate(model, RAGGED)
-    assert len(support._checked) == 1
+    assert len(forward_check._checked) == 1

@@ -38,6 +38,7 @@ def test_importing_installs_it_once_and_uninstalling_restores_the_very_function(
     for _ in range(2):
         route.uninstall()
         assert GenerationMixin._assisted_decoding is stock and not route.is_installed()
+        assert not any(hasattr(getattr(owner, name), route._STOCK) for name, owner in route._OWNERS.items())
 
 
 def test_several_samples_of_each_prompt():

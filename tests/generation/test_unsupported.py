@@ -69,7 +69,12 @@ def check_plain(make_model, reason, call, draft_class, route="assistant_model", 
         assert torch.equal(out.sequences, stock.sequences) and out.speculation is spent
         assert all(map(torch.equal, out.scores, stock.scores))
         assert type(out.past_key_values) is type(stock.past_key_values)
-        check_same_cache(out.past_key_values, stock.past_key_values)
+        if stock.past_key_values is not None:
+            check_same_cache(out.past_key_values, stock.past_key_values)
+        for field in ("hidden_states", "attentions"):
+            assert (getattr(out, field) is None) == (getattr(stock, field) is None)
+            steps = zip(getattr(out, field) or (), getattr(stock, field) or (), strict=True)
+            assert all(torch.equal(*layer) for step in steps for layer in zip(*step, strict=True))
     if CACHE_NAME in given:
         check_same_cache(given[CACHE_NAME], expected[CACHE_NAME])
 
@@ -157,6 +162,36 @@ def test_ways_of_storing(target, name, monkeypatch):
     call = {"input_ids": input_ids, "attention_mask": mask, "cache_implementation": name}
     check_unsupported(lambda: model, reason, call)
     assert len(made) == 2  # the refused call made none
+
+
+EMPTY_ROW = torch.tensor([[0] * 9, [0] * 3 + [1] * 6, [1] * 9])
+
+
+def arguments_of(name, model):
+    """Arguments of a call of three rows, and a part of the reason."""
+    input_ids, mask = tiny_prompts(128, (7, 9, 3))
+    call = {"input_ids": input_ids, "attention_mask": mask}
+    embeddings = {"inputs_embeds": model.get_input_embeddings()(input_ids).detach() + 0.1, "attention_mask": mask}
+    return {
+        "embeddings": (embeddings, "inputs_embeds is not supported with a draft. Pass input_ids"),
+        "embeddings and tokens": (call | embeddings, "inputs_embeds is not supported"),
+        "hidden states": (call | {"output_hidden_states": True}, "output_hidden_states=True.*Run the model once"),
+        "attentions": (call | {"output_attentions": True}, "output_attentions=True.*Run the model once"),
+        "no cache": (call | {"use_cache": False}, "use_cache=False.*Drop"),
+        "empty row": (call | {"attention_mask": EMPTY_ROW}, r"attention_mask is 0 everywhere in the rows \[0\]"),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["embeddings", "embeddings and tokens", "hidden states", "attentions", "no cache", "empty row"]
+)
+def test_what_plain_decoding_serves(name):
+    def make():
+        return tiny_target("llama", attn_implementation="eager")  # sdpa returns no attentions
+
+    call, reason = arguments_of(name, make())
+    check_unsupported(make, reason, call)
+    check_plain(make, reason, call, NgramDraftModel, do_sample=True)
 
 
 def test_arguments_that_would_not_reach_the_model(target):

@@ -32,6 +32,7 @@ _DRAFTS: dict[str, tuple[Any, dict[str, Any]]] = {
     # the target drafts for itself over a window
     "assistant": (AssistantDraftModel, {"num_assistant_tokens": 3, "window": 16, "sinks": 2}),
 }
+ALL_KINDS = tuple(_DRAFTS)
 KINDS = ("plain", "ngram", "specattn", "longspec", "tokenswift", "partial")
 
 

@@ -1,12 +1,15 @@
 """Targets that are not a plain model in memory: adapters, offloading, quantisation, pipelines."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, pipeline
 
-from tests.robustness.drafts import make_draft
+from hf_longspec import PlainDraftModel
+from hf_longspec.generation import forward_check
+from tests.robustness.drafts import ALL_KINDS, make_draft
 from tests.tiny_targets import generate as generate_text
 from tests.tiny_targets import tiny_target
 
@@ -16,6 +19,9 @@ SOME_KINDS = ("specattn", "longspec", "partial")
 # For logits with a standard deviation of 3. Measured: 3.1 with our loop and 7.9 with plain decoding, whose padding
 # widens the scale of activations; 11.0 and more for the same tokens in another order.
 INT8_GAP = 4.0
+# A checkpoint of another project, and what it needs of its target.
+PUBLISHED = Path(__file__).parents[1] / "modeling" / "eagle3" / "fixtures" / "llama_plain"
+PUBLISHED_TARGET = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 6}
 
 
 def generate(model, draft=None):
@@ -96,11 +102,54 @@ def gaps_of(model, row, length):
     return (logits.amax(-1) - logits.gather(1, text[0, length:, None])[:, 0]).tolist()
 
 
-def test_pipeline(tokenizer):
-    model, texts = tiny_target("llama", vocab_size=len(tokenizer)), ["a longer text, padded", "short"]
+def test_pipeline(tokenizer, tmp_path):
+    """With drafts as objects, and by the names of saved and of published ones."""
+    model, texts = tiny_target("llama", **PUBLISHED_TARGET), ["a longer text, padded", "short"]
     options = {"tokenizer": tokenizer, "batch_size": len(texts), "device": "cpu"}
+    call = {"do_sample": False, "max_new_tokens": 9, "suppress_tokens": [*range(len(tokenizer), 97)]}
+    expected = pipeline("text-generation", model=model, **options)(texts, **call)
     draft = make_draft("longspec", model, tree_widths=[20, 20])
-    drafted = pipeline("text-generation", model=model, assistant_model=draft, **options)
-    call = {"do_sample": False, "max_new_tokens": 9}
-    assert drafted(texts, **call) == pipeline("text-generation", model=model, **options)(texts, **call)
+    draft.save_pretrained(tmp_path / "saved")
+    draft.config.eos_token_id = 5  # which says nothing about the tokenizer of a draft
+    for assistant in (draft, str(tmp_path / "saved"), tmp_path / "saved", str(PUBLISHED)):
+        drafted = pipeline("text-generation", model=model, assistant_model=assistant, **options)
+        assert drafted(texts, **call) == expected
+        assert drafted.assistant_model.last_speculation.num_forwards > 0
+        assert drafted.assistant_tokenizer is None
+
+
+def test_the_small_model_of_a_pipeline_is_loaded_as_before(tokenizer, tmp_path):
+    model = tiny_target("llama", vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    drafted = pipeline("text-generation", model=model, assistant_model=str(tmp_path), tokenizer=tokenizer, device="cpu")
+    assert type(drafted.assistant_model) is type(model)
+    with pytest.raises(OSError, match="missing"):
+        pipeline("text-generation", model=model, assistant_model=str(tmp_path / "missing"), tokenizer=tokenizer)
+
+
+# One of them is the target without an adapter.
+ADAPTERS = ["one", "__base__", "two"]
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "v_proj", "down_proj"], ["o_proj", "embed_tokens", "lm_head"]], ids=len)
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_an_adapter_for_each_row(kind, modules, monkeypatch):
+    """Greedy, and at equal seed; every check and trial of the target runs anew under these rows."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(forward_check, "_checked", set())
+    settings = {"acceptance": "coupled"} if kind in ("specattn", "quest") else {}
+    bare = tiny_target("llama")
+    draft, plain = make_draft(kind, bare, **settings), PlainDraftModel.from_target(bare)
+    torch.manual_seed(0)
+    lora = peft.get_peft_model(bare, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False), "one")
+    lora.add_adapter("two", peft.LoraConfig(r=3, target_modules=modules, init_lora_weights=False))
+
+    def text(assistant, names=ADAPTERS, **options):
+        return generate_text(
+            lora.eval(), assistant, LENGTHS, max_new_tokens=10, adapter_names=names, **options
+        ).tolist()
+
+    assert text(draft) == text(None) != text(None, ADAPTERS[::-1])
     assert draft.last_speculation.num_spec_steps > 0
+    assert text(draft, do_sample=True) == text(plain, do_sample=True)

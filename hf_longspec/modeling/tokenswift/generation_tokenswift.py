@@ -301,8 +301,9 @@ def _logits(
     changing: tuple[torch.Tensor, ...], heads: Any, ends: TargetEnds, widths: Sequence[int], num_own: int
 ) -> torch.Tensor:
     """Return logits `(levels, B, vocab)` of all heads, which are not sequential. It may be part of a graph."""
-    logits: torch.Tensor = ends.head(heads(changing[1][:, None])[: len(widths) - num_own, :, 0])
-    return logits
+    states = heads(changing[1][:, None])[: len(widths) - num_own, :, 0]
+    logits: torch.Tensor = ends.head(states.transpose(0, 1))  # rows first: each may have an adapter of its own
+    return logits.transpose(0, 1)
 
 
 def _levels(

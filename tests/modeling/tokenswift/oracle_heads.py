@@ -19,16 +19,16 @@ class OracleHeads:
         return hidden.expand(len(self.drafter.draft.setting("tree_branching")) - 1, *hidden.shape)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits `(levels, batch, vocab)` that rank the candidates as `ranks` says."""
+        """Logits `(batch, levels, vocab)` that rank the candidates as `ranks` says."""
         first = 1 if self.drafter.partial is not None else 0  # the target's own prediction is the first level there
         vocab = self.drafter.binding.target.vocab_size
         logits = torch.zeros(*states.shape[:2], vocab)
-        for level in range(states.shape[0]):
+        for level in range(states.shape[1]):
             for row, generated in enumerate(self.drafter.binding.rule.sequences.generated):
                 coming = self.hints[row][len(generated) + first + level :]
                 rank = self.ranks(self.iteration, row, level)
                 candidates = self._candidates(vocab, coming[0] if coming else None, rank)
-                logits[level, row, candidates] = -torch.arange(vocab, dtype=torch.float32)
+                logits[row, level, candidates] = -torch.arange(vocab, dtype=torch.float32)
         self.iteration += 1
         return logits
 

@@ -1,0 +1,258 @@
+"""Checks of the forwards of a target: tree verification against plain forwards over the same tokens.
+
+[`check_target`] runs after the prefix of the longest row, once per kind of target. It verifies a tree with two
+branches: the last tokens of the prompt, and before them the same tokens in reverse. The logits of the former must equal
+those of a plain forward over the same tokens under the model's own attention. They do not if the tree is verified
+without `position_ids`, the tree mask, a softcap, sinks, or a window that is shorter than the prefix.
+
+[`why_not_hooked`] runs in every call of a target on which a user put hooks, before anything else is done.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .cache import CACHE_NAME, SpeculativeCache
+from .draft_tree import DraftTree
+from .hooks import HookState, bare, hooks_of
+from .inputs import Prompts
+from .masked import MASKED, TRIAL_TOLERANCE, plain_logits
+from .target import SEED_TOKENS_OF_STATES, TargetView
+from .traits import rotary_state_kept
+
+logger = logging.get_logger(__name__)
+
+# Number of tokens that are compared. The tree has one node less than twice this number.
+NUM_TOKENS = 4
+
+# Largest difference of two logits, relative to their standard deviation. Measured on the tiny targets of the tests:
+# at most 4e-6 in float32; at least 0.6 without the window, the softcap, the sinks, the positions or the mask.
+TOLERANCE = 0.02
+# In half precision, rounding changes logits (0.07 in bfloat16) and the choice of experts in near-ties (0.8, gpt_oss).
+HALF_TOLERANCE = 0.5
+
+_checked: set[tuple[Any, ...]] = set()
+
+
+def check_target(
+    target: TargetView,
+    cache: SpeculativeCache,
+    texts: Sequence[torch.Tensor],
+    limit: int,
+    logits: torch.Tensor | None = None,
+) -> None:
+    """Compare verification and plain forward after the longest row of `cache`, once per process and kind of target.
+
+    A kind is given by class, config, dtype of the weights and attention implementation, and by whether there is room
+    for a tree of more than a root. The check runs the last few tokens of one of the `texts`, at positions below
+    `limit`, and writes only to free slots of the cache. Call it outside of [`TargetView.attention`].
+
+    With `logits` `(batch, vocab)` of the last token of every text, from one forward over the text with images and the
+    like, it also verifies the end of a text that is not in the cache, which must run without these inputs.
+
+    Raises:
+        ValueError: If the logits disagree in float32. In other precisions a warning is logged.
+    """
+    row = max(range(cache.batch_size), key=cache.lengths.host.__getitem__)
+    start = cache.lengths.host[row]
+    # A draft that only verifies roots pays for no more.
+    slots = min(cache.tree_slots, cache.max_length + cache.tree_slots - start)
+    count = max(1, min(NUM_TOKENS, len(texts[row]), limit - start, (slots + 1) // 2))
+    implementation, settings = str(target.config._attn_implementation), target.config.to_json_string(use_diff=False)
+    dtype = target.model.dtype, torch.is_autocast_enabled(texts[row].device.type)
+    kind = type(target.model), *dtype, implementation, settings, logits is not None, count > 1
+    if kind in _checked:
+        return
+    chain = texts[row][-count:].expand(cache.batch_size, -1)
+    tree, nodes = _two_branches(chain)
+    positions = torch.arange(start, start + count, device=chain.device).expand_as(chain)
+    view = _after(cache, start, target, room=tree.num_nodes)
+    # one token at a time, as plain generate does: with states, some functions for several tokens differ from it, and
+    # the choice of an indexer depends on the number of tokens if there are ties
+    is_single = target.has_states or target.way is MASKED
+    parts = [slice(i, i + 1) for i in range(count)] if is_single else [slice(None)]
+    steps = ({"input_ids": chain[:, part], "position_ids": view.position_ids(positions[:, part])} for part in parts)
+    logits_of = [target.model(**step, **{CACHE_NAME: view}, use_cache=True).logits for step in steps]
+    plain = torch.cat(logits_of, 1)
+    view = _after(cache, start, target, room=tree.num_nodes)
+    with target.attention():
+        verified = target.verify(tree, view).logits[:, nodes]
+    # the other rows read slots that may hold anything
+    _compare(target, verified[row].float(), plain[row].to(verified.device).float())
+    if logits is not None:
+        end = texts[row][start:].expand(cache.batch_size, -1)
+        view = _after(cache, start, target, room=end.shape[1])
+        with target.attention():
+            verified = target.verify(DraftTree.chain(end), view).logits[:, -1]
+        _compare(target, verified[row].float(), logits[row].to(verified.device).float())
+    _checked.add(kind)
+
+
+def _two_branches(chain: torch.Tensor) -> tuple[DraftTree, list[int]]:
+    """Return a tree of `chain` `(B, n)` and a wrong branch, whose nodes come first, and the indices of the chain."""
+    drafted = chain.shape[1] - 1
+    tokens = torch.cat([chain[:, :1], chain[:, 1:].flip(1), chain[:, 1:]], dim=1)
+    branch = list(range(1, drafted))
+    parents = [-1, *[0, *branch][:drafted], *[0, *(node + drafted for node in branch)][:drafted]]
+    return _tree(tokens, parents, drafted), [0, *range(drafted + 1, 2 * drafted + 1)]
+
+
+def _tree(tokens: torch.Tensor, parents: list[int], max_depth: int) -> DraftTree:
+    rows = torch.tensor(parents, device=tokens.device).expand_as(tokens)
+    return DraftTree(tokens, rows, torch.ones_like(tokens, dtype=torch.bool), max_depth=max_depth)
+
+
+def _after(cache: SpeculativeCache, start: int, target: TargetView, room: int) -> SpeculativeCache:
+    """Return a cache over the same buffers in which all rows hold `start` tokens, as many as the longest."""
+    rows = cache.batch_size
+    view = SpeculativeCache(target.config, rows, start + room, tree_slots=room)
+    for view_state, state in zip(view.state_layers, cache.state_layers, strict=True):
+        view_state.put(state.copied())
+    for view_layer, layer in zip(view.key_layers, cache.key_layers, strict=True):
+        if layer.is_initialized:
+            view_layer.keys, view_layer.values = layer.keys, layer.values
+            view_layer.device, view_layer.is_initialized = layer.keys.device, True
+    view.set_lengths([start] * rows)
+    view.rows.offsets = cache.rows.offsets
+    return view
+
+
+def _compare(target: TargetView, verified: torch.Tensor, plain: torch.Tensor) -> None:
+    if (gap := _largest_gap(verified, plain)) == 0:
+        return
+    spread = _spread(plain)
+    is_exact = not torch.is_autocast_enabled(verified.device.type) and _computes_exactly(target.model)
+    tolerance = (TOLERANCE if is_exact else HALF_TOLERANCE) * spread
+    if gap <= tolerance:
+        return
+    name = type(target.model).__name__
+    difference = (
+        f"the logits of a verified tree and of a plain forward over the same tokens differ by up to {gap:.3g}; the "
+        f"tolerance is {tolerance:.3g} ({tolerance / spread if spread else math.nan:.3g} of their standard deviation)"
+    )
+    if is_exact:
+        raise ValueError(
+            f"{name} cannot be verified: {difference}. It may ignore position_ids, the tree mask or its own "
+            "sliding window. Call generate() without assistant_model, and report the model. "
+            "draft.generation_config.check_target = False skips this check, and the text may then be wrong."
+        )
+    logger.warning(
+        "%s: %s. In this precision, rounding or another choice of experts can be the cause. Compare in float32, or "
+        "check the text with hf_longspec.audit.",
+        name,
+        difference,
+    )
+
+
+def _computes_exactly(model: torch.nn.Module) -> bool:
+    """Return whether the model computes in float32: no half precision, no quantised weights or activations, no TF32."""
+    if getattr(model, "is_quantized", False) or torch.get_float32_matmul_precision() != "highest":
+        return False
+    if any(hasattr(module, "_packed_params") for module in model.modules()):  # torch's dynamic int8
+        return False
+    return all(weight.dtype in (torch.float32, torch.float64) for weight in model.parameters())
+
+
+# Most tokens of a prompt that a comparison of hooks runs. Hooks that distinguish forwards of more tokens are not found.
+HOOKED_TOKENS = 256
+# A difference may be this many times as large as that of the model without its hooks.
+MARGIN = 4
+
+
+def why_not_hooked(prompts: Prompts, num_nodes: int) -> str | None:
+    """Return why a user's hooks would have another effect with trees of `num_nodes` nodes; `None` if they would not.
+
+    The end of the prompts runs as plain `generate` runs it, and as prefill, chain and tree. The hooks are left as they
+    were.
+    """
+    target = prompts.target
+    if not (hooks := hooks_of(target.model)):
+        return None
+    names = ", ".join(dict.fromkeys(name for name, *_ in hooks))
+    state = HookState(hooks)
+    if state.unknown is not None:
+        return (
+            f"the forward hook or patched forward {names} reaches a {state.unknown}, whose state cannot be compared "
+            "before and after a call. Keep it out of the hook, or remove the hook."
+        )
+    error, (gap, tolerance) = None, (0.0, 0.0)
+    devices = [target.model.device] if target.model.device.type == "cuda" else []
+    try:
+        with target.lock(), torch.random.fork_rng(devices), rotary_state_kept(target.model):
+            gap, tolerance = _gap(prompts, num_nodes)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as caught:  # a hook may raise anything
+        error = caught
+    finally:
+        has_changed = state.restore()
+    if has_changed:
+        return (
+            f"the forward hook or patched forward {names} keeps state from call to call, and a draft changes the "
+            "number of calls. Make its result depend on its inputs alone, or remove it."
+        )
+    if error is not None:
+        message = (str(error) or "no message").splitlines()[0]
+        return (
+            f"the forward hook or patched forward {names} fails in a verification: {type(error).__name__}: {message}. "
+            "Make it take any number of tokens, or remove it."
+        )
+    if not gap <= tolerance:
+        return (
+            f"the forward hook or patched forward {names} does not treat all tokens alike: logits of a tree differ by "
+            f"up to {gap:.3g} from those of plain generate; the tolerance is {tolerance:.3g}. Make its result at a "
+            "token depend on that token alone, or remove it."
+        )
+    return None
+
+
+def _gap(prompts: Prompts, num_nodes: int) -> tuple[float, float]:
+    """Return the largest difference of two logits with a user's hooks, and the largest one that rounding explains."""
+    target = prompts.target
+    plain, drafted = _both_ways(target, prompts, num_nodes)
+    gap, tolerance = _largest_gap(drafted, plain), TRIAL_TOLERANCE * _spread(plain)
+    if gap > tolerance:
+        unhooked = copy.copy(target)
+        unhooked.model = bare(target.model)
+        plain, drafted = _both_ways(unhooked, prompts, num_nodes)
+        tolerance = max(tolerance, MARGIN * _largest_gap(drafted, plain))
+    return gap, tolerance
+
+
+def _both_ways(target: TargetView, prompts: Prompts, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits `(B, n, vocab)` of the last tokens of prompts and some more, by plain and by drafted forwards."""
+    longest = min(prompts.text_sizes) if prompts.inputs else max(prompts.text_sizes)  # without the places of images
+    tokens = prompts.input_ids[:, -min(HOOKED_TOKENS, longest) :]
+    count, (rows, length) = min(NUM_TOKENS, num_nodes), tokens.shape
+    chain = tokens[:, -1:].expand(-1, count)
+    cache = SpeculativeCache(target.config, rows, length + count)
+    last = target.keeping(torch.tensor([length - 1], device=tokens.device))
+    plain = [plain_logits(target.model, cache, tokens, **last)[:, -1:]]
+    plain += [plain_logits(target.model, cache, token) for token in chain.split(1, dim=1)]
+
+    head, end = tokens.split([max(0, length - SEED_TOKENS_OF_STATES), min(length, SEED_TOKENS_OF_STATES)], dim=1)
+    cache = SpeculativeCache(target.config, rows, length, tree_slots=max(num_nodes, SEED_TOKENS_OF_STATES))
+    target.prefill(head, cache, None)
+    cache.set_lengths([head.shape[1]] * rows)
+    wrong = num_nodes - count  # nodes before the chain, all of them children of the root
+    parents = [-1, *[0] * wrong, 0, *range(wrong + 1, num_nodes - 1)][:num_nodes]
+    with target.attention():
+        drafted = [target.verify(DraftTree.chain(end), cache).logits[:, -1:]]
+        cache.commit(None, [end.shape[1]] * rows)
+        tree = _tree(tokens[:, -1:].expand(-1, num_nodes), parents, count - 1)
+        drafted.append(target.verify(tree, cache).logits[:, [0, *range(wrong + 1, num_nodes)]])
+    return torch.cat(plain, 1).float(), torch.cat(drafted, 1).float()
+
+
+def _largest_gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference of logits; those that are -inf or nan in both are equal."""
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    return float((one - other).masked_fill(is_same, 0).abs().max())
+
+
+def _spread(logits: torch.Tensor) -> float:
+    return float(logits[logits.isfinite()].std())
