@@ -57,6 +57,7 @@ class DraftModel(PreTrainedModel):
     config_class = DraftConfig
     base_model_prefix = "draft"
     main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
     # Whether `from_pretrained` also reads checkpoints of other projects, by the installed package.
