@@ -94,6 +94,14 @@ class DraftModel(PreTrainedModel):
     def get_input_embeddings(self) -> None:
         """Return `None`, as a draft uses the embeddings of the target. Accelerate calls this for sharding (FSDP)."""
 
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        if getattr(kwargs.get("gradient_checkpointing_func"), "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True: the layers of a draft also read states that are not among their arguments, and "
+                "these would get no gradient. Leave it out."
+            )
+        super()._set_gradient_checkpointing(*args, **kwargs)
+
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
         """Return a draft for `target`. If it has weights, they are untrained, and it is in eval mode at its `place`.

@@ -73,7 +73,7 @@ def test_the_result_is_the_same(make_trainer, make, kind):
     ("kind", "overrides", "inner"),
     [
         ("longspec", {}, "block.self_attn.q_proj"),
-        ("heads", {"sequential": True}, "heads.layers.1.linear"),
+        ("heads", {"sequential": True}, "heads.layers.1.fusion"),
         ("eagle3", {"num_hidden_layers": 2}, "layers.1.self_attn.k_proj"),
         ("eagle3", {"mask_token_id": 2, "own_embedding": True}, "layers.0.self_attn.k_proj"),
         ("dflash", RECURRENT | {"conv_kernel_size": 2, "num_hidden_layers": 2}, "layers.1.mlp.down_proj"),
