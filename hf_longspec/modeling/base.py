@@ -17,6 +17,7 @@ from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
 from ..generation.masked import MASKED
 from ..generation.route import install
+from ..generation.saved_config import read_config
 from ..generation.sequences import SpeculationStats
 from ..generation.support import refuse_target
 from ..generation.target import TargetView
@@ -394,6 +395,8 @@ class DraftModel(PreTrainedModel):
         Some of these need the target. The code that a repository may contain is never run.
         """
         hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
+        if kwargs.get("config") is None:
+            read_config(path, **hub)  # refuses what transformers cannot read
         if cls.reads_published and kwargs.get("config") is None:
             try:
                 read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")

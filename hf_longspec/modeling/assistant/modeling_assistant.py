@@ -6,14 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ...generation.drafter import Binding, Drafter
+from ...generation.saved_config import read_config, readable
 from ...generation.target import TargetView
 from ..base import DraftModel, refuse_masked
-from ..configuration_base import DraftConfig, text_config
-from ..loading import HUB_KWARGS, refuse_missing_weights
+from ..configuration_base import DraftConfig, check_sizes, text_config
+from ..loading import HUB_KWARGS, readable_errors, refuse_missing_weights
 from ..settings import ACCEPTANCE, WIDTHS, Setting
 from .generation_assistant import AssistantDrafter, Shape, Translation, size_of
 
@@ -106,7 +107,10 @@ class AssistantDraftModel(DraftModel):
         """Return a draft for `target`, as `from_model` does; without a model, the target drafts for itself."""
         if assistant is None:
             return super().from_target(target, **({"window": OWN_WINDOW} | overrides))
-        for name, model in {"assistant, the model that drafts": assistant, "target, the model that decides": target}.items():
+        for name, model in {
+            "assistant, the model that drafts": assistant,
+            "target, the model that decides": target,
+        }.items():
             try:
                 TargetView(model)  # refuses a name
             except ValueError as error:
@@ -130,7 +134,7 @@ class AssistantDraftModel(DraftModel):
         name, hub = str(path), {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
         tokenizers = {key: kwargs.pop(key, None) for key in ("tokenizer", "assistant_tokenizer")}
         config = kwargs.get("config")
-        kind = getattr(config, "model_type", None) or PreTrainedConfig.get_config_dict(name, **hub)[0].get("model_type")
+        kind = getattr(config, "model_type", None) or read_config(name, **hub).get("model_type")
         if kind != cls.config_class.model_type:
             if target is None:
                 raise ValueError(
@@ -273,7 +277,7 @@ class AssistantDraftModel(DraftModel):
         view = None if self.assistant is None else TargetView(self.assistant)
         if view is not None and (reasons := view.why_not()):
             raise ValueError(
-                f"assistant={type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Use another draft model."
+                f"assistant={type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Use another model."
             )
         refuse_masked(view or target, type(self).__name__)
         self._check_pard(target)
@@ -332,7 +336,14 @@ def _tokenizer(name: str) -> Any:
 
 def _loaded(name: str, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> PreTrainedModel:
     """Load a model in eval mode, on the device of the target unless its weights were distributed."""
-    assistant, info = AutoModelForCausalLM.from_pretrained(name, *args, output_loading_info=True, **kwargs)
+    where, fields = (
+        f"config.json of {name}",
+        read_config(name, **{key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}),
+    )
+    check_sizes(where, fields)
+    kind = CONFIG_MAPPING[fields["model_type"]] if fields.get("model_type") in CONFIG_MAPPING else PreTrainedConfig
+    with readable(where, fields, kind.from_dict), readable_errors(name):
+        assistant, info = AutoModelForCausalLM.from_pretrained(name, *args, output_loading_info=True, **kwargs)
     refuse_missing_weights(assistant, info)
     if target is not None and getattr(assistant, "hf_device_map", None) is None:
         assistant = assistant.to(target.device)

@@ -46,7 +46,9 @@ def decoder_like(config: MtpConfig) -> PreTrainedModel:
             with torch.device("meta"):
                 decoder: PreTrainedModel = AutoModel.from_config(layer_config, attn_implementation=AUTOMATIC)
         except Exception as error:  # whatever a class of another project raises
-            reason = f"its class cannot be built of config alone ({type(error).__name__}: {error})"
+            reason = (
+                f"its class cannot be built of config alone ({type(error).__name__}: {' '.join(str(error).split())})"
+            )
         else:
             reason = _why_not(decoder, config.layer_idx)
     if reason is not None:

@@ -107,7 +107,7 @@ def test_an_adapter_is_saved_with_its_model(model, name, tmp_path):
         assert torch.equal(generate(model, assistant), generate(model, None))
         histograms.append(assistant.last_speculation.acceptance_histogram)
     assert histograms[0] == histograms[1]
-    with pytest.raises(ValueError, match="assistant_weights=False.*adapter"):
+    with pytest.raises(ValueError, match=r"assistant_weights=False.*adapter"):
         draft.save_pretrained(tmp_path / "no", assistant_weights=False)
     lora.base_model.merge_and_unload = None  # as of prompt tuning, or of transformers' own add_adapter
     with pytest.raises(ValueError, match="cannot be merged"):
