@@ -47,8 +47,16 @@ def readable(
         if wrong is None and type(error) is ValueError and len(str(error).splitlines()) == 1:
             raise  # worded for the user
         fact = "" if wrong is None else f"{wrong[0]}={shortened(wrong[1])}: "
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{file}: {fact}{reason[:300]}. Correct the file, or download or save it again.") from error
+        raise ValueError(f"{file}: {fact}{described(error)}. Correct the file, or save it again.") from error
+
+
+def described(error: Exception) -> str:
+    """Return the kind of an error and the beginning of its message, in one line.
+
+    >>> described(KeyError("weight_map"))
+    "KeyError: 'weight_map'"
+    """
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def shortened(value: Any) -> str:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..generation.saved_config import UNEXPECTED, read_config, readable, shortened
+from ..generation.saved_config import UNEXPECTED, described, read_config, readable, shortened
 
 logger = logging.get_logger(__name__)
 
@@ -37,8 +37,8 @@ def readable_errors(path: Any) -> Iterator[None]:
         if type(error) is ValueError:
             raise
         raise OSError(
-            f"the weights in {path} or their index, model.safetensors.index.json, cannot be read "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). Download or save the draft again."
+            f"{path} cannot be loaded ({described(error)}): config.json, the weights or their index, "
+            "model.safetensors.index.json, are damaged. Download or save it again."
         ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
@@ -227,8 +227,8 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]}): the file is "
-            "truncated or holds no named tensors. Download it again, or pass a checkpoint in the format of the authors' training code."
+            f"{path} cannot be read ({described(error)}): the file is truncated or holds no named tensors. Download it "
+            "again, or pass a checkpoint in the format of the authors' training code."
         ) from error
 
 

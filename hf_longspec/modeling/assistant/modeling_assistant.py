@@ -336,13 +336,13 @@ def _tokenizer(name: str) -> Any:
 
 def _loaded(name: str, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> PreTrainedModel:
     """Load a model in eval mode, on the device of the target unless its weights were distributed."""
-    where, fields = (
-        f"config.json of {name}",
-        read_config(name, **{key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}),
-    )
-    check_sizes(where, fields)
-    kind = CONFIG_MAPPING[fields["model_type"]] if fields.get("model_type") in CONFIG_MAPPING else PreTrainedConfig
-    with readable(where, fields, kind.from_dict), readable_errors(name):
+    fields = read_config(name, **{key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()})
+    check_sizes(f"config.json of {name}", fields)
+    if fields.get("model_type") in CONFIG_MAPPING:
+        read = CONFIG_MAPPING[fields["model_type"]].from_dict
+        with readable(f"config.json of {name}", fields, read):
+            read(fields)
+    with readable_errors(name):
         assistant, info = AutoModelForCausalLM.from_pretrained(name, *args, output_loading_info=True, **kwargs)
     refuse_missing_weights(assistant, info)
     if target is not None and getattr(assistant, "hf_device_map", None) is None:
