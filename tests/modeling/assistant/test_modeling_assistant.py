@@ -242,6 +242,7 @@ def test_messages_say_which_model_is_which(model, small, caplog):
     ):
         with pytest.raises(ValueError, match=message):
             make(assistant, target)
+    caplog.clear()
     with caplog.at_level("WARNING"):
         for _ in range(2):
             make(small, larger), make(larger, larger), make(larger, small)
