@@ -207,7 +207,7 @@ def test_a_target_with_tied_embeddings(family, tmp_path):
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
-    weights.pop("lm_head.weight")
+    weights.pop("lm_head.weight", None)  # ernie4_5 is tied already
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     target = target_of(folder)
     assert target.get_output_embeddings().weight is target.get_input_embeddings().weight
