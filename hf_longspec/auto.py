@@ -7,12 +7,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.repocard import metadata_load
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file, logging
 from yaml import YAMLError
 
 from .generation.drafter import Binding, Drafter
+from .generation.saved_config import read_config, shortened
 from .generation.sequences import SpeculationStats
 from .generation.target import TargetView
 from .modeling.base import DraftModel
@@ -84,9 +85,11 @@ class AutoDraft(DraftModel):
         draft._report = report
         if (name := draft_named_by(target)) is not None:
             try:
-                draft._candidates[name] = load_named(name, target)
+                name, loaded = load_named(name, target)
+                draft._candidates[name] = loaded
             except (OSError, ValueError) as error:
-                logger.warning("the draft %s, which the target's card names, is not used: %s", name, error)
+                reason = " ".join(str(error).split())
+                logger.warning("draft_model=%s of the target is not used: %s", shortened(name), reason)
         try:
             draft._candidates[DRAFTS[MTP].config.short_name()] = DRAFTS[MTP].model.from_target(target)
         except (OSError, ValueError) as error:  # most checkpoints have no such layers
@@ -206,8 +209,8 @@ def line(best: str, speeds: dict[str, float], plain: float) -> str:
     return f"draft: {best}, {speeds[best]:.3g} tokens/s on this text ({others}, {plain:.3g} without a draft){pause}"
 
 
-def draft_named_by(target: PreTrainedModel) -> str | None:
-    """Return the Hub id or folder of the draft that the config or the card of a target names; `None` without one."""
+def draft_named_by(target: PreTrainedModel) -> Any:
+    """Return what the config or the card of a target names as its draft, which may be anything; `None` without one."""
     place, name = target.config._name_or_path, getattr(target.config, CARD_KEY, None)
     if name is None and place:
         try:
@@ -219,21 +222,26 @@ def draft_named_by(target: PreTrainedModel) -> str | None:
                 _raise_exceptions_for_connection_errors=False,
             )
             name = (metadata_load(Path(card)) or {}).get(CARD_KEY) if card else None
-        except (OSError, ValueError, YAMLError):
+        except (OSError, ValueError, RecursionError, YAMLError):
             return None  # no card, or one without readable metadata
+    return name
+
+
+def load_named(name: Any, target: PreTrainedModel) -> tuple[str, DraftModel]:
+    """Return the draft of a folder or Hub id: a saved one, a checkpoint of another project, or a small model.
+
+    The name that is returned with it is the folder, if there is one beside the target.
+    """
     if not isinstance(name, str):
-        return None
+        raise ValueError("expected the name of a folder or a Hub id")
+    place = target.config._name_or_path
     beside = os.path.normpath(Path(place) / name)
-    return beside if place and Path(beside).exists() else name
-
-
-def load_named(name: str, target: PreTrainedModel) -> DraftModel:
-    """Return the draft of a folder or Hub id: a saved one, a checkpoint of another project, or a small model."""
-    config = PreTrainedConfig.get_config_dict(name)[0]
+    name = beside if place and Path(beside).exists() else name
+    config = read_config(name)
     kind = config.get("model_type")
     draft: Any = DRAFTS[kind].model if kind in DRAFTS else reader_of(config)
     if draft is None and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         draft = DRAFTS[ASSISTANT].model
     if draft is None:
         raise ValueError(f"{name} has model_type={kind!r} and is not a draft")
-    return draft.from_pretrained(name, target=target)
+    return name, draft.from_pretrained(name, target=target)

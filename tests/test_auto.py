@@ -1,9 +1,11 @@
 """AutoDraft: what it finds for a target, the trial that decides, and calls after it."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import AutoDraft, NgramDraftModel, PlainDraftModel, TokenRecyclingDraftModel, auto
@@ -150,3 +152,53 @@ def test_its_settings_are_those_of_all_drafts(target):
     draft.generation_config.on_unsupported = "error"
     with pytest.raises(ValueError, match="cache"):
         generate(target, draft, LENGTHS, cache_implementation="quantized")
+
+
+@pytest.mark.parametrize(
+    "value", [[1], 7, {"a": 1}, "x" * 400, "a\0b", "../" * 300, "[" * 100_000], ids=lambda value: str(value)[:9]
+)
+@pytest.mark.parametrize("place", ["card", "config"])
+def test_a_name_of_any_kind_is_one_line(target, tmp_path, value, place, caplog):
+    if place == "config":
+        target.config.draft_model = value
+    else:
+        text = value if isinstance(value, str) and value.startswith("[") else json.dumps(value)
+        (tmp_path / "target" / "README.md").write_text(f"---\ndraft_model: {text}\n---\n")
+    with caplog.at_level("WARNING"):
+        assert [*AutoDraft.from_target(target)._candidates] == ["ngram"]
+    lines = [record.getMessage() for record in caplog.records if "draft_model" in record.getMessage()]
+    assert len(lines) == (place == "config" or not text.startswith("[[")) and "\n" not in "".join(lines)
+
+
+CONTENTS = (
+    b"null",
+    b"[1]",
+    b"{",
+    b"[" * 100_000,
+    b'{"model_type": ["llama"]}',
+    b'{"model_type": "longspec_ngram", "vocab_size": "x"}',
+)
+CONTENTS += (
+    b'{"architectures": 5}',
+    b'{"architectures": {"a": 1}, "dflash_config": 3}',
+    b'{"dflash_config": {"block_size": []}}',
+)
+CONTENTS += (
+    b'{"eagle_config": [1]}',
+    b'{"model_type": "llama", "hidden_size": "x"}',
+    b'{"model_type": "gemma4_assistant", "text_config": 3}',
+)
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: content[:40].decode())
+def test_a_configuration_of_any_content_is_one_line(named, tmp_path, content, caplog):
+    """Also where a call names the draft."""
+    (tmp_path / "draft" / "config.json").write_bytes(content)
+    save_file({"a": torch.ones(1)}, tmp_path / "draft" / "model.safetensors")
+    with caplog.at_level("WARNING"):
+        assert [*AutoDraft.from_target(named)._candidates] == ["ngram"]
+    (line,) = [record.getMessage() for record in caplog.records if "draft_model" in record.getMessage()]
+    assert "\n" not in line and "config" in line
+    with pytest.raises((ValueError, OSError)) as caught:
+        generate(named, str(tmp_path / "draft"))
+    assert type(caught.value) in (ValueError, OSError) and len(str(caught.value).splitlines()) == 1

@@ -27,7 +27,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,6 +34,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..auto import AutoDraft
 from ..cli import CommandError, one_line, options
+from ..generation.saved_config import read_config
 from ..generation.target import TargetView
 from ..modeling.assistant.modeling_assistant import AssistantDraftModel
 from ..modeling.loading import refuse_missing_weights
@@ -177,7 +177,7 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
     """A published draft for `model`: one of this package, of another project, or an ordinary language model."""
     find_draft(name)
     with loading(name, "draft"):
-        config = PreTrainedConfig.get_config_dict(name)[0]
+        config = read_config(name)
         reader: Any = reader_of(config)  # of checkpoints of other projects
         if reader is None and config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             reader = AssistantDraftModel

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin
 from transformers.pipelines import base as pipelines
 
+from .saved_config import read_config
 from .support import refuse
 from .target import TargetView
 from .user_cache import why_not_stored
@@ -101,7 +102,7 @@ def _draft_of(name: str | os.PathLike | type, target: Any, or_none: bool = False
     drafts = _named.setdefault(target, {})
     if (name := os.fspath(name)) not in drafts:
         try:
-            config = PreTrainedConfig.get_config_dict(name)[0]
+            config = read_config(name)
         except OSError as error:
             raise OSError(
                 f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}). Pass a draft, or the "

@@ -41,7 +41,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "drafter": ("generation/drafter",),
     "gate": ("generation/gate",),
     "support": ("generation/inputs", "generation/forward_check", "generation/support"),
-    "decoding": ("generation/decoding", "generation/route"),
+    "decoding": ("generation/decoding", "generation/route", "generation/saved_config"),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),
     "settings": ("modeling/settings",),

@@ -17,6 +17,7 @@ from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
 from ..generation.masked import MASKED
 from ..generation.route import install
+from ..generation.saved_config import read_config
 from ..generation.sequences import SpeculationStats
 from ..generation.support import refuse_target
 from ..generation.target import TargetView
@@ -57,6 +58,7 @@ class DraftModel(PreTrainedModel):
     config_class = DraftConfig
     base_model_prefix = "draft"
     main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
     # Whether `from_pretrained` also reads checkpoints of other projects, by the installed package.
@@ -92,6 +94,14 @@ class DraftModel(PreTrainedModel):
 
     def get_input_embeddings(self) -> None:
         """Return `None`, as a draft uses the embeddings of the target. Accelerate calls this for sharding (FSDP)."""
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        if getattr(kwargs.get("gradient_checkpointing_func"), "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "use_reentrant=True: the layers of a draft also read states that are not among their arguments, and "
+                "these would get no gradient. Leave it out."
+            )
+        super()._set_gradient_checkpointing(*args, **kwargs)
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
@@ -385,6 +395,8 @@ class DraftModel(PreTrainedModel):
         Some of these need the target. The code that a repository may contain is never run.
         """
         hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
+        if kwargs.get("config") is None:
+            read_config(path, **hub)  # refuses what transformers cannot read
         if cls.reads_published and kwargs.get("config") is None:
             try:
                 read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")

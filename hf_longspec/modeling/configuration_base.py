@@ -5,10 +5,12 @@ from dataclasses import fields
 from math import inf
 from typing import Any, Self
 
+import torch
 from huggingface_hub.dataclasses import type_validator
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
+from ..generation.saved_config import readable
 from ..generation.target_modules import shape_of
 
 # Fields that a draft copies from the target's text config. A target that differs in one of them is refused.
@@ -24,6 +26,19 @@ SIZES = {
     "num_attention_heads": (1, 2**12),
     "num_key_value_heads": (1, 2**12),
     "head_dim": (1, 2**13),
+    "target_hidden_size": (0, 2**17),
+    "backbone_hidden_size": (0, 2**17),
+    "num_mtp_layers": (1, 2**8),
+    "num_centroids": (0, 2**24),
+    "draft_vocab_size": (0, 2**24),
+    "kv_lora_rank": (0, 2**17),
+    "q_lora_rank": (0, 2**17),
+    "qk_rope_head_dim": (0, 2**13),
+    "qk_nope_head_dim": (0, 2**13),
+    "v_head_dim": (0, 2**13),
+    "moe_intermediate_size": (0, 2**20),
+    "n_routed_experts": (0, 2**14),
+    "num_experts": (0, 2**14),
     "window": (0, 2**20),
     "kv_layer": (0, 2**12),
     "noise_range": (0, 2**12),
@@ -71,6 +86,25 @@ class DraftConfig(PreTrainedConfig):
     vocab_size: int = 0
     target: dict[str, Any] | None = None
     target_name_or_path: str | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the configuration of a config.json.
+
+        Raises:
+            ValueError: If a field has a value that no configuration can have; the message names it.
+        """
+
+        def read(fields: dict[str, Any]) -> Any:
+            loaded = super(DraftConfig, cls).from_dict(fields, **kwargs)
+            config = loaded[0] if isinstance(loaded, tuple) else loaded
+            config.to_dict()  # what cannot be written again
+            if not isinstance(config.dtype, torch.dtype | str | None):
+                raise TypeError("expected the name of a type, such as 'float32'")
+            return loaded
+
+        with readable("the draft's config.json", config_dict, read):
+            return read(config_dict)
 
     @classmethod
     def short_name(cls) -> str:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
+
+from ..generation.saved_config import UNEXPECTED, described, read_config, readable, shortened
 
 logger = logging.get_logger(__name__)
 
@@ -31,6 +33,13 @@ def readable_errors(path: Any) -> Iterator[None]:
             f"the weights in {path} cannot be read ({error}): the file is truncated or is not a safetensors file. "
             "Download or save the draft again."
         ) from error
+    except UNEXPECTED as error:
+        if type(error) is ValueError:
+            raise
+        raise OSError(
+            f"{path} cannot be loaded ({described(error)}): config.json, the weights or their index, "
+            "model.safetensors.index.json, are damaged. Download or save it again."
+        ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
@@ -44,8 +53,8 @@ def require_complete(path: Any, missing: Any, vocab_size: int) -> None:
     if missing:
         names = ", ".join(sorted(missing)[:3])
         raise ValueError(
-            f"{path} lacks {len(missing)} of this draft's weights ({names}...), which would be random. Use files that "
-            "were saved together, or create a new draft with from_target(target)."
+            f"{path} lacks {len(missing)} of the weights that its config.json stands for ({names}...), which would be "
+            "random. Use files that were saved together, or create a new draft with from_target(target)."
         )
     if vocab_size < 1:
         raise ValueError(f"config.json in {path} has vocab_size={vocab_size}: expected the target's, at least 1.")
@@ -68,7 +77,8 @@ REMOVED_SETTINGS = ("tree_choices",)
 def read_settings(draft: Any, path: Any, **hub: Any) -> None:
     """Set the settings of a draft to the saved ones, with defaults for missing settings."""
     try:
-        draft.generation_config = GenerationConfig.from_pretrained(path, **hub)
+        with readable(f"generation_config.json of {path}"):
+            draft.generation_config = GenerationConfig.from_pretrained(path, **hub)
     except OSError as error:
         if _is_malformed(error):
             raise
@@ -124,6 +134,8 @@ class Checkpoint:
         with _readable(index):
             if name.endswith(".index.json"):
                 self._files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                if not isinstance(self._files, dict):
+                    raise TypeError(f"weight_map is {shortened(self._files)}")
                 kind = ".safetensors" if "safetensors" in name else ""
                 files = {str(file) for file in self._files.values() if not _is_plain_name(file, kind)}
                 outside = sorted(files)
@@ -138,8 +150,7 @@ class Checkpoint:
 
     def read_config(self) -> dict[str, Any]:
         """Return the config.json beside the files."""
-        raw, _ = PreTrainedConfig.get_config_dict(self.source if self._on_hub else str(self._folder), **self._hub)
-        return dict(raw)
+        return read_config(self.source if self._on_hub else str(self._folder), **self._hub)
 
     def read(self, prefix: str | tuple[str, ...] = "", device: str = "cpu") -> dict[str, torch.Tensor]:
         """Return the tensors whose names begin with a prefix; on the device `"meta"` their shapes alone."""
@@ -176,6 +187,7 @@ class Checkpoint:
                     "the target that the draft was trained for, and use files that were saved together."
                 )
         weights = {names[name]: value for name, value in self.read(sources).items() if name in names}
+        refuse_integers(self.source, weights, expected)
         return {name: torch.zeros(expected[name].shape) for name in expected.keys() - weights.keys()} | weights
 
     def _find(self) -> str:
@@ -189,6 +201,16 @@ class Checkpoint:
 
     def _fetch(self, files: Iterable[str]) -> None:
         self._folder = Path(snapshot_download(self.source, allow_patterns=list(files), **self._hub))
+
+
+def refuse_integers(source: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Refuse integers and booleans in place of weights."""
+    for name, value in found.items():
+        if expected[name].is_floating_point() and not value.is_floating_point():
+            raise ValueError(
+                f"{name} has type {value.dtype} in {source}, expected floating point. Quantized weights are not "
+                "supported: pass a checkpoint without quantization."
+            )
 
 
 def _is_plain_name(file: Any, ending: str = "") -> bool:
@@ -205,8 +227,8 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}): the file is truncated or holds no named tensors. "
-            "Download it again, or pass a checkpoint in the format of the authors' training code."
+            f"{path} cannot be read ({described(error)}): the file is truncated or holds no named tensors. Download it "
+            "again, or pass a checkpoint in the format of the authors' training code."
         ) from error
 
 

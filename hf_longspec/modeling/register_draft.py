@@ -15,6 +15,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ..generation.route import readers
+from ..generation.saved_config import read_config, readable
 from .base import DraftModel
 from .configuration_base import DraftConfig
 from .loading import WEIGHT_FILES, Checkpoint
@@ -101,8 +102,13 @@ def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:
     """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project, or `None`."""
     if config.get("model_type") in DRAFTS:
         return None
-    known = (draft for draft in DRAFTS.values() if draft.reads is not None)
-    return next((draft.model for draft in known if draft.load("reads")(config)), None)
+
+    def reader(fields: dict[str, Any]) -> type[DraftModel] | None:
+        known = (draft for draft in DRAFTS.values() if draft.reads is not None)
+        return next((draft.model for draft in known if draft.load("reads")(fields)), None)
+
+    with readable("config.json", config, reader):
+        return reader(config)
 
 
 readers.append(reader_of)
@@ -141,10 +147,12 @@ def read_published(
         OSError: If there is no config.json.
         ValueError: If it is no draft of this kind, or its files do not fit together or to the target.
     """
-    if kind not in DRAFTS or PreTrainedConfig.get_config_dict(source, **hub)[0].get("model_type") == kind:
+    if kind not in DRAFTS or read_config(source, **hub).get("model_type") == kind:
         return None
     converter: Converter = DRAFTS[kind].load("convert")
-    return converter.draft(Checkpoint(str(source), converter.formats, **hub), target, dtype)
+    checkpoint = Checkpoint(str(source), converter.formats, **hub)
+    with readable(f"config.json of {source}"):
+        return converter.draft(checkpoint, target, dtype)
 
 
 def published_targets() -> dict[str, str]:

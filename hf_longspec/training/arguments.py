@@ -10,6 +10,8 @@ from ..modeling.settings import Setting
 
 LOSSES = ("kl", "ce")
 NOISE_DISTRIBUTIONS = ("uniform", "reached")
+# Options of `TrainingArguments` that change a model's embeddings or labels, and their values without effect.
+WITHOUT_EFFECT = {"neftune_noise_alpha": None, "label_smoothing_factor": 0.0}
 
 
 @dataclass
@@ -78,6 +80,9 @@ class DraftTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name}={value}: expected a whole number of at least {least}.")
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length={self.max_length}: a row needs 2 tokens, one to read and one to predict.")
+        for name, neutral in WITHOUT_EFFECT.items():
+            if (value := getattr(self, name)) != neutral:
+                raise ValueError(f"{name}={value}: the training of a draft has no such option. Leave it out.")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns=True would empty every batch: leave it False.")
         if self.push_to_hub:

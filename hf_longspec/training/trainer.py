@@ -214,6 +214,10 @@ def acceptance(counts: Sequence[Sequence[float]], name: str, first: int = 1) -> 
     return logs
 
 
+# Arguments of `Trainer` that get logits and labels, or replace the loss.
+UNUSED = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
+
+
 class DraftTrainer(Trainer):
     """Trains a draft for a target that is not changed.
 
@@ -258,6 +262,13 @@ class DraftTrainer(Trainer):
         peft_config: Any = None,
         **kwargs: Any,
     ):
+        for name in UNUSED:
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} would not be called: the kind of draft defines its loss and metrics, and "
+                    "logits of all tokens are never in memory. Leave it out, and read the metrics in on_evaluate of a "
+                    "TrainerCallback."
+                )
         self.draft = getattr(model, "get_base_model", lambda: model)()
         method = method_of(self.draft)
         check_models(self.draft, target, args)

@@ -1,14 +1,16 @@
 """A draft's folder with something wrong in it: one line that says what, as ValueError or OSError, and no draft."""
 
 import json
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
-from tests.robustness.drafts import make_draft
+from hf_longspec import AssistantDraftModel, MtpDraftModel
+from tests.robustness.drafts import KINDS, make_draft
 from tests.tiny_targets import tiny_target
 
 TRAINED = ("longspec", "tokenswift")
@@ -139,3 +141,89 @@ def test_settings_are_refused_when_they_are_used(broken):
     with pytest.raises(ValueError, match="tree_widths=") as caught:
         target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False, assistant_model=draft)
     assert len(str(caught.value).splitlines()) == 1
+
+
+NESTED = "[" * 100_000 + "]" * 100_000  # more than Python's parser follows
+VALUES = ("x", None, True, -1, 0, 10**9, 10**30, 1.5, [], [1], ["a"], {}, {"a": 1}, "\u00fc" * 400, ...)
+FILES = (b"", b"{", b"[1]", b"null", b"3", b'{"a": "\xfc"}', b"\xef\xbb\xbf{}", NESTED.encode())
+ALL_KINDS = (*KINDS[:5], "eagle3", "dflash", "recycling", "quest", "assistant", "mtp", "small")
+# Worded by transformers, which may be older than the files: `test_model_type`.
+OF_TRANSFORMERS = {"model_type"}
+
+
+def fields_of(value, path=()):
+    """Paths of all fields, those of objects and lists inside included."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from fields_of(inner, (*path, key))
+
+
+def mutations(file):
+    """What may stand in a JSON file in place of its content, and the field that is wrong."""
+    content = json.loads(file.read_text())
+    paths = [path for path in fields_of(content) if path[-1] not in OF_TRANSFORMERS]
+    for *outer, last in paths[: 12 if file.name.endswith("index.json") else None]:
+        for value in (*VALUES, NESTED):
+            changed = inner = json.loads(file.read_text())
+            for key in outer:
+                inner = inner[key]
+            inner[last] = value
+            if value is ...:
+                del inner[last]
+            field = next((key for key in (last, *reversed(outer)) if isinstance(key, str)), None)
+            text = json.dumps(changed).replace(f'"{NESTED}"', NESTED)
+            yield text.encode(), None if value == NESTED else field
+    yield from ((content, None) for content in FILES)
+
+
+@pytest.fixture(scope="module")
+def of_kind(tmp_path_factory):
+    """`of_kind(kind)`: the class and the folder of a saved draft."""
+
+    def make(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        if kind == "mtp":
+            fixture = Path(__file__).parents[1] / "modeling/mtp/fixtures/deepseek_v3"
+            draft = MtpDraftModel.from_target(AutoModelForCausalLM.from_pretrained(fixture).eval())
+        elif kind == "small":
+            draft = AssistantDraftModel.from_model(tiny_target("llama", 5, num_hidden_layers=1), tiny_target("llama"))
+        else:
+            draft = make_draft(kind, tiny_target("llama"))
+        draft.save_pretrained(folder, **({"max_shard_size": "20KB"} if kind == "eagle3" else {}))
+        return type(draft), folder
+
+    return make
+
+
+def check_mutations(of_kind, kind, count):
+    """A clean load, or one line with the file and, unless weights contradict it, the field."""
+    cls, folder = of_kind(kind)
+    files = sorted(folder.rglob("*.json"))
+    assert "model.safetensors.index.json" in {file.name for file in files} or kind != "eagle3"
+    found = [(file, *mutation) for file in files for mutation in mutations(file)]
+    wrong, refused = [], 0
+    for file, content, field in random.Random(7).sample(found, min(count, len(found))):
+        sound = file.read_bytes()
+        file.write_bytes(content)
+        try:
+            cls.from_pretrained(folder)
+        except Exception as error:
+            line, refused = str(error), refused + 1
+            is_named = file.name in line and (field is None or str(field) in line or "weights" in line)
+            if type(error) not in (ValueError, OSError) or len(line.splitlines()) != 1 or not is_named:
+                wrong.append((type(error).__name__, file.name, field, content[:0] or content[-80:], line[:300]))
+        finally:
+            file.write_bytes(sound)
+    assert not wrong and refused
+    cls.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_any_content_of_a_file_loads_or_is_one_line(of_kind, kind):
+    check_mutations(of_kind, kind, 15)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_every_mutation_loads_or_is_one_line(of_kind, kind):
+    check_mutations(of_kind, kind, 10**6)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from hf_longspec.training import TokenWindows
 
@@ -55,6 +56,30 @@ def check_first_step(make_trainer, draft, rows, loss, expected, shares, **settin
     assert {name: log[name] for name in shares} == pytest.approx(shares)
     assert {name: metrics[f"eval_{name}"] for name in shares} == pytest.approx(shares)
     return log
+
+
+CHECKPOINTING = "activation_checkpointing"
+if not hasattr(TrainingArguments, CHECKPOINTING):  # before transformers 5.23
+    CHECKPOINTING = "gradient_checkpointing"
+# float32 sums in another order, in two steps of SGD with gradients of size 1
+SGD_TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def check_checkpointing(make_trainer, make, inner, rows):
+    """Two steps that change all weights as without checkpointing; what the layers hold runs again for the gradients."""
+    results = []
+    for settings in ({}, {CHECKPOINTING: True}):
+        draft, calls = make(), []
+        draft.get_submodule(inner).register_forward_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
+        sgd = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "dataset": rows, "per_device_train_batch_size": 4}
+        trainer = make_trainer(model=draft, **sgd, **settings)
+        trainer.train()
+        log = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+        results.append((draft.state_dict(), log, len(calls)))
+    (expected, steps, once), (weights, again, twice) = results
+    torch.testing.assert_close(weights, expected, **SGD_TOLERANCE)
+    assert again == [pytest.approx(step, rel=1e-4) for step in steps]
+    assert twice == 2 * once > 0
 
 
 def texts_of(target, tokens):

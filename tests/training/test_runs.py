@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModel, TrainingArguments
+from transformers import AutoModel
 
 from hf_longspec.training import TokenWindows
 from hf_longspec.training.frozen_target import HiddenPass, TargetPass
+from tests.training.first_step import SGD_TOLERANCE, check_checkpointing
 
 RECURRENT = {"markov_rank": 3, "markov_head_type": "rnn", "sample_from_anchor": True}
 KINDS = pytest.mark.parametrize("kind", ["longspec", "heads"])
-# float32 sums in another order, in two steps of SGD with gradients of size 1
-SGD_TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 
 @pytest.fixture
@@ -53,12 +52,9 @@ def test_every_weight_of_the_draft_changes_and_none_of_the_target(
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
-CHECKPOINTING = "activation_checkpointing"
-if not hasattr(TrainingArguments, CHECKPOINTING):  # before transformers 5.23
-    CHECKPOINTING = "gradient_checkpointing"
 SAME = {
     "longspec": (
-        {CHECKPOINTING: True, "target_chunk_size": 7},
+        {"target_chunk_size": 7},
         {"torch_compile": True, "torch_compile_backend": "eager", "loss_chunk_size": 5},
     ),
     "heads": ({"target_chunk_size": 7, "loss_chunk_size": 5, "dataloader_num_workers": 1},),
@@ -71,6 +67,21 @@ def test_the_result_is_the_same(make_trainer, make, kind):
     expected = trained(make_trainer, make[kind](), **sgd)[1]
     for settings in SAME[kind]:
         torch.testing.assert_close(trained(make_trainer, make[kind](), **sgd, **settings)[1], expected, **SGD_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "inner"),
+    [
+        ("longspec", {}, "block.self_attn.q_proj"),
+        ("heads", {"sequential": True}, "heads.layers.1.fusion"),
+        ("eagle3", {"num_hidden_layers": 2}, "layers.1.self_attn.k_proj"),
+        ("eagle3", {"mask_token_id": 2, "own_embedding": True}, "layers.0.self_attn.k_proj"),
+        ("dflash", RECURRENT | {"conv_kernel_size": 2, "num_hidden_layers": 2}, "layers.1.mlp.down_proj"),
+    ],
+    ids=str,
+)
+def test_checkpointing_changes_no_gradient(make_trainer, make, labelled, kind, overrides, inner):
+    check_checkpointing(make_trainer, lambda: make[kind](**overrides), inner, labelled)
 
 
 @pytest.mark.parametrize(("kind", "loss"), [("longspec", "kl"), ("heads", "ce"), ("eagle3", "kl"), ("dflash", "kl")])

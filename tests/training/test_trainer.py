@@ -50,10 +50,22 @@ class TestRefusals:
             ({"max_length": 1}, "max_length=1"),
             ({"remove_unused_columns": True}, "remove_unused_columns"),
             ({"push_to_hub": True}, "push_to_hub=True"),
+            ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0.*Leave it out"),
+            ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*Leave it out"),
         ],
     )
     def test_settings(self, tmp_path, settings, match):
         refuse(match, DraftTrainingArguments, output_dir=str(tmp_path), use_cpu=True, **settings)
+
+    @pytest.mark.parametrize("name", ["compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"])
+    def test_functions_that_would_not_be_called(self, draft, target, tmp_path, name):
+        args = DraftTrainingArguments(str(tmp_path), use_cpu=True)
+        refuse(f"{name}=.*would not be called", DraftTrainer, model=draft, target=target, args=args, **{name: print})
+
+    def test_reentrant_checkpoints(self, draft):
+        enable = draft.gradient_checkpointing_enable
+        refuse("use_reentrant=True", enable, gradient_checkpointing_kwargs={"use_reentrant": True})
+        assert not draft.is_gradient_checkpointing
 
     def test_uploads(self, make_trainer):
         refuse("draft.push_to_hub", make_trainer().push_to_hub)

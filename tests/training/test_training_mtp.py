@@ -11,6 +11,7 @@ from hf_longspec.training import TokenWindows
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.tiny_targets import write_mtp_layers
 from tests.training.first_step import (
+    check_checkpointing,
     check_first_step,
     check_learning,
     check_loaded,
@@ -110,6 +111,15 @@ def test_the_loss_is_the_definition(make_trainer, target, labelled, loss, count,
     expected, shares = definition(draft, target, labelled, loss, steps, *span)
     check_first_step(make_trainer, draft, labelled, loss, expected, shares, loss_chunk_size=7)
     assert len(shares) == steps
+
+
+@pytest.mark.parametrize(("target", "count"), [("qwen3_next", 1), ("deepseek_v3", 2)], indirect=["target"])
+def test_checkpointing_changes_no_gradient(make_trainer, target, labelled, count, tmp_path):
+    if count > 1:
+        write_mtp_layers(target, tmp_path, count)
+    source = str(tmp_path) if count > 1 else None
+    inner = f"layers.{count - 1}.block.self_attn.o_proj"
+    check_checkpointing(make_trainer, lambda: MtpDraftModel.from_target(target, source), inner, labelled)
 
 
 CHAIN = {"tree_widths": [1, 1, 1], "gate": False, "on_unsupported": "error"}

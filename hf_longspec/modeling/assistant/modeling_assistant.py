@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ...generation.drafter import Binding, Drafter
+from ...generation.saved_config import read_config, readable
 from ...generation.target import TargetView
 from ..base import DraftModel, refuse_masked
-from ..configuration_base import DraftConfig, text_config
-from ..loading import HUB_KWARGS, refuse_missing_weights
+from ..configuration_base import DraftConfig, check_sizes, text_config
+from ..loading import HUB_KWARGS, readable_errors, refuse_missing_weights
 from ..settings import ACCEPTANCE, WIDTHS, Setting
 from .generation_assistant import AssistantDrafter, Shape, Translation, size_of
 
@@ -40,6 +42,8 @@ class AssistantConfig(DraftConfig):
         """Return the vocabulary size of a target, which is all that the draft depends on."""
         return {"vocab_size": text_config(target).vocab_size}
 
+
+logger = logging.get_logger(__name__)
 
 # Folder of the model's weights inside of a saved draft, and the name by which the config refers to it.
 WEIGHTS = "assistant"
@@ -87,8 +91,8 @@ class AssistantDraftModel(DraftModel):
         """Return a draft by a model that is loaded already. It stays on its device and is not changed.
 
         Args:
-            assistant (`PreTrainedModel`): A causal language model.
-            target (`PreTrainedModel`): The target.
+            assistant (`PreTrainedModel`): The model that drafts, a causal language model smaller than the target.
+            target (`PreTrainedModel`): The model that decides the text.
             overrides (`Any`): Settings of the draft by name, such as `window` and `sinks`, and the tokenizers of both
                 models, `tokenizer` and `assistant_tokenizer`, which are loaded by the models' names otherwise.
 
@@ -103,11 +107,18 @@ class AssistantDraftModel(DraftModel):
         """Return a draft for `target`, as `from_model` does; without a model, the target drafts for itself."""
         if assistant is None:
             return super().from_target(target, **({"window": OWN_WINDOW} | overrides))
-        TargetView(assistant)  # refuses a name
+        for name, model in {
+            "assistant, the model that drafts": assistant,
+            "target, the model that decides": target,
+        }.items():
+            try:
+                TargetView(model)  # refuses a name
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         tokenizers = overrides.pop("tokenizer", None), overrides.pop("assistant_tokenizer", None)
         draft = super().from_target(target, **overrides)
         draft.assistant = assistant
-        draft._translate(target, *tokenizers)
+        draft._compare(target, *tokenizers)
         draft.config.assistant_name_or_path = assistant.config._name_or_path or BESIDE
         if draft.config.pard_token is None:
             draft.config.pard_token = getattr(text_config(assistant), "pard_token", None)
@@ -123,7 +134,7 @@ class AssistantDraftModel(DraftModel):
         name, hub = str(path), {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
         tokenizers = {key: kwargs.pop(key, None) for key in ("tokenizer", "assistant_tokenizer")}
         config = kwargs.get("config")
-        kind = getattr(config, "model_type", None) or PreTrainedConfig.get_config_dict(name, **hub)[0].get("model_type")
+        kind = getattr(config, "model_type", None) or read_config(name, **hub).get("model_type")
         if kind != cls.config_class.model_type:
             if target is None:
                 raise ValueError(
@@ -134,8 +145,18 @@ class AssistantDraftModel(DraftModel):
         draft, info = super()._load(name, target, *args, **kwargs)
         draft._load_assistant(name, target, {key: kwargs[key] for key in kwargs if key in LOADING})
         if target is not None and draft.assistant is not None:
-            draft._translate(target, **tokenizers)
+            draft._compare(target, **tokenizers)
         return draft, info
+
+    def _compare(self, target: PreTrainedModel, *args: Any, **tokenizers: Any) -> None:
+        """Warn of a draft that is larger than its target, and compare the tokenizers."""
+        assert self.assistant is not None
+        if (own := self.assistant.num_parameters()) > (size := target.num_parameters()):
+            logger.warning_once(
+                f"assistant={type(self.assistant).__name__} has {own:,} parameters, and target={type(target).__name__} "
+                f"has {size:,}: the larger model drafts. from_model(assistant, target) takes the draft model first."
+            )
+        self._translate(target, *args, **tokenizers)
 
     def _translate(self, target: PreTrainedModel, tokenizer: Any = None, assistant_tokenizer: Any = None) -> None:
         """Compare the tokenizers of the model and the target, and translate between them if they differ.
@@ -157,7 +178,7 @@ class AssistantDraftModel(DraftModel):
             ]
             missing = " and ".join(label for label, one in zip(labels, found, strict=True) if one is None)
             raise ValueError(
-                f"the vocabularies of the draft {labels[0]} and the target {labels[1]} differ, and the tokenizer of "
+                f"the vocabularies of assistant={labels[0]} and target={labels[1]} differ, and the tokenizer of "
                 f"{missing} was not found to translate between them. Pass tokenizer= and assistant_tokenizer=, or load "
                 "both models by names that have a tokenizer."
             )
@@ -191,15 +212,20 @@ class AssistantDraftModel(DraftModel):
 
         Args:
             assistant_weights (`bool`, *optional*): Whether to write the model's weights, in the folder `assistant`. By
-                default they are written if the model has no Hub id by which others could load it.
+                default they are written if the model has no Hub id by which others could load it, or has an adapter,
+                which is merged into what is written.
             kwargs (`Any`): Arguments of `PreTrainedModel.save_pretrained` for the weights.
 
         Raises:
-            ValueError: If the weights are to be left out and the model has no name, or `push_to_hub=True`.
+            ValueError: If the weights are to be left out and the model has no name or has an adapter, if an adapter
+                cannot be merged, or `push_to_hub=True`.
         """
-        name = self.config.assistant_name_or_path
+        name, has_adapter = self.config.assistant_name_or_path, bool(getattr(self.assistant, "peft_config", None))
         if assistant_weights is None:
-            assistant_weights = name is not None and (name == BESIDE or Path(name).exists())
+            assistant_weights = name is not None and (has_adapter or name == BESIDE or Path(name).exists())
+        if has_adapter and not assistant_weights:
+            raise ValueError("assistant_weights=False: the adapter of the draft model would be lost. Leave it out.")
+        assistant = _merged(self.assistant) if has_adapter else self.assistant
         if not assistant_weights and name == BESIDE:
             raise ValueError(
                 "assistant_weights=False, but the draft model has no name to load it by: save its weights, or set "
@@ -211,8 +237,8 @@ class AssistantDraftModel(DraftModel):
         finally:
             self.config.assistant_name_or_path = name
         if written == BESIDE:
-            assert self.assistant is not None
-            self.assistant.save_pretrained(Path(save_directory) / WEIGHTS, **kwargs)
+            assert assistant is not None
+            assistant.save_pretrained(Path(save_directory) / WEIGHTS, **kwargs)
             if self._assistant_tokenizer is not None:
                 self._assistant_tokenizer.save_pretrained(Path(save_directory) / WEIGHTS)
 
@@ -251,7 +277,7 @@ class AssistantDraftModel(DraftModel):
         view = None if self.assistant is None else TargetView(self.assistant)
         if view is not None and (reasons := view.why_not()):
             raise ValueError(
-                f"{type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Use another draft model."
+                f"assistant={type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Use another model."
             )
         refuse_masked(view or target, type(self).__name__)
         self._check_pard(target)
@@ -284,6 +310,18 @@ class AssistantDraftModel(DraftModel):
 LOADING = HUB_KWARGS | {"dtype", "device_map", "attn_implementation", "trust_remote_code", "quantization_config"}
 
 
+def _merged(model: Any) -> PreTrainedModel:
+    """Return a copy of a model with PEFT adapters in which they are merged into the weights."""
+    merge = getattr(model, "merge_and_unload", None)
+    if merge is None:
+        raise ValueError(
+            f"the adapter of {type(model).__name__} cannot be merged into its weights, and would be saved without its "
+            "base. Pass from_model a peft.PeftModel with LoRA or the like, or a model without an adapter."
+        )
+    merged: PreTrainedModel = copy.deepcopy(model).merge_and_unload()
+    return merged
+
+
 def _tokenizer(name: str) -> Any:
     """Return the tokenizer of a model; `None` if it cannot be loaded."""
     if not name:
@@ -298,7 +336,14 @@ def _tokenizer(name: str) -> Any:
 
 def _loaded(name: str, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> PreTrainedModel:
     """Load a model in eval mode, on the device of the target unless its weights were distributed."""
-    assistant, info = AutoModelForCausalLM.from_pretrained(name, *args, output_loading_info=True, **kwargs)
+    fields = read_config(name, **{key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()})
+    check_sizes(f"config.json of {name}", fields)
+    if fields.get("model_type") in CONFIG_MAPPING:
+        read = CONFIG_MAPPING[fields["model_type"]].from_dict
+        with readable(f"config.json of {name}", fields, read):
+            read(fields)
+    with readable_errors(name):
+        assistant, info = AutoModelForCausalLM.from_pretrained(name, *args, output_loading_info=True, **kwargs)
     refuse_missing_weights(assistant, info)
     if target is not None and getattr(assistant, "hf_device_map", None) is None:
         assistant = assistant.to(target.device)

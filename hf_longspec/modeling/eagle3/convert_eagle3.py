@@ -131,7 +131,7 @@ def draft_of(
         draft: Any = DRAFTS[config.model_type].model(config)
     expected = draft.state_dict()
     if "d2t" in expected and "t2d" in names.values():
-        expected["t2d"] = torch.empty(config.vocab_size, device="meta")
+        expected["t2d"] = torch.empty(config.vocab_size, dtype=torch.bool, device="meta")
     unused = {"d2t", "t2d"} - expected.keys()
     names = {name: new_name for name, new_name in names.items() if new_name not in unused}
     weights = checkpoint.tensors(names, expected, what)

@@ -1,6 +1,7 @@
 """The layers of an EAGLE-3 draft, and the attention of chained steps over whole texts."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 from .configuration_eagle3 import Eagle3Config
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -88,11 +90,20 @@ class Eagle3Attention(nn.Module):
         return projected
 
 
+def up_to(step: int, kept: list[T], new: T) -> list[T]:
+    """Return what was kept of the steps before, and this step's, which is kept the first time."""
+    if len(kept) == step:
+        kept.append(new)
+    return [*kept[:step], new]
+
+
 class ChainedAttention:
     """Attention of chained steps over whole texts.
 
     Place p of step s attends to the entries of the text up to p, and to its own entries of the steps 1 to s. This is
     the training-time test of EAGLE-3, https://huggingface.co/papers/2503.01840, section 3.2.
+
+    A step of a layer may run again for its gradient (activation checkpointing), and then attends to the same.
 
     Args:
         spans (`Sequence[tuple[int | None, int, bool]]`): Window and sinks of each layer, and whether the window moves
@@ -105,13 +116,16 @@ class ChainedAttention:
         self._keys: list[list[torch.Tensor]] = [[] for _ in spans]
         self._values: list[list[torch.Tensor]] = [[] for _ in spans]
 
-    def __call__(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the attention output `(B, H, n, D)` of the next step in a layer."""
+    def __call__(
+        self, step: int, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention output `(B, H, n, D)` of a step in a layer."""
         count, groups = query.shape[2], query.shape[1] // key.shape[1]
-        keys, values = self._keys[index], self._values[index]
-        keys.append(key.repeat_interleave(groups, 1))
-        values.append(value.repeat_interleave(groups, 1))
-        mask = self._mask(index, count, keys[0].shape[2], query.device)
+        keys, values = (
+            up_to(step, kept[index], part.repeat_interleave(groups, 1))
+            for kept, part in ((self._keys, key), (self._values, value))
+        )
+        mask = self._mask(step, index, count, keys[0].shape[2], query.device)
         scores = (query @ keys[0].transpose(2, 3)).masked_fill(~mask, torch.finfo(query.dtype).min)
         chain_scores = [(query * chained[:, :, :count]).sum(-1, keepdim=True) for chained in keys[1:]]
         scores = torch.cat([scores, *chain_scores], -1).float() * query.shape[-1] ** -0.5
@@ -121,11 +135,11 @@ class ChainedAttention:
             out = out + weight[..., None] * chained[:, :, :count]
         return out
 
-    def _mask(self, index: int, count: int, length: int, device: torch.device) -> torch.Tensor:
+    def _mask(self, step: int, index: int, count: int, length: int, device: torch.device) -> torch.Tensor:
         places, entries = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
         mask = entries <= places
         window, sinks, moves = self.spans[index]
         if window is not None:
-            ends = places + len(self._keys[index]) - 1 if moves else places
+            ends = places + step if moves else places
             mask = mask & ((entries > ends - window) | (entries < sinks) | (entries == places))
         return mask

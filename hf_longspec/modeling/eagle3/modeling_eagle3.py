@@ -1,6 +1,7 @@
 """Eagle3DraftModel: one decoder layer on states of three layers of the target, run once per drafted token."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -106,7 +107,7 @@ class Eagle3DraftModel(AuxDraftModel):
             if step and parallel:
                 embedded, states = masks
             angles = rotary(states, positions[:, step:])
-            outputs, states = self.run(states[:, :count], embedded[:, step:], angles, attention)
+            outputs, states = self.run(states[:, :count], embedded[:, step:], angles, partial(attention, step))
             logits.append(self.logits(outputs, target) if score is None else score(step, outputs))
         return logits
 

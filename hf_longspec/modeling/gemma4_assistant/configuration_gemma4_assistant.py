@@ -5,6 +5,7 @@ from typing import Any, Self
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
+from ...generation.saved_config import readable
 from ...generation.target_modules import last_layer, shape_of
 from ..configuration_base import DraftConfig, check_sizes, text_config
 
@@ -84,7 +85,9 @@ class Gemma4AssistantDraftConfig(DraftConfig):
         """Refuse fields of a wrong type or out of range, and parts of Gemma 4 that no assistant has."""
         super().check_types()
         fields = self.layer_config or {}
-        check_sizes("layer_config", fields)
+        check_sizes("layer_config in the draft's config.json", fields)
+        with readable("layer_config in the draft's config.json", fields, SharedLayersConfig.from_dict):
+            self.layer  # noqa: B018
         for name, value in WITHOUT.items():
             if fields.get(name, value) not in (None, value):
                 raise ValueError(

@@ -36,7 +36,6 @@ class LongSpecDraftModel(DraftModel):
 
     config_class = LongSpecConfig
     drafter_class = LongSpecDrafter
-    supports_gradient_checkpointing = True
     _no_split_modules = ["LongSpecBlock"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": WIDTHS,

@@ -4,6 +4,7 @@ from typing import Any, Self
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from ...generation.saved_config import readable
 from ...generation.target_modules import last_full_layer
 from ..configuration_base import DraftConfig, check_sizes, text_config
 
@@ -60,13 +61,15 @@ class MtpConfig(DraftConfig):
     def check_types(self) -> None:
         """Refuse fields of a wrong type or out of range, and layers that this version of transformers lacks."""
         super().check_types()
-        fields = self.layer_config or {}
-        if (kind := fields.get("model_type")) not in CONFIG_MAPPING:
+        fields, where = self.layer_config or {}, "layer_config in the draft's config.json"
+        if not isinstance(kind := fields.get("model_type"), str) or kind not in CONFIG_MAPPING:
             raise ValueError(
-                f"layer_config has model_type={kind!r}, which this version of transformers does not know. Make the "
-                "draft with from_target(target), or install the version that wrote it."
+                f"{where} has model_type={kind!r}, which this version of transformers does not know. Make the draft "
+                "with from_target(target), or install the version that wrote it."
             )
-        check_sizes("layer_config", fields)
+        check_sizes(where, fields)
+        with readable(where, fields, CONFIG_MAPPING[kind].from_dict):
+            self.layer  # noqa: B018
         if not 0 <= self.layer_idx < (layers := fields.get("num_hidden_layers", 0)) or self.num_mtp_layers < 1:
             raise ValueError(
                 f"layer_idx={self.layer_idx} and num_mtp_layers={self.num_mtp_layers} in the draft's config.json: "

@@ -5,6 +5,7 @@ with those of the draft before a tensor is read, and only safetensors are read. 
 (modeling_layers.py), speculators 0.9.0 and SGLang 0.5.23, whose chains agree for the families here.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ...generation.target_modules import layer_at
 from ..configuration_base import text_config
-from ..loading import Checkpoint
+from ..loading import Checkpoint, refuse_integers
 from .configuration_mtp import MtpConfig
 from .layers_mtp import decoder_like
 
@@ -163,7 +164,9 @@ class MtpCheckpoint:
                     f"{name} has shape {tuple(shape)} in {self.checkpoint.source}, expected "
                     f"{tuple(expected[name].shape)}. Pass checkpoint=, the folder or Hub id of this target."
                 )
-        return self._read("cpu", dtype)
+        weights = self._read("cpu", dtype)
+        refuse_integers(self.checkpoint.source, weights, expected)
+        return weights
 
     def _read(self, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         found = self.checkpoint.read(tuple(self.names), device)
@@ -205,6 +208,8 @@ def stacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _opened(target: PreTrainedModel, source: str | None) -> Checkpoint:
     """Return the checkpoint of a target. That which it was loaded from is not downloaded again."""
+    if not isinstance(source, str | os.PathLike | None):
+        raise ValueError(f"checkpoint={source!r}: expected a folder or Hub id with the target's weights.")
     name, hub = source, {}
     if source is None:
         name = target.config._name_or_path

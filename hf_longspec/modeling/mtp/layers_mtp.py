@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention_backends.interface import AUTOMATIC, differentiable_attention
 from ...attention_backends.registry import merge_attention_states
 from ...generation.cache import CACHE_NAME
 from ...generation.recurrent_states import HYBRID_LAYERS, INDEXED_LAYERS, STATE_LAYERS
 from ...generation.target_modules import attention_of, decoder_of, final_norm_of, layer_at
+from ..eagle3.layers_eagle3 import up_to
 from .configuration_mtp import MtpConfig
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -44,7 +46,9 @@ def decoder_like(config: MtpConfig) -> PreTrainedModel:
             with torch.device("meta"):
                 decoder: PreTrainedModel = AutoModel.from_config(layer_config, attn_implementation=AUTOMATIC)
         except Exception as error:  # whatever a class of another project raises
-            reason = f"its class cannot be built of config alone ({type(error).__name__}: {error})"
+            reason = (
+                f"its class cannot be built of config alone ({type(error).__name__}: {' '.join(str(error).split())})"
+            )
         else:
             reason = _why_not(decoder, config.layer_idx)
     if reason is not None:
@@ -118,7 +122,7 @@ class LayerStep:
         return merge_attention_states([state], sinks)[0]
 
 
-class MtpLayer(nn.Module):
+class MtpLayer(GradientCheckpointingLayer):
     """Joins a state with the embedding of the token after it, and runs a decoder layer on the projection.
 
     The names are those of transformers' own class.
@@ -178,15 +182,17 @@ class TextEntries:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._window, self._sinks = window, sinks
 
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Store the next step, and return all keys and values with the mask of this step."""
-        self._parts.append((keys, values))
-        count, length = keys.shape[2], self._parts[0][0].shape[2]
+    def __call__(
+        self, step: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Store a step, and return keys and values of all up to it, with its mask."""
+        steps = up_to(step, self._parts, (keys, values))
+        count, length = keys.shape[2], steps[0][0].shape[2]
         entries = torch.arange(length, device=keys.device)
         places = entries[:count, None]
-        own = [entries[: part.shape[2]] == places for part, _ in self._parts[1:]]
+        own = [entries[: part.shape[2]] == places for part, _ in steps[1:]]
         seen = entries <= places
         if self._window is not None:
             seen = seen & ((entries > places - self._window) | (entries < self._sinks))
         whole = torch.cat([seen, *own], 1).expand(len(keys), -1, -1)
-        return *(torch.cat(parts, 2) for parts in zip(*self._parts, strict=True)), whole  # type: ignore[return-value]
+        return *(torch.cat(parts, 2) for parts in zip(*steps, strict=True)), whole  # type: ignore[return-value]

@@ -1,6 +1,7 @@
 """MtpDraftModel: the layers for multi-token prediction in the target's checkpoint, run once per drafted token."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, Self
 from weakref import ref
@@ -50,6 +51,14 @@ class MtpDraftModel(DraftModel):
         self.layers = nn.ModuleList(MtpLayer(config, decoder) for _ in range(config.num_mtp_layers))
         self._target: ref[PreTrainedModel] | None = None  # the one that was checked last
         self.post_init()
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        """Checkpoint MTP layers as a whole: a decoder layer that is checkpointed itself gets no cache."""
+        super()._set_gradient_checkpointing(*args, **kwargs)
+        for layer in self.layers:
+            for module in layer.block.modules():  # type: ignore[union-attr]
+                if hasattr(module, "gradient_checkpointing"):
+                    module.gradient_checkpointing = False
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, checkpoint: str | None = None, **overrides: Any) -> Self:
@@ -132,11 +141,11 @@ class MtpDraftModel(DraftModel):
             n = min(T, L - s) first entries. Row p follows the entries 0 to p and the tokens p + 1 to p + s.
         """
         parts, results = self.parts_of(target), []
-        store, states = TextEntries(window, sinks), hidden_states.to(self.dtype)
+        states, entries = hidden_states.to(self.dtype), TextEntries(window, sinks)
         for step in range(steps):
-            layer = self.layers[step if len(self.layers) > 1 else 0]
-            if step and len(self.layers) > 1:
-                store = TextEntries(window, sinks)
+            layer, store = self.layers[0], partial(entries, step)
+            if len(self.layers) > 1:  # each with its own entries
+                layer, store = self.layers[step], partial(TextEntries(window, sinks), 0)
             after = tokens[:, step : step + states.shape[1]]
             states = states[:, : after.shape[1]]
             positions = (step + torch.arange(after.shape[1], device=after.device)).expand_as(after)

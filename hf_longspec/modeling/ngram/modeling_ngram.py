@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ...generation.drafter import Binding, Drafter
+from ...generation.saved_config import shortened
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
@@ -80,11 +81,12 @@ class NgramDraftModel(DraftModel):
             ValueError: If `ngram_memory` is 0, or something is not a token of the target. No text is remembered then.
         """
         memory, size = self.memory, self.config.vocab_size
-        rows = [text.tolist() if isinstance(text, torch.Tensor) else list(text) for text in texts]
         if memory is None:
             raise ValueError(
                 "ngram_memory=0: set draft.generation_config.ngram_memory to the number of tokens to keep."
             )
+        rows = [row.tolist() if isinstance(row, torch.Tensor) else row for row in _listed(texts, "texts", "texts")]
+        rows = [_listed(row, "a text", "token ids") for row in rows]
         for token in (token for row in rows for token in row):
             if type(token) is not int or not 0 <= token < size:
                 raise ValueError(
@@ -122,3 +124,12 @@ class NgramDraftModel(DraftModel):
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of a tree, root included."""
         return 1 + int(self.setting("num_assistant_tokens") * self.setting("ngram_candidates"))
+
+
+def _listed(value: Any, name: str, members: str) -> list[Any]:
+    """Return what is in a list, a tensor or the like, but not in a string."""
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
+        raise ValueError(
+            f"{name}={shortened(value)}: expected a list of {members}, such as [[1, 2], [3]] for two texts."
+        )
+    return list(value)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...generation.draft_tree import num_static_nodes
 from ...generation.sparse_caches import SINK_TOKENS
@@ -194,7 +195,7 @@ class TokenSwiftHeads(nn.Module):
         return torch.stack(states)
 
 
-class TokenSwiftHead(nn.Module):
+class TokenSwiftHead(GradientCheckpointingLayer):
     """One head: a norm and a linear layer that update the residual stream, and the norm before the logits."""
 
     def __init__(self, config: TokenSwiftConfig):

@@ -89,6 +89,32 @@ def test_a_hub_id_is_saved_as_a_name(model, small, tmp_path):
     assert '"org/small"' in (tmp_path / "config.json").read_text()
 
 
+@pytest.mark.parametrize("name", ["", "org/small"])
+def test_an_adapter_is_saved_with_its_model(model, name, tmp_path):
+    """Merged, so that the saved draft proposes the same; the user's model keeps its adapter."""
+    peft = pytest.importorskip("peft")
+    base = tiny_target("llama", 5, vocab_size=12, num_hidden_layers=2)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    lora = peft.get_peft_model(base, config).eval()
+    before = {name: weight.clone() for name, weight in lora.state_dict().items()}
+    draft, histograms = AssistantDraftModel.from_model(lora, model, num_assistant_tokens=2), []
+    draft.config.assistant_name_or_path = name or draft.config.assistant_name_or_path
+    draft.save_pretrained(tmp_path)
+    assert {name: weight.tolist() for name, weight in lora.state_dict().items()} == {
+        name: weight.tolist() for name, weight in before.items()
+    }
+    for assistant in (draft, AutoModel.from_pretrained(tmp_path)):
+        assert torch.equal(generate(model, assistant), generate(model, None))
+        histograms.append(assistant.last_speculation.acceptance_histogram)
+    assert histograms[0] == histograms[1]
+    with pytest.raises(ValueError, match=r"assistant_weights=False.*adapter"):
+        draft.save_pretrained(tmp_path / "no", assistant_weights=False)
+    lora.base_model.merge_and_unload = None  # as of prompt tuning, or of transformers' own add_adapter
+    with pytest.raises(ValueError, match="cannot be merged"):
+        draft.save_pretrained(tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
 def test_the_model_is_left_as_it_was(model, small):
     before = {name: weight.clone() for name, weight in small.state_dict().items()}
     attention = small.config._attn_implementation
@@ -206,6 +232,25 @@ class TestOtherTokenizers:
             AssistantDraftModel.from_model(more, target, assistant_tokenizer=character_tokenizer("ihgfedcba"))
 
 
+def test_messages_say_which_model_is_which(model, small, caplog):
+    larger = tiny_target("llama", 5, vocab_size=12, num_hidden_layers=3)
+    make, name = AssistantDraftModel.from_model, "LlamaForCausalLM"
+    for assistant, target, message in (
+        ("org/small", model, "assistant, the model that drafts: expected a loaded model, but got 'org/small'"),
+        (small, "org/target", "target, the model that decides: expected a loaded model, but got 'org/target'"),
+        (tiny_target("llama", vocab_size=20), model, rf"assistant={name} \(20 tokens\) and target=Qwen3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(assistant, target)
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            make(small, larger), make(larger, larger), make(larger, small)
+    sizes = [f"{sum(weight.numel() for weight in one.parameters()):,}" for one in (larger, small)]
+    (line,) = [record.message for record in caplog.records if "parameters" in record.message]
+    assert f"assistant={name} has {sizes[0]} parameters, and target={name} has {sizes[1]}" in line
+
+
 def test_what_cannot_draft_is_refused(model, small, named):
     sizes = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1}
     mamba, make = MambaForCausalLM(MambaConfig(**sizes, state_size=4)), AssistantDraftModel.from_model
@@ -213,7 +258,7 @@ def test_what_cannot_draft_is_refused(model, small, named):
     for attempt, message in (
         (lambda: make(small, model, pard_token=12), "pard_token=12: .* tokens 0 to 11"),
         (lambda: make(small, model, pard_token=3, tree_widths=[2, 2]), r"tree_widths=\[2, 2\] with pard_token=3"),
-        (lambda: make(mamba, model), "MambaForCausalLM cannot draft: "),  # it cannot be rolled back
+        (lambda: make(mamba, model), "assistant=MambaForCausalLM cannot draft: "),  # it cannot be rolled back
         (lambda: AssistantDraftModel.from_pretrained(named[1]), "model_type='llama' and is not a saved draft: pass ta"),
         (lambda: generate(model, bare), "was not loaded: load the draft with from_pretrained"),
     ):

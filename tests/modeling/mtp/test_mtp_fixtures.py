@@ -1,11 +1,12 @@
 """MTP layers of six families against the outputs of their publishers' code."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import MtpDraftModel
@@ -169,3 +170,47 @@ def test_a_class_that_cannot_be_built_of_its_config_is_refused(monkeypatch):
     monkeypatch.setattr(layers_mtp.AutoModel, "from_config", fails)
     with pytest.raises(ValueError, match=r"cannot be built of config alone \(TypeError: sizes per layer\)"):
         MtpDraftModel.from_target(target)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda weights: weights.to(torch.int8), r"type torch.int8 in .*, expected floating point"),
+        (lambda weights: weights > 0, r"type torch.bool in .*, expected floating point"),
+    ],
+    ids=["int8", "bool"],
+)
+def test_tensors_that_are_no_weights_are_refused(spoil, message, tmp_path):
+    folder = shutil.copytree(FIXTURES / "glm4_moe", tmp_path / "target")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("eh_proj.weight"))
+    save_file(weights | {name: spoil(weights[name])}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        MtpDraftModel.from_target(target_of(FIXTURES / "glm4_moe"), str(folder))
+
+
+@pytest.mark.parametrize("source", [5, ["a"], "null index"], ids=str)
+def test_what_is_no_checkpoint_is_refused(source, tmp_path):
+    message = r"checkpoint=.*expected a folder or Hub id"
+    if source == "null index":
+        source, message = str(tmp_path), r"index\.json cannot be read \(TypeError: weight_map is None\)"
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": null}')
+    with pytest.raises(ValueError, match=message):
+        MtpDraftModel.from_target(target_of(FIXTURES / "glm4_moe"), source)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_with_tied_embeddings(family, tmp_path):
+    """Its checkpoint has no head of its own, and maybe copies of the embedding beside the MTP layers."""
+    folder = shutil.copytree(FIXTURES / family, tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight", None)  # ernie4_5 is tied already
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    target = target_of(folder)
+    assert target.get_output_embeddings().weight is target.get_input_embeddings().weight
+    draft = MtpDraftModel.from_target(target, **SETTINGS)
+    check_text(target, draft)
+    assert draft.last_speculation.num_spec_steps > 0

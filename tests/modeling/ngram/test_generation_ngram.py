@@ -146,7 +146,15 @@ class TestMemory:
 
     @pytest.mark.parametrize(
         ("memory", "texts", "message"),
-        [(0, [[1]], "ngram_memory=0"), (9, ["text"], "'t' in texts"), (9, [[1], [-1]], "-1 in"), (9, [[9999]], "9999")],
+        [
+            (0, [[1]], "ngram_memory=0"),
+            (9, ["text"], "a text='text': expected a list of token ids"),
+            (9, [5], "a text=5: expected a list of token ids"),
+            (9, 5, "texts=5: expected a list of texts"),
+            (9, [[None]], "None in"),
+            (9, [[1], [-1]], "-1 in"),
+            (9, [[9999]], "9999"),
+        ],
     )
     def test_what_cannot_be_remembered_is_refused(self, target, memory, texts, message):
         draft = NgramDraftModel.from_target(target("llama"), ngram_memory=memory)
