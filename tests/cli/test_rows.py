@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longspec.cli import app
-from hf_longspec.cli import CommandError
+from hf_longspec.cli import CommandError, app
 from hf_longspec.cli import rows as module
 from hf_longspec.cli.work import Work, folder_of
 from tests.cli.conftest import run_command
