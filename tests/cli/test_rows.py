@@ -259,6 +259,14 @@ def written(output, process):
         return 0
 
 
+def begun(output):
+    """When the present part of a run began to write."""
+    try:
+        return (folder_of(output) / "rows.jsonl").stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
 def test_two_processes_one_killed_and_both_restarted(tiny, tmp_path, expected):
     data = write(tmp_path / "prompts.jsonl", [{"prompt": text} for text in TEXTS * MANY])
     output = tmp_path / "out.jsonl"
@@ -291,11 +299,11 @@ def test_fifty_kills_at_random_moments(tiny, tmp_path, expected, world):
     data = write(tmp_path / "prompts.jsonl", [{"prompt": text} for text in TEXTS * 40])
     output, moments, kills = tmp_path / "out.jsonl", random.Random(0), 0
     while kills < 50 or not output.exists():
-        port = free_port()
+        port, last = free_port(), begun(output)
         group = [start(tiny, data, output, process, port, world) for process in range(world)]
         try:
-            while kills < 50 and not any(written(output, process) > 0 for process in range(world)):
-                if not all(process.is_alive() for process in group):
+            while kills < 50 and all(process.is_alive() for process in group):
+                if begun(output) > last and any(written(output, process) > 0 for process in range(world)):
                     break
                 time.sleep(0.002)
             if kills < 50:
