@@ -116,6 +116,7 @@ soak: $(READY) ## long property tests and the tests marked soak; FUZZ_SEED=<numb
 
 bench: $(READY) ## measure drafts of the tiny target beside generate(), in some minutes; writes bench.jsonl, bench.md and plots
 	@echo "Measuring two drafts of the tiny target. Leave the machine alone meanwhile."
+	@echo "Results of an earlier run are kept: ARGS=--resume continues them, ARGS=--overwrite replaces them."
 	$(VENV)/bin/python -m hf_longspec.cli.app bench --target hub_cards/tiny-target --draft hub_cards/tiny-tokenswift --draft ngram \
 		--context 1k,8k $(ARGS)
 
@@ -153,7 +154,7 @@ cards: $(READY) ## build the bundled drafts' complete repositories in build/hub_
 	@mkdir -p build/hub_cards
 	@for name in $(filter-out tiny-target README.md,$(notdir $(wildcard hub_cards/*))); do \
 		$(VENV)/bin/python -m hf_longspec.cli.app publish hub_cards/$$name --dry-run \
-			--results benchmarks/results/drafts.jsonl --output build/hub_cards/$$name || exit; \
+			--results benchmarks/results/drafts.jsonl --output build/hub_cards/$$name --overwrite || exit; \
 	done
 
 clean: ## remove caches and build output; the environments stay

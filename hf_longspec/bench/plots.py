@@ -1,5 +1,6 @@
 """Plots of the results of `hf-longspec bench`: speed and tau versus context, acceptance by depth."""
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -8,7 +9,7 @@ from typing import Any
 
 from .calls import HF, PLAIN
 from .report import FAILED, rows_of, title_of
-from .results import Record, grouped
+from .results import Record, grouped, replace_file
 
 PANEL_INCHES = (5.2, 3.9)
 COLUMNS = 3
@@ -18,8 +19,17 @@ LEGEND_POINTS, LETTER_INCHES, LINE_INCHES, HANDLE_INCHES = 9, 0.078, 0.2, 0.65
 SPACING = 1.012
 
 
-def plot_all(records: Sequence[Record], stem: Path) -> list[Path]:
-    """Write `<stem>-speed.png`, `<stem>-tau.png` and `<stem>-depth.png`, those that have something to show."""
+def plots_beside(results: Path) -> list[Path]:
+    """The files of all plots: `<name>-speed.png` and so on, beside `<name>.jsonl`."""
+    return [_path_of(results, kind) for kind in _LABELS]
+
+
+def _path_of(results: Path, kind: str) -> Path:
+    return results.with_name(f"{results.stem}-{kind}.png")
+
+
+def plot_all(records: Sequence[Record], results: Path) -> list[Path]:
+    """Write those of [`plots_beside`] that have something to show."""
     rows = [row for row in rows_of(records) if row["text"] not in FAILED]
     if not rows:
         return []
@@ -30,7 +40,7 @@ def plot_all(records: Sequence[Record], stem: Path) -> list[Path]:
         "depth": [row for row in rows if row["acceptance_by_depth"]],
     }
     colours = _colours(rows)
-    return [_plot(kind, rows, colours, stem) for kind, rows in plotted.items() if rows]
+    return [_plot(kind, rows, colours, results) for kind, rows in plotted.items() if rows]
 
 
 _LABELS = {
@@ -40,7 +50,7 @@ _LABELS = {
 }
 
 
-def _plot(kind: str, rows: Sequence[Record], colours: Mapping[str, Any], stem: Path) -> Path:
+def _plot(kind: str, rows: Sequence[Record], colours: Mapping[str, Any], results: Path) -> Path:
     """One line per method; a panel per cell, or, versus the context, per dtype, batch and way to choose tokens."""
     depth = kind == "depth"
     groups = grouped(rows, title_of if depth else _title_without_length)
@@ -70,7 +80,7 @@ def _plot(kind: str, rows: Sequence[Record], colours: Mapping[str, Any], stem: P
             panel.set_ylim(bottom=0 if kind == "speed" else 1)
         panel.set(title=title, xlabel=_LABELS[kind][0], ylabel=_LABELS[kind][1])
         panel.grid(alpha=0.3)
-    return _save(figure, panels, len(groups), stem, kind)
+    return _save(figure, panels, len(groups), _path_of(results, kind))
 
 
 def _title_without_length(row: Record) -> str:
@@ -108,7 +118,7 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
 
 
-def _save(figure: Any, panels: Sequence[Any], used: int, stem: Path, kind: str) -> Path:
+def _save(figure: Any, panels: Sequence[Any], used: int, path: Path) -> Path:
     for panel in panels[used:]:
         panel.set_axis_off()
     labelled = {
@@ -123,6 +133,7 @@ def _save(figure: Any, panels: Sequence[Any], used: int, stem: Path, kind: str) 
     # the legend takes its lines below the panels, not from them
     figure.set_size_inches(width, height + math.ceil(len(labelled) / columns) * LINE_INCHES)
     figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=columns, fontsize=LEGEND_POINTS)
-    path = stem.with_name(f"{stem.name}-{kind}.png")
-    figure.savefig(path, dpi=110)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    replace_file(path, picture.getvalue())
     return path

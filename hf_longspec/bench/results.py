@@ -1,9 +1,12 @@
 """Result files: one JSON object per line, written as soon as it is known, and a Markdown report beside them."""
 
 import json
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self, TypeVar
 
 from .machine import environment
@@ -44,13 +47,12 @@ class ResultFile:
         here = {**environment(), **(facts or {})}
         if resume is False:
             check_resume(path, resume)
-        before = read_records(path) if resume and path.exists() else []
+        before = _results_in(path) if resume and _holds_something(path) else []
         if before:
             refuse_other(path, before[0], benchmark, settings, here)
         # what was left out is tried again
         self.records = [record for record in before if record["kind"] not in ("end", "skipped")]
         self._reported = self.elapsed
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_anew(path, self.records)  # without a cut-off last line
         self._file = path.open("a", encoding="utf-8")
         if before:
@@ -98,24 +100,60 @@ class ResultFile:
     def _write_report(self) -> None:
         if self._report is None:
             return
-        self.path.with_suffix(".md").write_text(self._report(self.records), encoding="utf-8")
+        replace_file(self.path.with_suffix(".md"), self._report(self.records))
         self._reported = self.elapsed
 
 
 def write_anew(path: Path, records: Iterable[Record]) -> None:
-    """Write JSON lines beside a file and put them in its place, so that a full disk costs nothing."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    fresh.replace(path)
+    """Replace a file by JSON lines."""
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def replace_file(path: Path, content: str | bytes, through_links: bool = True) -> None:
+    """Write a file beside its place and move it there, so that a reader finds the whole old file or the whole new one.
+
+    The new file has the permissions of the old one. Missing folders are made. A link stays and the file that it points
+    to is replaced, unless `through_links` is false. A device or a pipe is written to.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    place = path.resolve() if through_links else path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    # a folder of its own: its name is new, and the file gets the usual permissions
+    with TemporaryDirectory(prefix=".hf-longspec-", dir=place.parent) as beside:
+        new = Path(beside) / "new"
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if place.exists():
+            shutil.copymode(place, new)
+        os.replace(new, place)
 
 
 def check_resume(path: Path, resume: bool) -> None:
-    """Refuse to replace a result file, and to continue one that does not exist."""
-    there = path.exists() and path.stat().st_size > 0
+    """Refuse to replace a result file, and to continue what does not exist or is none."""
+    there = _holds_something(path)
     if there and not resume:
         raise ValueError(f"{path} already exists. Pass --resume to continue it, or another file.")
     if resume and not there:
         raise ValueError(f"--resume: {path} does not exist. Drop --resume, or pass the file.")
+    if resume:
+        _results_in(path)
+
+
+def _holds_something(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _results_in(path: Path) -> list[Record]:
+    """The records of an interrupted run."""
+    records = read_records(path)
+    if not records or any("kind" not in record for record in records):
+        raise ValueError(f"--resume {path}: not a result file. Pass another file.")
+    return records
 
 
 def refuse_other(
@@ -130,8 +168,8 @@ def refuse_other(
     if first.get("kind") != "environment" or first.get("benchmark") != benchmark:
         raise ValueError(f"{option} {path}: not a result file of `hf-longspec {benchmark}`. Pass another file.")
     settings = json.loads(json.dumps(settings))  # tuples are lists in the file
-    different = _differences(first["settings"], settings)
-    different += _differences(*({k: v for k, v in side.items() if k not in MAY_CHANGE} for side in (first, here)))
+    different = differences(first.get("settings", {}), settings)
+    different += differences(*({k: v for k, v in side.items() if k not in MAY_CHANGE} for side in (first, here)))
     if different:
         raise ValueError(
             f"{option} {path}: other settings or environment: {'; '.join(different)}. Use the same ones, or "
@@ -139,7 +177,8 @@ def refuse_other(
         )
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What has another value, in words."""
     return [f"{key} was {old.get(key)}, now {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
 
 

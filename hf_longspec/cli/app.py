@@ -79,6 +79,7 @@ def generate(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the --output of an interrupted run.")] = False,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the drafted tokens.")] = False,
     html: Annotated[Path | None, output("Write an HTML page with the drafted tokens marked.")] = None,
+    overwrite: options.Overwrite = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -155,6 +156,7 @@ def tune(
         "tune.jsonl"
     ),
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted measurement.")] = False,
+    overwrite: options.Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, but do not change the draft.")] = False,
     context: Annotated[int, number(32, "Tokens per prompt.")] = 4096,
     prompts: Annotated[int, number(1, "Number of prompts, spread over the text.")] = 2,
@@ -271,6 +273,7 @@ def bench(
         "bench.jsonl"
     ),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the result file.")] = False,
+    overwrite: options.Overwrite = False,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw plots as PNG files.")] = True,
     as_json: options.Json = False,
     debug: options.Debug = False,
@@ -334,7 +337,7 @@ def train(
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft to continue.")] = None,
     output_dir: Annotated[
         Path | None,
-        output("Folder for checkpoints and the draft.", options.require_writable_folder, new=False),
+        output("Folder for checkpoints and the draft.", options.require_writable_folder),
     ] = None,
     max_steps: Annotated[int | None, number(1, "Optimizer steps.")] = None,
     learning_rate: Annotated[float | None, number(0, "Peak learning rate.", float, above=True)] = None,
@@ -342,6 +345,7 @@ def train(
         list[str] | None, typer.Option("--set", help="Any other key of the recipe, such as training.seed=1.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
+    overwrite: options.Overwrite = False,
     debug: options.Debug = False,
 ) -> None:
     """Train a draft from a recipe.
@@ -364,6 +368,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="Hub id, folder or weight file of the authors' draft.")],
     output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
     target: Annotated[str | None, typer.Option(help="Hub id, folder or config.json of its target.")] = None,
+    overwrite: options.Overwrite = False,
     debug: options.Debug = False,
 ) -> None:
     """Convert a checkpoint of EAGLE-3, DFlash, Gemma 4, LongSpec or TokenSwift.
@@ -387,6 +392,7 @@ def publish(
     repo: Annotated[str | None, typer.Option(help="Repository to upload to, owner/name.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write to a folder instead of uploading.")] = False,
     output: Annotated[Path | None, typer.Option(help="Folder of a dry run. Default: DIR-hub.")] = None,
+    overwrite: options.Overwrite = False,
     results: Annotated[Path | None, typer.Option(help="Result file of benchmarks/acceptance.py for the draft.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the draft in --results. Default: that of DIR.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the target.")] = None,

@@ -21,7 +21,7 @@ from hf_longspec import __version__
 from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
 from ..bench.matrix import Cell, Matrix, Method, draft_points, grid, parse_sweeps, split_axes, written
-from ..bench.plots import plot_all
+from ..bench.plots import plot_all, plots_beside
 from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
 from ..bench.report import FAILED, matrix_report, rows_of
 from ..bench.results import ResultFile, check_resume, of_kind
@@ -30,6 +30,7 @@ from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
 from .models import Progress
+from .outputs import claim
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 LOOKUP_TOKENS = 4  # that prompt lookup drafts
@@ -43,7 +44,10 @@ PACKAGES = ("pandas", "scipy")
 
 def run(args: SimpleNamespace) -> int:
     """Measure and show; returns the exit status."""
-    check_resume(args.output, args.resume)
+    written = [args.output, args.output.with_suffix(".md"), *plots_beside(args.output)]
+    claim(written, args.data or [], overwrite=args.overwrite, resume=args.resume)
+    if args.resume:
+        check_resume(args.output, args.resume)
     require_packages(args.plots)
     bench = Bench(args)
     parse_sweeps(bench.sweeps)
@@ -51,7 +55,7 @@ def run(args: SimpleNamespace) -> int:
     with models.quiet(progress_bars=not Path(args.target).is_dir()):
         prompts = DocumentPrompts(models.load_tokenizer(args.target), documents, args.chat)
         file, interrupted = bench.measure(
-            prompts, args.output, math.inf if args.minutes is None else args.minutes * 60, args.resume
+            prompts, args.output, math.inf if args.minutes is None else args.minutes * 60, args.resume or None
         )
     show(file, args.plots, args.as_json)
     if interrupted:
@@ -78,7 +82,9 @@ class Bench:
         self.tokens, self.repeats = args.max_new_tokens, args.repeats
         self.temperature = args.temperature
 
-    def measure(self, prompts: DocumentPrompts, output: Path, seconds: float, resume: bool) -> tuple[ResultFile, bool]:
+    def measure(
+        self, prompts: DocumentPrompts, output: Path, seconds: float, resume: bool | None
+    ) -> tuple[ResultFile, bool]:
         """Measure all dtypes, with one model in memory at a time; returns also whether Ctrl-C ended the run."""
         model, methods, cells = self._prepare(self.dtypes[0], prompts)
         facts = {
@@ -253,7 +259,7 @@ def show(file: ResultFile, plots: bool, as_json: bool) -> None:
     records = file.records
     paths = [file.path, file.path.with_suffix(".md")]
     if plots:
-        paths += plot_all(records, file.path.with_suffix(""))
+        paths += plot_all(records, file.path)
     if as_json:
         result = {
             "environment": of_kind(records, "environment")[0],

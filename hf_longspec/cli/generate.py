@@ -17,11 +17,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..auto import AutoDraft
 from ..bench.calls import TokenClock
+from ..bench.results import replace_file
 from ..cli import CommandError, options
 from ..generation.gate import PLAIN, message_of
 from ..generation.sequences import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
 from .models import LoadedModels, PromptProgress, load_models, say
+from .outputs import claim
 from .rows import continue_rows
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
@@ -49,6 +51,7 @@ def run(args: SimpleNamespace) -> int:
         return continue_rows(args, how)
     if args.output is not None or args.resume or args.column is not None:
         raise CommandError("--output, --resume and --column are for --data. Pass --data, or drop them.")
+    claim([args.html] if args.html is not None else [], [args.file], overwrite=args.overwrite)
     name, text = options.read_text(args.file, args.prompt)
     with load_models(args) as loaded:
         if args.chat and not getattr(loaded.tokenizer, "chat_template", None):
@@ -88,8 +91,7 @@ def run(args: SimpleNamespace) -> int:
             if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
                 say(message_of(stats.gate_decisions[-1]), stderr=True)
         if args.html is not None:
-            args.html.parent.mkdir(parents=True, exist_ok=True)
-            args.html.write_text(page_of(loaded, text, steps or [], stats), encoding="utf-8")
+            replace_file(args.html, page_of(loaded, text, steps or [], stats))
     return options.INTERRUPTED if stats.interrupted else 0
 
 

@@ -59,21 +59,15 @@ def require_writable_file(file: Path, suffix: str = "") -> None:
     if file.is_dir():
         raise CommandError(f"{file} is a folder. Name a file.")
     if not file.exists():
-        return _require_writable_place(file.parent)
+        return require_writable_folder(file.parent)
     try:
         file.open("ab").close()
     except OSError as error:
         raise CommandError(f"{file} cannot be written: {error.strerror}. Name another file.") from error
 
 
-def require_writable_folder(folder: Path, new: bool = True) -> None:
+def require_writable_folder(folder: Path) -> None:
     """Refuse a folder that could not be made or written to."""
-    _require_writable_place(folder)
-    if new and folder.is_dir() and any(folder.iterdir()):
-        raise CommandError(f"{folder} is not empty. Pass a new folder.")
-
-
-def _require_writable_place(folder: Path) -> None:
     there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     try:
         with tempfile.TemporaryDirectory(dir=there):
@@ -114,6 +108,7 @@ Setting = Annotated[
 Dtype = Annotated[DtypeName, typer.Option(help="Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.")]
 Seed = Annotated[int | None, number(0, "Seed of sampling.", most=2**32 - 1)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist, in place of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a single JSON object to standard output.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 

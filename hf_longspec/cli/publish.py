@@ -14,8 +14,9 @@ from transformers import AutoModel
 from ..bench.report import acceptance_section
 from ..cli import CommandError, one_line, options
 from ..hub import Card, push, write_repository
-from ..hub.repository import CARD_FACTS, MARK, check_engine, check_repo_id, write_engine
+from ..hub.repository import CARD_FACTS, check_engine, check_repo_id, write_engine
 from .models import NetworkError, loading, quiet
+from .outputs import claim
 
 # The engine's repository, below the folder that a dry run writes.
 ENGINE_FOLDER = Path("engine")
@@ -33,8 +34,8 @@ def run(args: SimpleNamespace) -> None:
         raise CommandError(f"--output {args.output} needs --dry-run. Without it, the draft is uploaded.")
     output = args.output or args.source.resolve().with_name(f"{args.source.resolve().name}-hub")
     if args.dry_run:
-        ours = output.is_dir() and (output.samefile(args.source) or is_ours(output))
-        options.require_writable_folder(output, new=not ours)
+        options.require_writable_folder(output)
+        claim([output], overwrite=args.overwrite)
     card = read_card(args.source, repo=args.repo, base_model=args.base_model, license=args.license)
     if args.results is not None:
         card = replace(card, acceptance=acceptance_section(args.results, args.name or args.source.resolve().name))
@@ -63,10 +64,6 @@ def errors_of_the_hub() -> Iterator[None]:
         raise CommandError(f"the Hub was not reached: {one_line(error)}. {remedy}") from error
 
 
-def is_ours(folder: Path) -> bool:
-    return any(path.read_text(encoding="utf-8", errors="replace").startswith(MARK) for path in folder.rglob("*.py"))
-
-
 def read_card(source: Path, **overrides: Any) -> Card:
     """The facts next to the draft, with `overrides` that are not `None`."""
     file = source / CARD_FACTS
@@ -93,7 +90,7 @@ def write(draft: Any, output: Path, card: Card, repo: str | None, engine: str | 
     """Write the repository to a folder, and print its files with their sizes."""
     with quiet(progress_bars=False):
         files = write_repository(draft, output, card, repo, engine)
-        if engine is not None and not (output / ENGINE_FOLDER).exists():
+        if engine is not None:
             files += [ENGINE_FOLDER / file for file in write_engine(output / ENGINE_FOLDER, engine)]
     sizes = [(output / file).stat().st_size for file in files]
     for file, size in zip(files, sizes, strict=True):

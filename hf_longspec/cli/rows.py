@@ -1,10 +1,5 @@
-"""`hf-longspec generate --data`: continue every prompt of a file in batches, in one process or several.
+"""`hf-longspec generate --data`: continue every prompt of a file in batches, in one process or several."""
 
-Each process writes the rows that it has finished to a file of its own beside the output. The files are merged into the
-output, in the order of the prompts, when all rows are done.
-"""
-
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -16,11 +11,10 @@ import torch
 from transformers import set_seed
 
 from ..bench.prompts import around_a_message, left_padded, read_rows
-from ..bench.results import read_records, write_anew
 from ..cli import CommandError, one_line
-from .models import LoadedModels, Progress, default_device, load_models, say
-
-PART = ".part"
+from .models import LoadedModels, Progress, default_device, dtype_of, find_device, load_models, say
+from .outputs import claim
+from .work import Part, Work, folder_of
 
 
 def continue_rows(args: SimpleNamespace, how: dict[str, Any]) -> int:
@@ -28,26 +22,40 @@ def continue_rows(args: SimpleNamespace, how: dict[str, Any]) -> int:
     if args.output is None:
         raise CommandError("--data needs --output FILE.jsonl for the texts.")
     state = processes()
-    parts = sorted(args.output.parent.glob(f"{args.output.name}{PART}*"))
-    done = {row for part in parts for row in finished(part)} | set(finished(args.output))
-    if done and not args.resume:
-        raise CommandError(f"{args.output} has {len(done)} finished rows. Pass --resume, or another --output.")
-    prompts = list(texts_of(args.data, args.column))
-    state.wait_for_everyone()  # all have read what is finished before anyone writes
     if state.num_processes > 1 and args.device is None:
         args.device = str(state.device)
+    claim([args.output, folder_of(args.output)], [args.data], overwrite=args.overwrite, resume=args.resume)
+    prompts = list(texts_of(args.data, args.column))
+    work = Work(args.output, args.data, prompts, settings_of(args, how))
+    done = work.finished() if args.resume else {}
     with load_models(args) as loaded:
-        own = Part(args.output, state.process_index)
-        pending = [(row, prompt) for row, prompt in enumerate(prompts) if row not in done]
-        rows = Rows(loaded, args, how, own)
-        rows.run(rows.batches(pending)[state.process_index :: state.num_processes])
+        rows = Rows(loaded, args, how)
+        batches = rows.batches([(row, prompt) for row, prompt in enumerate(prompts) if row not in done])
+        state.wait_for_everyone()  # all have read what is finished before anyone writes
+        if state.is_main_process:
+            work.begin(done)
+        state.wait_for_everyone()
+        rows.run(batches[state.process_index :: state.num_processes], work.part(state.process_index))
     state.wait_for_everyone()
     if not state.is_main_process:
         return 0
-    records = merge(args.output, len(prompts))
+    records = work.end()
     failed = [record for record in records if "error" in record]
     say(f"{len(records)} rows in {args.output}, {len(failed)} failed. {rows.speed()}", stderr=True)
     return 1 if failed else 0
+
+
+def settings_of(args: SimpleNamespace, how: dict[str, Any]) -> dict[str, Any]:
+    """The values that decide the texts; a run is resumed only if none of them has changed."""
+    names = {"target": args.target, "draft": args.draft}
+    return how | {
+        **{name: str(Path(value).resolve()) if Path(value).is_dir() else value for name, value in names.items()},
+        "dtype": str(dtype_of(args.dtype, find_device(args.device))),
+        "set": sorted(args.setting or []),
+        "chat": args.chat,
+        "max_new_tokens": args.max_new_tokens,
+        "seed": (args.seed or 0) if args.temperature else None,
+    }
 
 
 def processes() -> Any:
@@ -72,47 +80,11 @@ def texts_of(source: str, column: str | None) -> Iterator[str | None]:
         yield text if isinstance(text, str) and text else None
 
 
-class Part:
-    """The finished rows of one process, one JSON object per line."""
-
-    def __init__(self, output: Path, process: int):
-        self.path = output.with_name(f"{output.name}{PART}{process}")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        records = finished(self.path)  # without a last line that was cut off
-        write_anew(self.path, records.values())
-        self._file = self.path.open("a", encoding="utf-8")
-
-    def write(self, row: int, **values: Any) -> None:
-        """Add a row."""
-        self._file.write(json.dumps({"row": row, **values}) + "\n")
-        self._file.flush()
-
-
-def finished(path: Path) -> dict[int, dict[str, Any]]:
-    """The complete lines of a file, by row; empty if there is no such file."""
-    return {record["row"]: record for record in read_records(path)} if path.exists() else {}
-
-
-def merge(output: Path, count: int) -> list[dict[str, Any]]:
-    """Write all rows in the order of the prompts, and remove the files of the processes."""
-    parts = sorted(output.parent.glob(f"{output.name}{PART}*"))
-    found = finished(output)
-    for part in parts:
-        found |= finished(part)
-    if missing := count - len(found):
-        raise CommandError(f"{missing} of {count} rows are missing, since a process ended early. Pass --resume.")
-    records = [found[row] for row in sorted(found)]
-    write_anew(output, records)
-    for part in parts:
-        part.unlink()
-    return records
-
-
 class Rows:
     """Continue rows in batches of similar lengths."""
 
-    def __init__(self, loaded: LoadedModels, args: SimpleNamespace, how: dict[str, Any], part: Part):
-        self.loaded, self.part = loaded, part
+    def __init__(self, loaded: LoadedModels, args: SimpleNamespace, how: dict[str, Any]):
+        self.loaded = loaded
         self.batch, self.seed = args.batch, args.seed or 0
         self.how = how | {"max_new_tokens": args.max_new_tokens}
         self.around = around_a_message(loaded.tokenizer) if args.chat else ("", "")
@@ -121,33 +93,33 @@ class Rows:
     def batches(self, rows: Sequence[tuple[int, str | None]]) -> list[list[tuple[int, Any]]]:
         """Return rows and token ids in batches, the longest first, so that too little memory shows early.
 
-        A row without a prompt, or whose prompt is too long, comes with the error instead of ids.
+        A row without a prompt, or whose prompt is too long or has no tokens, comes with the error instead of ids.
         """
         encoded = [(row, self._ids(row, text)) for row, text in rows]
         encoded.sort(key=lambda entry: len(entry[1]) if torch.is_tensor(entry[1]) else 0, reverse=True)
         return [encoded[start : start + self.batch] for start in range(0, len(encoded), self.batch)]
 
-    def _ids(self, row: int, text: str | None) -> torch.Tensor | CommandError:
+    def _ids(self, row: int, text: str | None) -> torch.Tensor | Exception:
         if text is None:
             return CommandError("the row has no prompt. Pass a text.")
         try:
             written = text.join(self.around)
             return self.loaded.encode(f"row {row}", written, room=self.how["max_new_tokens"])[0]
-        except CommandError as error:
+        except Exception as error:  # of tokenizers, for example about lone surrogates
             return error
 
-    def run(self, batches: Sequence[list[tuple[int, Any]]]) -> None:
+    def run(self, batches: Sequence[list[tuple[int, Any]]], part: Part) -> None:
         """Continue all batches, and write each row as soon as it is done."""
         with Progress(sum(map(len, batches)), "Generating") as progress:
             for batch in batches:
                 for row, error in batch:
                     if not torch.is_tensor(error):
-                        self.part.write(row, error=one_line(error))
-                self.decode([(row, ids) for row, ids in batch if torch.is_tensor(ids)])
+                        part.write(row, error=one_line(error))
+                self.decode([(row, ids) for row, ids in batch if torch.is_tensor(ids)], part)
                 progress.step(len(batch))
                 progress.say(f"Generating, {self.speed()}")
 
-    def decode(self, batch: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def decode(self, batch: Sequence[tuple[int, torch.Tensor]], part: Part) -> None:
         """Continue the rows of one batch, one by one if the batch fails; a row that fails alone is written as such."""
         if not batch:
             return
@@ -163,9 +135,9 @@ class Rows:
         except Exception as error:  # of memory, of processors
             if len(batch) > 1:
                 for entry in batch:
-                    self.decode([entry])
+                    self.decode([entry], part)
             else:
-                self.part.write(batch[0][0], error=one_line(error))
+                part.write(batch[0][0], error=one_line(error))
             return
         self.seconds += time.perf_counter() - started
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -173,7 +145,7 @@ class Rows:
             count = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
             self.tokens += count
             text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
-            self.part.write(row, text=text, prompt_tokens=len(prompt), new_tokens=count)
+            part.write(row, text=text, prompt_tokens=len(prompt), new_tokens=count)
 
     def speed(self) -> str:
         """Tokens per second, with the time to read prompts."""

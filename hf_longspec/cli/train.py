@@ -1,6 +1,7 @@
 """`hf-longspec train`: train a draft from a recipe."""
 
 import json
+import shutil
 import signal
 import sys
 from contextlib import suppress
@@ -25,9 +26,11 @@ from transformers import (
 )
 
 from ..bench.machine import command, git_commit, without_folders
+from ..bench.results import replace_file
 from ..cli import CommandError, one_line, options
 from ..hub.repository import CARD_FACTS
 from .models import load_tokenizer, loading
+from .outputs import claim
 
 
 @dataclass
@@ -63,7 +66,9 @@ def run(args: SimpleNamespace) -> int:
     overrides = {name: value for name, value in named.items() if value is not None}
     overrides |= options.read_settings(args.setting, "training.seed=1")
     try:
-        return train(read_recipe(args.config, overrides), args.resume)
+        recipe = read_recipe(args.config, overrides)
+        claim_folder(recipe, [args.config, *(args.data or [])], args.resume, args.overwrite)
+        return train(recipe, args.resume)
     except FloatingPointError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
@@ -139,9 +144,6 @@ def train(recipe: Recipe, resume: bool) -> int:
     from ..training.trainer import last_complete_checkpoint
 
     check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
-    if recipe.training.get("output_dir") is None:
-        raise CommandError("training has no output_dir. Set it, or pass --output-dir.")
-    options.require_writable_folder(Path(recipe.training["output_dir"]), new=False)
     args = DraftTrainingArguments(**recipe.training)
     checkpoint = last_complete_checkpoint(args.output_dir) if resume else None
     sources = [recipe.dataset, recipe.eval_dataset]
@@ -162,6 +164,8 @@ def train(recipe: Recipe, resume: bool) -> int:
         processing_class=tokenizer,
         peft_config=lora_config(recipe.lora),
     )
+    if checkpoint is None and trainer.is_world_process_zero():
+        remove_checkpoints(Path(str(args.output_dir)))
     with SaveAtInterrupt(trainer) as interruption:
         trainer.train(resume_from_checkpoint=checkpoint)
     state = trainer.state
@@ -176,6 +180,23 @@ def train(recipe: Recipe, resume: bool) -> int:
         print("To find the fastest settings of the draft on this machine:")
         print(f"  hf-longspec tune TEXT --target {recipe.target} --draft {args.output_dir}")
     return 0
+
+
+def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: bool) -> None:
+    """Refuse an output folder that holds something, unless this is to be continued or replaced."""
+    if recipe.training.get("output_dir") is None:
+        raise CommandError("training has no output_dir. Set it, or pass --output-dir.")
+    folder = Path(recipe.training["output_dir"])
+    options.require_writable_folder(folder)
+    read = [*inputs, recipe.target, recipe.draft if isinstance(recipe.draft, str) else None]
+    claim([folder], read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a run that is replaced: `--resume` would continue from the last one by its number."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        if checkpoint.name.removeprefix("checkpoint-").isdigit():
+            checkpoint.unlink() if checkpoint.is_symlink() else shutil.rmtree(checkpoint)
 
 
 class SaveAtInterrupt(TrainerCallback):
@@ -288,4 +309,4 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
         "commit": git_commit(),
     }
     facts |= {name: value for name, value in entries.items() if value}
-    file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    replace_file(file, json.dumps(facts, indent=2) + "\n")

@@ -3,11 +3,8 @@
 import hashlib
 import json
 import math
-import os
-import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,13 +19,14 @@ from hf_longspec import __version__
 
 from ..bench.calls import Decoder, changed, endless, prefill
 from ..bench.prompts import cut_windows
-from ..bench.results import Record, ResultFile, check_resume, in_turns, of_kind
+from ..bench.results import Record, ResultFile, check_resume, in_turns, of_kind, replace_file
 from ..cli import CommandError, options
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS, weightless_drafts
 from .models import LoadedModels, Progress, describe_device, load_models, say
+from .outputs import claim
 
 Settings = dict[str, Any]
 
@@ -62,9 +60,13 @@ MEASURED = ("context", "prompts", "batch", "max_new_tokens", "repeats", "sample"
 
 def run(args: SimpleNamespace) -> int:
     """Measure, show and write the choice; returns the exit status."""
-    check_resume(args.results, args.resume)
+    read = [args.file, args.draft, args.target]
+    claim([args.results], read, overwrite=args.overwrite, resume=args.resume)
+    if args.resume:
+        check_resume(args.results, args.resume)
     if not args.dry_run:
         check_destination(args.draft, args.output)
+        claim([args.output] if args.output is not None else [], read, overwrite=args.overwrite)
     name, text = options.read_text(args.file, args.prompt)
     with load_models(args) as loaded:
         plan = plan_for(loaded.draft)
@@ -82,7 +84,7 @@ def run(args: SimpleNamespace) -> int:
         digest = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:16]
         settings = {**loaded.record(), "set": loaded.settings, **how, "text_sha256": digest}
         facts = {"device": describe_device(model.device), "hf_longspec": __version__}
-        file = ResultFile(args.results, "tune", None, math.inf, settings, facts, args.resume)
+        file = ResultFile(args.results, "tune", None, math.inf, settings, facts, args.resume or None)
         try:
             with file, Progress(len(windows), "Reading the prompts") as progress:
                 decoder = Decoder(model, prefill(model, windows, lambda index: progress.step()), args.max_new_tokens)
@@ -274,22 +276,11 @@ def plan_for(draft: Any) -> Plan:
 
 
 def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
-    """Set some keys of the file and keep all others; returns its path.
-
-    The new content is written beside the old file and takes its place when it is complete, so that a reader finds the
-    old file or the new one, also after an error.
-    """
+    """Set some keys of the file and keep all others; returns its path."""
     path = folder / SETTINGS_FILE
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    with tempfile.TemporaryDirectory(prefix=f".{SETTINGS_FILE}.", dir=folder) as beside:
-        new = Path(beside) / SETTINGS_FILE
-        with new.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content | settings, indent=2, sort_keys=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, new)
-        os.replace(new, path)
+    # not through a link: a cache may share the file with other drafts
+    replace_file(path, json.dumps(content | settings, indent=2, sort_keys=True) + "\n", through_links=False)
     return path
 
 
@@ -301,7 +292,7 @@ def check_destination(draft: str, output: Path | None) -> None:
         raise CommandError(
             f"the draft {draft} is not a local folder. Pass --output FOLDER for the tuned draft, or --dry-run."
         )
-    options.require_writable_folder(Path(draft), new=False)
+    options.require_writable_folder(Path(draft))
 
 
 @dataclass

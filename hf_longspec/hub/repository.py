@@ -353,7 +353,7 @@ def _facts(card: Card) -> str:
 
 def _remove_stale(folder: Path, files: list[Path]) -> None:
     for path in [*folder.glob("*.py"), *folder.glob("custom_generate/*.py")]:
-        if path.relative_to(folder) not in files and path.read_text(encoding="utf-8").startswith(MARK):
+        if path.relative_to(folder) not in files and path.read_bytes().startswith(MARK.encode()):
             path.unlink()
 
 

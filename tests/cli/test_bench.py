@@ -144,6 +144,7 @@ def test_other_settings_and_another_environment_are_not_resumed(here, monkeypatc
     assert "drafts was ['ngram'], now ['specattn']" in settings.output
     assert "threads was" in environment.output and "now 77" in environment.output
     assert (here / "bench.jsonl").read_bytes() == written
+    assert invoke("--minutes", "0", "--overwrite").exit_code == 0 and (here / "bench.jsonl").read_bytes() != written
 
 
 def test_a_wrong_text_is_the_exit_status(monkeypatch):

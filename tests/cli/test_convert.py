@@ -12,8 +12,10 @@ def test_a_trainer_file_becomes_a_draft(command, tmp_path):
     target.config.save_pretrained(tmp_path / "target")
     tensors = LongSpecDraftModel.from_target(target, qkv_bias=True).block.state_dict()
     torch.save(tensors, tmp_path / "draft_model_weights.pth")
-    result = command("convert", tmp_path, "--target", tmp_path / "target", "--output", tmp_path / "out")
-    assert result.exit_code == 0 and "0.0M parameters" in result.output
+    arguments = ["convert", tmp_path, "--target", tmp_path / "target", "--output", tmp_path / "out"]
+    for overwrite in ([], ["--overwrite"]):
+        result = command(*arguments, *overwrite)
+        assert result.exit_code == 0 and "0.0M parameters" in result.output
     draft = AutoModel.from_pretrained(tmp_path / "out")
     assert torch.equal(draft.block.mlp.up_proj.weight, tensors["mlp.up_proj.weight"])
 

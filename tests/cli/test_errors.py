@@ -189,12 +189,11 @@ EARLY = [
     ("generate TARGET --output out.jsonl --prompt x", "are for --data"),
     ("generate TARGET --data data.jsonl --output out.jsonl --column words", "the keys are prompt"),
     ("tune TARGET notes.txt --output locked/deep/out", "locked cannot be written to"),
-    ("tune TARGET notes.txt --output full", "'--output': full is not empty."),
+    ("tune TARGET notes.txt --output full", "full/of exists. Pass --overwrite"),
     ("tune TARGET notes.txt --draft locked", "locked cannot be written to"),
     ("bench TARGET --output bench.txt", "bench.txt does not end with .jsonl"),
     ("demo TARGET --file none.txt", "cannot read none.txt"),
     ("train --config none.yaml --output-dir locked/run", "locked cannot be written to"),
-    ("convert TARGET notes.txt --output full", "full is not empty"),
     ("convert TARGET notes.txt --output notes.txt/out", "notes.txt is a file."),
     ("publish notes.txt --dry-run --output locked/out", "locked cannot be written to"),
 ]

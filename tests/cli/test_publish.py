@@ -66,14 +66,17 @@ class TestDryRun:
             "license: mit" in text and 'from_pretrained("org/longspec-draft", trust' in text and "Not measured." in text
         )
 
-    def test_again_over_its_own_output_and_not_over_other_files(self, folder, tmp_path):
-        for _ in range(2):
-            assert run(folder, "--dry-run", "--base-model", "org/t", "--output", tmp_path / "out").exit_code == 0
-        (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / "config.json").write_text("{}")
-        result = run(folder, "--dry-run", "--base-model", "org/t", "--output", tmp_path / "mine")
-        assert result.exit_code == 2 and "is not empty. Pass a new folder." in result.output
-        assert (tmp_path / "mine" / "config.json").read_text() == "{}"
+    def test_over_what_exists_on_request_alone(self, folder):
+        """Its own output and the draft itself too: the measured results on a card would be lost."""
+        (folder / "README.md").write_text("tau 2.5")
+        for output, is_new in ((folder.with_name("out"), True), (folder, False)):
+            arguments = [folder, "--dry-run", "--base-model", "org/t", "--output", output]
+            assert not is_new or run(*arguments).exit_code == 0
+            before = (output / "README.md").read_text()
+            refused = run(*arguments)
+            assert refused.exit_code == 2 and f"{output}/README.md" in refused.output
+            assert (output / "README.md").read_text() == before
+            assert run(*arguments, "--overwrite").exit_code == 0
 
     def test_the_facts_beside_the_draft_and_the_measured_table(self, folder, tmp_path):
         facts = {"base_model": "org/t", "training": "3 steps.", "command": "hf-longspec train", "commit": "c0ffee"}
@@ -85,13 +88,12 @@ class TestDryRun:
         assert "| mode | setting | tau at 1024 | tau at 4096 |" in text and "2.50 ± 0.10 | 2.25 ± 0.10" in text
         assert "1.50" not in text and "Not measured" not in text and "python benchmarks/acceptance.py" in text
         assert "3 steps." in text and "c0ffee" in text
-        other = run(folder, "--dry-run", "--results", results)
+        other = run(folder, "--dry-run", "--results", results, "--overwrite")
         assert other.exit_code == 2 and "no acceptance of the draft 'draft', only of mine, another" in other.output
 
     def test_an_engine_beside_a_draft_without_code(self, folder):
-        for _ in range(2):
-            result = run(folder, "--dry-run", "--base-model", "org/t", "--engine", "org/engine")
-            assert result.exit_code == 0, result.output
+        result = run(folder, "--dry-run", "--base-model", "org/t", "--engine", "org/engine")
+        assert result.exit_code == 0, result.output
         output = folder.with_name("draft-hub")
         assert not list(output.glob("*.py")) and (output / "engine" / "modeling_longspec.py").is_file()
         assert "org/engine--modeling_longspec.LongSpecConfig" in (output / "config.json").read_text()

@@ -131,9 +131,12 @@ def test_texts_of_the_command_line_replace_the_dataset_and_are_tokenized_once(
         tokenized.append((rows.cache_files, ids.count(tokenizer.eos_token_id) - len(dataset)))
 
     after(monkeypatch, training, "pack", count)
-    for _ in range(2):
-        status, output = run("train", *sources[kind], "--config", recipe, "--max-steps", 1)
+    old = tmp_path / "run" / "checkpoint-7"
+    for again in ([], ["--overwrite"]):
+        status, output = run("train", *sources[kind], "--config", recipe, "--max-steps", 1, *again)
         assert status == 0, output
+        assert not old.exists()  # a run that is continued would begin there
+        old.mkdir()
     assert tokenized[0] == tokenized[1] and tokenized[0][0] and tokenized[0][1] == 0
 
 
