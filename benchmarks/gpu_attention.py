@@ -118,7 +118,7 @@ def tiles(run: GpuRun, points: slice) -> None:
 def _changed(change: dict[str, int]) -> Callable[..., TileConfig]:
     """`hybrid_config` with a change of what it chooses."""
     choose = launch.hybrid_config
-    return lambda *args: choose(*args)._replace(**change)
+    return lambda *args, **options: choose(*args, **options)._replace(**change)
 
 
 def _time_tiles(run: GpuRun, case: DeviceAttention, exact: AttentionState, point: dict[str, Any]) -> None:
