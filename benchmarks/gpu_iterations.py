@@ -251,7 +251,7 @@ def _time_draft(
     with _running(run.model, draft, mode):
         first, milliseconds, _ = generate(run, draft, cache, what["context"], stored, WARM_UP_TOKENS, mode)
         per_token = statistics.median(milliseconds) * len(milliseconds) / first.tokens / 1e3
-        affordable = int(min(ROW_SECONDS, run.left) / CALLS / per_token)
+        affordable = int(min(ROW_SECONDS * run.plan.patience, run.left) / CALLS / per_token)
         if affordable < min(FEWEST_TOKENS, run.plan.tokens):
             raise Skip(f"a token takes {per_token:.1f} s and {run.left:.0f} s are left")
         if run.is_cuda:

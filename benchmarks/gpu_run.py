@@ -42,7 +42,7 @@ class Plan:
     tokens: int  # tokens of a timed call of `generate` at most
     ms: float  # milliseconds of the repeats of one timing
     gamma: int = 6  # drafted tokens of SpecAttn
-    patience: float = 1.0  # factor of the time limits of sections
+    patience: float = 1.0  # factor of the time limits of sections and rows
     # 64 and 16 nodes with the root, which fill whole tiles of the kernels, and the tree of the paper
     # widths of LongSpec's trees; the first is measured first
     trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 11), (4, 4, 4, 3), (4, 16, 16, 16, 16))
