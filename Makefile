@@ -94,9 +94,9 @@ test-cpu: $(READY) ## the numerical tests, with the instructions of an older pro
 
 gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: all measurements, then parity of every kernel there
 	@$(GPU) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no NVIDIA GPU here")'
-	@echo "Measuring for nine minutes at most, into $(OUT). Leave the machine alone meanwhile."
+	@echo "Measuring for nine minutes at most, into gpu.jsonl and gpu.md in $(OUT). Leave the machine alone meanwhile."
 	$(GPU) benchmarks/gpu.py --output "$(OUT)/gpu.jsonl" $(ARGS)
-	@echo "Comparing every kernel on the GPU with the reference, for nine minutes at most."
+	@echo "Comparing every kernel on the GPU with the reference, for nine minutes at most, into gpu-tests.xml there."
 	timeout 540 $(GPU) -m pytest -q -k triton --junitxml "$(OUT)/gpu-tests.xml" $(GPU_TESTS)
 
 install: $(READY) ## make the environment with the newest torch and transformers

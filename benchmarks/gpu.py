@@ -29,7 +29,8 @@ if not __package__:  # run as a file: the root of the checkout takes the place o
 from benchmarks import gpu_run, harness
 from benchmarks.gpu_attention import baselines, kernels, tiles
 from benchmarks.gpu_checks import captures, features
-from benchmarks.gpu_iterations import first_drafts, forwards, iterations, other_drafts
+from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
+from benchmarks.gpu_iterations import first_drafts, forwards, iterations, no_drafts, other_drafts, profile
 from benchmarks.gpu_run import GpuRun, gpu_facts
 from benchmarks.harness import integers, names
 from hf_longspec.bench.machine import versions
@@ -59,19 +60,29 @@ class Section(NamedTuple):
     by_context: bool = False
 
 
-# What shows whether the device works at all, then the most important ones first.
+def _iterations(
+    make_drafts: Callable[..., dict[str, Any]], modes: Sequence[str], hf_modes: Sequence[str] = ()
+) -> Callable[..., None]:
+    return partial(iterations, make_drafts=make_drafts, modes=modes, hf_modes=hf_modes)
+
+
+# The most important ones first. By the seconds that sections took on an H100 (benchmarks/results/gpu.jsonl), those up
+# to `profile`, which give all goals, end within four minutes.
 SECTIONS: dict[str, Section] = {
-    "ceilings": Section(ceilings, 40),
-    "captures": Section(captures, 20),
-    "features": Section(features, 60),
-    "kernels": Section(partial(kernels, points=slice(1)), 60),
-    "baselines": Section(partial(baselines, points=slice(1)), 60),
-    "forwards": Section(forwards, 100),
-    "iterations": Section(partial(iterations, make_drafts=first_drafts), 120, by_context=True),
-    "drafts": Section(partial(iterations, make_drafts=other_drafts), 90, by_context=True),
-    "tiles": Section(partial(tiles, points=slice(1)), 60),
-    "more kernels": Section(partial(kernels, points=slice(1, None)), 60),
-    "more baselines": Section(partial(baselines, points=slice(1, None)), 60),
+    "ceilings": Section(ceilings, 15),
+    "captures": Section(captures, 15),
+    "kernels": Section(partial(kernels, points=slice(1)), 30),
+    "baselines": Section(partial(baselines, points=slice(1)), 20),
+    "forwards": Section(forwards, 25),
+    "iterations": Section(_iterations(first_drafts, (FUSED, GRAPH), ("sdpa",)), 80, by_context=True),
+    "profile": Section(profile, 40),
+    "features": Section(features, 50),
+    "tiles": Section(partial(tiles, points=slice(1)), 70),
+    "drafts": Section(_iterations(other_drafts, (FUSED,)), 60, by_context=True),
+    "more kernels": Section(partial(kernels, points=slice(1, None)), 50),
+    "more baselines": Section(partial(baselines, points=slice(1, None)), 30),
+    "uncaptured": Section(_iterations(no_drafts, (OFF,), ("eager",)), 40),
+    "compiled": Section(_iterations(no_drafts, (COMPILE,), ("static cache",)), 90),
 }
 
 
@@ -101,14 +112,14 @@ def main(arguments: list[str] | None = None) -> None:
     facts = {"device": device, "cuda": torch.version.cuda, **versions(*gpu_run.PACKAGES)}
     with harness.start(args, "gpu", settings, **how, make=GpuRun, facts=facts, started=started) as run:
         for name, section, what in processes(sections, plan.contexts):
-            run.apart(name, partial(section.measure, **what), section.seconds, **what)
+            run.apart(name, partial(section.measure, **what), section.seconds * plan.patience, **what)
 
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = harness.parser(__doc__, "gpu", minutes=9)  # imports included
     add = parser.add_argument
     add("--sections", type=names, default=list(SECTIONS), help=f"default: {','.join(SECTIONS)}")
-    add("--contexts", type=integers, help="of iterations (default: 32768,131072,8192)")
+    add("--contexts", type=integers, help="of iterations (default: 32768,131072)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: bfloat16")
     add("--backends", type=names, default=BACKENDS, help=f"default: {','.join(BACKENDS)}")
     add("--smoke", action="store_true", help="every path on a tiny target on the CPU; the times are meaningless")

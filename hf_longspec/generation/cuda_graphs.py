@@ -2,8 +2,8 @@
 
 A graph holds addresses, so small inputs are copied into tensors of its own. Kernels read the lengths of the rows on the
 device, and buffers are read up to the next power of two, so that one graph serves many lengths. A function that cannot
-be captured is not tried again. `capture` and the functions after it contain all calls of CUDA. They were tested on a
-simulated device and have never run on a GPU.
+be captured is not tried again. `capture` and the functions after it contain all calls of CUDA. The tests run them on a
+simulated device.
 
 Graphs stay valid while the buffers and the model do, so a [`Workspace`] keeps both for the next call of `generate`.
 """

@@ -17,6 +17,7 @@ from hf_longspec.attention_backends.triton import config, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.flash_standins import PACKAGES, Machine
 from tests.attention_backends.triton.machine import BROKEN_INTERPRETER, DEVICE
+from tests.simulated_cuda import SimulatedCuda
 
 # A program that tests start.
 collect_ignore = ["triton/aot.py"]
@@ -112,6 +113,13 @@ def calls(request, machine):
 
 
 @pytest.fixture
+def simulated_device():
+    """A CUDA device whose tensors are on the CPU."""
+    with SimulatedCuda() as cuda:
+        yield cuda.device
+
+
+@pytest.fixture
 def prepared(request, monkeypatch):
     """`prepared(name)`: a backend whose blocks are small, and the device that its tensors go to."""
 
@@ -120,6 +128,8 @@ def prepared(request, monkeypatch):
             for fixture in ("small_tiles", "poisoned_memory"):
                 request.getfixturevalue(fixture)
             return TRITON_BACKEND, request.getfixturevalue("kernel_device")
+        if name == "torch_moved":  # contexts are copied to another device
+            return TORCH_BACKEND, request.getfixturevalue("simulated_device")
         device = torch.device("cpu")
         if name.startswith("flash"):
             request.getfixturevalue("machine")(*PACKAGES[int(name[-1])])

@@ -164,9 +164,9 @@ class Capture:
 
 def attended(context, backend, query, key, value, device="cpu", **options):
     """The state of one layer, computed on a device, on the CPU."""
-    context.capture = Capture()
     inputs, options = on(device, (query, key, value), options)
-    context = context.to(device)
+    context = context.to(device)  # the same copy in every call, so the capture of this call is given to the copy
+    context.capture = Capture()
     out = context.attend(backend, 0, *inputs, scaling=SCALING, **options)
     return on("cpu", out, context.capture.collected[0][3])
 

@@ -203,6 +203,7 @@ def test_every_node_sees_the_prefix_and_its_path(prepared, name, lengths, option
     [
         *pairwise(["torch", "torch_parts", "torch_unfused"], HYBRID_LENGTHS, (1, 40, 92, 150), (1, 5, 33), (0, 4096)),
         *pairwise(["flash2", "triton"], HYBRID_LENGTHS[1:4], (4, 150), (1, 5), (4096,)),
+        ("torch_moved", (0, 90, 33), 40, 5, 4096),
     ],
 )
 def test_windows_that_count_gaps_between_tokens(prepared, monkeypatch, name, lengths, window, nodes, dense_keys):

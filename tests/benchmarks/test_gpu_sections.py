@@ -52,7 +52,7 @@ def device(monkeypatch):
     monkeypatch.setattr("triton.testing.do_bench_cudagraph", simulated_gpu.bench_graph)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(gpu_goals, "SIZES", SIZES)
-    plan = replace(SMOKE, contexts=(SIZES.context,), points=((1, SIZES.context), (2, 48)))
+    plan = replace(SMOKE, contexts=(SIZES.context,), points=((1, SIZES.context), (2, 48)), patience=1.0)
     monkeypatch.setattr(gpu_run, "LLAMA_8B", plan)
     with simulated() as cuda:
         yield cuda

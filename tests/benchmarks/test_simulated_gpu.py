@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_attention import LOWER_BOUND, TILES
+from benchmarks.gpu_attention import LOWER_BOUND, tiles_of
 from benchmarks.gpu_checks import CASES
-from benchmarks.gpu_iterations import COMPILE, FUSED, GRAPH, HF_MODES, OFF
+from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
 from benchmarks.gpu_run import SMOKE
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.results import read_records
@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 pytestmark = pytest.mark.soak  # `make test-torch-min` runs it
 
 TRITON = "hf_longspec_triton"
-SECTIONS = "captures,features,kernels,baselines,drafts,tiles"
+SECTIONS = "captures,features,kernels,baselines,drafts,profile,tiles"
 
 
 def run(tmp_path, sections, dtype):
@@ -43,10 +43,9 @@ def run(tmp_path, sections, dtype):
     return records
 
 
-def check_modes(rows, names):
+def check_modes(rows, names, modes, hf_modes=()):
     """Every row was run in every mode, and those of captured steps captured and replayed."""
-    modes = {PLAIN: (OFF, GRAPH, FUSED, COMPILE), HF: HF_MODES}
-    expected = [(name, mode) for name in dict.fromkeys(names) for mode in modes.get(name, (OFF, GRAPH))]
+    expected = [(name, mode) for name in names for mode in (hf_modes if name == HF else modes)]
     assert [(row["draft"], row["mode"]) for row in rows] == expected
     for row in rows:
         is_captured = row["mode"] in (GRAPH, FUSED, COMPILE)
@@ -55,14 +54,15 @@ def check_modes(rows, names):
 
 def test_plain_specattn_and_longspec_as_they_are_and_captured(tmp_path):
     """Every timed iteration speculates, and the text is that of the loop without a draft; exact, as in float32."""
-    records = run(tmp_path, "forwards,iterations", "float32")
-    rows = of(records, "iteration")
-    check_modes(rows, FIRST)
-    for row in rows:
+    records = run(tmp_path, "forwards,iterations,uncaptured,compiled", "float32")
+    check_modes(of(records, "iteration", section="iterations"), FIRST, (FUSED, GRAPH), ("sdpa",))
+    check_modes(of(records, "iteration", section="uncaptured"), FIRST[:2], (OFF,), ("eager",))
+    check_modes(of(records, "iteration", section="compiled"), FIRST[:2], (COMPILE,), ("static cache",))
+    for row in of(records, "iteration"):
         assert row["backend"] == (row["mode"] if row["draft"] == HF else TRITON)
         assert row["same_tokens"] == SMOKE.tokens and row["ms"]["median"] > 0 and row["floor_ms"] > 0
         assert row["speculated"] == (0 if row["draft"] in (PLAIN, HF) else row["iterations"])
-    for mode in (OFF, GRAPH, FUSED, COMPILE):  # a mode replays no graphs of another one
+    for mode in (OFF, GRAPH, FUSED):  # a mode replays no graphs of another one
         found = of(records, "forward", forward="ours", mode=mode)
         assert [(row["nodes"], row["captures"]) for row in found] == [(n, int(mode != OFF)) for n in SMOKE.nodes]
 
@@ -72,9 +72,12 @@ def test_everything_else(tmp_path):
     records = run(tmp_path, SECTIONS, "bfloat16")
     assert {line["section"] for line in of(records, "section")} == {"ceilings", *SECTIONS.split(",")}
     assert len(of(records, "capture")) == 5 and len(of(records, "features", backend=TRITON)) == CASES
-    check_modes(of(records, "iteration"), OTHERS)
+    check_modes(of(records, "iteration"), OTHERS, (FUSED,))
+    profiles = [(row["draft"], row["mode"]) for row in of(records, "profile") if row["launches"]]
+    assert profiles == [(name, mode) for name in (PLAIN, "LongSpec, 2+2") for mode in (FUSED, GRAPH)]
     kernels = of(records, "kernel", backend=TRITON)
     assert {row["nodes"] for row in kernels} == set(SMOKE.nodes) and {row["how"] for row in kernels} == {"graph"}
-    rows = [(row["nodes"], row["tiles"], row["how"]) for row in of(records, "tiles")]
-    assert rows == [(nodes, name, "graph") for nodes in SMOKE.nodes for name in TILES]
+    rows = [(row["nodes"], row["tiles"], row["scores"], row["how"]) for row in of(records, "tiles")]
+    names = [(nodes, name) for nodes in SMOKE.nodes for name in tiles_of(SMOKE.shape, nodes)]
+    assert rows == [(*name, scores, "graph") for name in names for scores in (False, True)]
     assert LOWER_BOUND in {row["baseline"] for row in of(records, "baseline")}

@@ -1,7 +1,7 @@
 """The Triton backend as torch and transformers see it: operators, compilation, refusals, whole models.
 
-A backend that writes scores while it verifies makes SpecAttn's texts and selections in one pass over the keys.
-test_scores.py compares the scores, and tests/generation/test_on_simulated_cuda.py captures such steps.
+A backend that writes scores while it verifies makes SpecAttn's texts and selections in one pass over the keys, also in
+captured steps. test_scores.py compares the scores.
 """
 
 import pytest
@@ -17,11 +17,12 @@ from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
 from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
 from hf_longspec.generation import compiled_steps, decoding
-from hf_longspec.generation.sparse_caches import SelectedCache
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
+from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
 from tests.attention_backends.oracle import SCALING, tree_case
 from tests.attention_backends.triton.machine import on
+from tests.generation.test_on_simulated_cuda import simulated
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 CPU = torch.device("cpu")
@@ -137,25 +138,40 @@ def test_a_model_generates(kernel_device, small_tiles, monkeypatch):
 
 class Watched:
     """SpecAttn on an implementation: layers whose scores came with the attention (`written`) and from a second pass
-    (`computed`), and the entries that were selected."""
+    (`computed`), and the slots that every phase selected.
+
+    The slots are found by the keys in the buffers after a phase. A function that fills them may be part of a graph: it
+    runs several times before it is captured, and not at all when it is replayed.
+    """
 
     def __init__(self, target, lengths=(29, 3), implementation="hf_longspec_triton", **settings):
         target.set_attn_implementation(implementation)
         settings |= {"num_assistant_tokens": 3, "sparse_min_tokens": 8, "sparse_ratio": 0.3}
         draft = SpecAttnDraftModel.from_target(target, **settings)
-        self.written, self.computed, self.selected, fill = [], [], [], SelectedCache.fill
+        self.written, self.computed, self.selected, observe = [], [], [], SpecAttnDrafter.observe
 
-        def noting_fill(cache, layers, chosen, table):
-            rows = [chosen[:, row, :, :count].sort(-1).values.tolist() for row, count in enumerate(cache.counts)]
-            self.selected.append((layers, rows))
-            return fill(cache, layers, chosen, table)
+        def watching(drafter, verification):
+            observe(drafter, verification)
+            self.selected.append(self._slots(drafter.sparse, verification.prefix_lengths.host))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SelectedCache, "fill", noting_fill)
+            patch.setattr(SpecAttnDrafter, "observe", watching)
             for name, layers in (("keep_scores", self.written), ("collect", self.computed)):
                 patch.setattr(ScoreCapture, name, self._noting(getattr(ScoreCapture, name), layers))
             self.text = text_of(target, lengths, assistant_model=draft)
         self.passes = draft.last_speculation.num_forwards + 1  # of the prompt's end and of every verification
+
+    @staticmethod
+    def _slots(sparse, lengths):
+        """By layer and row the heads and slots of the selected entries: those whose keys are in the buffer."""
+        found = {}
+        for layer in sparse.sparse_layers:
+            stored, copied = (on("cpu", cache.layers[layer].keys)[0] for cache in (sparse.cache, sparse))
+            for row, (length, count) in enumerate(zip(lengths, sparse.counts, strict=True)):
+                same = (copied[row, :, :count, None] == stored[row, :, None, :length]).all(-1)
+                assert same.any(-1).all()
+                found[layer, row] = same.any(1).nonzero().tolist()
+        return found
 
     @staticmethod
     def _noting(method, layers):
@@ -187,6 +203,20 @@ def test_scores_come_with_the_attention(kernel_device, small_tiles, name, settin
     assert set(here.written) == scored and len(here.written) == len(scored) * here.passes
     assert there.computed == here.written and not here.computed and not there.written
     assert here.selected == there.selected and here.selected
+
+
+@torch.no_grad()
+def test_selections_of_captured_steps(kernel_device):
+    """A graph computes, ranks and copies what steps without graphs do, as the simulated device shows without a GPU."""
+    if kernel_device.type == "cuda":
+        pytest.skip("on a GPU the test above captures the steps of this backend")
+    target = tiny_target("llama", attn_implementation="eager")
+    with simulated() as cuda:
+        cuda.place(target)
+        plain = Watched(target, compile="off")
+        captured = Watched(target, compile="graph")
+        assert cuda.replays and torch.equal(cuda.fetch(captured.text), cuda.fetch(plain.text))
+    assert captured.written == plain.written and captured.selected == plain.selected and len(plain.selected) > 2
 
 
 @pytest.mark.parametrize("lengths", [(29, 3), pytest.param((29,), marks=pytest.mark.soak)], ids=["ragged", "one"])

@@ -1,0 +1,213 @@
+"""The report of `gpu.py`, and the parts of it that documents quote."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks import gpu_goals
+from benchmarks.gpu_goals import FUSED, GRAPH, HF_ATTENTION, TRITON, ratio
+from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.bench.report import Column, range_of, table
+from hf_longspec.bench.results import Record, of_kind
+
+NOTE = (
+    "Milliseconds, median of the repeats with the lowest and highest. The target has random weights, keys and "
+    "values. Floors are computed from the ceilings measured in the same run; that of an iteration is the floor of its "
+    "verification, to which drafting adds (`python -m benchmarks.roofline`). Error: relative to float64. Plain steps: "
+    "time of an iteration divided by that of a step without a draft in the same mode, which is also the tau from which "
+    "the draft is faster. Speculated: iterations that verified drafted tokens. The first iteration of a call, which "
+    "captures CUDA graphs, is excluded. Same tokens: number of first tokens that equal those of the loop without a "
+    "draft. How: graph (replay of a CUDA graph), events (calls between CUDA events, including launches), wall (host "
+    "clock). Mode: steps as they are (off), captured (graph), captured with fused kernels (fused), or compiled and "
+    "captured (compile); for stock `generate` its attention or cache. Captures and replays: CUDA graphs in all calls "
+    "of the row; captured steps without a replay are left out."
+)
+# For each kind of line: title, and the columns in addition to times.
+TABLES = {
+    "checked": ("What was compared", "what result", ""),
+    "forward": ("One forward over a tree", "forward mode context nodes captures replays", "ms floor"),
+    "iteration": (
+        "One iteration of a drafter",
+        "draft mode batch context nodes speculated iterations tau same_tokens peak_gb captures replays",
+        "steps ms floor",
+    ),
+    "pair": ("Tokens per second of the bundled target", "method stock graph fused tau", ""),
+    "kernel": ("Attention of one layer", "backend batch context nodes tb_per_second error", "ms floor"),
+    "baseline": ("Other ways to compute it", "baseline batch context nodes error", "ms floor"),
+    "tiles": ("Attention of one layer in other tiles", "tiles scores batch context nodes error", "ms floor"),
+    "score_rows": ("With SpecAttn's score rows", "backend batch context nodes overhead", "ms floor"),
+    "hybrid": ("A hybrid target, ms per token", "target context stock_ms loop_ms", ""),
+    "training": ("Training on the bundled target, bfloat16", "draft tokens_per_second", ""),
+}
+
+
+def gpu_report(records: Sequence[Record]) -> str:
+    """Everything that was measured and what failed."""
+    parts = [record["text"] for record in of_kind(records, "note")]
+    parts += [
+        f"{record.get('gpu', record['device'])}: {record['tb_per_second']} TB/s copied, {record['tflops']} TFLOP/s in "
+        f"bfloat16 matrix products, measured in this run; CUDA {record['cuda']}, triton {record['triton']}."
+        for record in of_kind(records, "gpu_ceilings")
+    ]
+    more: dict[str, Mapping[str, Column]] = {
+        "steps": {"plain steps": lambda row: _number(_steps(records, row))},
+        "ms": {"ms": lambda row: _ms(row["ms"])},
+        "floor": {name: name for name in ("floor_ms", "times_floor", "how")},
+    }
+    for kind, (title, names, times) in TABLES.items():
+        if rows := of_kind(records, kind):
+            columns: dict[str, Column] = {name: name for name in names.split() if any(name in row for row in rows)}
+            for name in times.split():
+                columns |= {key: of for key, of in more[name].items() if callable(of) or any(of in row for row in rows)}
+            parts += [f"## {title}", table(rows, columns)]
+    for row in of_kind(records, "profile"):
+        parts += [f"## Kernels of an iteration: {row['draft']}, {row['mode']}", profile_table(row)]
+    failed = [
+        f"- {', '.join(f'{name}={value}' for name, value in row.items() if name not in ('kind', 'reason'))}: "
+        f"{row['reason']}"
+        for row in of_kind(records, "failed")
+    ]
+    return "\n\n".join(parts + (["Failed:", "\n".join(failed)] if failed else []))
+
+
+def profile_table(row: Record) -> str:
+    """Kernels by their time, with the sum of all."""
+    included = f", with {row['includes']}" if "includes" in row else ""
+    launches, iterations = f"{row['launches']:g} launches", f"{row['iterations']} iterations"
+    head = f"After {row['context']:,} tokens: {launches} per iteration, over {iterations}{included}."
+    kernels = [kernel | {"kernel": f"`{kernel['kernel'].replace('|', ' ')}`"} for kernel in row["kernels"]]
+    return f"{head}\n\n{table(kernels, {'us': 'us', 'launches': 'launches', 'kernel': 'kernel'})}"
+
+
+def goals(records: Sequence[Record]) -> str:
+    """The goals, for a run that measured the ceilings, as every whole one does."""
+    return f"## Goals\n\n{gpu_goals.judged(records)}" if of_kind(records, "gpu_ceilings") else ""
+
+
+def gpu_environment(records: Sequence[Record]) -> str:
+    """Card, versions, commit and date in one line, and the command if there is one for all."""
+    facts, *_ = of_kind(records, "environment")
+    state = "" if of_kind(records, "end") else " The run was not finished."
+    return _where(records) + (f": `{facts['command']}`." if "command" in facts else ".") + state
+
+
+def _where(records: Sequence[Record]) -> str:
+    facts, *_ = of_kind(records, "environment")
+    card = next((row["gpu"] for row in of_kind(records, "gpu_ceilings") if "gpu" in row), facts.get("gpu"))
+    versions = [f"{name} {facts[name]}" for name in ("torch", "triton", "transformers") if facts.get(name)]
+    parts = [card or facts["cpu"], *versions, f"package of commit {facts['commit']}", facts["date"]]
+    return ", ".join(parts)
+
+
+def part(records: Sequence[Record], name: str) -> str:
+    """What documents quote, with card, versions and commit; KeyError for an unknown part."""
+    return f"{PARTS[name](records)}\n\n{_where(records)}."
+
+
+def without_draft(records: Sequence[Record]) -> str:
+    """Steps of stock `generate` and of the loop without a draft, and their memory, one column per context."""
+    rows = of_kind(records, "iteration", batch=1)
+    stock, loop = (
+        {row["context"]: row for row in rows if (row["draft"], row["mode"]) == what}
+        for what in ((HF, "sdpa"), (PLAIN, FUSED))
+    )
+    named: dict[str, Callable[[int], Any]] = {
+        "`generate` of transformers, ms per token": lambda at: stock[at]["ms"]["median"],
+        "this package without a draft, ms per token": lambda at: loop[at]["ms"]["median"],
+        "least time of a step at the measured bandwidth, ms": lambda at: loop[at]["floor_ms"],
+        "peak memory of `generate`, GB": lambda at: stock[at]["peak_gb"],
+        "peak memory of this package, GB": lambda at: loop[at]["peak_gb"],
+    }
+    contexts = sorted(set(stock) & set(loop))
+    lines = [{"": name, **{f"after {at:,} tokens": f"{of(at):.1f}" for at in contexts}} for name, of in named.items()]
+    return table(lines)
+
+
+def with_drafts(records: Sequence[Record]) -> str:
+    """Iterations of drafts in the default mode, and the tau from which each of them is faster."""
+    rows = [row for row in of_kind(records, "iteration", mode=FUSED) if row["draft"] != PLAIN and _steps(records, row)]
+    columns: dict[str, Column] = {
+        "draft": "draft",
+        "tokens before": lambda row: f"{row['context']:,}",
+        "rows": "batch",
+        "nodes": "nodes",
+        "iteration, ms": lambda row: f"{row['ms']['median']:.1f}",
+        "tau to be faster than no draft": lambda row: _number(_steps(records, row)),
+    }
+    if of_kind(records, "iteration", draft=HF):
+        columns["tau to be faster than `generate`"] = lambda row: _number(_over(records, row, HF, "sdpa"))
+    return table(rows, columns)
+
+
+def pair(records: Sequence[Record]) -> str:
+    """Speeds on the bundled target, the fastest last; those of steps that are captured without fused kernels, too."""
+    rows = [row | {"speed": row.get(FUSED, row.get("stock"))} for row in of_kind(records, "pair")]
+    rows.sort(key=lambda row: row["speed"])
+    stock, loop = (next(row["speed"] for row in rows if row["method"] == method) for method in (HF, PLAIN))
+    names = {HF: "`generate` of transformers", PLAIN: "no draft"}
+    columns: dict[str, Column] = {
+        "draft": lambda row: names.get(row["method"], row["method"]),
+        "tau": lambda row: _number(row.get("tau")),
+        "tokens/s": lambda row: str(row["speed"]),
+        "x `generate`": lambda row: f"{row['speed'] / stock:.1f}",
+        "x no draft": lambda row: "" if row["method"] == HF else f"{row['speed'] / loop:.2f}",
+        "tokens/s without fused kernels": lambda row: str(row.get(GRAPH, "")),
+    }
+    return table(rows, columns)
+
+
+def attention(records: Sequence[Record]) -> str:
+    """Microseconds of one layer at the context of the first kernel, one line per number of nodes."""
+    first = of_kind(records, "kernel")[0]
+    at = {"batch": first["batch"], "context": first["context"]}
+    kinds: dict[str, tuple[str, dict[str, str]]] = {
+        "this kernel": ("kernel", {"backend": TRITON}),
+        "with SpecAttn's scores": ("score_rows", {"backend": TRITON}),
+        "torch backend": ("kernel", {"backend": "hf_longspec_torch"}),
+        HF_ATTENTION: ("baseline", {"baseline": HF_ATTENTION}),
+    }
+    lines = []
+    for nodes in dict.fromkeys(row["nodes"] for row in of_kind(records, "kernel", **at)):
+        found = {name: of_kind(records, kind, nodes=nodes, **at, **where) for name, (kind, where) in kinds.items()}
+        line = {name: f"{1e3 * rows[0]['ms']['median']:.0f}" for name, rows in found.items() if rows}
+        floor = f"{1e3 * found['this kernel'][0]['floor_ms']:.0f}"
+        lines.append({"nodes": nodes, **line, "least time at the measured bandwidth": floor})
+    return table(lines)
+
+
+PARTS: dict[str, Callable[[Sequence[Record]], str]] = {
+    "without a draft": without_draft,
+    "drafts": with_drafts,
+    "pair": pair,
+    "goals": gpu_goals.judged,
+    "checked": lambda records: table(of_kind(records, "checked"), {"what": "what", "result": "result"}),
+    "attention": attention,
+    "tiles": lambda records: table(
+        of_kind(records, "tiles"), {**TILES, "us": lambda row: f"{1e3 * row['ms']['median']:g}"}
+    ),
+}
+# Columns of a table of tiles.
+TILES: dict[str, Column] = {
+    "nodes": "nodes",
+    "scores": lambda row: "yes" if row.get("scores") else "no",
+    "rows, keys, warps, stages": "tiles",
+}
+
+
+def _over(records: Sequence[Record], row: Record, draft: str, mode: str) -> float | None:
+    """An iteration over one of another method at the same batch and context; None if that is not measured."""
+    base = of_kind(records, "iteration", draft=draft, mode=mode, batch=row["batch"], context=row["context"])
+    return ratio(row["ms"]["median"], base[0]["ms"]["median"]) if base else None
+
+
+def _steps(records: Sequence[Record], row: Record) -> float | None:
+    """An iteration in steps without a draft, in the same mode."""
+    return _over(records, row, PLAIN, row["mode"])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _ms(summary: dict[str, Any]) -> str:
+    """A median with its range if it has one."""
+    return range_of(summary, 3) if "low" in summary else f"{summary['median']:g}"
