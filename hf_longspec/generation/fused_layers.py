@@ -257,7 +257,7 @@ def _rotation(rotation: Any, *args: Any, **kwargs: Any) -> Rotation | None:
         return None
     query, key, cos, sin = args
     same = query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:] and cos.shape == sin.shape
-    if query.dim() != 4 or not same or cos.dim() != 3 or cos.shape[1] != query.shape[2] or not query.numel():
+    if query.dim() != 4 or not same or cos.dim() != 3 or cos.shape[1] not in (1, query.shape[2]) or not query.numel():
         return None
     dtypes = query.dtype in DTYPES and key.dtype == query.dtype and cos.dtype == sin.dtype
     if not dtypes or cos.dtype not in (query.dtype, torch.float32) or any(x.stride(-1) != 1 for x in args):

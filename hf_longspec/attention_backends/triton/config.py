@@ -117,7 +117,16 @@ def largest_rows(size: int, value_size: int, itemsize: int, gpu: Gpu) -> int:
 
 
 @cache
-def hybrid_config(rows: int, size: int, value_size: int, itemsize: int, gpu: Gpu, plain: bool = True) -> TileConfig:
+def hybrid_config(
+    rows: int,
+    size: int,
+    value_size: int,
+    itemsize: int,
+    gpu: Gpu,
+    has_tree: bool = True,
+    has_scores: bool = False,
+    is_bounded: bool = False,
+) -> TileConfig:
     """Choose the tiles of attention to the prefix, with or without a tree.
 
     Args:
@@ -126,13 +135,16 @@ def hybrid_config(rows: int, size: int, value_size: int, itemsize: int, gpu: Gpu
         value_size (`int`): Size of a value.
         itemsize (`int`): Bytes of one number.
         gpu (`Gpu`): Properties of the device.
-        plain (`bool`, *optional*, defaults to `True`): Whether there is a tree and no scores are written. Otherwise
-            tiles of 64 keys and 32 rows or more spill up to 80 bytes per thread without warpgroups; they get 32 keys.
+        has_tree (`bool`, *optional*, defaults to `True`): Whether there is a tree.
+        has_scores (`bool`, *optional*, defaults to `False`): Whether scores are written.
+        is_bounded (`bool`, *optional*, defaults to `False`): Whether there is a window or a softcap.
     """
     tiles = _tiles(size, value_size, itemsize, gpu)
     block_rows = min(max(SMALLEST_TILE, power_of_two(rows)), max(tiles))
     block_keys, num_warps, num_stages = tiles[block_rows]
-    if not plain and not gpu.warpgroups and block_rows > 16 and block_keys > 32:
+    # tiles of 64 keys and 32 rows or more spill up to 88 bytes per thread here
+    is_tight = has_scores and is_bounded if gpu.warpgroups else has_scores or not has_tree
+    if is_tight and block_rows > 16 and block_keys > 32:
         block_keys, num_stages = 32, num_stages + 1
     # The loop over the tree is short, and stages would spill 56 bytes; in float32 it spills 300 without.
     tree = (16 if block_rows == 16 else 32, 1) if itemsize == 2 else (16, num_stages)

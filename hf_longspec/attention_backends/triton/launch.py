@@ -119,7 +119,8 @@ def hybrid_op(
     batch, kv_heads, slots = key.shape[:3]
     rows, has_tree = query.shape[1] // kv_heads * query.shape[2], mask is not None
     sizes = (query.shape[3], value.shape[3], query.element_size())
-    config = hybrid_config(rows, *sizes, gpu_of(query.device), has_tree and last_node is None)
+    features = has_tree, last_node is not None, sliding_window is not None or softcap is not None
+    config = hybrid_config(rows, *sizes, gpu_of(query.device), *features)
     wanted = wanted_splits(max(1, -(-rows // config.block_rows)), max(1, batch) * kv_heads, has_tree)
     parts = max(1, has_tree + most_splits(slots, wanted, config.split_keys, config.block_keys))
     score_rows = (2, query.shape[1] // kv_heads) if weights else ()

@@ -290,8 +290,8 @@ def rotate(
     Args:
         query (`torch.Tensor` of shape `(B, H, N, D)`): Left as it is.
         key (`torch.Tensor` of shape `(B, K, N, D)`): Likewise.
-        cos (`torch.Tensor` of shape `(B or 1, N, factors)`): In the dtype of the queries, or in float32.
-        sin (`torch.Tensor` of shape `(B or 1, N, factors)`): Likewise.
+        cos (`torch.Tensor` of shape `(B or 1, N or 1, factors)`): In the dtype of the queries, or in float32.
+        sin (`torch.Tensor` of shape `(B or 1, N or 1, factors)`): Likewise.
         rotated (`torch.Tensor` of shape `(B, H, N, D)`): Gets the queries.
         keys (`torch.Tensor` of shape `(B, K, N or S, D)`): Gets the keys: N rows, or the buffer of a cache.
         written (`tuple`, *optional*): Values `(B, K, N, Dv)`, their buffer `(B, K, S, Dv)`, and the slot of every node
@@ -301,7 +301,7 @@ def rotate(
     """
     batch, heads, nodes, size = query.shape
     value, values, slots = written or (key, keys, cos)
-    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+    cos, sin = cos.expand(batch, nodes, -1), sin.expand(batch, nodes, -1)
     pairs = cos.shape[-1] * form.numbers // 2
     with launching_on(query):
         _rotate_kernel[(batch * nodes, heads + key.shape[1])](

@@ -36,7 +36,7 @@ GPUS = {
 }
 GROUPS = 4
 # Features by rows in `short`.
-SHORT = {16: ("plain", "all"), 32: ("plain",), 64: ("plain", "none", "all")}
+SHORT = {16: ("plain", "all"), 32: ("plain",), 64: ("plain", "none", "scores", "all")}
 # dtype, sizes of keys and values, softcap: every choice that `sparse_config` can make, at the sizes of common models;
 # one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first two.
 SPARSE = (
@@ -75,13 +75,14 @@ class AbsentGpu:
 
 
 def hybrid(size, rows, dtype, features):
-    """Launch attention to the prefix: "plain" with a tree, "all" with a window, a softcap and scores too, or "none"."""
+    """Launch attention to the prefix: "plain" with a tree, "all" with a window, a softcap and scores too, or a part."""
     nodes = rows // GROUPS
     query, key = torch.empty(1, 2 * GROUPS, nodes, size, dtype=dtype), torch.empty(1, 2, 2000, size, dtype=dtype)
     numbers, sinks = torch.zeros(1, nodes, dtype=torch.long), torch.zeros(2 * GROUPS)
     lengths, mask = numbers[:, 0].contiguous(), torch.ones(1, nodes, nodes, dtype=torch.bool)
     options = {
         "plain": (None, mask, sinks, None, 0.1, None, None, False, False),
+        "scores": (None, mask, sinks, lengths, 0.1, None, None, False, True),
         "all": (numbers, mask, sinks, lengths, 0.1, 100, 3.0, True, True),
         "none": (None, None, sinks, None, 0.1, None, None, False, False),
     }
@@ -141,7 +142,7 @@ def calls(everything, gpu):
             most = tiles.largest_rows(size, size, dtype.itemsize, gpu)
             all_rows = [rows for rows in (16, 32, 64, 128) if rows <= most]
             for rows in all_rows:
-                for features in ("plain", "all", "none") if everything else SHORT[rows]:
+                for features in ("plain", "all", "none", "scores") if everything else SHORT[rows]:
                     yield "hybrid", hybrid, (size, rows, dtype, features)
             for rows in all_rows[: 2 if everything else 1]:
                 yield "tree", tree, (size, rows, dtype)

@@ -52,14 +52,14 @@ def test_norm(dtype, rows, form):
     form, name = form
     norm = of(name.lower(), f"{name}RMSNorm")(83, eps=1e-2).to(DEVICE, dtype)
     norm.weight.copy_(numbers(83, dtype=dtype))
-    hidden = numbers(2, 5, 3, 97, dtype=dtype)[..., :83] / 7
+    hidden = numbers(2, 3, 2, 97, dtype=dtype)[..., :83] / 7
     if rows == "transposed":
         hidden = hidden.contiguous().transpose(1, 2)
     if rows != "with a residual":
         hidden = hidden.contiguous() if rows == "contiguous" else hidden
         assert_close(add_norm(hidden, norm.weight, 1e-2, form), norm(hidden))
         return
-    hidden, residual = hidden.contiguous(), numbers(2, 5, 3, 83, dtype=dtype)
+    hidden, residual = hidden.contiguous(), numbers(2, 3, 2, 83, dtype=dtype)
     total = torch.full_like(hidden, torch.nan)
     assert_close(add_norm(hidden, norm.weight, 1e-2, form, residual, total), norm(hidden + residual))
     assert_close(total, hidden + residual)
@@ -95,17 +95,17 @@ def rotary_case(form, dtype, rows, nodes):
 @pytest.mark.parametrize("is_ragged", [True, False])
 @pytest.mark.parametrize("form", ROTARY_FORMS, ids=str)
 def test_rotation_and_write(dtype, is_ragged, form):
-    """Buffers are parts of larger ones; a batch shares its factors or not; other slots stay as they are."""
-    value_size, nodes = 17, 5
-    query, key = numbers(3, nodes, 6, SIZE, dtype=dtype), numbers(3, nodes, 2, SIZE, dtype=dtype)
-    value = numbers(3, nodes, 2, value_size, dtype=dtype)
+    """Buffers are parts of larger ones; rows and nodes share their factors or not; other slots stay as they are."""
+    value_size, nodes = 17, 3
+    query, key = numbers(2, nodes, 3, SIZE, dtype=dtype), numbers(2, nodes, 1, SIZE, dtype=dtype)
+    value = numbers(2, nodes, 1, value_size, dtype=dtype)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    function, cos, sin = rotary_case(form, dtype, 3 if is_ragged else 1, nodes)
-    slots = torch.tensor([[4, 6, 5, 0, 9], [1, 2, 3, 8, 4], [0, 1, 2, 3, 4]] if is_ragged else [3, 4, 8, 6, 2])
-    keys, values = numbers(3, 2, 12, SIZE + 4, dtype=dtype)[..., :SIZE], numbers(3, 2, 12, value_size, dtype=dtype)
+    function, cos, sin = rotary_case(form, dtype, 2 if is_ragged else 1, nodes if is_ragged else 1)
+    slots = torch.tensor([[4, 6, 0], [1, 2, 8]] if is_ragged else [3, 8, 6])
+    keys, values = numbers(2, 1, 9, SIZE + 4, dtype=dtype)[..., :SIZE], numbers(2, 1, 9, value_size, dtype=dtype)
     rotated, rotated_key = function(query, key, cos, sin)
     expected = keys.clone(), values.clone()
-    for row in range(3):
+    for row in range(2):
         at = slots[row] if is_ragged else slots
         expected[0][row, :, at], expected[1][row, :, at] = rotated_key[row], value[row]
     sources = query.clone(), key.clone()
