@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from inspect import unwrap
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -109,7 +109,7 @@ def fused_forward(module: nn.Module) -> Callable[..., Any] | None:
     if "forward" in vars(module):
         return None
     own = unwrap(type(module).forward)
-    if ROTATION in getattr(getattr(own, "__code__", None), "co_names", ()):
+    if isinstance(own, FunctionType) and ROTATION in own.__globals__ and _names(own.__code__, ROTATION):
         return _rotating(own)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_children())]
@@ -117,6 +117,11 @@ def fused_forward(module: nn.Module) -> Callable[..., Any] | None:
         return None
     form = _norm_form(module, epsilon)
     return None if form is None else partial(_norm_forward, epsilon, form)
+
+
+def _names(code: CodeType, name: str) -> bool:
+    """Return whether a function, or one inside of it, uses a global name."""
+    return name in code.co_names or any(_names(x, name) for x in code.co_consts if isinstance(x, CodeType))
 
 
 def _rotating(own: Any) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ class StepCache(Cache):
         """
         states = key_states, value_states
         if has_torch_function(states):
-            return handle_torch_function(StepCache.update, states, self, *states, layer_idx)  # type: ignore[return-value]
+            return handle_torch_function(StepCache.update, states, self, *states, layer_idx)
         keys, values = self.buffers[layer_idx]
         same, slots, end = self.places[layer_idx]
         if same:

@@ -11,13 +11,16 @@ import torch
 
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.triton.commit import can_move
+from hf_longspec.generation import fused_layers
 from hf_longspec.generation.decoding import Session
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import vision_language_model
 from tests.simulated_cuda import SimulatedCuda
-from tests.tiny_targets import randomize, tiny_prompts, tiny_target
+from tests.tiny_targets import made_for, randomize, tiny_prompts, tiny_target
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
+from triton.runtime.interpreter import GridExecutor
+
 from tests.simulated_kernels import KERNELS
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -269,6 +272,43 @@ def test_text_of_fused_layers(lengths):
         assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False, max_new_tokens=9)), expected)
         assert cuda.replayed["_rotate_kernel"] and cuda.replayed["_norm_kernel"] and cuda.replayed["_gated_kernel"]
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+# Most launches by graphs of a steady iteration, in fused steps after a Llama of one layer in 16 bits.
+TREE = {"window": 32, "tree_widths": [4, 4, 4, 3]}
+BUDGETS = {
+    "longspec": (TREE, 372),
+    "longspec_eagle3": (TREE, 410),
+    "longspec_mtp": ({"tree_widths": [4, 4, 4, 3]}, 428),
+    "longspec_dflash": ({}, 0),
+    "specattn": ({"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}, 0),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", list(BUDGETS))
+def test_launches_of_fused_drafts(kind, monkeypatch):
+    """Kernels of layers are counted, and compute nothing here."""
+    settings, most = BUDGETS[kind]
+    interpret = GridExecutor.__call__
+
+    def run(executor, *args, **options):
+        if executor.fn.__name__ not in ("_norm_kernel", "_gated_kernel", "_rotate_kernel"):
+            interpret(executor, *args, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", run)
+    monkeypatch.setattr(fused_layers, "_steps", lambda *results: 0.0)  # every comparison agrees
+    monkeypatch.setattr(fused_layers, "ROTARY_FORMS", fused_layers.ROTARY_FORMS[:1])
+    monkeypatch.setattr(fused_layers, "_decided", {})
+    model = tiny_target("llama", vocab_size=64, num_hidden_layers=1, dtype=torch.bfloat16)
+    draft = made_for(DRAFTS[kind].model, model, **settings)
+    randomize(draft)
+    draft.to(torch.bfloat16)
+    with simulated() as cuda:
+        cuda.place(model), cuda.place(draft)
+        iterations = watch(cuda, monkeypatch)
+        generate(model, draft, *cuda.place(tiny_prompts(64, (60,))), False, max_new_tokens=FIRST + 2)
+        assert 0 < iterations[FIRST - 1].replayed <= most
 
 
 # Kinds of layers. Two layers where they differ; mixtures choose experts without a read.
