@@ -316,7 +316,8 @@ ONE = {"num_hidden_layers": 1}
 KINDS = {
     **dict.fromkeys(("phi3", "olmo2", "granite", "glm4", "gemma2"), ONE),
     "gemma3": ONE | {"layer_types": ["sliding_attention"]},
-    **dict.fromkeys(("smollm3", "cohere2"), {}),
+    "smollm3": {},
+    "cohere2": {},
     "gpt_oss": ONE,
     "deepseek_v3": ONE | {"first_k_dense_replace": 0},
 }
