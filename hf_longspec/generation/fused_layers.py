@@ -112,8 +112,8 @@ def fused_forward(module: nn.Module) -> Callable[..., Any] | None:
     if isinstance(own, FunctionType) and ROTATION in own.__globals__ and _names(own.__code__, ROTATION):
         return _rotating(own)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_children())]
-    if names != ["weight"] or module.weight.dim() != 1 or not isinstance(epsilon, float):
+    parts: Any = dict((*module.named_parameters(), *module.named_buffers(), *module.named_children()))
+    if list(parts) != ["weight"] or parts["weight"].dim() != 1 or not isinstance(epsilon, float):
         return None
     form = _norm_form(module, epsilon)
     return None if form is None else partial(_norm_forward, epsilon, form)
@@ -142,7 +142,7 @@ def _norm_forward(epsilon: float, form: NormForm, norm: Any, hidden: torch.Tenso
 def normalized(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, form: NormForm) -> torch.Tensor:
     """Return the RMS norm of `hidden` `(..., size)`, by one kernel. It is a function for [`FusedOperations`]."""
     if has_torch_function_unary(hidden):
-        return handle_torch_function(normalized, (hidden,), hidden, weight, epsilon, form)  # type: ignore[return-value]
+        return handle_torch_function(normalized, (hidden,), hidden, weight, epsilon, form)
     return add_norm(hidden, weight, epsilon, form)
 
 
@@ -159,8 +159,8 @@ class Sum(NamedTuple):
         """Return the result of `function`, a norm of the sum, by one kernel with the sum; `None` if it is another."""
         if function is not normalized or args[0] is not self.result:
             return None
-        first, second = self.terms
-        return add_norm(first, *args[1:], second, self.result)
+        (first, second), (_, weight, epsilon, form) = self.terms, args
+        return add_norm(first, weight, epsilon, form, second, self.result)
 
 
 class Activation(NamedTuple):
