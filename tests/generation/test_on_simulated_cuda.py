@@ -11,13 +11,16 @@ import torch
 
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.triton.commit import can_move
+from hf_longspec.generation import fused_layers
 from hf_longspec.generation.decoding import Session
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import vision_language_model
 from tests.simulated_cuda import SimulatedCuda
-from tests.tiny_targets import randomize, tiny_prompts, tiny_target
+from tests.tiny_targets import made_for, randomize, tiny_prompts, tiny_target
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
+from triton.runtime.interpreter import GridExecutor
+
 from tests.simulated_kernels import KERNELS
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -236,8 +239,8 @@ def test_scores_without_a_distribution_travel_with_the_read(name, monkeypatch):
 PER_LAYER = {
     ("graph", torch.float32): 38,
     ("graph", torch.bfloat16): 42,
-    ("fused", torch.float32): 14,
-    ("fused", torch.bfloat16): 14,
+    ("auto", torch.float32): 13,
+    ("fused", torch.bfloat16): 13,
 }
 
 
@@ -267,8 +270,74 @@ def test_text_of_fused_layers(lengths):
     with simulated() as cuda:
         cuda.place(model)
         assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False, max_new_tokens=9)), expected)
-        assert cuda.replayed["_rotate_kernel"] and cuda.replayed["_norm_kernel"] and cuda.replayed["_silu_kernel"]
+        assert cuda.replayed["_rotate_kernel"] and cuda.replayed["_norm_kernel"] and cuda.replayed["_gated_kernel"]
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+# Most launches by graphs of an iteration, in fused steps after a Llama of one layer in 16 bits.
+TREE = {"window": 32, "tree_widths": [4, 4, 4, 3]}
+BUDGETS = {
+    "longspec": (TREE, 372),
+    "longspec_eagle3": (TREE, 410),
+    "longspec_mtp": ({"tree_widths": [4, 4, 4, 3]}, 428),
+    "longspec_dflash": ({}, 330),
+    "specattn": ({"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}, 176),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", list(BUDGETS))
+def test_launches_of_fused_drafts(kind, monkeypatch):
+    """Kernels of layers are counted, and compute nothing here."""
+    settings, most = BUDGETS[kind]
+    interpret = GridExecutor.__call__
+
+    def run(executor, *args, **options):
+        if executor.fn.__name__ not in ("_norm_kernel", "_gated_kernel", "_rotate_kernel"):
+            interpret(executor, *args, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", run)
+    monkeypatch.setattr(fused_layers, "_steps", lambda *results: 0.0)  # every comparison agrees
+    monkeypatch.setattr(fused_layers, "ROTARY_FORMS", fused_layers.ROTARY_FORMS[:1])
+    monkeypatch.setattr(fused_layers, "_decided", {})
+    model = tiny_target("llama", vocab_size=64, num_hidden_layers=1, dtype=torch.bfloat16)
+    draft = made_for(DRAFTS[kind].model, model, **settings)
+    randomize(draft)
+    draft.to(torch.bfloat16)
+    with simulated() as cuda:
+        cuda.place(model), cuda.place(draft)
+        iterations = watch(cuda, monkeypatch)
+        generate(model, draft, *cuda.place(tiny_prompts(64, (60,))), False, max_new_tokens=4)
+        assert 0 < iterations[0].replayed <= most
+
+
+# Kinds of layers. Two layers where they differ; mixtures choose experts without a read.
+ONE = {"num_hidden_layers": 1}
+KINDS = {
+    **dict.fromkeys(("phi3", "olmo2", "granite", "glm4", "gemma2"), ONE),
+    "gemma3": ONE | {"layer_types": ["sliding_attention"]},
+    "smollm3": {},
+    "cohere2": {},
+    "gpt_oss": ONE,
+    "deepseek_v3": ONE | {"first_k_dense_replace": 0},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", list(KINDS))
+def test_text_of_fused_kinds_of_layers(name):
+    """By default, with two rows whose nodes go to different slots."""
+    model, prompts = tiny_target(name, vocab_size=24, **KINDS[name]), tiny_prompts(24, (9, 16))
+    if name in ("gpt_oss", "deepseek_v3"):
+        model.set_experts_implementation("batched_mm")
+    expected = generate(model, None, *prompts, False, max_new_tokens=4)
+    draft = DRAFTS["longspec_plain"].model.from_target(model)
+    with simulated() as cuda:
+        cuda.place(model)
+        assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False, max_new_tokens=4)), expected)
+        assert cuda.replays and cuda.replayed["_gated_kernel"]
+        assert bool(cuda.replayed["_norm_kernel"]) == (name != "cohere2")  # whose norms subtract the mean
+        assert bool(cuda.replayed["_rotate_kernel"]) == (name != "deepseek_v3")  # which has a function of its own
 
 
 class Fused(torch.autograd.Function):

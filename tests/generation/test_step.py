@@ -115,14 +115,15 @@ def test_modes(monkeypatch):
 
     assert of("off", cpu) is of("auto", cpu) is of("off", cuda) is None
     assert type(of("compile", cpu)) is CompiledRunner
-    assert of("auto", cuda).inner is of("graph", cuda).inner is None
+    assert of("graph", cuda).inner is None
     assert type(of("compile", cuda).inner) is CompiledRunner and of("compile", cuda).compiles
     for mode in ("graph", "fused"):
         with pytest.raises(ValueError, match=rf"compile='{mode}'.* cpu"):
             of(mode, cpu)
     monkeypatch.setattr(compiled, "INSTALLED", True)
-    assert type(of("fused", cuda).inner) is FusedRunner and not of("fused", cuda).compiles
+    assert all(type(of(mode, cuda).inner) is FusedRunner and not of(mode, cuda).compiles for mode in ("auto", "fused"))
     monkeypatch.setattr(compiled, "INSTALLED", False)
+    assert of("auto", cuda).inner is None
     with pytest.raises(ValueError, match="needs triton"):
         of("fused", cuda)
     with pytest.raises(ValueError, match="compile='fast'"):

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
+from ...generation.target_modules import rotated
 from ..eagle3.layers_eagle3 import Attend, Eagle3Attention, Rotary
 from .configuration_dflash import DFlashConfig
 
@@ -32,7 +33,7 @@ class DFlashLayer(GradientCheckpointingLayer):
     def entries(self, context: torch.Tensor, angles: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `(B, K, T, D)` of the target's projected states `(B, T, hidden)`."""
         key, value = self.self_attn.project_entries(context)
-        return apply_rotary_pos_emb(key, key, *angles)[0], value
+        return rotated(apply_rotary_pos_emb, key, key[:, :0], *angles)[0], value
 
     def forward(self, states: torch.Tensor, angles: Rotary, attend: Attend) -> torch.Tensor:
         """Return the residual stream of the slots after this layer; see [`DFlashDraftModel.run`]."""
