@@ -394,7 +394,7 @@ def publish(
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     engine: Annotated[
         str | None,
-        typer.Option(help="Repository for the code, owner/name. Default: hf-longspec-engine-VERSION of --repo's owner."),
+        typer.Option(help="Repository for the code, owner/name. Default: one for all drafts of --repo's owner."),
     ] = None,
     self_contained: Annotated[
         bool, typer.Option("--self-contained", help="Put the code into the draft's repository, as without --repo.")

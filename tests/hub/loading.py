@@ -158,7 +158,7 @@ def a_gpu_without_the_package():
     handler.emit = lambda record: said.append(record.getMessage())
     for name in [name for name in sys.modules if name.endswith(".modeling_longspec")]:
         del sys.modules[name]  # the entry, which is run again
-    with mock.patch("torch.cuda.is_available", lambda: True):
+    with mock.patch("torch.cuda.is_available", return_value=True):
         drafts = [remote("org/longspec") for _ in range(2)]
     logging.getLogger().removeHandler(handler)
     about = [text for text in said if "install hf_longspec" in text]
