@@ -24,7 +24,7 @@ from ..attention_backends.lengths import SeqLens
 from ..attention_backends.triton.config import INSTALLED
 from .cuda_graphs import CapturedRunner
 from .draft_tree import DraftTree
-from .fused_layers import FusedRunner
+from .fused_layers import FusedRunner, warn_of_nothing_fused
 from .sampling import TokenRule, warped
 from .step_cache import StepCache
 from .target_modules import logits_under, with_final_norm_input
@@ -121,9 +121,9 @@ Runner = CompiledRunner | CapturedRunner
 def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device: torch.device) -> Runner | None:
     """Return the runner of a mode for one call; `None` if steps run as they are.
 
-    "auto" captures graphs on a GPU, as launching the kernels of a step takes longer than running them. On a CPU "auto"
-    compiles nothing, as compilation delays the first token by half a minute or more, which pays off in long outputs
-    only. `device` is that of the prompts.
+    "auto" captures graphs on a GPU, as launching the kernels of a step takes longer than running them; where triton is
+    installed, it is "fused" without its warning. On a CPU "auto" compiles nothing, as compilation delays the first
+    token by half a minute or more, which pays off in long outputs only. `device` is that of the prompts.
     """
     if mode not in COMPILE_MODES:
         raise ValueError(f"compile={mode!r}: expected one of {', '.join(COMPILE_MODES)}.")
@@ -135,8 +135,10 @@ def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device:
         return None
     if device.type != "cuda":
         return CompiledRunner()
-    inner: Any = {"fused": FusedRunner, "compile": CompiledRunner}.get(mode)
-    return CapturedRunner(model, draft, inner and inner())
+    if mode == "fused":
+        warn_of_nothing_fused(model)
+    inner: Any = {"auto": INSTALLED and FusedRunner, "fused": FusedRunner, "compile": CompiledRunner}.get(mode)
+    return CapturedRunner(model, draft, inner() if inner else None)
 
 
 class Layout:

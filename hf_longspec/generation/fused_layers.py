@@ -1,41 +1,56 @@
-"""Fused kernels in captured steps, `compile="fused"`: norms, rotary embeddings and activations of known layers.
+"""Fused kernels in captured steps, `compile="fused"`: norms, residual sums, rotary embeddings, activations of gates.
 
 A captured step of a Llama layer in 16 bits has about forty launches, of which seven are matrix products and two are
-attention; most others are small operations of norms, rotary embeddings and activations. While a step is captured, the
-modules of `FAMILIES` run kernels of `attention_backends/triton/layers.py` in their place. The model is not changed: the
-forwards are replaced for the thread that captures, and only until the capture ends.
+attention; most others are small operations of norms, rotary embeddings and activations. While a step is captured,
+kernels of `attention_backends/triton/layers.py` run in their place, in any model and draft. The model is not changed:
+what follows holds for the thread that captures, and only until the capture ends.
 
-A module is replaced if its class has a known name, its forward is that of its class, and a comparison on small inputs
-shows that both forwards agree up to rounding. All other modules run as they are.
+[`FusedOperations`] sees every function of torch. It holds back a sum, an activation or a rotation until the next
+function. A norm of this very sum, a product with this very activation, or a write of these very keys to the cache is
+then one kernel with it. Any other function runs after the operation that was held back, so no function ever sees a
+tensor that is not computed yet.
+
+Torch has no function for an RMS norm as most models write it, and none for a rotation. Modules that look like a norm
+are replaced, and so is the function that attention modules rotate with. A kernel runs for them, and for an activation,
+if a comparison on first use shows that it agrees with the original up to rounding.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from inspect import unwrap
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from transformers.utils import logging
 
-from ..attention_backends.triton.layers import add_norm, rotate_and_write, silu_mul
-from .cache import CACHE_NAME
+from ..attention_backends.triton.layers import (
+    NORM_FORMS,
+    ROTARY_FORMS,
+    NormForm,
+    RotaryForm,
+    add_norm,
+    gated,
+    rotate,
+)
 from .step_cache import StepCache
-from .target_modules import ROTATION
+from .target_modules import ROTATION, rotated
 
 logger = logging.get_logger(__name__)
 
-# Models of transformers whose layers compute what `FORWARDS` computes.
-FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
 # Modules, and what they run as `forward(module, ...)`.
 Replaced = list[tuple[nn.Module, Callable[..., Any]]]
-# Largest difference of two forwards that agree, in rounding steps of the largest result.
-MOST_STEPS = 16
-TOKENS = 3  # of the comparison
+# Largest difference of two results that agree, in rounding steps of the largest number.
+MOST_STEPS = 8
+TOKENS = 3  # of a comparison
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NOTHING_FUSED = "compile='fused': no module of %s has a fused kernel, so its steps are captured as with 'graph'."
 
 
@@ -49,28 +64,34 @@ class FusedRunner:
 
     def __call__(self, function, shape, inputs, fixed, module, holder) -> Any:
         """Return `function(inputs, *fixed)`; see [`CapturedRunner`] for the arguments."""
+        if torch.is_autocast_enabled("cuda"):  # kernels take the dtypes that tensors have
+            return function(inputs, *fixed)
         if module not in self._replaced:
             self._replaced[module] = fused_modules(module)
         with fused(self._replaced[module]):
             return function(inputs, *fixed)
 
 
+def warn_of_nothing_fused(model: nn.Module) -> None:
+    """Log that no module of a model has a fused kernel, if that is so."""
+    if not fused_modules(model):
+        logger.warning_once(_NOTHING_FUSED, type(model).__name__)
+
+
 def fused_modules(model: nn.Module) -> Replaced:
     """Return the modules of `model` that have fused kernels, with their forwards."""
-    replaced = [(module, forward) for module in model.modules() if (forward := fused_forward(module)) is not None]
-    if not replaced and not getattr(model, "_is_longspec_draft", False):
-        logger.warning_once(_NOTHING_FUSED, type(model).__name__)
-    return replaced
+    return [(module, forward) for module in model.modules() if (forward := fused_forward(module)) is not None]
 
 
 @contextmanager
 def fused(replaced: Replaced) -> Iterator[None]:
-    """Let this thread run fused kernels in place of these modules."""
+    """Let this thread run fused kernels, and these forwards of modules."""
     thread = threading.get_ident()
     try:
         for module, forward in replaced:
             module.forward = partial(_in_thread, thread, module, forward)
-        yield
+        with FusedOperations():
+            yield
     finally:
         for module, _ in replaced:
             vars(module).pop("forward", None)
@@ -85,156 +106,295 @@ def _in_thread(thread: int, module: nn.Module, forward: Callable[..., Any], *arg
 
 def fused_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the fused forward of a module as `forward(module, ...)`, or `None` if the module runs as it is."""
-    kind = FORWARDS.get(type(module).__name__)
-    if kind is None or "forward" in vars(module):
+    if "forward" in vars(module):
         return None
-    forward, agrees = kind
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    hooked = tuple(bool(one._forward_hooks or one._forward_pre_hooks) for one in module.children())
-    places = tuple((x.dtype, x.device) for x in module.parameters())
-    key = type(module), repr(module), implementation, hooked, places
-    if key not in _verdicts:
-        try:
-            _verdicts[key] = bool(agrees(module))
-        except Exception as error:  # of a module of another form, or of Triton, whose errors share no class
-            logger.info("longspec: %s is not fused: %s", type(module).__name__, error)
-            _verdicts[key] = False
-    return forward if _verdicts[key] else None
+    own = unwrap(type(module).forward)
+    if ROTATION in getattr(getattr(own, "__code__", None), "co_names", ()):
+        return _rotating(own)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_children())]
+    if names != ["weight"] or module.weight.dim() != 1 or not isinstance(epsilon, float):
+        return None
+    form = _norm_form(module, epsilon)
+    return None if form is None else partial(_norm_forward, epsilon, form)
 
 
-# Whether the forward of a class agrees with the fused one, by sizes, dtypes, devices and hooks.
-_verdicts: dict[tuple, bool] = {}
+def _rotating(own: Any) -> Callable[..., Any]:
+    """Return a forward that rotates by [`rotated`], else the same: another name in the globals of its code."""
+    names = {**own.__globals__, ROTATION: partial(rotated, own.__globals__[ROTATION])}
+    forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    return forward
 
 
-def norm_forward(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Compute an RMS norm by one kernel."""
-    return add_norm(hidden_states, None, norm.weight, norm.variance_epsilon)[0]
+def _norm_forward(epsilon: float, form: NormForm, norm: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    weight = norm.weight
+    if args or kwargs or hidden.dtype != weight.dtype or hidden.shape[-1:] != weight.shape or not hidden.numel():
+        return type(norm).forward(norm, hidden, *args, **kwargs)
+    return normalized(hidden, weight, epsilon, form)
 
 
-def mlp_forward(mlp: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Compute a gated MLP, its activation and product by one kernel."""
-    return mlp.down_proj(silu_mul(mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)))
+def normalized(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, form: NormForm) -> torch.Tensor:
+    """Return the RMS norm of `hidden` `(..., size)`, by one kernel. It is a function for [`FusedOperations`]."""
+    if has_torch_function_unary(hidden):
+        return handle_torch_function(normalized, (hidden,), hidden, weight, epsilon, form)  # type: ignore[return-value]
+    return add_norm(hidden, weight, epsilon, form)
 
 
-def layer_forward(layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Compute a layer with norms before attention and MLP, the first residual sum and the second norm by one kernel."""
-    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
-    norm = layer.post_attention_layernorm
-    normed, total = add_norm(attended, hidden_states, norm.weight, norm.variance_epsilon)
-    return total + layer.mlp(normed)
+class Sum(NamedTuple):
+    """A residual sum that is held back, and the memory of its result."""
+
+    result: torch.Tensor
+    terms: tuple[torch.Tensor, torch.Tensor]
+
+    def run(self) -> None:
+        torch.add(*self.terms, out=self.result)
+
+    def joined(self, function: Any, args: Sequence[Any]) -> Any:
+        """Return the result of `function`, a norm of the sum, by one kernel with the sum; `None` if it is another."""
+        if function is not normalized or args[0] is not self.result:
+            return None
+        first, second = self.terms
+        return add_norm(first, *args[1:], second, self.result)
 
 
-def attention_forward(attention: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute an attention module, the rotation and the write to the cache of a step by one kernel.
+class Activation(NamedTuple):
+    """An activation that is held back."""
 
-    It is the forward of the class, with another function in place of `apply_rotary_pos_emb`.
-    """
-    forward = unwrap(type(attention).forward)
-    if isinstance(cache := kwargs.get(CACHE_NAME), StepCache):
-        kwargs[CACHE_NAME] = rotating = _RotatingCache(cache)
-        names = {**forward.__globals__, ROTATION: rotating.rotate}
-        defaults, closure = forward.__defaults__, forward.__closure__
-        forward = FunctionType(forward.__code__, names, forward.__name__, defaults, closure)
-    return forward(attention, *args, **kwargs)
+    result: torch.Tensor
+    name: str
+    x: torch.Tensor
+
+    def run(self) -> None:
+        _activate(self.name, self.x, self.result)
+
+    def joined(self, function: Any, args: Sequence[Any]) -> Any:
+        """Return the product of the activation and another tensor by one kernel; `None` for other functions."""
+        if function not in PRODUCTS or len(args) != 2:
+            return None
+        others = [x for x in args if x is not self.result]
+        return gated(self.name, self.x, others[0]) if len(others) == 1 and _are_alike(self.x, others[0]) else None
 
 
-class _RotatingCache:
-    """The cache of a step in one layer. It gets queries and keys that are not rotated yet."""
+class Rotation(NamedTuple):
+    """A rotation that is held back."""
 
-    def __init__(self, cache: StepCache):
-        self.cache = cache
+    result: tuple[torch.Tensor, torch.Tensor]
+    form: RotaryForm
+    args: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # query, key, cos, sin
 
-    def rotate(self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple:
-        """Keep what the kernel needs. `update` rotates the query in place, and no one reads it before."""
-        if cos.shape[-1] != query.shape[-1] or cos.dtype != query.dtype:
-            raise ValueError(
-                f"factors of {cos.shape[-1]} numbers in {cos.dtype} for queries of {query.shape[-1]} in {query.dtype}: "
-                "the kernel rotates whole vectors by factors of their dtype."
-            )
-        self.query, self.cos, self.sin = query, cos, sin
-        return query, key
+    def run(self) -> None:
+        rotate(*self.args, self.form, *self.result)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate the query and the keys, write keys and values, and return the used part of both buffers."""
-        (keys, values), (_, slots, end) = self.cache.buffers[layer_idx], self.cache.places[layer_idx]
-        rotate_and_write(self.query, key_states, value_states, self.cos, self.sin, keys, values, slots)
+    def joined(self, function: Any, args: Sequence[Any]) -> Any:
+        """Return what a cache returns that the keys are written to, by one kernel; `None` for other functions."""
+        if function is not StepCache.update or args[1] is not self.result[1]:
+            return None
+        cache, _, value, layer_idx = args
+        (keys, values), (_, slots, end) = cache.buffers[layer_idx], cache.places[layer_idx]
+        key = self.args[1]
+        if value.stride(-1) != 1 or not value.dtype == values.dtype == key.dtype == keys.dtype:
+            return None
+        rotate(*self.args, self.form, self.result[0], keys, (value, values, slots))
         return keys[:, :, :end], values[:, :, :end]
 
 
-def _mlp_agrees(mlp: Any) -> bool:
-    hidden_states = _numbers(mlp.gate_proj, TOKENS, mlp.gate_proj.in_features)
-    return _agree(type(mlp).forward(mlp, hidden_states), mlp_forward(mlp, hidden_states))
+class FusedOperations(TorchFunctionMode):
+    """Run pairs of operations as one kernel, in this thread, while the context is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: Sum | Activation | Rotation | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, held = kwargs or {}, self._held
+        if func in OF_METADATA:
+            return func(*args, **kwargs)
+        if held is not None:
+            if not kwargs and (result := held.joined(func, args)) is not None:
+                self._held = None
+                return result
+            # the projection between the activation of a gate and its product
+            if func is F.linear and all(x is not held.result for x in (*args, *kwargs.values())):
+                return func(*args, **kwargs)
+            self.run_held()
+        if func in STARTS and not torch.is_grad_enabled():
+            self._held = STARTS[func](*args, **kwargs)
+            if self._held is not None:
+                return self._held.result
+        return func(*args, **kwargs)
+
+    def run_held(self) -> None:
+        """Run the operation that is held back, if there is one."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.run()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if error[0] is None:
+            self.run_held()
 
 
-def _norm_agrees(norm: Any) -> bool:
-    hidden_states = _numbers(norm, TOKENS, len(norm.weight))
-    return _agree(type(norm).forward(norm, hidden_states), norm_forward(norm, hidden_states))
+def _sum(first: Any, second: Any = None, **kwargs: Any) -> Sum | None:
+    if kwargs or not _are_alike(first, second) or first.dim() != 3:
+        return None
+    return Sum(torch.empty_like(first), (first, second)) if first.is_contiguous() and second.is_contiguous() else None
 
 
-def _layer_agrees(layer: Any) -> bool:
-    """Compare without the attention, which is compared by itself."""
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    if any(norm._forward_hooks or norm._forward_pre_hooks or fused_forward(norm) is None for norm in norms):
-        return False  # `layer_forward` does not call the second one
-    twin = copy(layer)
-    twin._modules = layer._modules | {"self_attn": _Halved()}
-    hidden_states = _numbers(norms[0], 1, TOKENS, len(norms[0].weight))
-    return _agree(type(layer).forward(twin, hidden_states), layer_forward(twin, hidden_states))
+def _activation(name: str, x: Any, inplace: bool = False, **kwargs: Any) -> Activation | None:
+    if kwargs or inplace or not _are_alike(x, x) or not _activation_agrees(name, x.dtype, x.device):
+        return None
+    return Activation(torch.empty_like(x), name, x)
 
 
-class _Halved(nn.Module):
-    """Stands for the attention in a comparison of layers."""
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return hidden_states / 2, None
+def _gelu(x: Any, approximate: str = "none") -> Activation | None:
+    return _activation("gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
-def _attention_agrees(attention: Any) -> bool:
-    """Compare the queries that reach the attention function, and the keys and values in the cache."""
-    size, layers = attention.head_dim, attention.layer_idx + 1
-    kv_heads = attention.k_proj.out_features // size
-    hidden_states = _numbers(attention.q_proj, 1, TOKENS, attention.q_proj.in_features)
-    angles = _numbers(attention.q_proj, 1, TOKENS, size // 2).repeat(1, 1, 2)
-    slots = torch.arange(TOKENS, device=angles.device) + 1
-    found = []
-    for forward in (type(attention).forward, attention_forward):
-        keys, values = (angles.new_zeros(1, kv_heads, TOKENS + 2, size) for _ in range(2))
-        cache = StepCache([(keys, values)] * layers, [(True, slots, None)] * layers)
-        reached: list[torch.Tensor] = []
-
-        def trial(module: Any, query: torch.Tensor, *args: Any, reached: list = reached) -> torch.Tensor:
-            reached.append(query)
-            return query.transpose(1, 2).contiguous()
-
-        options = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None, "trial": trial}
-        forward(attention, hidden_states=hidden_states, **{CACHE_NAME: cache}, **options)
-        (query,) = reached
-        found.append((query, keys, values))
-    return all(map(_agree, *found))
+def _rotation(rotation: Any, *args: Any, **kwargs: Any) -> Rotation | None:
+    if kwargs or len(args) != 4 or not all(isinstance(x, torch.Tensor) for x in args):
+        return None
+    query, key, cos, sin = args
+    same = query.shape[0] == key.shape[0] and query.shape[2:] == key.shape[2:] and cos.shape == sin.shape
+    if query.dim() != 4 or not same or cos.dim() != 3 or cos.shape[1] not in (1, query.shape[2]) or not query.numel():
+        return None
+    dtypes = query.dtype in DTYPES and key.dtype == query.dtype and cos.dtype == sin.dtype
+    if not dtypes or cos.dtype not in (query.dtype, torch.float32) or any(x.stride(-1) != 1 for x in args):
+        return None
+    form = _rotary_form(rotation, query.shape[-1], query.dtype, cos, sin)
+    return None if form is None else Rotation((torch.empty_like(query), torch.empty_like(key)), form, args)
 
 
-def _numbers(module: Any, *shape: int) -> torch.Tensor:
-    """Return different numbers between -1 and 1, without a random generator, like the weight of a module."""
-    count = torch.Size(shape).numel()
-    numbers = torch.arange(1, count + 1, dtype=torch.float32, device=module.weight.device)
-    return (numbers * numbers).sin().view(shape).to(module.weight.dtype)
-
-
-def _agree(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    """Return whether two results are equal up to rounding."""
-    if expected.shape != found.shape or expected.dtype != found.dtype:
+def _are_alike(first: Any, second: Any) -> bool:
+    """Return whether both are tensors of one shape, dtype and device that kernels take."""
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or not first.numel():
         return False
-    step = torch.finfo(expected.dtype).eps * expected.abs().max().float()
-    return bool((expected.float() - found.float()).abs().max() <= MOST_STEPS * step)
+    return first.dtype in DTYPES and all(getattr(first, x) == getattr(second, x) for x in ("shape", "dtype", "device"))
 
 
-# By the suffix of a class: its fused forward, and the comparison that allows it.
-_KINDS = {
-    "RMSNorm": (norm_forward, _norm_agrees),
-    "MLP": (mlp_forward, _mlp_agrees),
-    "DecoderLayer": (layer_forward, _layer_agrees),
-    "Attention": (attention_forward, _attention_agrees),
+def _activate(name: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    if name == "silu":
+        torch.ops.aten.silu.out(x, out=out)
+    elif name == "sigmoid":
+        torch.sigmoid(x, out=out)
+    else:
+        torch.ops.aten.gelu.out(x, approximate="tanh" if name == "gelu_tanh" else "none", out=out)
+
+
+# What is held back.
+STARTS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.add: _sum,
+    torch.add: _sum,
+    F.silu: partial(_activation, "silu"),
+    F.gelu: _gelu,
+    torch.sigmoid: partial(_activation, "sigmoid"),
+    torch.Tensor.sigmoid: partial(_activation, "sigmoid"),
+    rotated: _rotation,
 }
-FORWARDS = {f"{family}{suffix}": kind for family in FAMILIES for suffix, kind in _KINDS.items()}
+PRODUCTS = {torch.Tensor.mul, torch.mul}
+# Functions that read no numbers and return no tensors.
+_ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_meta")
+OF_METADATA = {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES}
+OF_METADATA |= {getattr(torch.Tensor, name) for name in ("dim", "size", "stride", "numel", "is_contiguous")}
+
+# Decisions about norms and activations by what they depend on, and about rotations by their function.
+_decided: dict[tuple, Any] = {}
+_of_rotations: WeakKeyDictionary[Any, dict[tuple, Any]] = WeakKeyDictionary()
+_UNDECIDED = object()
+
+
+def _once(decisions: dict[tuple, Any], key: tuple, decide: Callable[[], Any]) -> Any:
+    """Return a decision, which a comparison makes on first use; `None` in captures, which cannot compare."""
+    if key not in decisions:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return None
+        try:
+            decision = decide()
+        except Exception as error:  # of a module of another form, or of Triton, whose errors share no class
+            logger.info("longspec: %s has no fused kernel: %s", key[0], error)
+            decision = None
+        if decision is _UNDECIDED:
+            return None
+        decisions[key] = decision
+    return decisions[key]
+
+
+def _norm_form(norm: Any, epsilon: float) -> NormForm | None:
+    """Return the form of a norm whose kernel agrees best with it; `None` if none agrees."""
+
+    def decide() -> NormForm | None:
+        twin = copy(norm)
+        weight = _numbers(norm.weight, size)
+        twin._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+        hidden, residual = _numbers(weight, 1, TOKENS, size), _numbers(weight, 1, 2 * TOKENS, size)[:, TOKENS:] / 2
+        total = torch.empty_like(hidden)
+        expected = type(norm).forward(twin, hidden + residual)
+        found = [add_norm(hidden, weight, epsilon, form, residual.contiguous(), total) for form in NORM_FORMS]
+        steps = [_steps(expected, one) for one in found]
+        agrees = min(steps) <= MOST_STEPS and _steps(hidden + residual, total) <= MOST_STEPS
+        return NORM_FORMS[steps.index(min(steps))] if agrees else None
+
+    size = len(norm.weight)
+    plain = tuple((name, x) for name, x in vars(norm).items() if isinstance(x, bool | int | float | str))
+    return _once(_decided, (type(norm), type(norm).forward, plain, epsilon, size, *_place(norm.weight)), decide)
+
+
+def _activation_agrees(name: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the kernel of an activation agrees with torch."""
+
+    def decide() -> bool:
+        numbers = 8 * _numbers(torch.empty(0, dtype=dtype, device=device), 2, TOKENS, 100)
+        gate, up = numbers
+        expected = torch.empty_like(gate)
+        _activate(name, gate, expected)
+        return _steps(expected * up, gated(name, gate, up)) <= MOST_STEPS
+
+    return bool(_once(_decided, (name, dtype, device), decide))
+
+
+def _rotary_form(
+    rotation: Any, size: int, dtype: torch.dtype, cos: torch.Tensor, sin: torch.Tensor
+) -> RotaryForm | None:
+    """Return the one form whose kernel agrees with a function on vectors of `size`; `None` if none or several do.
+
+    The factors are those of the step, as only the model knows how they are ordered. At position 0 nothing is rotated,
+    and all forms agree; the next step decides then.
+    """
+
+    def decide() -> Any:
+        like = torch.empty(0, dtype=dtype, device=cos.device)
+        query, key = _numbers(like, 2, cos.shape[0], 1, cos.shape[1], size)
+        expected = rotation(query, key, cos, sin)
+        agreeing = []
+        for form in ROTARY_FORMS:
+            if not 0 < cos.shape[-1] * form.numbers <= size:
+                continue
+            found = torch.empty_like(query), torch.empty_like(key)
+            rotate(query, key, cos, sin, form, *found)
+            if all(_steps(*pair) <= MOST_STEPS for pair in zip(expected, found, strict=True)):
+                agreeing.append(form)
+        return None if not agreeing else agreeing[0] if len(agreeing) == 1 else _UNDECIDED
+
+    key = "rotation", size, cos.shape[-1], dtype, cos.dtype, cos.device
+    return _once(_of_rotations.setdefault(rotation, {}), key, decide)
+
+
+def _place(x: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return x.dtype, x.device
+
+
+def _numbers(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return different numbers between -1 and 1, without a random generator, in dtype and device of `like`."""
+    count = torch.Size(shape).numel()
+    numbers = torch.arange(1, count + 1, dtype=torch.float32, device=like.device)
+    return (numbers * numbers).sin().view(shape).to(like.dtype)
+
+
+def _steps(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Return the largest difference of two results in rounding steps of the largest number; infinity if not alike."""
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return torch.inf
+    step = torch.finfo(expected.dtype).eps * expected.abs().max().float().clamp_min(1e-30)
+    steps = ((expected.float() - found.float()).abs().max() / step).item()
+    return steps if steps >= 0 else torch.inf  # nan

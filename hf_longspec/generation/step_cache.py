@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 from transformers.cache_utils import Cache
 
 from ..attention_backends.lengths import SeqLens
@@ -43,7 +44,13 @@ class StepCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values of the nodes, and return the used part of both buffers."""
+        """Write keys and values of the nodes, and return the used part of both buffers.
+
+        A mode of torch functions may replace it, as it may replace functions of torch.
+        """
+        states = key_states, value_states
+        if has_torch_function(states):
+            return handle_torch_function(StepCache.update, states, self, *states, layer_idx)  # type: ignore[return-value]
         keys, values = self.buffers[layer_idx]
         same, slots, end = self.places[layer_idx]
         if same:

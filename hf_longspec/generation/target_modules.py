@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -201,17 +202,24 @@ class TargetParts(TargetEnds):
         if self._is_partial is None:
             self._is_partial = _takes_parts_only(self._rotation, query, cos, sin)
         if not self._is_partial:
-            return self._rotation(query, key, cos, sin)
+            return rotated(self._rotation, query, key, cos, sin)
         size = cos.shape[-1]
-        rotated = self._rotation(query[..., :size], key[..., :size], cos, sin)
+        parts = self._rotation(query[..., :size], key[..., :size], cos, sin)
         query, key = (
-            torch.cat([turned, whole[..., size:]], -1) for turned, whole in zip(rotated, (query, key), strict=True)
+            torch.cat([turned, whole[..., size:]], -1) for turned, whole in zip(parts, (query, key), strict=True)
         )
         return query, key
 
     def rotate_query(self, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return the queries rotated if the cached keys of the KV layer are rotated, else unchanged."""
         return self.rotate(query, query[:, :0], cos, sin)[0] if self.rotates else query
+
+
+def rotated(rotation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return queries and keys rotated by a function; a mode of torch functions may replace it."""
+    if has_torch_function(args[:1]):
+        return handle_torch_function(rotated, args[:1], rotation, *args, **kwargs)
+    return rotation(*args, **kwargs)
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

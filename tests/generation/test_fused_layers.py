@@ -1,98 +1,188 @@
-"""Which modules run fused kernels while a step is captured, and that nothing else changes."""
+"""Which operations run as fused kernels while a step is captured, and that nothing else changes."""
 
 import threading
+from collections import Counter
+from functools import partial
 from types import MethodType
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 pytest.importorskip("triton", reason="fused kernels are Triton's")
 
-from hf_longspec.attention_backends.interface import register
+from hf_longspec.attention_backends.triton.layers import NORM_FORMS, ROTARY_FORMS
 from hf_longspec.generation import fused_layers
-from hf_longspec.generation.fused_layers import FAMILIES, fused, fused_forward, fused_modules
+from hf_longspec.generation.fused_layers import (
+    FusedOperations,
+    fused,
+    fused_forward,
+    fused_modules,
+    normalized,
+    warn_of_nothing_fused,
+)
+from hf_longspec.generation.target_modules import rotated
 from tests.tiny_targets import tiny_target
 
-TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+# Norms alone, norms with a residual sum, gates, rotations. No sum precedes the first norm; one precedes the final norm.
+FAMILIES = {
+    "llama": (1, 4, 2, 2),
+    "phi3": (1, 4, 2, 2),
+    "olmo2": (8, 1, 2, 2),  # no norm follows the other sums
+    "smollm3": (1, 4, 2, 1),  # one of two layers rotates
+    "granite": (1, 4, 2, 2),
+    "glm4": (5, 4, 2, 2),
+    "gemma3": (13, 6, 3, 3),
+    "gpt_oss": (1, 4, 2, 2),
+    "qwen3_moe": (5, 4, 2, 2),
+    "cohere2": (0, 0, 2, 1),  # its norms subtract the mean
+    "deepseek_v3": (5, 4, 3, 0),  # rotates by a function of its own
+}
+# Most difference of logits in rounding steps of the largest one: those of several kernels, through the layers.
+MOST_STEPS = 100
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(fused_layers, "_verdicts", {})
-    register()
+    monkeypatch.setattr(fused_layers, "_decided", {})
+    monkeypatch.setattr(fused_layers, "_of_rotations", type(fused_layers._of_rotations)())
 
 
-def on_our_attention(name, **options):
-    model = tiny_target(name, **options)
-    model.set_attn_implementation("hf_longspec")
-    return model
+@pytest.fixture
+def kernels(monkeypatch):
+    """Counts the calls of kernels."""
+    found = Counter()
+
+    def call(name, function, *args):
+        found[name if name != "add_norm" or len(args) < 5 else "sum"] += 1
+        return function(*args)
+
+    for name in ("add_norm", "gated", "rotate"):
+        monkeypatch.setattr(fused_layers, name, partial(call, name, getattr(fused_layers, name)))
+    return found
 
 
-def kinds(model):
-    """The kinds of modules with a fused forward."""
-    names = {type(module).__name__ for module in model.modules() if fused_forward(module) is not None}
-    return {suffix for name in names for suffix in fused_layers._KINDS if name.endswith(suffix)}
+def numbers(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", list(FAMILIES))
 @torch.no_grad()
-def test_known_families(name, dtype):
-    """Every layer of these types is fused, but for the experts of a mixture."""
-    assert kinds(on_our_attention(name).to(dtype)) >= {"RMSNorm", "DecoderLayer", "Attention"}
-    assert len(TYPES) == len(FAMILIES)
+def test_families(name, kernels):
+    model, tokens = tiny_target(name), torch.arange(3, 6)[None]
+    expected = model(tokens).logits
+    with fused(fused_modules(model)):  # decides
+        model(tokens)
+    kernels.clear()
+    with fused(fused_modules(model)):
+        logits = model(tokens).logits
+    assert tuple(kernels[kind] for kind in ("add_norm", "sum", "gated", "rotate")) == FAMILIES[name]
+    step = torch.finfo(logits.dtype).eps * expected.abs().max()
+    assert (logits - expected).abs().max() <= MOST_STEPS * step
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @torch.no_grad()
 def test_modules_that_compute_something_else_are_not_fused():
-    """An activation, a norm and a rotation of another kind under a known name; a forward that the user replaced."""
-    model = on_our_attention("llama")
-    mlp, attention, norm = model.model.layers[0].mlp, model.model.layers[0].self_attn, model.model.norm
-    assert all(fused_forward(module) for module in (mlp, attention, norm))
-    mlp.act_fn = nn.GELU()
-    other = type("LlamaRMSNorm", (type(norm),), {"forward": lambda self, x: x * self.weight})
-    norm.__class__ = other
-    assert fused_forward(mlp) is None and fused_forward(norm) is None
-    layer = model.model.layers[1]
-    layer.post_attention_layernorm.__class__ = other
-    assert fused_forward(layer) is None
-    layer.mlp.forward = MethodType(type(layer.mlp).forward, layer.mlp)
-    assert fused_forward(layer.mlp) is None
+    """A norm of another kind under a known name, one of another module, a forward that the user replaced."""
+    norm = LlamaRMSNorm(8, eps=1e-5)
+    assert fused_forward(norm).args == (1e-5, NORM_FORMS[0])
+    other = type("LlamaRMSNorm", (LlamaRMSNorm,), {"forward": lambda self, x: x * self.weight})(8, eps=1e-5)
+    assert fused_forward(other) is None
+    assert fused_forward(nn.LayerNorm(8, bias=False)) is None and fused_forward(nn.LayerNorm(8)) is None
+    norm.forward = MethodType(LlamaRMSNorm.forward, norm)
+    assert fused_forward(norm) is None
 
 
 @torch.no_grad()
-def test_a_rotation_of_another_kind_is_not_fused(monkeypatch):
-    model = on_our_attention("llama")
-    module = __import__(type(model).__module__, fromlist=["x"])
-    right = module.apply_rotary_pos_emb
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: right(q, k, cos, -sin))
-    assert kinds(model) == {"RMSNorm", "MLP", "DecoderLayer"}
+def test_norms_of_other_inputs_run_as_they_are():
+    """Another dtype, a second input: the norm's own forward decides."""
+    norm = LlamaRMSNorm(8, eps=1e-5)
+    forward, hidden = fused_forward(norm), numbers(2, 8).half()
+    assert torch.equal(forward(norm, hidden), norm(hidden))
+    with pytest.raises(TypeError):
+        forward(norm, hidden, gate=hidden)
+
+
+def turned(query, key, cos, sin):
+    return apply_rotary_pos_emb(query, key, cos, -sin)
+
+
+def without_a_half(query, key, cos, sin):
+    return query * cos[:, None], key * cos[:, None]
+
+
+@pytest.mark.parametrize("function", [apply_rotary_pos_emb, turned, without_a_half])
+@torch.no_grad()
+def test_rotations(function, kernels):
+    """Of a known kind and of others, with angles that show it and at position 0, where all kinds agree."""
+    query, key, angles = numbers(1, 4, 3, 8), numbers(1, 2, 3, 8), numbers(1, 3, 4).repeat(1, 1, 2)
+    is_known = function is apply_rotary_pos_emb
+    for factor, form in ((0, None), (1, ROTARY_FORMS[0] if is_known else None)):
+        cos, sin = (factor * angles).cos(), (factor * angles).sin()
+        with FusedOperations():
+            found = rotated(function, query, key, cos, sin)
+        for one, other in zip(found, function(query, key, cos, sin), strict=True):
+            torch.testing.assert_close(one, other)
+        assert [*fused_layers._of_rotations[function].values()] == ([] if not factor else [form])
 
 
 @torch.no_grad()
-def test_hooks_of_the_second_norm_run():
-    """Whenever they are registered. Comparisons run no hooks."""
-    model, seen = on_our_attention("llama"), []
-    model.model.norm.register_forward_pre_hook(lambda *args: seen.append(args))
-    assert "DecoderLayer" in kinds(model)
-    for layer in model.model.layers:
-        layer.post_attention_layernorm.register_forward_pre_hook(lambda *args: seen.append(args))
-    assert kinds(model) == {"RMSNorm", "MLP", "Attention"} and not seen
+def test_every_function_sees_what_was_held_back(kernels):
+    """Numbers, views, changes in place and what leaves the context; a projection between a gate and its product."""
+    a, b, weight = numbers(1, 3, 8), numbers(1, 3, 8), numbers(8, 8)
+    norm, square = torch.ones(8), torch.arange(64.0).view(8, 8)
+    silu = nn.functional.silu
+    with FusedOperations():
+        assert (a + b).sum() == torch.stack([a, b]).sum(0).sum()
+        view = (a + b).mT
+        assert view.is_contiguous() is False and torch.equal(view, torch.stack([a, b]).sum(0).mT)
+        total, first = a + b, a.clone()
+        total_again, _ = first + b, first.zero_()
+        before, activated = a.clone(), silu(a)
+        product = activated * (nn.functional.linear(b, weight))
+        other = nn.functional.linear(silu(before), square)
+        changed = silu(before)
+        before.zero_()
+        alone = normalized(a, norm, 1e-5, NORM_FORMS[0])
+        kept = a + b
+        joined = normalized(kept, norm, 1e-5, NORM_FORMS[0])
+        last = silu(b)
+    torch.testing.assert_close(total, a.add(b))
+    torch.testing.assert_close(total_again, total)
+    torch.testing.assert_close(product, silu(a) * (b @ weight.T))
+    torch.testing.assert_close(other, silu(a) @ square.T)
+    torch.testing.assert_close(changed, silu(a))
+    torch.testing.assert_close(kept, total)
+    torch.testing.assert_close(joined, nn.functional.rms_norm(total, (8,), eps=1e-5))
+    torch.testing.assert_close(alone, nn.functional.rms_norm(a, (8,), eps=1e-5))
+    torch.testing.assert_close(last, silu(b))
+    assert kernels["sum"] == 1 and kernels["add_norm"] == 1
+
+
+@torch.no_grad()
+def test_hooks_run():
+    """Those of a norm see its input and its output."""
+    model, seen = tiny_target("llama", num_hidden_layers=1), []
+    for norm in (model.model.norm, model.model.layers[0].post_attention_layernorm):
+        norm.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].clone(), output.clone())))
+    tokens = torch.arange(3, 6)[None]
+    model(tokens)
+    with fused(fused_modules(model)):
+        model(tokens)
+    for plain, other in zip(seen[:2], seen[2:], strict=True):
+        torch.testing.assert_close(other, plain)
 
 
 @torch.no_grad()
 def test_other_threads_and_later_forwards_run_the_model_as_it_is(monkeypatch):
-    model, calls = on_our_attention("llama"), []
-    tokens = torch.arange(3, 14)[None]
+    model, calls = tiny_target("llama", num_hidden_layers=1), []
+    tokens = torch.arange(3, 6)[None]
     plain = model(tokens).logits
-    monkeypatch.setattr(
-        fused_layers, "silu_mul", lambda gate, up: (calls.append(1), nn.functional.silu(gate) * up * 0)[1]
-    )
-    monkeypatch.setattr(fused_layers, "_agree", lambda *results: True)
-    found = []
-    modules = fused_modules(model)
-    calls.clear()
+    modules, found = fused_modules(model), []
+    monkeypatch.setattr(fused_layers, "add_norm", lambda hidden, *args: (calls.append(1), hidden * 0)[1])
     with fused(modules):
         thread = threading.Thread(target=lambda: found.append(model(tokens).logits))
         thread.start(), thread.join()
@@ -102,7 +192,9 @@ def test_other_threads_and_later_forwards_run_the_model_as_it_is(monkeypatch):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@torch.no_grad()
-def test_a_model_without_known_layers_is_named(caplog):
-    assert fused_modules(on_our_attention("olmo2")) == []
-    assert "no module of Olmo2ForCausalLM has a fused kernel" in caplog.text
+def test_a_model_without_known_modules_is_named(caplog):
+    config = AutoConfig.for_model("opt", vocab_size=32, hidden_size=16, ffn_dim=16, num_hidden_layers=1)
+    config.num_attention_heads = config.word_embed_proj_dim = 4
+    config.word_embed_proj_dim = 16
+    warn_of_nothing_fused(AutoModelForCausalLM.from_config(config))
+    assert "no module of OPTForCausalLM has a fused kernel" in caplog.text

@@ -3,7 +3,7 @@
     out[b, h, n] = softmax(q . k_j) v_j        lse[b, h, n] = log2 sum_j 2^score_j        over the keys j of one part
 
 `attention_kernel` and `sparse_kernel` write such partial results, and `combine_kernel` merges all parts and the sinks
-in one pass. With MERGE_PARTS the last program of `attention_kernel` that ends merges the parts of its rows instead.
+in one pass.
 Keys and values are never gathered or repeated, there is no mask of the prefix, and scores are not written unless they
 are asked for; `reduce_scores_kernel` makes one score per entry of them. docs/kernels.md explains the kernels.
 
@@ -12,7 +12,7 @@ them. Row r is node r // G of head r % G of its group. Softmax runs over keys th
 keeps for each row the highest score so far, the sum of the weights relative to it, and the weighted sum of the values.
 Scores are in base 2 (multiplied by log2 e beforehand), because exp2 is one instruction.
 
-None of them has been run on a GPU: they are tested in Triton's interpreter and compiled for sm_80, sm_90 and sm_100.
+They are tested in Triton's interpreter and on a GPU, and compiled for sm_80, sm_89, sm_90 and sm_100.
 """
 
 # Postponed annotations: `tl.constexpr` does not exist without triton.
@@ -38,10 +38,6 @@ def attention_kernel(
     out,  # [B, H, N, parts, Dv], float32
     lse,  # [B, H, N, parts], float32, base 2
     score,  # [B, K, S] or [B, K, 2, G, S], float32, with SCORES; base 2 if per row
-    ended,  # [B, K, tiles], int32, 0 before and after a launch, with MERGE_PARTS
-    sinks,  # [H], with MERGE_PARTS and HAS_SINKS
-    merged,  # [B, N, H, Dv], with MERGE_PARTS
-    merged_lse,  # [B, H, N], float32, natural, with MERGE_PARTS
     stride_qb,
     stride_qh,
     stride_qn,
@@ -80,9 +76,6 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     SCORES: tl.constexpr,  # 0: none, 1: summed, 2: per row
-    MERGE_ROWS: tl.constexpr,  # rows and parts that the last program merges at once
-    MERGE_PARTS: tl.constexpr,  # 0: `combine_kernel` merges
-    HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Attend a tile of rows to one part of the keys: a split of the prefix, or with TREE, as part 0, the tree.
@@ -91,11 +84,6 @@ def attention_kernel(
     follows from it alone. A part without keys returns at once; those come last, as the part is the slowest index.
     The tree is M keys under an explicit mask. With PREFIX they are the nodes where verification staged them, in the
     slots from `lengths[b]` on.
-
-    With MERGE_PARTS every program of a tile, also one without keys, counts itself in `ended` after its part is written.
-    The one that completes the count sets it back to 0, for the next launch or replay, and merges all parts. It sees
-    those of the others: all of its threads and theirs wait at a barrier, and the addition releases and acquires what is
-    written (PTX ISA, memory consistency model). Loads of the merge bypass the L1 cache.
     """
     tile, part = tl.program_id(0), tl.program_id(2)
     # int64: a batch row of a long cache starts beyond 2^31 numbers
@@ -127,7 +115,7 @@ def attention_kernel(
     if TREE > 0 and part == 0:
         end = tl.minimum(keys, slots - length)
         first = stop
-    if MERGE_PARTS == 0 and first >= stop and end <= 0:
+    if first >= stop and end <= 0:
         tl.store(lse + state, float("-inf"), mask=is_row)
         return
 
@@ -197,38 +185,8 @@ def attention_kernel(
 
     acc, row_lse = finish(acc, highest, total)
     where = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]
-    if MERGE_PARTS > 0:  # an empty part is not read
-        where = where & (row_lse > float("-inf"))[:, None]
     tl.store(out + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
     tl.store(lse + state, row_lse, mask=is_row)
-    if MERGE_PARTS > 0:
-        tl.debug_barrier()  # every thread has written before one of them counts
-        counter = ended + tl.program_id(1) * tl.num_programs(0) + tile
-        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")  # unmasked: one number per tile
-        if before == parts - 1:
-            tl.store(counter, 0)  # unmasked: one number per tile
-            rows = tl.minimum(nodes * GROUPS - tile * BLOCK_ROWS, BLOCK_ROWS)
-            for start in range(0, rows, MERGE_ROWS):
-                some_row = tile * BLOCK_ROWS + start + tl.arange(0, MERGE_ROWS)
-                some_node = node_of_row(some_row, last, GROUPS) if SCORES else some_row // GROUPS
-                some_head = kv_head * GROUPS + some_row % GROUPS
-                merge_states(
-                    out,
-                    lse,
-                    sinks,
-                    merged,
-                    merged_lse,
-                    (batch * kv_heads * GROUPS + some_head) * nodes + some_node,
-                    some_row < nodes * GROUPS,
-                    kv_heads * GROUPS,
-                    nodes,
-                    parts,
-                    VALUE_SIZE,
-                    BLOCK_VALUE,
-                    MERGE_ROWS,
-                    MERGE_PARTS,
-                    HAS_SINKS,
-                )
 
 
 @jit(do_not_specialize=["nodes", "slots", "parts"])  # a tree or a selection of another size is no reason to recompile
@@ -340,25 +298,42 @@ def combine_kernel(
     BLOCK_PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merge the parts of several results."""
+    """Merge the parts of several results, and their sinks:
+
+    lse = log sum_p exp(lse_p) (+ exp(sink))        out = sum_p exp(lse_p - lse) out_p
+    """
     state = tl.program_id(0).to(tl.int64) * BLOCK_STATES + tl.arange(0, BLOCK_STATES)  # [states]
-    merge_states(
-        out,
-        lse,
-        sinks,
-        merged,
-        merged_lse,
-        state,
-        state < states,
-        heads,
-        nodes,
-        parts,
-        VALUE_SIZE,
-        BLOCK_VALUE,
-        BLOCK_STATES,
-        BLOCK_PARTS,
-        HAS_SINKS,
-    )
+    is_state = state < states
+    head = state // nodes % heads
+    value_dim, offset = tl.arange(0, BLOCK_VALUE), tl.arange(0, BLOCK_PARTS)
+    is_value = value_dim < VALUE_SIZE
+    acc = tl.zeros([BLOCK_STATES, BLOCK_VALUE], tl.float32)
+    if HAS_SINKS:  # a logit without a value
+        highest = tl.load(sinks + head, mask=is_state, other=0.0).to(tl.float32) * LOG2_E
+        total = tl.full([BLOCK_STATES], 1.0, tl.float32)
+    else:
+        highest = tl.full([BLOCK_STATES], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_STATES], tl.float32)
+    for start in range(0, parts, BLOCK_PARTS):
+        part = start + offset
+        index = state[:, None] * parts + part[None, :]  # [states, parts]
+        is_part = is_state[:, None] & (part < parts)[None, :]
+        part_lse = tl.load(lse + index, mask=is_part, other=float("-inf"))
+        where = (part_lse > float("-inf"))[:, :, None] & is_value[None, None, :]
+        cell = index[:, :, None] * VALUE_SIZE + value_dim[None, None, :]
+        part_out = tl.load(out + cell, mask=where, other=0.0)  # [states, parts, Dv]
+        new = tl.maximum(highest, tl.max(part_lse, 1))
+        shift = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(part_lse - shift[:, None])  # [states, parts]
+        decay = tl.exp2(highest - shift)
+        acc = acc * decay[:, None] + tl.sum(part_out * weights[:, :, None], 1)
+        total = total * decay + tl.sum(weights, 1)
+        highest = new
+    acc, row_lse = finish(acc, highest, total)
+    row = (state // nodes // heads * nodes + state % nodes) * heads + head  # [states], as (B, N, H)
+    place = merged + row[:, None] * VALUE_SIZE + value_dim[None, :]
+    tl.store(place, acc.to(merged.dtype.element_ty), mask=is_state[:, None] & is_value[None, :])
+    tl.store(merged_lse + state, row_lse * LN_2, mask=is_state)
 
 
 @jit(do_not_specialize=["nodes", "slots"])
@@ -442,61 +417,6 @@ def finish(acc, highest, total):
     divisor = tl.where(some, total, 1.0)
     lse = tl.where(some, highest + tl.log2(divisor), float("-inf"))
     return acc / divisor[:, None], lse
-
-
-@jit()
-def merge_states(
-    out,
-    lse,
-    sinks,
-    merged,
-    merged_lse,
-    state,
-    is_state,
-    heads,
-    nodes,
-    parts,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_STATES: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Merge the parts of the results `state` [states], and their sinks; see `combine_kernel` for the tensors:
-
-    lse = log sum_p exp(lse_p) (+ exp(sink))        out = sum_p exp(lse_p - lse) out_p
-    """
-    head = state // nodes % heads
-    value_dim, offset = tl.arange(0, BLOCK_VALUE), tl.arange(0, BLOCK_PARTS)
-    is_value = value_dim < VALUE_SIZE
-    acc = tl.zeros([BLOCK_STATES, BLOCK_VALUE], tl.float32)
-    if HAS_SINKS:  # a logit without a value
-        highest = tl.load(sinks + head, mask=is_state, other=0.0).to(tl.float32) * LOG2_E
-        total = tl.full([BLOCK_STATES], 1.0, tl.float32)
-    else:
-        highest = tl.full([BLOCK_STATES], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_STATES], tl.float32)
-    for start in range(0, parts, BLOCK_PARTS):
-        part = start + offset
-        index = state[:, None] * parts + part[None, :]  # [states, parts]
-        is_part = is_state[:, None] & (part < parts)[None, :]
-        # .cg: other multiprocessors wrote them
-        part_lse = tl.load(lse + index, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        where = (part_lse > float("-inf"))[:, :, None] & is_value[None, None, :]
-        cell = index[:, :, None] * VALUE_SIZE + value_dim[None, None, :]
-        part_out = tl.load(out + cell, mask=where, other=0.0, cache_modifier=".cg")  # [states, parts, Dv]
-        new = tl.maximum(highest, tl.max(part_lse, 1))
-        shift = tl.where(new == float("-inf"), 0.0, new)
-        weights = tl.exp2(part_lse - shift[:, None])  # [states, parts]
-        decay = tl.exp2(highest - shift)
-        acc = acc * decay[:, None] + tl.sum(part_out * weights[:, :, None], 1)
-        total = total * decay + tl.sum(weights, 1)
-        highest = new
-    acc, row_lse = finish(acc, highest, total)
-    row = (state // nodes // heads * nodes + state % nodes) * heads + head  # [states], as (B, N, H)
-    place = merged + row[:, None] * VALUE_SIZE + value_dim[None, :]
-    tl.store(place, acc.to(merged.dtype.element_ty), mask=is_state[:, None] & is_value[None, :])
-    tl.store(merged_lse + state, row_lse * LN_2, mask=is_state)
 
 
 @jit()

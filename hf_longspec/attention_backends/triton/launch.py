@@ -49,10 +49,6 @@ NO_TREE, BOOLEAN_TREE, ADDITIVE_TREE = range(3)
 # tile of rows there are at most 49.
 BLOCK_STATES = 1
 BLOCK_PARTS = 64
-# Where the attention kernel merges: rows and parts that are read at once, and zeros that are allocated together.
-MERGE_ROWS, MERGE_PARTS, FEWEST_ZEROS = 4, 4, 1024
-# By device, stream (None: graphs) and number.
-_kept_zeros: dict[tuple[torch.device, int | None, int], torch.Tensor] = {}
 # Rows of scores that are read at once, and slots of one program: 256 programs for 32K tokens.
 BLOCK_SCORES, BLOCK_SLOTS = 16, 128
 
@@ -123,7 +119,8 @@ def hybrid_op(
     batch, kv_heads, slots = key.shape[:3]
     rows, has_tree = query.shape[1] // kv_heads * query.shape[2], mask is not None
     sizes = (query.shape[3], value.shape[3], query.element_size())
-    config = hybrid_config(rows, *sizes, gpu_of(query.device), has_tree and last_node is None)
+    features = has_tree, last_node is not None, sliding_window is not None or softcap is not None
+    config = hybrid_config(rows, *sizes, gpu_of(query.device), *features)
     wanted = wanted_splits(max(1, -(-rows // config.block_rows)), max(1, batch) * kv_heads, has_tree)
     parts = max(1, has_tree + most_splits(slots, wanted, config.split_keys, config.block_keys))
     score_rows = (2, query.shape[1] // kv_heads) if weights else ()
@@ -220,7 +217,8 @@ def launch_combine(
         `(out, lse)` of shapes `(B, H, N, Dv)`, `(B, N, H, Dv)` in memory as a model needs it next, and `(B, H, N)`.
     """
     batch, heads, nodes, parts, size = out.shape
-    merged, merged_lse = _merged_results(out, value)
+    merged = torch.empty(batch, nodes, heads, size, dtype=output_dtype(value), device=value.device)
+    merged_lse = torch.empty(batch, heads, nodes, dtype=torch.float32, device=value.device)
     states = batch * heads * nodes
     if states:
         with launching_on(out):
@@ -289,7 +287,7 @@ def _attend(
     last_node: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute all parts and merge them, in one launch if the tiles say so; see backend.py for the other arguments.
+    """Compute all parts and merge them; see backend.py for the other arguments.
 
     Args:
         parts (`int`): Partial results of a row: the tree, which is part 0, and the splits of the prefix.
@@ -317,15 +315,11 @@ def _attend(
     if mask is None and slots == 0:  # a cache without slots
         lse.fill_(-torch.inf)
     elif 0 not in grid:
-        merged, merged_lse, ended = lse, lse, lse  # not used
-        if config.merges:
-            (merged, merged_lse), ended = _merged_results(out, value), _zeros(grid[0] * grid[1], query.device)
         with launching_on(query):
             attention_kernel[grid](
                 *(query, key, value),
                 *(lse if x is None else x for x in (lengths, positions, last_node, mask)),  # None: not used
                 *(out, lse, lse if mode == NO_SCORES else scores),
-                *(ended, lse if sinks is None else sinks, merged, merged_lse),
                 *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides),
                 *(kv_heads, nodes, keys, slots, parts, wanted, sliding_window or 0),
                 *score_factors(scaling, softcap),
@@ -337,33 +331,9 @@ def _attend(
                 TREE=tree,
                 HAS_WINDOW=sliding_window is not None,
                 SCORES=mode,
-                MERGE_ROWS=MERGE_ROWS,
-                MERGE_PARTS=MERGE_PARTS if config.merges else 0,
-                HAS_SINKS=config.merges and sinks is not None,
                 **tile_options(config, groups, query.shape[3], value.shape[3], softcap is not None, upcast(query)),
             )
-        if config.merges:
-            return merged.to(value.dtype).transpose(1, 2), merged_lse
     return launch_combine(out, lse, value, sinks)
-
-
-def _zeros(count: int, device: torch.device) -> torch.Tensor:
-    """Return at least `count` int32 zeros, which every launch leaves as zeros.
-
-    The launches on a stream share them, and so do all graphs of a device, two of which must not run at the same time.
-    They are kept for good, as graphs hold their addresses. Those of graphs are allocated by a launch outside of a
-    capture; without one before it, a graph fills its own in every replay.
-    """
-    stream, size = 0, max(FEWEST_ZEROS, power_of_two(count))
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            kept = _kept_zeros.get((device, None, size))
-            return torch.zeros(size, dtype=torch.int32, device=device) if kept is None else kept
-        stream = torch.cuda.current_stream(device).cuda_stream
-    for owner in (None, stream):
-        if (device, owner, size) not in _kept_zeros:
-            _kept_zeros[device, owner, size] = torch.zeros(size, dtype=torch.int32, device=device)
-    return _kept_zeros[device, stream, size]
 
 
 def _readable(mask: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -379,13 +349,6 @@ def _readable(mask: torch.Tensor) -> tuple[torch.Tensor, float]:
 def _partial_results(query: torch.Tensor, value: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (*query.shape[:3], parts)
     return query.new_empty(*shape, value.shape[3], dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
-
-
-def _merged_results(out: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the parts `out` are merged into, not filled: `(B, N, H, Dv)` and `(B, H, N)`."""
-    batch, heads, nodes, _, size = out.shape
-    merged = torch.empty(batch, nodes, heads, size, dtype=output_dtype(value), device=value.device)
-    return merged, torch.empty(batch, heads, nodes, dtype=torch.float32, device=value.device)
 
 
 def _empty_state(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

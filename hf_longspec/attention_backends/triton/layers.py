@@ -1,16 +1,17 @@
 """Triton kernels for what a decoder layer computes between its matrix products and its attention.
 
 - `add_norm`: a residual sum and the RMS norm of it, which are about eight launches of torch;
-- `rotate_and_write`: the rotary embedding of queries and keys, and the write of keys and values to the cache, about
-  fourteen;
-- `silu_mul`: the activation of a gated MLP, two.
+- `rotate`: the rotary embedding of queries and keys, about ten, and the write of keys and values to the cache, two;
+- `gated`: the activation of a gate and its product with another tensor, two.
 
-They round where the modules of transformers do: every result of an operation has the dtype of the model, and a norm
-computes in float32 up to the factor of its weight. `generation/fused_layers.py` chooses the modules. The kernels have
-not been run on a GPU: they are tested in Triton's interpreter and compiled for sm_80, sm_90 and sm_100.
+They round where the operations of torch do: every result has the dtype of the model, and a norm computes in float32.
+`generation/fused_layers.py` decides where they run. They are tested in Triton's interpreter, and compiled for sm_80,
+sm_90 and sm_100.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,41 @@ from .launch import launching_on
 
 # Products are rounded before they are added, as by separate operations.
 ROUNDED = OPTIONS | {"enable_fp_fusion": False}
-# Numbers of one program of `silu_mul`, and of one warp of a norm.
+# Numbers of one program of `gated`, and of one warp of a norm.
 BLOCK, NUMBERS_PER_WARP = 1024, 512
+# What `gated` multiplies with, as the kernel numbers it.
+ACTIVATIONS = {"silu": 0, "sigmoid": 1, "gelu": 2, "gelu_tanh": 3}
+
+
+class NormForm(NamedTuple):
+    """How an RMS norm applies its weight.
+
+    Args:
+        offset (`int`): Added to the weight.
+        late (`bool`): Whether the result is rounded after the product with the weight only, or before it as well.
+    """
+
+    offset: int
+    late: bool
+
+
+class RotaryForm(NamedTuple):
+    """Which numbers of a vector are rotated together, and by which factors.
+
+    Args:
+        numbers (`int`): Numbers of a vector for every cosine: 1, or 2 if both numbers of a pair have the same one.
+        interleaved (`bool`): Whether neighbours are a pair, or numbers of both halves of the rotated part.
+        step (`int`): Distance of the cosines of two pairs.
+    """
+
+    numbers: int
+    interleaved: bool
+    step: int
+
+
+NORM_FORMS = (NormForm(0, False), NormForm(0, True), NormForm(1, True))
+# llama, and phi3 with a part of every vector; glm4; cohere2; gpt_oss
+ROTARY_FORMS = (RotaryForm(1, False, 1), RotaryForm(1, True, 1), RotaryForm(1, True, 2), RotaryForm(2, False, 1))
 
 
 @jit()
@@ -31,186 +65,265 @@ def _norm_kernel(
     normed,  # [rows, size]
     total,  # [rows, size], with HAS_RESIDUAL
     size,
+    stride,  # of the rows of `hidden`; other rows lie side by side
     epsilon,
     BLOCK_SIZE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """Add the residual to a row, and normalize the sum."""
     column = tl.arange(0, BLOCK_SIZE)
     is_column = column < size
-    place = tl.program_id(0).to(tl.int64) * size + column
-    x = tl.load(hidden + place, mask=is_column, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    place = row * size + column
+    x = tl.load(hidden + row * stride + column, mask=is_column, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual + place, mask=is_column, other=0.0).to(tl.float32)
         rounded = x.to(total.dtype.element_ty)
         tl.store(total + place, rounded, mask=is_column)
         x = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
-    rounded = (x * scale).to(normed.dtype.element_ty).to(tl.float32)
-    w = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(normed + place, (rounded * w).to(normed.dtype.element_ty), mask=is_column)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+    if not LATE:
+        x = x.to(normed.dtype.element_ty).to(tl.float32)
+    w = tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32) + OFFSET
+    tl.store(normed + place, (x * w).to(normed.dtype.element_ty), mask=is_column)
 
 
-@jit(do_not_specialize=["count"])
-def _silu_kernel(gate, up, out, count, BLOCK: tl.constexpr):
-    """Multiply silu(gate) by `up`, number by number."""
+@jit(do_not_specialize=["count", "size", "stride_gate", "stride_up"])
+def _gated_kernel(
+    gate,  # [rows, size]
+    up,  # [rows, size]
+    out,  # [rows, size]
+    count,
+    size,
+    stride_gate,
+    stride_up,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply activation(gate) by `up`, number by number."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_number = place < count
-    x = tl.load(gate + place, mask=is_number, other=0.0).to(tl.float32)
-    activated = (x / (1.0 + tl.exp(-x))).to(out.dtype.element_ty).to(tl.float32)
-    y = tl.load(up + place, mask=is_number, other=0.0).to(tl.float32)
-    tl.store(out + place, (activated * y).to(out.dtype.element_ty), mask=is_number)
+    row, column = place // size, place % size
+    x = tl.load(gate + row * stride_gate + column, mask=is_number, other=0.0).to(tl.float32)
+    if ACTIVATION == 0:
+        x = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == 1:
+        x = 1.0 / (1.0 + tl.exp(-x))
+    elif ACTIVATION == 2:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:  # (1 + tanh(y)) / 2 is the logistic function of 2 y
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    x = x.to(out.dtype.element_ty).to(tl.float32)
+    y = tl.load(up + row * stride_up + column, mask=is_number, other=0.0).to(tl.float32)
+    tl.store(out + place, (x * y).to(out.dtype.element_ty), mask=is_number)
 
 
 @jit(do_not_specialize=["nodes", "stride_slot_b", "stride_cos_b", "stride_cos_n", "stride_sin_b", "stride_sin_n"])
 def _rotate_kernel(
-    query,  # [B, H, N, D], rotated in place
+    query,  # [B, H, N, D]
+    rotated,  # [B, H, N, D]
     key,  # [B, K, N, D]
-    value,  # [B, K, N, Dv]
-    cos,  # [B, N, D]
-    sin,  # [B, N, D]
     keys,  # [B, K, S, D]
-    values,  # [B, K, S, Dv]
-    slots,  # [B, N]
+    value,  # [B, K, N, Dv], with WRITES
+    values,  # [B, K, S, Dv], with WRITES
+    cos,  # [B, N, factors]
+    sin,  # [B, N, factors]
+    slots,  # [B, N], with WRITES; else a key's slot is its node
     stride_qb,
     stride_qh,
     stride_qn,
+    stride_rb,
+    stride_rh,
+    stride_rn,
     stride_kb,
     stride_kh,
     stride_kn,
+    stride_ksb,
+    stride_ksh,
+    stride_kss,
     stride_vb,
     stride_vh,
     stride_vn,
+    stride_vsb,
+    stride_vsh,
+    stride_vss,
     stride_cos_b,
     stride_cos_n,
     stride_sin_b,
     stride_sin_n,
-    stride_ksb,
-    stride_ksh,
-    stride_kss,
-    stride_vsb,
-    stride_vsh,
-    stride_vss,
     stride_slot_b,
     nodes,
     heads,
-    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
+    WRITES: tl.constexpr,
 ):
     """Rotate one head of one node, H query heads before K key heads; write a key and its value to their slot."""
     batch, node = (tl.program_id(0) // nodes).to(tl.int64), (tl.program_id(0) % nodes).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     of_cos, of_sin = cos + batch * stride_cos_b + node * stride_cos_n, sin + batch * stride_sin_b + node * stride_sin_n
     if head < heads:
-        vector = query + batch * stride_qb + head * stride_qh + node * stride_qn
-        rotate_vector(vector, vector, of_cos, of_sin, HALF, BLOCK_HALF)
+        source = query + batch * stride_qb + head * stride_qh + node * stride_qn
+        target = rotated + batch * stride_rb + head * stride_rh + node * stride_rn
+        rotate_vector(source, target, of_cos, of_sin, PAIRS, INTERLEAVED, STEP, SIZE, BLOCK_PAIRS, BLOCK_REST)
     else:
         kv_head = head - heads
-        slot = tl.load(slots + batch * stride_slot_b + node).to(tl.int64)  # unmasked: every node has a slot
+        slot = node
+        if WRITES:
+            slot = tl.load(slots + batch * stride_slot_b + node).to(tl.int64)  # unmasked: every node has a slot
+            dim = tl.arange(0, BLOCK_VALUE)
+            source = value + batch * stride_vb + kv_head * stride_vh + node * stride_vn
+            target = values + batch * stride_vsb + kv_head * stride_vsh + slot * stride_vss
+            tl.store(target + dim, tl.load(source + dim, mask=dim < VALUE_SIZE, other=0.0), mask=dim < VALUE_SIZE)
         source = key + batch * stride_kb + kv_head * stride_kh + node * stride_kn
         target = keys + batch * stride_ksb + kv_head * stride_ksh + slot * stride_kss
-        rotate_vector(source, target, of_cos, of_sin, HALF, BLOCK_HALF)
-        dim = tl.arange(0, BLOCK_VALUE)
-        source = value + batch * stride_vb + kv_head * stride_vh + node * stride_vn
-        target = values + batch * stride_vsb + kv_head * stride_vsh + slot * stride_vss
-        tl.store(target + dim, tl.load(source + dim, mask=dim < VALUE_SIZE, other=0.0), mask=dim < VALUE_SIZE)
+        rotate_vector(source, target, of_cos, of_sin, PAIRS, INTERLEAVED, STEP, SIZE, BLOCK_PAIRS, BLOCK_REST)
 
 
 @jit()
-def rotate_vector(source, target, cos, sin, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Write `x * cos + rotate_half(x) * sin` of one vector, which may be done in place."""
-    dim = tl.arange(0, BLOCK_HALF)
-    is_dim = dim < HALF
-    first = tl.load(source + dim, mask=is_dim, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + dim, mask=is_dim, other=0.0).to(tl.float32)
-    first_cos = tl.load(cos + dim, mask=is_dim, other=0.0).to(tl.float32)
-    second_cos = tl.load(cos + HALF + dim, mask=is_dim, other=0.0).to(tl.float32)
-    first_sin = tl.load(sin + dim, mask=is_dim, other=0.0).to(tl.float32)
-    second_sin = tl.load(sin + HALF + dim, mask=is_dim, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # every thread has read before one writes to the same vector
-    dtype = target.dtype.element_ty
-    first_out = (first * first_cos).to(dtype).to(tl.float32) - (second * first_sin).to(dtype).to(tl.float32)
-    second_out = (second * second_cos).to(dtype).to(tl.float32) + (first * second_sin).to(dtype).to(tl.float32)
-    tl.store(target + dim, first_out.to(dtype), mask=is_dim)
-    tl.store(target + HALF + dim, second_out.to(dtype), mask=is_dim)
+def rotate_vector(
+    source,
+    target,
+    cos,
+    sin,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Write one vector with its pairs rotated and its rest unchanged. Products have the dtype of their factors."""
+    pair = tl.arange(0, BLOCK_PAIRS)
+    is_pair = pair < PAIRS
+    if INTERLEAVED:
+        first_at, second_at = 2 * pair, 2 * pair + 1
+    else:
+        first_at, second_at = pair, pair + PAIRS
+    first = tl.load(source + first_at, mask=is_pair, other=0.0).to(tl.float32)
+    second = tl.load(source + second_at, mask=is_pair, other=0.0).to(tl.float32)
+    c = tl.load(cos + pair * STEP, mask=is_pair, other=0.0).to(tl.float32)
+    s = tl.load(sin + pair * STEP, mask=is_pair, other=0.0).to(tl.float32)
+    dtype = cos.dtype.element_ty
+    first_out = (first * c).to(dtype).to(tl.float32) - (second * s).to(dtype).to(tl.float32)
+    second_out = (second * c).to(dtype).to(tl.float32) + (first * s).to(dtype).to(tl.float32)
+    tl.store(target + first_at, first_out.to(target.dtype.element_ty), mask=is_pair)
+    tl.store(target + second_at, second_out.to(target.dtype.element_ty), mask=is_pair)
+    if SIZE > 2 * PAIRS:
+        rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)
+        tl.store(target + rest, tl.load(source + rest, mask=rest < SIZE, other=0.0), mask=rest < SIZE)
 
 
 def add_norm(
-    hidden: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMS norm of `hidden + residual` times `weight`, and the sum.
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    form: NormForm,
+    residual: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the RMS norm of `hidden`, or of `hidden + residual`, which is written to `total`.
 
     Args:
-        hidden (`torch.Tensor` of shape `(..., size)`): One term, and the sum if there is no `residual`.
-        residual (`torch.Tensor`, *optional*): The other one, of the same shape and dtype.
+        hidden (`torch.Tensor` of shape `(..., size)`): One term.
         weight (`torch.Tensor` of shape `(size,)`): Factors, of the same dtype.
         epsilon (`float`): Added to the mean of the squares.
+        residual (`torch.Tensor`, *optional*): The other term, contiguous as `hidden` is then.
+        total (`torch.Tensor`, *optional*): Likewise.
     """
-    hidden, residual = hidden.contiguous(), None if residual is None else residual.contiguous()
-    normed, size = torch.empty_like(hidden), hidden.shape[-1]
-    total = hidden if residual is None else torch.empty_like(hidden)
+    size, normed = hidden.shape[-1], torch.empty_like(hidden)
+    if hidden.stride(-1) == 1 and hidden.stride() == normed.stride():  # rows side by side, in any order
+        stride = size
+    else:
+        normed, hidden = hidden.new_empty(hidden.shape), _rows(hidden)
+        stride = hidden.stride(0)
     block = power_of_two(size)
     with launching_on(hidden):
-        _norm_kernel[(hidden.numel() // size,)](
-            *(hidden, hidden if residual is None else residual, weight, normed, total, size, epsilon),
+        _norm_kernel[(normed.numel() // size,)](
+            *(hidden, hidden if residual is None else residual, weight, normed, hidden if total is None else total),
+            *(size, stride, epsilon),
             BLOCK_SIZE=block,
             HAS_RESIDUAL=residual is not None,
+            OFFSET=form.offset,
+            LATE=form.late,
             num_warps=min(16, max(1, block // NUMBERS_PER_WARP)),
             **ROUNDED,
         )
-    return normed, total
+    return normed
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return `silu(gate) * up`, for tensors of the same shape and dtype."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out, count = torch.empty_like(gate), gate.numel()
+def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return `activation(gate) * up` for tensors of the same shape and dtype; see `ACTIVATIONS`."""
+    out, size, count = gate.new_empty(gate.shape), gate.shape[-1], gate.numel()
+    gate, up = _rows(gate), _rows(up)
     with launching_on(gate):
-        _silu_kernel[(-(-count // BLOCK),)](gate, up, out, count, BLOCK=BLOCK, num_warps=4, **ROUNDED)
+        _gated_kernel[(-(-count // BLOCK),)](
+            *(gate, up, out, count, size, gate.stride(0), up.stride(0)),
+            ACTIVATION=ACTIVATIONS[activation],
+            BLOCK=BLOCK,
+            num_warps=4,
+            **ROUNDED,
+        )
     return out
 
 
-def rotate_and_write(
+def rotate(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
+    form: RotaryForm,
+    rotated: torch.Tensor,
     keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
+    written: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Rotate queries in place, and write rotated keys and their values to a cache.
+    """Rotate queries and keys; write values, too, if keys go to a cache.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Not expanded: no two entries share memory.
-        key (`torch.Tensor` of shape `(B, K, N, D)`): Left as it is.
-        value (`torch.Tensor` of shape `(B, K, N, Dv)`): Likewise.
-        cos (`torch.Tensor` of shape `(B or 1, N, D)`): Both halves of every vector hold the same factors.
-        sin (`torch.Tensor` of shape `(B or 1, N, D)`): Likewise.
-        keys (`torch.Tensor` of shape `(B, K, S, D)`): Buffer of the cache.
-        values (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
-        slots (`torch.LongTensor` of shape `(N,)` or `(B, N)`): Slot of every node, the same for all rows or not.
+        query (`torch.Tensor` of shape `(B, H, N, D)`): Left as it is.
+        key (`torch.Tensor` of shape `(B, K, N, D)`): Likewise.
+        cos (`torch.Tensor` of shape `(B or 1, N or 1, factors)`): In the dtype of the queries, or in float32.
+        sin (`torch.Tensor` of shape `(B or 1, N or 1, factors)`): Likewise.
+        rotated (`torch.Tensor` of shape `(B, H, N, D)`): Gets the queries.
+        keys (`torch.Tensor` of shape `(B, K, N or S, D)`): Gets the keys: N rows, or the buffer of a cache.
+        written (`tuple`, *optional*): Values `(B, K, N, Dv)`, their buffer `(B, K, S, Dv)`, and the slot of every node
+            in both buffers, `(N,)` or `(B, N)`.
 
-    The last stride of every tensor is 1. All have the dtype of the buffers.
+    The last stride of every tensor is 1.
     """
-    (batch, heads, nodes, size), value_size = query.shape, value.shape[3]
-    cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
-    strides = (x.stride()[:3] for x in (query, key, value))
-    of_buffers = (x.stride()[:3] for x in (keys, values))
+    batch, heads, nodes, size = query.shape
+    value, values, slots = written or (key, keys, cos)
+    cos, sin = cos.expand(batch, nodes, -1), sin.expand(batch, nodes, -1)
+    pairs = cos.shape[-1] * form.numbers // 2
     with launching_on(query):
         _rotate_kernel[(batch * nodes, heads + key.shape[1])](
-            *(query, key, value, cos, sin, keys, values, slots),
-            *(stride for three in strides for stride in three),
+            *(query, rotated, key, keys, value, values, cos, sin, slots),
+            *(stride for x in (query, rotated, key, keys, value, values) for stride in x.stride()[:3]),
             *(*cos.stride()[:2], *sin.stride()[:2]),
-            *(stride for three in of_buffers for stride in three),
             *(slots.stride(0) if slots.dim() == 2 else 0, nodes, heads),
-            HALF=size // 2,
-            VALUE_SIZE=value_size,
-            BLOCK_HALF=power_of_two(size // 2),
-            BLOCK_VALUE=power_of_two(value_size),
+            PAIRS=pairs,
+            INTERLEAVED=form.interleaved,
+            STEP=form.step,
+            SIZE=size,
+            VALUE_SIZE=value.shape[-1],
+            BLOCK_PAIRS=power_of_two(pairs),
+            BLOCK_REST=power_of_two(size - 2 * pairs),
+            BLOCK_VALUE=power_of_two(value.shape[-1]),
+            WRITES=written is not None,
             num_warps=1,
             **ROUNDED,
         )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return `(rows, size)` with a last stride of 1, a view if there is one."""
+    flat = x.flatten(0, -2)
+    return flat if flat.stride(-1) == 1 else flat.contiguous()

@@ -35,8 +35,8 @@ GPUS = {
     100: tiles.Gpu(227 * 1024, warpgroups=True),
 }
 GROUPS = 4
-# Features by rows in `short`. "merged" is "plain" in one launch.
-SHORT = {16: ("plain", "all", "merged"), 32: ("plain",), 64: ("plain", "none", "merged"), 128: ("plain", "all")}
+# Features by rows in `short`.
+SHORT = {16: ("plain", "all"), 32: ("plain",), 64: ("plain", "none", "scores", "all")}
 # dtype, sizes of keys and values, softcap: every choice that `sparse_config` can make, at the sizes of common models;
 # one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first two.
 SPARSE = (
@@ -75,24 +75,18 @@ class AbsentGpu:
 
 
 def hybrid(size, rows, dtype, features):
-    """Launch attention to the prefix: "plain" with a tree, "all" with a window, a softcap and scores too, or "none".
-
-    With "merged" the last program of a tile merges.
-    """
+    """Launch attention to the prefix: "plain" with a tree, "all" with a window, a softcap and scores too, or a part."""
     nodes = rows // GROUPS
     query, key = torch.empty(1, 2 * GROUPS, nodes, size, dtype=dtype), torch.empty(1, 2, 2000, size, dtype=dtype)
     numbers, sinks = torch.zeros(1, nodes, dtype=torch.long), torch.zeros(2 * GROUPS)
     lengths, mask = numbers[:, 0].contiguous(), torch.ones(1, nodes, nodes, dtype=torch.bool)
     options = {
         "plain": (None, mask, sinks, None, 0.1, None, None, False, False),
+        "scores": (None, mask, sinks, lengths, 0.1, None, None, False, True),
         "all": (numbers, mask, sinks, lengths, 0.1, 100, 3.0, True, True),
         "none": (None, None, sinks, None, 0.1, None, None, False, False),
     }
-    options["merged"] = options["plain"]
-    chosen = launch.hybrid_config
-    launch.hybrid_config = lambda *args: chosen(*args)._replace(merges=features == "merged")
     launch.hybrid_op._init_fn(query, key, key, lengths, *options[features])
-    launch.hybrid_config = chosen
 
 
 def tree(size, rows, dtype):
@@ -127,13 +121,18 @@ def move(dtype, size):
 def layer(dtype, size, value_size, hidden):
     """Launch the kernels between attention and matrix products."""
     row, weight = torch.empty(1, 3, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
-    layers.add_norm(row, row, weight, 1e-5)
-    layers.add_norm(row, None, weight, 1e-5)
-    layers.silu_mul(row, row)
+    for form in layers.NORM_FORMS:
+        layers.add_norm(row, weight, 1e-5, form, row, row)
+        layers.add_norm(row, weight, 1e-5, form)
+    for activation in layers.ACTIVATIONS:
+        layers.gated(activation, row, row)
     query, key = (torch.empty(1, heads, 3, size, dtype=dtype) for heads in (2 * GROUPS, 2))
-    value, factors = torch.empty(1, 2, 3, value_size, dtype=dtype), torch.empty(1, 3, size, dtype=dtype)
+    value = torch.empty(1, 2, 3, value_size, dtype=dtype)
     keys, values = (torch.empty(1, 2, 70, numbers, dtype=dtype) for numbers in (size, value_size))
-    layers.rotate_and_write(query, key, value, factors, factors, keys, values, torch.arange(3))
+    for form in layers.ROTARY_FORMS:
+        for written in (None, (value, values, torch.arange(3))):
+            factors = torch.empty(1, 3, size // 2 // form.numbers, dtype=dtype)  # of a part of every vector
+            layers.rotate(query, key, factors, factors, form, query, key if written is None else keys, written)
 
 
 def calls(everything, gpu):
@@ -143,7 +142,7 @@ def calls(everything, gpu):
             most = tiles.largest_rows(size, size, dtype.itemsize, gpu)
             all_rows = [rows for rows in (16, 32, 64, 128) if rows <= most]
             for rows in all_rows:
-                for features in ("plain", "all", "none") if everything else SHORT[rows]:
+                for features in ("plain", "all", "none", "scores") if everything else SHORT[rows]:
                     yield "hybrid", hybrid, (size, rows, dtype, features)
             for rows in all_rows[: 2 if everything else 1]:
                 yield "tree", tree, (size, rows, dtype)
@@ -154,8 +153,6 @@ def calls(everything, gpu):
     for case in LAYERS if everything else LAYERS[:1]:
         yield "layer", layer, case
     if everything:
-        for rows in (rows for rows in (16, 32, 64, 128) if rows <= tiles.largest_rows(128, 128, 2, gpu)):
-            yield "hybrid", hybrid, (128, rows, torch.bfloat16, "merged")
         yield "spilling", spilling, ()
 
 
@@ -176,22 +173,6 @@ def has_barrier(compiled):
     return accesses[last_load + 1 :][:1] == ["bar.sync"]
 
 
-def merges_in_order(compiled):
-    """Whether all threads wait between the stores of their parts and an addition that releases and acquires these.
-
-    The parts are read after it, past the L1 cache.
-    """
-    accesses = re.findall(r"\b(?:st\.global|bar\.sync|atom|ld\.global\.cg)[\w.]*", compiled.asm["ptx"])
-    additions = [place for place, access in enumerate(accesses) if access.startswith("atom.")]
-    if len(additions) != 1:
-        return False
-    before, after = accesses[: additions[0]], accesses[additions[0] + 1 :]
-    last_store = max(place for place, access in enumerate(before) if access.startswith("st."))
-    reads = [any(access.startswith("ld.global.cg") for access in part) for part in (before, after)]
-    is_ordered = {"acq_rel", "gpu", "add"} <= set(accesses[additions[0]].split("."))
-    return is_ordered and "bar.sync" in before[last_store:] and reads == [False, True]
-
-
 def main(capability, everything):
     run, compiled = triton.runtime.JITFunction.run, {}
 
@@ -208,7 +189,6 @@ def main(capability, everything):
         for key in compiled.keys() - reported:
             name, kernel = compiled[key]
             line = {"call": label, "arguments": str(arguments), "kernel": name, "BARRIER": has_barrier(kernel)}
-            line["ORDERED"] = merges_in_order(kernel)
             print(json.dumps(line | usage(kernel)), flush=True)
         reported |= compiled.keys()
 

@@ -162,7 +162,7 @@ def test_there_is_a_part_for_every_split(wanted, split_keys, block_keys):
     assert wanted <= most  # a long prefix has as many as were wanted, at least
 
 
-@pytest.mark.parametrize(("nodes", "block_rows"), [(1, 16), (4, 16), (8, 32), (16, 64), (17, 128), (64, 128)])
+@pytest.mark.parametrize(("nodes", "block_rows"), [(1, 16), (4, 16), (8, 32), (16, 64), (17, 64), (64, 64)])
 def test_two_programs_for_every_multiprocessor(nodes, block_rows):
     """8K tokens, 8 key heads, groups of 4, on a GPU with 132: programs that have keys, the tree's included."""
     config = hybrid_config(4 * nodes, 128, 128, 2, HOPPER)
@@ -173,8 +173,8 @@ def test_two_programs_for_every_multiprocessor(nodes, block_rows):
 
 
 def test_small_gpus_get_no_tile_of_warpgroups_and_smaller_blocks():
-    assert hybrid_config(500, 128, 128, 2, HOPPER).block_rows == 128
-    assert hybrid_config(500, 128, 128, 2, SMALLEST).block_rows == 64
+    assert hybrid_config(500, 64, 64, 2, HOPPER).block_rows == 128
+    assert hybrid_config(500, 64, 64, 2, SMALLEST).block_rows == 64
     large = hybrid_config(64, 128, 128, 2, Gpu(163 * 1024, False))
     small = hybrid_config(64, 128, 128, 2, SMALLEST)
     assert (large.block_keys, small) == (64, large._replace(block_keys=32))
@@ -199,7 +199,7 @@ def hopper(monkeypatch, poisoned_memory):
     monkeypatch.setattr(launch, "BLOCK_STATES", 64)
 
 
-# Nodes and heads of a group, and so the tile: of 16, 32, 64 and 128 rows, and two of 128.
+# Nodes and heads of a group, and so the tile: of 16, 32 and 64 rows, and two and three of 64.
 TILES = [(1, 3), (3, 7), (16, 4), (31, 4), (33, 4)]
 
 
@@ -227,7 +227,7 @@ def test_every_tile_with_its_tree(kernel_device, hopper, monkeypatch, nodes, gro
 
 @pytest.mark.parametrize(("nodes", "groups"), TILES[1:4])
 def test_every_tile_with_scores(kernel_device, hopper, nodes, groups):
-    """The tiles of 32 keys, a window and a softcap; the scores of node 0 and of the last node by a plain product."""
+    """With a window and a softcap; the scores of node 0 and of the last node by a plain product."""
     query, key, value, lengths, options, exact, plain = prefix_case(nodes, groups, 128, (270, 33), 150, FLOAT16, 3.0)
     last = torch.tensor([nodes - 1, nodes // 2])
     inputs, options = on(kernel_device, (query, key, value, lengths, last), options)

@@ -1,17 +1,36 @@
 """Kernels of a decoder layer, in the interpreter, beside the modules and functions of transformers."""
 
+from importlib import import_module
+
 import pytest
 import torch
-from torch.nn.functional import silu
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from torch.nn.functional import gelu, silu
 
 pytest.importorskip("triton", reason="triton is not installed")
-from hf_longspec.attention_backends.triton.layers import add_norm, rotate_and_write, silu_mul
+from hf_longspec.attention_backends.triton.layers import (
+    NORM_FORMS,
+    ROTARY_FORMS,
+    add_norm,
+    gated,
+    rotate,
+)
 from tests.attention_backends.triton.machine import DEVICE
 
 # Sums in another order, and other exponential functions; the interpreter truncates where a GPU rounds to bfloat16.
 STEPS = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 2}
 DTYPES = pytest.mark.parametrize("dtype", list(STEPS), ids=str)
+ACTIVATIONS = {
+    "silu": silu,
+    "sigmoid": torch.sigmoid,
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+}
+SIZE = 26  # of a query and a key
+
+
+def of(model, name):
+    """A class or a function of a model's Python module."""
+    return getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name)
 
 
 def numbers(*shape, dtype):
@@ -26,44 +45,76 @@ def assert_close(found, expected):
 
 
 @DTYPES
-@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("rows", ["with a residual", "contiguous", "transposed", "parts"])
+@pytest.mark.parametrize("form", list(zip(NORM_FORMS, ("Llama", "Olmo2", "Gemma2"), strict=True)), ids=str)
 @torch.no_grad()
-def test_norm(dtype, has_residual):
-    norm = LlamaRMSNorm(83, eps=1e-2).to(DEVICE, dtype)
+def test_norm(dtype, rows, form):
+    form, name = form
+    norm = of(name.lower(), f"{name}RMSNorm")(83, eps=1e-2).to(DEVICE, dtype)
     norm.weight.copy_(numbers(83, dtype=dtype))
-    hidden, residual = numbers(2, 5, 83, dtype=dtype) / 7, numbers(2, 5, 83, dtype=dtype)
-    normed, total = add_norm(hidden, residual if has_residual else None, norm.weight, 1e-2)
-    expected = hidden + residual if has_residual else hidden
-    assert_close(total, expected)
-    assert_close(normed, norm(expected))
-    assert (total is hidden) != has_residual
+    hidden = numbers(2, 3, 2, 97, dtype=dtype)[..., :83] / 7
+    if rows == "transposed":
+        hidden = hidden.contiguous().transpose(1, 2)
+    if rows != "with a residual":
+        hidden = hidden.contiguous() if rows == "contiguous" else hidden
+        assert_close(add_norm(hidden, norm.weight, 1e-2, form), norm(hidden))
+        return
+    hidden, residual = hidden.contiguous(), numbers(2, 3, 2, 83, dtype=dtype)
+    total = torch.full_like(hidden, torch.nan)
+    assert_close(add_norm(hidden, norm.weight, 1e-2, form, residual, total), norm(hidden + residual))
+    assert_close(total, hidden + residual)
 
 
 @DTYPES
-def test_activation(dtype):
-    gate, up = 9 * numbers(3, 7, 211, dtype=dtype), numbers(3, 211, 7, dtype=dtype).transpose(1, 2)
-    assert_close(silu_mul(gate, up), silu(gate) * up)
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_gated(dtype, name):
+    """Two parts of one tensor, as where one product computes both, and rows of another order."""
+    both = numbers(3, 7, 2 * 211, dtype=dtype)
+    for gate, up in (both.chunk(2, -1), (9 * numbers(3, 7, 211, dtype=dtype), numbers(3, 211, 7, dtype=dtype).mT)):
+        assert_close(gated(name, gate, up), ACTIVATIONS[name](gate) * up)
+
+
+def rotary_case(form, dtype, rows, nodes):
+    """The function of a model whose rotation has this form, and its factors in the model's dtype or in float32."""
+    name, rotated, is_float32 = {
+        ROTARY_FORMS[0]: ("phi3", SIZE - 8, False),
+        ROTARY_FORMS[1]: ("glm4", SIZE - 8, False),
+        ROTARY_FORMS[2]: ("cohere2", SIZE, True),
+        ROTARY_FORMS[3]: ("gpt_oss", SIZE, False),
+    }[form]
+    angles = numbers(rows, nodes, rotated // 2, dtype=torch.float32)
+    if form.step == 2:
+        angles = angles.repeat_interleave(2, -1)
+    elif form.numbers == 1:
+        angles = angles.repeat(1, 1, 2)
+    factors = torch.float32 if is_float32 else dtype
+    return of(name, "apply_rotary_pos_emb"), angles.cos().to(factors), angles.sin().to(factors)
 
 
 @DTYPES
 @pytest.mark.parametrize("is_ragged", [True, False])
-def test_rotation_and_write(dtype, is_ragged):
-    """Buffers are parts of larger ones; a batch shares its factors or not; other slots stay as they are."""
-    size, value_size, nodes = 26, 17, 5
-    query, key = numbers(3, nodes, 6, size, dtype=dtype), numbers(3, nodes, 2, size, dtype=dtype)
-    value = numbers(3, nodes, 2, value_size, dtype=dtype)
+@pytest.mark.parametrize("form", ROTARY_FORMS, ids=str)
+def test_rotation_and_write(dtype, is_ragged, form):
+    """Buffers are parts of larger ones; rows and nodes share their factors or not; other slots stay as they are."""
+    value_size, nodes = 17, 3
+    query, key = numbers(2, nodes, 3, SIZE, dtype=dtype), numbers(2, nodes, 1, SIZE, dtype=dtype)
+    value = numbers(2, nodes, 1, value_size, dtype=dtype)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    angles = numbers(3 if is_ragged else 1, nodes, size // 2, dtype=torch.float32).repeat(1, 1, 2)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    slots = torch.tensor([[4, 6, 5, 0, 9], [1, 2, 3, 8, 4], [0, 1, 2, 3, 4]] if is_ragged else [3, 4, 8, 6, 2])
-    keys, values = numbers(3, 2, 12, size + 4, dtype=dtype)[..., :size], numbers(3, 2, 12, value_size, dtype=dtype)
-    rotated, rotated_key = apply_rotary_pos_emb(query, key, cos, sin)
+    function, cos, sin = rotary_case(form, dtype, 2 if is_ragged else 1, nodes if is_ragged else 1)
+    slots = torch.tensor([[4, 6, 0], [1, 2, 8]] if is_ragged else [3, 8, 6])
+    keys, values = numbers(2, 1, 9, SIZE + 4, dtype=dtype)[..., :SIZE], numbers(2, 1, 9, value_size, dtype=dtype)
+    rotated, rotated_key = function(query, key, cos, sin)
     expected = keys.clone(), values.clone()
-    for row in range(3):
+    for row in range(2):
         at = slots[row] if is_ragged else slots
         expected[0][row, :, at], expected[1][row, :, at] = rotated_key[row], value[row]
-    source = key.clone()
-    rotate_and_write(query, key, value, cos, sin, keys, values, slots.to(DEVICE))
-    for found, right in zip((query, keys), (rotated, expected[0]), strict=True):
-        assert_close(found, right)
-    assert torch.equal(values, expected[1]) and torch.equal(key, source)
+    sources = query.clone(), key.clone()
+    found, alone = torch.empty_like(query), torch.empty_like(key)
+    rotate(query, key, cos, sin, form, found, keys, (value, values, slots.to(DEVICE)))
+    assert_close(found, rotated)
+    assert_close(keys, expected[0])
+    assert torch.equal(values, expected[1])
+    rotate(query, key, cos, sin, form, found, alone)
+    assert_close(found, rotated)
+    assert_close(alone, rotated_key)
+    assert torch.equal(query, sources[0]) and torch.equal(key, sources[1])
