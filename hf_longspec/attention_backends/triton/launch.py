@@ -96,8 +96,8 @@ def _gpu(device: torch.device) -> Gpu:
     return Gpu(shared_memory, torch.cuda.get_device_capability(device)[0] in WARPGROUP_CAPABILITIES)
 
 
-def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that registers a function as an operator of torch.
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that registers a function, whose first argument is `query`, as an operator of torch.
 
     The decorated function calls the operator while torch compiles, differentiates or records, which must see it, and
     otherwise its own body, as the dispatcher takes a tenth of the host's time for a layer (`benchmarks/host.py`). Its
@@ -105,13 +105,12 @@ def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callabl
     """
 
     def register(function: Callable[..., Any]) -> Any:
-        op: Any = torch.library.custom_op(f"{LIBRARY}::{name}", function, mutates_args=mutates_args)
+        op: Any = torch.library.custom_op(f"{LIBRARY}::{name}", function, mutates_args=())
 
         @wraps(function)
-        def call(first: Any, *arguments: Any) -> Any:
-            tensor = first if isinstance(first, torch.Tensor) else arguments[0]
-            is_seen = torch.compiler.is_compiling() or tensor.requires_grad or torch._C._len_torch_dispatch_stack()
-            return (op if is_seen else function)(first, *arguments)
+        def call(query: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            is_seen = torch.compiler.is_compiling() or query.requires_grad or torch._C._len_torch_dispatch_stack()
+            return (op if is_seen else function)(query, *arguments, **options)
 
         call.operator = op  # type: ignore[attr-defined]
         return call
