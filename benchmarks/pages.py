@@ -61,6 +61,18 @@ VERIFICATION: Columns = {
     "error": lambda row: f"{row['error']:.0e}",
 }
 
+HOST_NOTE = (
+    "A step of a random Llama with 32 layers of width 64 after 64 tokens, in microseconds of processor time per layer: "
+    "medians of steps in turns. The ratio is taken in each turn, with the lowest and highest in brackets. The launches "
+    "of the Triton kernels do nothing, so this is the work of Python and of torch that a GPU waits for in a step that "
+    "is not captured."
+)
+HOST: Columns = {
+    "our loop": fixed("loop_us", 0),
+    "transformers": fixed("stock_us", 0),
+    "our loop / transformers": spread("ratio"),
+}
+
 HYBRID_NOTE = (
     "Random models with eight layers of width 512 after 4,096 tokens, medians of interleaved repeats with the lowest "
     "and highest in brackets. Processor time of one thread. Commit and chain are in plain steps of this package's "
@@ -290,6 +302,7 @@ PAGES = {
         report_title="One verification",
     ),
     "hybrid": Page("Iterations on hybrid targets", HYBRID_NOTE, _one_table("hybrid", HYBRID)),
+    "host": Page("Time of the host for a step", HOST_NOTE, _one_table("host", HOST)),
     "offsets": Page("The target under offsets", OFFSETS_NOTE, _one_table("offsets", OFFSETS)),
     "long": Page("Long generation", LONG_NOTE, long_headline),
     "gpu": Page(

@@ -400,8 +400,11 @@ def publish(
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     engine: Annotated[
         str | None,
-        typer.Option(help="Repository for the code, owner/name. Default: the code is in the draft's repository."),
+        typer.Option(help="Repository for the code, owner/name. Default: one for all drafts of --repo's owner."),
     ] = None,
+    self_contained: Annotated[
+        bool, typer.Option("--self-contained", help="Put the code into the draft's repository, as without --repo.")
+    ] = False,
     debug: options.Debug = False,
 ) -> None:
     """Publish a draft on the Hub with its code and a model card.

@@ -14,7 +14,7 @@ from transformers import AutoModel
 from ..bench.report import acceptance_section
 from ..cli import CommandError, one_line, options
 from ..hub import Card, push, write_repository
-from ..hub.repository import CARD_FACTS, check_engine, check_repo_id, write_engine
+from ..hub.repository import CARD_FACTS, engine_of, write_engine
 from .models import NetworkError, loading, quiet
 from .outputs import claim
 
@@ -24,10 +24,7 @@ ENGINE_FOLDER = Path("engine")
 
 def run(args: SimpleNamespace) -> None:
     """Publish a draft, or write its repository."""
-    if args.repo is not None:
-        check_repo_id(args.repo)
-    if args.engine is not None:
-        check_engine(args.engine, args.repo)
+    engine = engine_of(args.repo, args.engine, args.self_contained)
     if not args.dry_run and args.repo is None:
         raise CommandError("no repository to upload to. Pass --repo, or --dry-run.")
     if not args.dry_run and args.output is not None:
@@ -41,10 +38,11 @@ def run(args: SimpleNamespace) -> None:
         card = replace(card, acceptance=acceptance_section(args.results, args.name or args.source.resolve().name))
     draft = load(args.source)
     if args.dry_run:
-        write(draft, output, card, args.repo, args.engine)
+        write(draft, output, card, args.repo, engine)
     else:
         with errors_of_the_hub():
-            print(push(draft, str(args.repo), card=card, private=args.private or None, engine=args.engine).commit_url)
+            where = {"engine": args.engine, "self_contained": args.self_contained}
+            print(push(draft, str(args.repo), card=card, private=args.private or None, **where).commit_url)
 
 
 @contextmanager

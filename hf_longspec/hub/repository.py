@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,9 +42,17 @@ try:
         raise ImportError("{package} is older than the format of this draft")
     from {package} import {config}, {model}
 except ImportError:
+    import torch
+    from transformers.utils import logging
+
     from .{sibling} import {config}, {model}
 
     {config}.__module__ = {model}.__module__ = __name__  # so that saved drafts include this file
+    if torch.cuda.is_available():
+        logging.get_logger(__name__).warning(
+            "{model} runs the code of its repository, which has neither Triton kernels nor CUDA graphs. On a GPU both "
+            "save most of the time of a step. To use them, install {package} {version} or newer."
+        )
 '''
 NOT_MEASURED = "Not measured."
 OWN_CODE = """\
@@ -175,6 +184,7 @@ def push(
     create_pr: bool = False,
     commit_message: str = "Upload draft",
     engine: str | None = None,
+    self_contained: bool = False,
     **facts: Any,
 ) -> Any:
     """Upload the complete repository of a draft.
@@ -184,15 +194,17 @@ def push(
         token (`str` or `bool`, *optional*): Access token. Defaults to the one that `hf auth login` stored.
         revision (`str`, *optional*): Branch to commit to.
         create_pr (`bool`, *optional*, defaults to `False`): Whether to open a pull request instead of committing.
-        engine (`str`, *optional*): `"owner/name"` of a repository that holds the code. The draft's own repository then
-            holds none. It is created with its code if it does not exist, and never changed if it does.
+        engine (`str`, *optional*): `"owner/name"` of a repository that holds the code, so that the draft's own holds
+            none. It is created with its code if it does not exist, and never changed if it does. Defaults to
+            [`engine_of`].
+        self_contained (`bool`, *optional*, defaults to `False`): Whether the draft's own repository holds the code.
         facts (`Any`): Facts for the model card by name, such as `license="apache-2.0"`, instead of `card`.
 
     Raises:
-        ValueError: If `repo_id` has no owner, if both `card` and `facts` are given, or if the draft cannot be
-            published. Nothing is uploaded then.
+        ValueError: If `repo_id` has no owner, if both `card` and `facts` or both `engine` and `self_contained` are
+            given, or if the draft cannot be published. Nothing is uploaded then.
     """
-    check_repo_id(repo_id)
+    engine = engine_of(repo_id, engine, self_contained)
     if card is not None and facts:
         raise ValueError(f"card was passed together with {', '.join(facts)}: pass all values in the card.")
     with TemporaryDirectory() as folder:
@@ -216,6 +228,23 @@ def check_repo_id(repo_id: str) -> None:
     """Check that a repository is named with its owner, so that nothing is uploaded to a default owner."""
     if "/" not in repo_id or not is_hub_id(repo_id):
         raise ValueError(f"repository {repo_id!r}: expected owner/name, with letters, digits, -, _ and . only.")
+
+
+def engine_of(repo_id: str | None, engine: str | None, self_contained: bool) -> str | None:
+    """Return the repository that holds the code of a draft; `None` if the draft's own does.
+
+    By default, drafts of one owner that this version of the package publishes share `owner/hf-longspec-engine-0.1.0`,
+    named by the version, as an existing engine is never changed. A draft without `repo_id` holds its code itself.
+    """
+    if repo_id is not None:
+        check_repo_id(repo_id)
+    if engine is not None and self_contained:
+        raise ValueError(f"engine {engine!r} and self_contained are opposites. Pass one of the two.")
+    if engine is not None:
+        check_engine(engine, repo_id)
+    elif repo_id is not None and not self_contained:
+        engine = f"{repo_id.split('/')[0]}/hf-longspec-engine-{version(PACKAGE.name)}"
+    return engine
 
 
 def check_engine(engine: str, repo_id: str | None) -> None:

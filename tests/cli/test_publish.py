@@ -8,6 +8,7 @@ import sys
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
+import hf_longspec
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.hub import repository
 from tests.acceptance_lines import measured, write_lines
@@ -92,11 +93,21 @@ class TestDryRun:
         assert other.exit_code == 2 and "no acceptance of the draft 'draft', only of mine, another" in other.output
 
     def test_an_engine_beside_a_draft_without_code(self, folder):
-        result = run(folder, "--dry-run", "--base-model", "org/t", "--engine", "org/engine")
-        assert result.exit_code == 0, result.output
+        shared = f"org/hf-longspec-engine-{hf_longspec.__version__}"
+        for where, name in ((("--engine", "org/engine"), "org/engine"), (("--repo", "org/x", "--overwrite"), shared)):
+            result = run(folder, "--dry-run", "--base-model", "org/t", *where)
+            assert result.exit_code == 0, result.output
+            output = folder.with_name("draft-hub")
+            assert not list(output.glob("*.py")) and (output / "engine" / "modeling_longspec.py").is_file()
+            assert f"{name}--modeling_longspec.LongSpecConfig" in (output / "config.json").read_text()
+
+    @pytest.mark.parametrize("where", [(), ("--repo", "org/x", "--self-contained")])
+    def test_a_folder_that_holds_its_code(self, folder, where):
+        """It can be loaded as it is."""
+        assert run(folder, "--dry-run", "--base-model", "org/t", *where).exit_code == 0
         output = folder.with_name("draft-hub")
-        assert not list(output.glob("*.py")) and (output / "engine" / "modeling_longspec.py").is_file()
-        assert "org/engine--modeling_longspec.LongSpecConfig" in (output / "config.json").read_text()
+        assert '"modeling_longspec.LongSpecConfig"' in (output / "config.json").read_text()
+        assert (output / "modeling_longspec.py").is_file() and not (output / "engine").exists()
 
     @pytest.mark.parametrize(
         ("arguments", "text", "complaint"),
@@ -104,6 +115,7 @@ class TestDryRun:
             (["--dry-run"], "", "not a Hub id"),
             ([], "", "--repo, or --dry-run"),
             (["--repo", "nobody"], "", "expected owner/name"),
+            (["--repo", "org/x", "--engine", "org/y", "--self-contained"], "", "opposites"),
             (["--repo", "org/x", "--output", "out"], "", "--output out needs --dry-run"),
             (["--dry-run", "--base-model", "org/t", "--results", "none.jsonl"], "", "none.jsonl"),
             (["--dry-run", "--base-model", "org/t", "--results", "config.json"], "", "config.json, line 1: "),
@@ -136,7 +148,8 @@ class TestUpload:
     def test_to_the_named_repository(self, folder, hub):
         result = run(folder, "--repo", "org/x", "--base-model", "org/t", "--private")
         assert result.exit_code == 0 and result.output.strip().endswith("https://huggingface.co/org/x/commit/1")
-        assert [repo for _, repo, _ in hub.calls] == ["org/x", "org/x"] and hub.calls[0][2]["private"] is True
+        assert [repo for _, repo, _ in hub.calls][2:] == ["org/x", "org/x"]
+        assert all(options["private"] is True for call, _, options in hub.calls if call == "create_repo")
         assert [path.name for path in folder.parent.iterdir()] == ["draft"]
 
     @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ loaded beside it. With `remote-first` it is imported after the copies are loaded
 
 import importlib
 import json
+import logging
 import sys
 from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, dynamic_module_utils
@@ -146,6 +148,21 @@ def load_everywhere(folder, target):
                 custom_generate_from_a_folder=without_the_route(target, local, folder / "drafts" / kind),
             )
     refusals(target)
+    a_gpu_without_the_package()
+
+
+def a_gpu_without_the_package():
+    """Check that loading a copy where there is a GPU says once that the package is faster."""
+    said = []
+    logging.getLogger().addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())
+    for name in [name for name in sys.modules if name.endswith(".modeling_longspec")]:
+        del sys.modules[name]  # the entry, which is run again
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        drafts = [remote("org/longspec") for _ in range(2)]
+    logging.getLogger().removeHandler(handler)
+    about = [text for text in said if "install hf_longspec" in text]
+    check("gpu", said_once=len(about) == 1 and "Triton" in about[0], copies=len(drafts) == 2)
 
 
 def is_on_engine(draft):

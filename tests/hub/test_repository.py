@@ -84,7 +84,8 @@ def test_push_to_hub_uploads_the_repository(published, make_draft, hub, kind, ca
     draft = make_draft(kind)
     if kind == "longspec":  # whose weights are drawn
         draft.load_state_dict(AutoModel.from_pretrained(published / "drafts" / kind).state_dict())
-    commit = draft.push_to_hub(f"org/{kind}", private=True, token=SECRET, base_model="org/tiny-target")
+    where = {"private": True, "token": SECRET, "self_contained": True}
+    commit = draft.push_to_hub(f"org/{kind}", base_model="org/tiny-target", **where)
     assert commit.commit_url.endswith("/commit/1")
     create, upload = hub.calls
     assert create == ("create_repo", f"org/{kind}", {"private": True, "exist_ok": True})
@@ -97,10 +98,16 @@ def test_push_to_hub_uploads_the_repository(published, make_draft, hub, kind, ca
 
 
 def test_the_engine_is_uploaded_once(make_draft, hub):
-    for hub.exists, uploaded in ((False, [ENGINE, "org/x"]), (True, ["org/x"])):
-        hub.calls.clear()
-        push(make_draft("longspec_plain"), "org/x", card=CARD, engine=ENGINE)
-        assert [repo for call, repo, _ in hub.calls if call == "upload_folder"] == uploaded
+    """By default it belongs to the owner of the draft, and has the version of the package in its name."""
+    shared = f"org/hf-longspec-engine-{hf_longspec.__version__}"
+    for engine, name in ((ENGINE, ENGINE), (None, shared)):
+        for hub.exists, uploaded in ((False, [name, "org/x"]), (True, ["org/x"])):
+            hub.calls.clear()
+            push(make_draft("longspec_plain"), "org/x", card=CARD, engine=engine)
+            assert [repo for call, repo, _ in hub.calls if call == "upload_folder"] == uploaded
+            named = json.loads(hub.uploaded["config.json"])["auto_map"]["AutoModel"]
+            assert named == f"{name}--modeling_plain.PlainDraftModel"
+            assert not [file for file in hub.uploaded if file.endswith(".py")]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +120,7 @@ def test_the_engine_is_uploaded_once(make_draft, hub):
         ("org/x", {"card": CARD, "engine": "org/my--engine"}, "my--engine"),
         ("org/x", {"card": CARD, "engine": "engine"}, "owner/name"),
         ("org/x", {"card": CARD, "engine": "org/x"}, "engine 'org/x'"),
+        ("org/x", {"card": CARD, "self_contained": True, "engine": ENGINE}, "opposites"),
     ],
 )
 def test_nothing_is_uploaded_under_a_wrong_name_or_with_a_wrong_card(
@@ -122,7 +130,7 @@ def test_nothing_is_uploaded_under_a_wrong_name_or_with_a_wrong_card(
     draft.config.target_name_or_path = None
     with pytest.raises(ValueError, match=complaint):
         draft.push_to_hub(name, **options)
-    if "engine" in options:
+    if "engine" in options and "self_contained" not in options:
         with pytest.raises(ValueError, match=complaint):
             write_repository(draft, tmp_path / "repo", CARD, name, options["engine"])
     with pytest.raises(ValueError, match="push_to_hub=True"):

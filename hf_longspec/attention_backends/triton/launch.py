@@ -7,9 +7,10 @@ The interpreter keeps bfloat16 as bit patterns and multiplies those, without an 
 have to convert what they load to float32 first.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache, wraps
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,7 +96,29 @@ def _gpu(device: torch.device) -> Gpu:
     return Gpu(shared_memory, torch.cuda.get_device_capability(device)[0] in WARPGROUP_CAPABILITIES)
 
 
-@torch.library.custom_op(f"{LIBRARY}::triton_hybrid_attention", mutates_args=())
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that registers a function, whose first argument is `query`, as an operator of torch.
+
+    The decorated function calls the operator while torch compiles, differentiates or records, which must see it, and
+    otherwise its own body, as the dispatcher takes a tenth of the host's time for a layer (`benchmarks/host.py`). Its
+    attribute `operator` is the operator.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        op: Any = torch.library.custom_op(f"{LIBRARY}::{name}", function, mutates_args=())
+
+        @wraps(function)
+        def call(query: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            is_seen = torch.compiler.is_compiling() or query.requires_grad or torch._C._len_torch_dispatch_stack()
+            return (op if is_seen else function)(query, *arguments, **options)
+
+        call.operator = op  # type: ignore[attr-defined]
+        return call
+
+    return register
+
+
+@operator("triton_hybrid_attention")
 def hybrid_op(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -134,14 +157,14 @@ def hybrid_op(
     return out, lse, scores
 
 
-@hybrid_op.register_fake
+@hybrid_op.operator.register_fake
 def _(
     query, key, value, lengths, positions, mask, sinks, last_node, scaling, sliding_window, softcap, weights, per_layer
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return *_empty_state(query, value), _empty_scores(query, key, last_node, per_layer)
 
 
-@torch.library.custom_op(f"{LIBRARY}::triton_tree_attention", mutates_args=())
+@operator("triton_tree_attention")
 def tree_op(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -157,12 +180,12 @@ def tree_op(
     return _attend(config, 1, query, key, value, mask, scaling, softcap)
 
 
-@tree_op.register_fake
+@tree_op.operator.register_fake
 def _(query, key, value, mask, scaling, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_state(query, value)
 
 
-@torch.library.custom_op(f"{LIBRARY}::triton_sparse_attention", mutates_args=())
+@operator("triton_sparse_attention")
 def sparse_op(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -197,7 +220,7 @@ def sparse_op(
     return launch_combine(out, lse, value)
 
 
-@sparse_op.register_fake
+@sparse_op.operator.register_fake
 def _(query, key, value, indices, counts, scaling, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_state(query, value)
 
@@ -298,42 +321,91 @@ def _attend(
         scores (`torch.Tensor` of shape `(B, K, S)` or `(B, K, 2, G, S)`, *optional*):
             Written with `last_node` alone, in the slots below `lengths[b]`: the sums, or the single scores in base 2.
     """
-    (batch, heads, nodes, _), (kv_heads, slots) = query.shape, key.shape[1:3]
-    groups = heads // kv_heads
-    out, lse = _partial_results(query, value, parts)
-    grid = (-(-(groups * nodes) // config.block_rows), batch * kv_heads, parts)
-    tree, lowest, keys = NO_TREE, 0.0, 0
-    mask_strides: tuple[int, ...] = (0, 0, 0, 1)
+    tree, lowest, mask_place = NO_TREE, 0.0, None
     if mask is not None:
         mask, lowest = _readable(mask)
-        mask = (mask[:, None] if mask.dim() == 3 else mask).expand(batch, heads, -1, -1)
+        mask = (mask[:, None] if mask.dim() == 3 else mask).expand(query.shape[0], query.shape[1], -1, -1)
         tree = BOOLEAN_TREE if mask.dtype == torch.uint8 else ADDITIVE_TREE
-        mask_strides, keys = mask.stride(), mask.shape[3]
+        mask_place = mask.stride(), mask.shape[3]
     mode = NO_SCORES
     if last_node is not None and scores is not None:
         mode = SUMMED_SCORES if scores.dim() == 3 else ROW_SCORES
-    if mask is None and slots == 0:  # a cache without slots
+    launch = _launch_of(
+        *(config, parts, wanted, _place(query), _place(key), _place(value), mask_place, tree, lengths is not None),
+        *(mode, sliding_window, scaling, softcap, lowest, upcast(query)),
+    )
+    device = query.device
+    out = torch.empty(launch.parts, dtype=torch.float32, device=device)
+    lse = torch.empty(launch.parts[:-1], dtype=torch.float32, device=device)
+    if mask is None and key.shape[2] == 0:  # a cache without slots
         lse.fill_(-torch.inf)
-    elif 0 not in grid:
+    elif 0 not in launch.grid:
         with launching_on(query):
-            attention_kernel[grid](
+            attention_kernel[launch.grid](
                 *(query, key, value),
-                *(lse if x is None else x for x in (lengths, positions, last_node, mask)),  # None: not used
+                *[lse if x is None else x for x in (lengths, positions, last_node, mask)],  # None: not used
                 *(out, lse, lse if mode == NO_SCORES else scores),
-                *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides),
-                *(kv_heads, nodes, keys, slots, parts, wanted, sliding_window or 0),
-                *score_factors(scaling, softcap),
-                lowest,
-                TREE_KEYS=config.tree_keys,
-                TREE_STAGES=config.tree_stages,
-                SHORTEST_SPLIT=config.split_keys,
-                PREFIX=lengths is not None,
-                TREE=tree,
-                HAS_WINDOW=sliding_window is not None,
-                SCORES=mode,
-                **tile_options(config, groups, query.shape[3], value.shape[3], softcap is not None, upcast(query)),
+                *launch.numbers,
+                **launch.constants,
             )
     return launch_combine(out, lse, value, sinks)
+
+
+Place = tuple[torch.Size, tuple[int, ...]]
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return tensor.shape, tensor.stride()
+
+
+class Launch(NamedTuple):
+    """What launches of the attention kernel on tensors of the same shapes and strides have in common."""
+
+    grid: tuple[int, int, int]
+    parts: tuple[int, int, int, int, int]  # shape of the partial results, (B, H, N, parts, Dv)
+    numbers: tuple[float, ...]  # arguments of the kernel after the tensors
+    constants: dict[str, Any]  # keywords of the kernel
+
+
+@lru_cache(maxsize=1024)  # computed once for all layers and steps, as it takes longer than to launch the kernel
+def _launch_of(
+    config: TileConfig,
+    parts: int,
+    wanted: int,
+    query: Place,
+    key: Place,
+    value: Place,
+    mask: tuple[tuple[int, ...], int] | None,
+    tree: int,
+    has_prefix: bool,
+    mode: int,
+    sliding_window: int | None,
+    scaling: float,
+    softcap: float | None,
+    lowest: float,
+    upcast: bool,
+) -> Launch:
+    """Return how to launch the attention kernel; see `_attend` for the arguments."""
+    (batch, heads, nodes, size), (kv_heads, slots), value_size = query[0], key[0][1:3], value[0][3]
+    groups, (mask_strides, keys) = heads // kv_heads, mask or ((0, 0, 0, 1), 0)
+    numbers = (
+        *(*query[1][:3], *key[1][:3], *value[1][:3], *mask_strides),
+        *(kv_heads, nodes, keys, slots, parts, wanted, sliding_window or 0),
+        *score_factors(scaling, softcap),
+        lowest,
+    )
+    constants = {
+        "TREE_KEYS": config.tree_keys,
+        "TREE_STAGES": config.tree_stages,
+        "SHORTEST_SPLIT": config.split_keys,
+        "PREFIX": has_prefix,
+        "TREE": tree,
+        "HAS_WINDOW": sliding_window is not None,
+        "SCORES": mode,
+        **tile_options(config, groups, size, value_size, softcap is not None, upcast),
+    }
+    grid = (-(-(groups * nodes) // config.block_rows), batch * kv_heads, parts)
+    return Launch(grid, (batch, heads, nodes, parts, value_size), numbers, constants)
 
 
 def _readable(mask: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -86,14 +86,14 @@ def hybrid(size, rows, dtype, features):
         "all": (numbers, mask, sinks, lengths, 0.1, 100, 3.0, True, True),
         "none": (None, None, sinks, None, 0.1, None, None, False, False),
     }
-    launch.hybrid_op._init_fn(query, key, key, lengths, *options[features])
+    launch.hybrid_op(query, key, key, lengths, *options[features])
 
 
 def tree(size, rows, dtype):
     """Launch attention under an additive mask, with a softcap."""
     nodes = rows // GROUPS
     query, key = torch.empty(1, 2 * GROUPS, nodes, size, dtype=dtype), torch.empty(1, 2, 70, size, dtype=dtype)
-    launch.tree_op._init_fn(query, key, key, torch.zeros(1, nodes, 70), 0.1, 3.0)
+    launch.tree_op(query, key, key, torch.zeros(1, nodes, 70), 0.1, 3.0)
 
 
 def spilling():
@@ -108,7 +108,7 @@ def sparse(dtype, size, value_size, softcap):
     query = torch.empty(2, 14, 1, size, dtype=dtype)
     key, value = (torch.empty(2, 2, 40, n, dtype=dtype) for n in (size, value_size))
     indices, counts = torch.zeros(2, 2, 300, dtype=torch.long), torch.zeros(2, dtype=torch.long)
-    launch.sparse_op._init_fn(query, key, value, indices, counts, 0.1, softcap)
+    launch.sparse_op(query, key, value, indices, counts, 0.1, softcap)
 
 
 def move(dtype, size):

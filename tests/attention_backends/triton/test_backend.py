@@ -42,10 +42,10 @@ def test_operators(kernel_device, small_tiles, monkeypatch, with_tree, with_scor
     sinks = torch.linspace(-2, 3, 6, device=kernel_device)
     last = torch.tensor([4, 2], device=kernel_device) if with_scores else None
     place = (context.lengths.on(kernel_device), context.positions, context.mask if with_tree else None, sinks, last)
-    torch.library.opcheck(hybrid_op, (query, key, value, *place, 0.3, 50, 3.0, with_tree, with_tree))
+    torch.library.opcheck(hybrid_op.operator, (query, key, value, *place, 0.3, 50, 3.0, with_tree, with_tree))
     if with_tree:
         half = [x.half() for x in (query, context.staged(key), context.staged(value))]
-        torch.library.opcheck(tree_op, (*half, context.mask, 0.3, None))
+        torch.library.opcheck(tree_op.operator, (*half, context.mask, 0.3, None))
 
 
 def test_compiles_whole(kernel_device, small_tiles):
@@ -110,8 +110,8 @@ def test_refusals_of_the_machine(monkeypatch):
 def test_a_second_copy_has_operators_of_its_own(kernel_device, kernel_copy):
     """A copy from the Hub beside the installed package: both keep working."""
     copy = kernel_copy("hub_copy", "launch").hybrid_op
-    assert hybrid_op._qualname == "hf_longspec::triton_hybrid_attention"
-    assert copy._qualname == "hf_longspec_hub_copy_launch::triton_hybrid_attention"
+    assert hybrid_op.operator._qualname == "hf_longspec::triton_hybrid_attention"
+    assert copy.operator._qualname == "hf_longspec_hub_copy_launch::triton_hybrid_attention"
     _, query, key, value = arguments(kernel_device)
     inputs = (query, key, value, torch.tensor([9, 5], device=kernel_device), None, None, None, None, 0.3, None, None)
     for one, other in zip(hybrid_op(*inputs, False, False), copy(*inputs, False, False), strict=True):

@@ -141,7 +141,7 @@ def test_several_parts_of_chosen_slots(kernel_device, small, counts, length, par
 def test_custom_op_of_the_sparse_kernel(kernel_device, small, softcap):
     inputs, _, _, _ = sparse_case((140, 0), 2, 1, (8, 16), FLOAT32, 140, 1, softcap, slots=150)
     inputs = on(kernel_device, *inputs)
-    torch.library.opcheck(launch.sparse_op, (*inputs, 0.3, softcap))
+    torch.library.opcheck(launch.sparse_op.operator, (*inputs, 0.3, softcap))
 
 
 def splits_of(length, wanted, split_keys, block_keys):

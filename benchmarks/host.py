@@ -1,0 +1,119 @@
+"""The time of the host for a step that is not captured: our loop beside transformers' own step.
+
+A random Llama of 32 layers of width 64, whose arithmetic takes no time to speak of, runs one token after a short
+prefix. The launches of the Triton kernels do nothing. What is left is the work of Python and of torch's dispatcher, in
+the processor time of one thread, which is what a GPU waits for where a step is launched kernel by kernel.
+
+    python -m benchmarks.host
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined: they are the preferred ones on a CPU then
+
+import time
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
+from hf_longspec.attention_backends import registry
+from hf_longspec.attention_backends.triton import launch
+from hf_longspec.bench.report import summarize
+from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
+from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.target import TargetView
+
+PREFIX, ROOM = 64, 512
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 1024,
+}
+KERNELS = ("attention_kernel", "combine_kernel")
+BACKEND = "hf_longspec_triton"
+
+
+class NoKernel:
+    """A Triton kernel whose launches do nothing; `launches` counts them."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "NoKernel":
+        return self
+
+    def __call__(self, *arguments: object, **constants: object) -> None:
+        self.launches += 1
+
+
+class HostCase:
+    """A model after a prefix, in a cache of this package and in one of transformers."""
+
+    def __init__(self, shape: dict[str, int]):
+        config = LlamaConfig(**shape)
+        self.layers = config.num_hidden_layers
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        self.target, self.cache = TargetView(self.model), SpeculativeCache(config, 1, PREFIX + ROOM)
+        self.stock = DynamicCache(config=config)
+        prompt = torch.randint(config.vocab_size, (1, PREFIX))
+        for cache in (self.cache, self.stock):
+            self.model(input_ids=prompt, **{CACHE_NAME: cache}, use_cache=True)
+        self.token = prompt[:, :1]
+
+    def step(self) -> float:
+        """Return the seconds of a verification of the root, which is a plain step of our loop."""
+        self.cache.set_lengths([PREFIX])
+        with self.target.attention():
+            started = time.process_time()
+            self.target.verify(DraftTree.root_only(self.token[0]), self.cache)
+            return time.process_time() - started
+
+    def forward(self) -> float:
+        """Return the seconds of transformers' own step."""
+        started = time.process_time()
+        position = torch.tensor([[self.stock.get_seq_length()]])
+        self.model(input_ids=self.token, position_ids=position, **{CACHE_NAME: self.stock})
+        return time.process_time() - started
+
+
+@torch.no_grad()
+def measure(results: Run, shape: dict[str, int], repeats: int) -> None:
+    """Measure steps of both in turns."""
+    kernels = {name: NoKernel() for name in KERNELS}
+    with mock.patch.multiple(launch, **kernels), mock.patch.dict(registry._priorities, {BACKEND: 20}):
+        registry.select.cache_clear()
+        case = HostCase(shape)
+        functions = {"loop": case.step, "stock": case.forward}
+        for function in functions.values():
+            function()
+        before = kernels["attention_kernel"].launches
+        seconds = time_in_turns(functions, repeats)
+        launches = kernels["attention_kernel"].launches - before
+    registry.select.cache_clear()
+    results.write(
+        "host",
+        layers=case.layers,
+        launches_per_step=launches / len(seconds["loop"]),
+        loop_us=summarize([value / case.layers * 1e6 for value in seconds["loop"]]),
+        stock_us=summarize([value / case.layers * 1e6 for value in seconds["stock"]]),
+        ratio=ratios(seconds["loop"], seconds["stock"]),
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parser(__doc__, "host", minutes=5, repeats=20 * MIN_REPEATS).parse_args(arguments)
+    args.threads = 1
+    torch.manual_seed(0)
+    with start(args, "host", {"shape": SHAPE, "prefix": PREFIX, "repeats": args.repeats}) as results:
+        measure(results, SHAPE, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
