@@ -46,9 +46,9 @@ def serving(folder, **limits):
     wait_for(lambda: server.started or not thread.is_alive())
     address = f"http://127.0.0.1:{port}"
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
-    yield SimpleNamespace(
-        address=address, port=port, client=client, model=str(folder), target=routes.decoder.model, decoder=routes.decoder
-    )
+    decoder = routes.decoder
+    found = {"models": models, "app": routes.app, "decoder": decoder, "target": decoder.model}
+    yield SimpleNamespace(address=address, port=port, client=client, model=str(folder), **found)
     server.should_exit = True
     thread.join(20)
     assert not thread.is_alive()

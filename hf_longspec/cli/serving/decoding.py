@@ -1,4 +1,4 @@
-"""The thread of the model: one request after the other, with the draft, and the cache that the next one may continue."""
+"""The thread of the model: one request after another, with the draft, and the cache that the next one may continue."""
 
 import asyncio
 import json

@@ -214,9 +214,7 @@ class ChatRequest(Sampling):
     """A request of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1), Items]
-    max_tokens: PositiveInt | None = Field(
-        None, validation_alias=AliasChoices("max_tokens", "max_completion_tokens")
-    )
+    max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
     tools: Annotated[list[Tool], Items] | None = None
     tool_choice: Literal["auto"] | None = None
     chat_template_kwargs: dict[str, str | int | float | bool] | None = None

@@ -85,7 +85,9 @@ class Chat(OneRequest, ChatCompletionHandler):
         if template is None:
             remedy = "Save one with the tokenizer, or send the prompt to /v1/completions."
             raise HTTPException(400, f"messages: the tokenizer of {name} has no chat template. {remedy}")
-        parts = (part for message in self.request.messages if isinstance(message.content, list) for part in message.content)
+        parts = (
+            part for message in self.request.messages if isinstance(message.content, list) for part in message.content
+        )
         if not hasattr(processor, "image_processor") and any(isinstance(part, ImagePart) for part in parts):
             raise HTTPException(400, f"messages: {name} reads no images. Send text alone.")
         own = signature(processor.apply_chat_template).parameters.keys() - {"tools"}
