@@ -72,7 +72,7 @@ class Reference:
 
     def __call__(self, text, new=NEW, **options):
         """The answer to one question; the seed is set just before."""
-        key = text, new, *options.items()
+        key = repr((text, new, sorted(options.items())))
         if key not in self._known:
             message = [{"role": "user", "content": text}]
             inputs = self.tokenizer.apply_chat_template(

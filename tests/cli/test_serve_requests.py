@@ -94,7 +94,7 @@ REFUSED = [
     ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
     ({"frequency_penalty": -1}, "frequency_penalty=-1"),
     ({"no_such_field": 1}, "no_such_field"),
-    ({"\ud800" * 300: 1}, "no such field"),
+    ({"\ud800" * 300: 1}, "unable to parse"),
     ({"user": "\ud800"}, "user"),
     ({"max_tokens": 0}, "max_tokens=0"),
     ({"max_tokens": -1}, "max_tokens=-1"),
@@ -125,7 +125,7 @@ REFUSED = [
     ({"messages": [{"role": "nobody", "content": "one"}]}, "messages.0.role='nobody'"),
     ({"messages": [{"role": "user", "content": "one", "name": "x"}]}, "messages.0.name"),
     ({"messages": [{"role": "user", "content": [TEXT_PART, {"type": "input_audio"}]}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "request cannot be read"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
         "reads no images",
@@ -205,8 +205,8 @@ def test_an_error_of_the_template_is_said(server, monkeypatch):
 
 def test_transformers_chat(server, expected, monkeypatch, capsys):
     """It asks whether the model is loaded, and sends the settings of a file of the model beside its own."""
-    lines = iter([QUESTION, "!exit"])
-    monkeypatch.setattr("transformers.cli.chat.RichInterface.input", lambda *_: next(lines))
+    lines = iter([QUESTION, "n", "!exit"])  # "n": do not go on after the last token
+    monkeypatch.setattr("rich.console.Console.input", lambda *_, **__: next(lines))
     settings = {"generation_config": str(HUB_CARDS / "tiny-target" / "generation_config.json")}
     flags = ["do_sample=False", f"max_new_tokens={NEW}"]
     Chat(server.model, f"{server.address}/v1", flags, user="me", **settings)
@@ -243,19 +243,14 @@ def test_requests_that_wait_are_bounded(server, expected):
 
 
 def test_a_large_body_is_refused_before_it_is_read(server):
-    """With its length in advance, and in chunks. 64 MiB are not sent: the server answers at once, or hangs up."""
+    """With its length in advance, and in chunks. The server answers before it has all of it."""
     assert call(server, "/v1/chat/completions", b"", headers=JSON | {"Content-Length": str(2**26)})[0] == 413
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         client.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
-        sent = 0
-        try:
-            while sent < 64:
-                client.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
-                sent += 1
-        except OSError:
-            pass
-        assert sent < 32
+        for _ in range(2):  # of any number
+            client.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
     assert call(server, "/health", method="GET")[0] == 200
 
 
@@ -295,7 +290,7 @@ ABUSE = [
     (BODY, {"Content-Type": "multipart/form-data; boundary=x"}),
     (BODY, {"Content-Type": "application/x-www-form-urlencoded"}),
     (BODY, {"Content-Type": "\xe9" * 100}),
-    (BODY, JSON | {"Content-Encoding": "gzip", "X": "y" * 100_000}),
+    (BODY, JSON | {"X": "y" * 600_000}),
     (BODY, JSON | {"Content-Length": "-1"}),
     (BODY, JSON | {"Content-Length": "9" * 30}),
 ]
@@ -323,7 +318,7 @@ def test_ctrl_c_ends_the_process_in_the_middle_of_an_answer(folder):
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while True:
             try:
                 stream = client.chat.completions.create(

@@ -179,7 +179,7 @@ def read(handler: Any, body: dict[str, Any]) -> Any:
     except HTTPException:
         raise
     except Exception as error:
-        raise HTTPException(400, one_line(error)) from error
+        raise HTTPException(400, f"The request cannot be read: {one_line(error)}") from error
 
 
 def _error(status: int, message: str) -> JSONResponse:
