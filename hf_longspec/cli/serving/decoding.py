@@ -174,9 +174,9 @@ class Job(GenerateManager):
         except Cancelled:
             raise
         except Exception as error:
+            say(f"Failed: {one_line(error)}", stderr=True)
             if "streamer" not in kwargs:
                 raise
-            say(f"Failed: {one_line(error)}", stderr=True)
             # the server underneath writes this text between the quotes of JSON
             raise RuntimeError(json.dumps(one_line(error))[1:-1]) from error
         finally:

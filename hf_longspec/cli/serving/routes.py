@@ -120,7 +120,6 @@ class Routes:
         self.app.add_middleware(RequestBodyLimitMiddleware, max_body_size=limits.body * MIB)
         self.app.add_exception_handler(AnyHTTPException, refused)
         self.app.add_exception_handler(RequestValidationError, malformed)
-        self.app.add_exception_handler(Exception, failed)
         self.app.post("/v1/chat/completions")(self.chat)
         self.app.post("/v1/completions")(self.complete)
         self.app.post("/load_model")(self.load_model)
@@ -166,9 +165,10 @@ class Routes:
             return Response(status_code=CLIENT_LEFT)
         except BaseException as error:
             job.end()
-            if isinstance(error, ValueError):  # of `generate`, about its arguments
-                raise HTTPException(400, one_line(error)) from error
-            raise
+            if isinstance(error, HTTPException) or not isinstance(error, Exception):
+                raise
+            status = 400 if isinstance(error, ValueError) else 500  # `generate` says so of its arguments
+            raise HTTPException(status, one_line(error)) from error
         return response
 
 
@@ -203,8 +203,3 @@ async def malformed(http: Request, error: Any) -> Response:
     if first["type"] == "json_invalid":
         return _error(400, f"The body is not JSON: {first['ctx']['error']} at character {name}.")
     return _error(400, f"{name}={first['input']!a:.60}: {first['msg']}.")
-
-
-async def failed(http: Request, error: Exception) -> Response:
-    """Answer an error of the server, which logs its traceback."""
-    return _error(500, one_line(error))
