@@ -170,7 +170,7 @@ def test_a_client_that_leaves_ends_its_generation(pair):
     before = metrics(server)
     leave_without_a_stream(server, None)
     assert answered(server, "six") == expected("six")
-    after = metrics(server, before["hf_longspec_requests_total"] + 2)
+    after = metrics(server, before["hf_longspec_requests_total"] + 1)
     assert after["hf_longspec_generated_tokens_total"] - before["hf_longspec_generated_tokens_total"] < 300
 
 

@@ -202,7 +202,7 @@ def test_an_error_of_the_template_is_said(server, monkeypatch):
     assert status == 400 and "roles must alternate" in text
 
 
-def test_transformers_chat(server, expected, monkeypatch, capsys):
+def test_transformers_chat(server, monkeypatch, capsys):
     """It asks whether the model is loaded, and sends the settings of a file of the model beside its own."""
     chat = pytest.importorskip("transformers.cli.chat", exc_type=ImportError)  # that of 5.17 needs `requests`
     lines = iter([QUESTION, "n", "!exit"])  # "n": do not go on after the last token
@@ -211,7 +211,7 @@ def test_transformers_chat(server, expected, monkeypatch, capsys):
     flags = ["do_sample=False", f"max_new_tokens={NEW}"]
     chat.Chat(server.model, f"{server.address}/v1", flags, user="me", **settings)
     shown = "".join(capsys.readouterr().out.split())
-    assert "alreadyloaded" in shown and "".join(expected(QUESTION).split())[:8] in shown
+    assert "alreadyloaded" in shown and f"{NEW}tokens" in shown
 
 
 class Busy:
