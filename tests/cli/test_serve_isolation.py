@@ -6,6 +6,7 @@ import shutil
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from threading import Event
 
 import openai
@@ -124,6 +125,7 @@ def fail_before_reading(server, monkeypatch):
 def fail_in_the_middle(server, monkeypatch):
     forward, calls = server.target.forward, []
 
+    @wraps(forward)  # the signature tells `generate` which arguments there are
     def broken(*args, **kwargs):
         calls.append(None)
         if len(calls) > 3:
