@@ -323,6 +323,13 @@ ROWS = (
      "[layer.indexer for layer in self.layers if isinstance(layer, IndexedLayer)]",
      "[]",
      "tests/generation/test_masked.py"),
+    ("A served prompt continues what a finished call has left alone", "cli/serving/decoding.py",
+     "held, self._tokens = self._tokens, []",
+     "held, self._tokens = self._tokens, prompt",
+     "tests/cli/test_serve_isolation.py"),
+    ("Recurrent states are not shortened", "generation/cache.py",
+     "if any(layer.has_previous_state[0] for layer in self.state_layers):", "if False:",
+     "tests/cli/test_serve_isolation.py"),
 )
 # fmt: on
 MUTATIONS = tuple(Mutation(*row) for row in ROWS)

@@ -197,6 +197,9 @@ def serve(
     draft: options.Draft = "ngram",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1",
     port: Annotated[int, number(1, "Port to listen on.", most=65535)] = 8000,
+    max_tokens: Annotated[int, number(1, "New tokens that one request may ask for.")] = 8192,
+    max_body: Annotated[int, number(1, "Size of a request in MiB.")] = 4,
+    max_waiting: Annotated[int, number(0, "Requests that may wait for others; more get status 429.")] = 32,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
@@ -204,8 +207,9 @@ def serve(
 ) -> None:
     """Serve a model with a draft over the API of OpenAI: chat, completions, streaming, tools.
 
-    This is `transformers serve` with the draft in every request. Requests are decoded one after the other. /metrics has
-    counts and times in the format of Prometheus. Requests name the model as --target does. There is no password.
+    Answers are those of `transformers serve`, with the draft in every request. Requests are decoded one after the
+    other. Fields of a request are obeyed, or refused with status 400. /metrics has counts and times in the format of
+    Prometheus. Requests name the model as --target does. There is no password.
 
     Examples:
 

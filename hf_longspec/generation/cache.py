@@ -351,10 +351,26 @@ class SpeculativeCache(Cache):
         return min(layer.capacity for layer in self.key_layers) - self.tree_slots
 
     def set_lengths(self, lengths: SeqLens | Sequence[int]) -> None:
-        """Set the number of tokens that each row holds; entries beyond it, as of right padding, are dropped."""
+        """Set the number of tokens that each row holds; entries beyond it, as of right padding, are dropped.
+
+        Raises:
+            ValueError: If a row gets shorter and there are recurrent states, which cannot be shortened.
+        """
         lengths = SeqLens.of(lengths)
         if len(lengths.host) != self.batch_size:
             raise ValueError(f"{len(lengths.host)} lengths for a cache of {self.batch_size} rows.")
+        if any(layer.has_previous_state[0] for layer in self.state_layers):
+            # forwards of plain `generate` count in the layers alone
+            read = max((layer.length for layer in self.key_layers), default=0)
+            held = (read,) * self.batch_size if read > self.lengths.longest else self.lengths.host
+            if any(new < old for new, old in zip(lengths.host, held, strict=True)):
+                raise ValueError(
+                    f"the rows hold {held} tokens, and their recurrent states cannot be shortened to {lengths.host}. "
+                    "Call reset(), or start a new cache."
+                )
+        self._set_lengths(lengths)
+
+    def _set_lengths(self, lengths: SeqLens) -> None:
         self.rows.lengths = lengths
         for layer in self.key_layers:
             layer.length = self.lengths.longest
@@ -445,7 +461,7 @@ class SpeculativeCache(Cache):
             for layer, state in zip(self.state_layers, states, strict=True):
                 layer.put(dict(state))
             self._is_torn = False
-            self.set_lengths(start)
+            self._set_lengths(start)
 
     def shorten(self, lengths: Sequence[int]) -> bool:
         """Drop all but the first `lengths[b]` tokens of every row, and return `True`.

@@ -1,115 +1,37 @@
 """`serve`: a server with a draft, asked by the client of OpenAI, against plain `generate`."""
 
-import json
-import shutil
 import socket
 import sys
-import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
-from types import SimpleNamespace
 
 import openai
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longspec import NgramDraftModel
-from hf_longspec.cli.serve import DraftServe
-from tests.watching import before
+from tests.cli.served import NEW, POSITIONS, Reference, ask, metrics, serving, streamed, with_template
 
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
-NEW, POSITIONS = 24, 700
 QUESTION = "one two three, one two three, one two"
 
 
 @pytest.fixture(scope="module")
 def target(tiny, tmp_path_factory):
-    """A folder of the tiny target with a chat template and few positions."""
-    folder = shutil.copytree(tiny.target, tmp_path_factory.mktemp("target") / "tiny")
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": POSITIONS}))
-    return folder
+    return with_template(tiny.target, tmp_path_factory.mktemp("target") / "tiny")
 
 
 @pytest.fixture(scope="module")
 def server(target):
-    """A running server, its client and draft."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    made = {}
-
-    def open_draft(model):
-        made["model"] = model
-        made["draft"] = NgramDraftModel.from_target(model, gate=False)
-        return made["draft"]
-
-    class Server(DraftServe):
-        def start_server(self):
-            made["serve"] = self
-            super().start_server()
-
-    settings = {"device": "cpu", "dtype": "float32", "host": "127.0.0.1", "port": port}
-    thread = Thread(target=Server, args=(open_draft, str(target)), kwargs=settings, daemon=True)
-    thread.start()
-    until = time.monotonic() + 60
-    while not (made.get("serve") and made["serve"].server.started):
-        assert thread.is_alive() and time.monotonic() < until
-        time.sleep(0.05)
-    address = f"http://127.0.0.1:{port}"
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
-    yield SimpleNamespace(address=address, client=client, model=str(target), target=made["model"])
-    made["serve"].server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+    with serving(target) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def expected(target):
-    """The answer of plain `generate`."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-
-    def answer(text, new=NEW):
-        message = [{"role": "user", "content": text}]
-        inputs = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-        out = model.generate(**inputs, max_new_tokens=new, do_sample=False)
-        return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-    return answer
-
-
-def ask(server, text=QUESTION, new=NEW, **options):
-    messages = [{"role": "user", "content": text}]
-    options = {"model": server.model, "temperature": 0, "max_tokens": new} | options
-    return server.client.chat.completions.create(messages=messages, **options)
-
-
-def streamed(server, text=QUESTION):
-    return "".join(chunk.choices[0].delta.content or "" for chunk in ask(server, text, stream=True))
-
-
-def metrics(server, requests=0):
-    """Read the counters once so many requests are counted: a stream may reach its client before that."""
-    deadline = time.monotonic() + 30
-    while True:
-        with urllib.request.urlopen(f"{server.address}/metrics") as page:
-            lines = page.read().decode().splitlines()
-        found = {name: float(number) for name, number in (line.split() for line in lines if not line.startswith("#"))}
-        if found["hf_longspec_requests_total"] >= requests:
-            return found
-        assert time.monotonic() < deadline
+    return Reference(target)
 
 
 def test_answers_are_those_of_generate_and_the_draft_drafts(server, expected):
     before = metrics(server)
-    answer = ask(server)
-    assert answer.choices[0].message.content == expected(QUESTION) == streamed(server)
+    answer = ask(server, QUESTION)
+    assert answer.choices[0].message.content == expected(QUESTION) == streamed(server, QUESTION)
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == NEW
     after = metrics(server, before["hf_longspec_requests_total"] + 2)
     new = {name.removeprefix("hf_longspec_"): after[name] - before[name] for name in after if name.endswith("_total")}
@@ -139,11 +61,11 @@ def test_a_further_turn_reads_the_new_tokens_only(server, expected, monkeypatch)
 
 def test_a_client_that_disconnects_ends_its_request(server, expected):
     before = metrics(server)["hf_longspec_requests_total"]
-    stream = ask(server, new=4000, stream=True)
+    stream = ask(server, QUESTION, new=4000, stream=True)
     next(iter(stream))
     next(iter(stream))
     stream.close()
-    assert streamed(server) == expected(QUESTION)
+    assert streamed(server, QUESTION) == expected(QUESTION)
     assert metrics(server, before + 2)["hf_longspec_requests_total"] == before + 2
 
 
@@ -158,7 +80,7 @@ def test_a_client_that_disconnects_ends_its_request(server, expected):
 )
 def test_wrong_requests(server, wrong, message):
     with pytest.raises(openai.BadRequestError) as error:
-        ask(server, **wrong)
+        ask(server, **{"text": QUESTION} | wrong)
     assert message in error.value.response.read().decode()
 
 

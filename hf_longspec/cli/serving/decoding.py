@@ -1,0 +1,210 @@
+"""The thread of the model: one request after another, with the draft, and the cache that the next one may continue."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from itertools import takewhile
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+from transformers.cli.serving.utils import GenerateManager, InferenceThread, _GenerationCancelled
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+from ...cli import one_line
+from ...generation.cache import CACHE_NAME, SpeculativeCache
+from ...generation.masked import MASKED
+from ...generation.target import TargetView
+from ...generation.traits import changes_of
+from ..models import positions_of, say
+from .metrics import Metrics
+
+Cancelled = _GenerationCancelled
+
+
+class KeptCache:
+    """The cache of the last text, and the tokens that it holds.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+    """
+
+    def __init__(self, model: Any):
+        self.cache = SpeculativeCache(model.config, 1, max_length=1)
+        self._tokens: list[int] = []
+        self._start = 0  # number of tokens at the start of the last call, for caches with states
+        self._is_usable = continues_as_one_text(model)
+
+    def begin(self, prompt: list[int]) -> int:
+        """Keep the tokens that begin a prompt, and return how many these are; at least one is left to be read.
+
+        From here to [`KeptCache.end`] the cache counts as empty, so that a call that fails leaves nothing.
+        """
+        held, self._tokens = self._tokens, []
+        pairs = zip(held, prompt[:-1], strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if self.cache.state_layers and common < len(held):  # states cannot be shortened
+            common = self._start if self._start <= common else 0
+            self.cache.go_back()
+        if common and self._is_usable:
+            self.cache.set_lengths([common])
+        else:
+            common = 0
+            self.cache.reset()
+        self.cache.remember()
+        self._start = common
+        return common
+
+    def end(self, text: list[int]) -> None:
+        """Note the tokens of a finished call, as many as the cache says that it holds."""
+        self._tokens = text[: self.cache.get_seq_length()]
+
+
+def continues_as_one_text(model: Any) -> bool:
+    """Return whether a text after a cache is that of one call; if not, every prompt is read whole.
+
+    Rotary frequencies that change with the length, indexers, and a clamp that Mamba-2 layers apply in forwards of
+    several tokens alone tell a second turn from a first one.
+    """
+    config = model.config.get_text_config(decoder=True)
+    low, high = getattr(config, "time_step_limit", None) or (0.0, float("inf"))
+    is_clamped = low > 0 or high < float("inf")
+    return not (changes_of(config) or TargetView(model).way is MASKED or is_clamped)
+
+
+class Decoder:
+    """The model with its draft, on a thread of its own.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        draft ([`DraftModel`]): The draft.
+        metrics (`Metrics`): Counters.
+
+    Attributes:
+        jobs (`set[Job]`): Requests that are decoded or wait for that.
+    """
+
+    def __init__(self, model: Any, draft: Any, metrics: Metrics):
+        self.model, self.draft, self.metrics = model, draft, metrics
+        self.max_length = positions_of(model.config)
+        self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
+        self.thread = InferenceThread()
+        self.jobs: set[Job] = set()
+        self._kept = KeptCache(model)
+
+    def generate(self, seed: int | None, input_ids: torch.Tensor, generation_config: Any, **inputs: Any) -> Any:
+        """Run `generate` with the draft, on the thread of the model."""
+        self.draft.last_speculation = None
+        reused = 0
+        is_text = not set(inputs) - {"attention_mask", "streamer", "stopping_criteria", "tokenizer"}
+        keeps = is_text and (generation_config.num_beams or 1) == 1
+        try:
+            if keeps:
+                reused = self._kept.begin(input_ids[0].tolist())
+                inputs[CACHE_NAME] = self._kept.cache
+            devices = [self.model.device] if self.model.device.type == "cuda" else []
+            with torch.random.fork_rng(devices, enabled=seed is not None):
+                if seed is not None:
+                    torch.manual_seed(seed)
+                sequences = self.model.generate(
+                    input_ids=input_ids, generation_config=generation_config, assistant_model=self.draft, **inputs
+                )
+            if keeps:
+                self._kept.end(sequences[0].tolist())
+            return sequences
+        finally:  # also after an error, or a client that has left
+            self.metrics.count(self.draft.last_speculation, reused)
+
+
+class Job(GenerateManager):
+    """One request. The handlers of transformers take it for the state of the server, the manager and the model.
+
+    So nothing that belongs to a request is kept anywhere else. The server underneath swallows errors and
+    cancellations, which are seen in [`Job.generate`] alone.
+
+    Args:
+        decoder ([`Decoder`]): The thread of the model.
+        seed (`int`, *optional*): Seed of sampling.
+    """
+
+    def __init__(self, decoder: Decoder, seed: int | None):
+        self._thread, self.decoder, self._seed = decoder.thread, decoder, seed
+        self._stop = Stop()
+        decoder.jobs.add(self)
+
+    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
+        """Return `False`: continuous batching has no drafts."""
+        return False
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> "Job":
+        """Return this job."""
+        return self
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any):
+        """Stream the text; see `GenerateManager`."""
+        self._fit(inputs, gen_config)
+        return super().generate_streaming(self, processor, inputs, gen_config, *args, **kwargs)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ):
+        """Return the text; see `GenerateManager`."""
+        self._fit(inputs, gen_config)
+        return await super().generate_non_streaming(self, processor, inputs, gen_config, *args, **kwargs)
+
+    def _fit(self, inputs: Any, gen_config: Any) -> None:
+        """End the new tokens with the positions of the model.
+
+        Raises:
+            HTTPException: With status 400 if the prompt has no token, or leaves no position.
+        """
+        count, most = inputs["input_ids"].shape[-1], self.decoder.max_length
+        if not count:
+            raise HTTPException(400, "The prompt has no tokens. Pass a text.")
+        if count >= most:
+            raise HTTPException(400, f"The prompt has {count} tokens, and the model {most} positions. Shorten it.")
+        gen_config.max_new_tokens = min(gen_config.max_new_tokens, most - count)
+
+    def generate(self, **kwargs: Any) -> Any:
+        """Run this request on the thread of the model, unless its client has left."""
+        try:
+            if self._stop.is_set:
+                raise Cancelled
+            return self.decoder.generate(self._seed, stopping_criteria=[self._stop], **kwargs)
+        except Cancelled:
+            raise
+        except Exception as error:
+            say(f"Failed: {one_line(error)}", stderr=True)
+            if "streamer" not in kwargs:
+                raise
+            # the server underneath writes this text between the quotes of JSON
+            raise RuntimeError(json.dumps(one_line(error))[1:-1]) from error
+        finally:
+            self.end()
+
+    def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        """Cancel this job when its client disconnects."""
+
+        async def wait() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.end()
+
+        self._watch = asyncio.create_task(wait())  # a task without a reference may vanish
+
+    def end(self) -> None:
+        """Cancel this job if it has not finished."""
+        self._stop.is_set = True
+        self.decoder.jobs.discard(self)
+
+
+class Stop(StoppingCriteria):
+    """Ends `generate` by an error once it is set."""
+
+    is_set = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return that no row stops."""
+        if self.is_set:
+            raise Cancelled
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -1,0 +1,271 @@
+"""`serve`: nothing of a request reaches another, whatever becomes of it; every answer is that of plain `generate`."""
+
+import json
+import random
+import shutil
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from threading import Event
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_longspec import SpeculativeCache
+from hf_longspec.cli.serving.decoding import continues_as_one_text
+from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec.modeling.plain.modeling_plain import PlainDraftModel
+from tests.cli.conftest import HUB_CARDS
+from tests.cli.served import NEW, Reference, answered, ask, metrics, serving, streamed, wait_for, with_template
+from tests.robustness.peaked_weights import peak
+from tests.robustness.shrunk_configs import shrunk_config
+
+# Keys and values; the same and states in each layer; layers with states alone beside others.
+TARGETS = "llama", "falcon_h1", "granitemoehybrid"
+SHARED = "one two three, one two three. " * 3
+
+
+def tiny(name, folder, tokenizer):
+    """A folder with a tiny random model of an architecture, and the tokenizer of another folder."""
+    model = AutoModelForCausalLM.from_config(shrunk_config(name, vocab_size=258, eos_token_id=256, bos_token_id=256))
+    peak(model, 258)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[128:] = 0  # bytes that are no ASCII hardly ever follow
+    model.save_pretrained(folder / "model")
+    for file in tokenizer.glob("tokenizer*"):
+        shutil.copy(file, folder / "model")
+    return with_template(folder / "model", folder / "tiny")
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def pair(request, tiny_folder):
+    """A server, and the answers of `generate`."""
+    folder = tiny_folder(request.param)
+    with serving(folder) as server:
+        yield server, Reference(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    return lambda name: tiny(name, tmp_path_factory.mktemp(name), HUB_CARDS / "tiny-target")
+
+
+def test_requests_that_extend_the_last_one_repeat_it_or_do_not(pair):
+    server, expected = pair
+    texts = [SHARED + "one", "four five, four", SHARED + "two", SHARED + "two, three", SHARED + "two", "seven"]
+    turn = [{"role": "user", "content": "seven"}]
+    turn += [{"role": "assistant", "content": expected("seven")}, {"role": "user", "content": "eight"}]
+    for text in texts:
+        assert answered(server, text) == expected(text)
+    answer = server.client.chat.completions.create(model=server.model, messages=turn, temperature=0, max_tokens=NEW)
+    inputs = expected.tokenizer.apply_chat_template(
+        turn, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    assert answer.choices[0].message.content == expected.continued(inputs)
+
+
+class Held:
+    """The thread of the model, busy until the end of a `with` block, in which requests wait."""
+
+    def __init__(self, server):
+        self.event = Event()
+        server.decoder.thread.submit(self.event.wait)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.event.set()
+
+
+def leave_while_waiting(server, monkeypatch):
+    with Held(server):
+        ask(server, SHARED + "left", stream=True).close()
+        wait_for(lambda: not server.decoder.jobs)
+
+
+def leave_while_waiting_without_a_stream(server, monkeypatch):
+    with Held(server):
+        sent(server, SHARED + "left").close()
+        wait_for(lambda: not server.decoder.jobs)
+
+
+def leave_in_the_middle(server, monkeypatch):
+    stream = ask(server, SHARED + "left", new=400, stream=True)
+    for _ in range(4):
+        next(iter(stream))
+    stream.close()
+
+
+def leave_without_a_stream(server, monkeypatch):
+    client = sent(server, SHARED + "left", 400)
+    wait_for(lambda: server.decoder.jobs)
+    client.close()
+    wait_for(lambda: not server.decoder.jobs)
+
+
+def fail_before_reading(server, monkeypatch):
+    """A message with quotes, as those of Python's own errors."""
+
+    def broken(*args, **kwargs):
+        raise RuntimeError('"broken"\nby a test')
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.target, "generate", broken)
+        with pytest.raises(openai.APIError) as error:
+            streamed(server, SHARED + "left")
+        assert error.value.body == '"broken"; by a test'
+        with pytest.raises(openai.InternalServerError, match="broken"):
+            answered(server, SHARED + "left")
+
+
+def fail_in_the_middle(server, monkeypatch):
+    forward, calls = server.target.forward, []
+
+    @wraps(forward)  # the signature tells `generate` which arguments there are
+    def broken(*args, **kwargs):
+        calls.append(None)
+        if len(calls) > 3:
+            raise RuntimeError("broken by a test")
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.target, "forward", broken)
+        with pytest.raises(openai.APIError) as error:
+            streamed(server, SHARED + "left")
+        assert error.value.body == "broken by a test"
+
+
+def sent(server, text, new=NEW):
+    """A socket on which a request without a stream was sent."""
+    client = socket.create_connection(("127.0.0.1", server.port))
+    body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": new}
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    if new == NEW:
+        wait_for(lambda: server.decoder.jobs)
+    return client
+
+
+ENDS = [
+    leave_while_waiting, leave_while_waiting_without_a_stream, leave_in_the_middle, leave_without_a_stream,
+    fail_before_reading, fail_in_the_middle,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+def test_a_request_after_one_that_did_not_finish(pair, monkeypatch, end):
+    server, expected = pair
+    assert answered(server, "four five") == expected("four five")
+    end(server, monkeypatch)
+    assert answered(server, SHARED + "next") == expected(SHARED + "next")
+    assert streamed(server, SHARED + "next one") == expected(SHARED + "next one")
+
+
+def test_a_client_that_leaves_ends_its_generation(pair):
+    """The next one does not wait for 400 tokens."""
+    server, expected = pair
+    before = metrics(server)
+    leave_without_a_stream(server, None)
+    assert answered(server, "six") == expected("six")
+    after = metrics(server, before["hf_longspec_requests_total"] + 1)
+    assert after["hf_longspec_generated_tokens_total"] - before["hf_longspec_generated_tokens_total"] < 300
+
+
+def test_a_seed_is_of_one_request(pair):
+    """Answers with a seed are those of `generate` with it, and the next answer without one is another each time."""
+    server, expected = pair
+    options = {"temperature": 1.0, "new": 16}
+    plain = PlainDraftModel.from_target(expected.model)  # `generate` with a draft draws in its own order
+    want = expected(SHARED, new=16, seed=7, do_sample=True, temperature=1.0, assistant_model=plain)
+    with ThreadPoolExecutor(3) as threads:
+        got = list(threads.map(lambda seed: answered(server, SHARED, seed=seed, **options), (7, 8, 7)))
+    assert got[0] == got[2] == want
+    free = []
+    for _ in range(2):
+        answered(server, SHARED, seed=7, **options)
+        free.append(answered(server, SHARED, **options))
+    assert free[0] != free[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_one_text"),
+    [
+        ({}, True),
+        ({"time_step_limit": (0.0, 0.1)}, False),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, False),
+    ],
+    ids=["whole", "clamped", "dynamic"],
+)
+def test_targets_whose_second_turn_is_another_text_read_every_prompt(changes, is_one_text):
+    model = AutoModelForCausalLM.from_config(shrunk_config("falcon_h1", **changes))
+    assert continues_as_one_text(model) is is_one_text
+
+
+def test_a_cache_with_states_refuses_shorter_lengths():
+    """As `crop` does. Before anything was read, after `reset` and with the lengths that it has, it does not."""
+    model = AutoModelForCausalLM.from_config(shrunk_config("falcon_h1")).eval()
+    cache = SpeculativeCache(model.config, batch_size=2, max_length=40)
+    cache.set_lengths([9, 9])
+    cache.set_lengths([0, 0])
+    with torch.no_grad():
+        model(torch.ones(2, 7, dtype=torch.long), **{CACHE_NAME: cache}, use_cache=True)
+    for shorter in ([6, 7], [0, 0]):
+        with pytest.raises(ValueError, match=r"rows hold \(7, 7\) tokens, .* cannot be shortened"):
+            cache.set_lengths(shorter)
+    cache.set_lengths([7, 7])
+    with pytest.raises(ValueError, match="cannot be shortened"):
+        cache.set_lengths([7, 5])
+    cache.reset()
+    cache.set_lengths([0, 0])
+
+
+@pytest.mark.soak
+def test_sixteen_clients_that_leave_at_random(pair, monkeypatch):
+    """60 seconds of streams and single answers, some cut off, some failing: all whole ones are those of `generate`."""
+    server, expected = pair
+    texts = [SHARED[: 30 * part] + word for part in range(4) for word in ("one", "two", "three", "four five")]
+    for text in texts:
+        expected(text)
+    generate, chance, raised = server.target.generate, random.Random(0), []
+
+    def sometimes(*args, **kwargs):
+        if chance.random() < 0.1:
+            raised.append(None)
+            raise RuntimeError("broken by a test")
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(server.target, "generate", sometimes)
+    until, counts = time.monotonic() + 60, {"whole": 0, "left": 0, "failed": 0}
+
+    def client(number):
+        own = random.Random(number)
+        while time.monotonic() < until:
+            text = own.choice(texts)
+            way = own.choice(("stream", "single", "leave", "leave", "vanish"))
+            try:
+                if way == "leave":
+                    with ask(server, text, new=400, stream=True) as stream:
+                        for _, _ in zip(range(own.randrange(4)), stream, strict=False):
+                            pass
+                elif way == "vanish":
+                    one = sent(server, text, 400)
+                    time.sleep(own.random() / 10)
+                    one.close()
+                else:
+                    answer = (streamed if way == "stream" else answered)(server, text)
+                    assert answer == expected(text), text
+                    counts["whole"] += 1
+                    continue
+                counts["left"] += 1
+            except openai.APIError:  # compared with the number of errors that were raised
+                counts["failed"] += 1
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(client, range(16)))
+    assert min(counts.values()) > 10 and counts["failed"] <= len(raised)
+    wait_for(lambda: not server.decoder.jobs)

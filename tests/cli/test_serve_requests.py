@@ -1,0 +1,345 @@
+"""`serve`: routes, fields, bounds and abuse: what is not obeyed is refused, and the server goes on."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from threading import Event
+
+import openai
+import pytest
+from fastapi.routing import APIRoute
+
+from hf_longspec.modeling.plain.modeling_plain import PlainDraftModel
+from tests.cli.conftest import HUB_CARDS
+from tests.cli.served import NEW, Reference, answered, ask, serving, wait_for
+from tests.cli.test_serve_isolation import tiny
+
+ROUTES = {
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/load_model"), ("GET", "/v1/models"),
+    ("GET", "/health"), ("GET", "/metrics"),
+}  # fmt: skip
+# Of the server underneath, in transformers 5.17 to 5.24.
+LEFT_OUT = (
+    "/v1/responses", "/v1/systemone", "/v1/audio/transcriptions", "/reset", "/docs", "/openapi.json", "/redoc",
+)  # fmt: skip
+QUESTION = "one two three, one two"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny("llama", tmp_path_factory.mktemp("llama"), HUB_CARDS / "tiny-target")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with serving(folder, tokens=100, waiting=2) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return Reference(folder)
+
+
+def call(server, path, body=None, method="POST", headers=JSON):
+    """Status and text of a request; a body that is no bytes is sent as JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def chat(server, **fields):
+    return call(server, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4} | fields)
+
+
+def test_routes(server):
+    routes = [route for route in server.app.routes if isinstance(route, APIRoute)]
+    assert {(method, route.path) for route in routes for method in route.methods} == ROUTES
+    assert len(routes) == len(server.app.routes)
+    for path in LEFT_OUT:
+        assert {call(server, path, {}, method)[0] for method in ("GET", "POST", "OPTIONS")} == {404}
+    status, text = call(server, "/v1/models", method="GET")
+    assert status == 200 and [model["id"] for model in json.loads(text)["data"]] == [server.model]
+    assert call(server, "/health", method="GET")[0] == 200
+
+
+def test_only_the_one_model_is_loaded(server):
+    status, text = call(server, "/load_model", {"model": server.model})
+    assert status == 200 and json.loads(text.removeprefix("data: "))["status"] == "ready"
+    for other in ("org/other", str(HUB_CARDS / "tiny-target"), f"{server.model}@dev", f"{server.model}:a.gguf", ""):
+        assert call(server, "/load_model", {"model": other})[0] == 403
+        assert chat(server, model=other)[0] == 400
+
+
+TEXT_PART = {"type": "text", "text": "one"}
+REFUSED = [
+    ({"n": 2}, "n=2"),
+    ({"logprobs": True}, "logprobs=True"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"tool_choice": "required"}, "tool_choice='required'"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: the chat template"),
+    ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
+    ({"frequency_penalty": -1}, "frequency_penalty=-1"),
+    ({"no_such_field": 1}, "no_such_field"),
+    ({"\ud800" * 300: 1}, "unable to parse"),
+    ({"user": "\ud800"}, "user"),
+    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": -1}, "max_tokens=-1"),
+    ({"max_tokens": "ten"}, "max_tokens='ten'"),
+    ({"max_tokens": 1.5}, "max_tokens=1.5"),
+    ({"max_tokens": True}, "max_tokens=True"),
+    ({"max_tokens": 101}, "this server allows 100"),
+    ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens=0"),
+    ({"max_completion_tokens": 3}, "max_completion_tokens"),
+    ({"generation_config": '{"max_new_tokens": 101}', "max_tokens": None}, "this server allows 100"),
+    ({"generation_config": '{"num_beams": 2}'}, "generation_config.num_beams"),
+    ({"generation_config": "{"}, "generation_config"),
+    ({"temperature": -1}, "temperature=-1"),
+    ({"temperature": 1e-9}, "temperature=1e-09"),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"top_p": 0}, "top_p=0"),
+    ({"logit_bias": {"ten": 1}}, "logit_bias.ten"),
+    ({"logit_bias": {"258": 1}}, "logit_bias names token 258"),
+    ({"logit_bias": {"1": 1e9}}, "logit_bias.1"),
+    ({"stop": [""]}, "stop"),
+    ({"seed": 2**70}, "seed"),
+    ({"stream": "yes"}, "stream='yes'"),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking: the chat template"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template: the chat template"),
+    ({"messages": []}, "messages=[]"),
+    ({"messages": [0] * 1000}, "messages.0=0"),
+    ({"messages": [{"role": "user"}]}, "needs `content`"),
+    ({"messages": [{"role": "nobody", "content": "one"}]}, "messages.0.role='nobody'"),
+    ({"messages": [{"role": "user", "content": "one", "name": "x"}]}, "messages.0.name"),
+    ({"messages": [{"role": "user", "content": [TEXT_PART, {"type": "input_audio"}]}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "request cannot be read"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+        "reads no images",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
+        "messages.0.content",
+    ),
+    ({"messages": MESSAGES * 50}, "positions. Shorten it."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["single", "stream"])
+@pytest.mark.parametrize(("fields", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_is_not_obeyed_is_refused_by_its_name(server, fields, said, stream):
+    status, text = chat(server, **{"stream": stream} | fields)
+    assert status == 400 and said in json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "field", [{"suffix": "x"}, {"echo": True}, {"best_of": 2}, {"logprobs": 1}, {"max_tokens": 0}, {"prompt": ""}]
+)
+def test_completions_follow_the_same_rules(server, field):
+    status, text = call(server, "/v1/completions", {"prompt": QUESTION} | field)
+    assert status == 400 and next(iter(field)) in json.loads(text)["error"]["message"]
+
+
+def test_settings_that_change_nothing_are_accepted(server, expected):
+    same = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "response_format": {"type": "text"}, "top_p": None}
+    assert answered(server, QUESTION, tool_choice="auto", stream_options={"include_usage": True}, **same) == expected(
+        QUESTION
+    )
+    inputs = expected.tokenizer(QUESTION, return_tensors="pt")
+    done = server.client.completions.create(model=server.model, prompt=QUESTION, temperature=0, max_tokens=NEW, n=1)
+    assert done.choices[0].text == expected.continued(inputs)
+
+
+@pytest.mark.parametrize("does_sample", [False, True], ids=["greedy model", "sampling model"])
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({"temperature": 1.5}, {"do_sample": True, "temperature": 1.5}),
+        ({"top_p": 0.7, "temperature": None}, {"do_sample": True, "top_p": 0.7}),
+        ({"temperature": 0, "top_p": 0.7}, {"do_sample": False}),
+        ({"logit_bias": {"97": 100}}, {"do_sample": False, "sequence_bias": {(97,): 100.0}}),
+        ({"max_tokens": None, "max_completion_tokens": 3}, {"do_sample": False, "max_new_tokens": 3}),
+        (
+            {"temperature": None, "generation_config": '{"do_sample": true, "top_k": 5}'},
+            {"do_sample": True, "top_k": 5},
+        ),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_sampling_is_that_of_the_request(server, expected, monkeypatch, does_sample, fields, settings):
+    monkeypatch.setattr(server.target.generation_config, "do_sample", does_sample)
+    fields = {"temperature": 0, "max_tokens": NEW} | fields
+    status, text = chat(server, seed=5, **fields)
+    plain = {"assistant_model": PlainDraftModel.from_target(expected.model)} if settings.get("do_sample") else {}
+    want = expected(QUESTION, seed=5, **settings, **plain)
+    assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == want
+
+
+def test_a_model_without_a_template(server, expected, monkeypatch):
+    (loaded,) = server.models.loaded_models.values()
+    monkeypatch.setattr(loaded.processor, "chat_template", None)
+    status, text = chat(server)
+    assert status == 400 and "no chat template. Save one" in text
+    assert call(server, "/v1/completions", {"prompt": QUESTION, "max_tokens": 1})[0] == 200
+
+
+def test_an_error_of_the_template_is_said(server, monkeypatch):
+    (loaded,) = server.models.loaded_models.values()
+    monkeypatch.setattr(loaded.processor, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    status, text = chat(server)
+    assert status == 400 and "roles must alternate" in text
+
+
+def test_transformers_chat(server, monkeypatch, capsys):
+    """It asks whether the model is loaded, and sends the settings of a file of the model beside its own."""
+    chat = pytest.importorskip("transformers.cli.chat", exc_type=ImportError)  # that of 5.17 needs `requests`
+    lines = iter([QUESTION, "n", "!exit"])  # "n": do not go on after the last token
+    monkeypatch.setattr("rich.console.Console.input", lambda *_, **__: next(lines))
+    settings = {"generation_config": str(HUB_CARDS / "tiny-target" / "generation_config.json")}
+    flags = ["do_sample=False", f"max_new_tokens={NEW}"]
+    chat.Chat(server.model, f"{server.address}/v1", flags, user="me", **settings)
+    shown = "".join(capsys.readouterr().out.split())
+    assert "alreadyloaded" in shown and f"{NEW}tokens" in shown
+
+
+class Busy:
+    """The thread of the model is busy in a `with` block."""
+
+    def __init__(self, server):
+        self._event = Event()
+        server.decoder.thread.submit(self._event.wait)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._event.set()
+
+
+def test_requests_that_wait_are_bounded(server, expected):
+    """Two may wait for one. What was accepted is answered, and a client that leaves makes room."""
+    wait_for(lambda: not server.decoder.jobs)
+    with Busy(server):
+        streams = [ask(server, QUESTION, stream=True) for _ in range(3)]
+        with pytest.raises(openai.RateLimitError, match="2 requests wait already"):
+            ask(server, QUESTION)
+        streams.pop().close()
+        wait_for(lambda: len(server.decoder.jobs) == 2)
+        streams.append(ask(server, QUESTION, stream=True))
+    for stream in streams:
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected(QUESTION)
+
+
+def test_a_large_body_is_refused_before_it_is_read(server):
+    """With its length in advance, and in chunks. The server answers before it has all of it."""
+    assert call(server, "/v1/chat/completions", b"", headers=JSON | {"Content-Length": str(2**26)})[0] == 413
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        for _ in range(2):  # of any number
+            client.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
+    assert call(server, "/health", method="GET")[0] == 200
+
+
+def test_a_long_prompt_does_not_hold_up_other_requests(server, monkeypatch):
+    """While the tokenizer works on one, /health answers."""
+    (loaded,) = server.models.loaded_models.values()
+    working, go_on = Event(), Event()
+    apply = loaded.processor.apply_chat_template
+
+    def slow(*args, **kwargs):
+        working.set()
+        assert go_on.wait(30)
+        return apply(*args, **kwargs)
+
+    monkeypatch.setattr(loaded.processor, "apply_chat_template", slow)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        data = json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        assert working.wait(30)
+        assert call(server, "/health", method="GET")[0] == 200
+        go_on.set()
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+
+
+BODY = json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode()
+ABUSE = [
+    (b"{", JSON),
+    (b"", JSON),
+    (b"\xff\xfe{}", JSON),
+    (b'{"messages": "\xff"}', JSON),
+    (b"[" * 100_000, JSON),
+    (b'{"messages":' + b"[" * 400_000 + b"]" * 400_000 + b"}", JSON),
+    (b'{"max_tokens": ' + b"9" * 10_000 + b"}", JSON),
+    (b"null", JSON),
+    (BODY, {"Content-Type": "text/plain"}),
+    (BODY, {"Content-Type": "multipart/form-data; boundary=x"}),
+    (BODY, {"Content-Type": "application/x-www-form-urlencoded"}),
+    (BODY, {"Content-Type": "\xe9" * 100}),
+    (BODY, JSON | {"Content-Length": "-1"}),
+    (BODY, JSON | {"Content-Length": "9" * 30}),
+]
+
+
+@pytest.mark.parametrize(("body", "headers"), ABUSE, ids=range(len(ABUSE)))
+def test_abuse_gets_4xx_and_the_server_goes_on(server, body, headers):
+    status, text = call(server, "/v1/chat/completions", body, headers=headers)
+    assert 400 <= status < 500 and "Traceback" not in text
+    assert call(server, "/health", method="GET")[0] == 200
+
+
+def test_a_header_without_end_is_refused(server):
+    """The server answers, or hangs up while it is sent."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        try:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 2_000_000)
+            assert client.recv(100).startswith(b"HTTP/1.1 4")
+        except ConnectionError:
+            pass
+    assert call(server, "/health", method="GET")[0] == 200
+
+
+def test_strange_headers_are_ignored(server):
+    """None of them decides about an answer, or comes back."""
+    strange = JSON | {"X-Request-Id": "\xe9" * 1000, "X-Forwarded-For": "?" * 1000, "Accept": "\x01", "Cookie": ";=;"}
+    status, text = call(server, "/v1/chat/completions", BODY, headers=strange)
+    assert status == 200 and "\xe9" not in text
+
+
+def test_ctrl_c_ends_the_process_in_the_middle_of_an_answer(folder):
+    """A stream of 600 tokens is cut off, and the status is that of an interruption."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "hf_longspec.cli.app", "serve", "--target", str(folder), "--port", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        until = time.monotonic() + 300
+        while True:
+            try:
+                stream = client.chat.completions.create(
+                    model=str(folder), messages=MESSAGES, max_tokens=600, stream=True
+                )
+                break
+            except openai.APIConnectionError:
+                assert process.poll() is None and time.monotonic() < until
+                time.sleep(0.2)
+        next(iter(stream))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
