@@ -141,6 +141,11 @@ class RotaryLimit:
         chunk_size = prompts.config.prefill_chunk_size
         column = int(self.column)
         where = f"rotary frequencies change at position {column} (rope_parameters)"
+        if prompts.target.has_states:
+            return (
+                f"max_length={max_length}: {where}, where the prompt would have to run again, and recurrent states cannot "
+                f"be shortened. Keep max_length at {column} or below."
+            )
         if prompts.by_chains:
             return (
                 f"max_length={max_length}: {where}, which zeros between tokens in attention_mask, and {CACHE_NAME} "

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.cli.served import NEW, POSITIONS, Reference, ask, metrics, serving, streamed, with_template
+from tests.watching import before as called_before
 
 QUESTION = "one two three, one two three, one two"
 
@@ -51,7 +52,7 @@ def test_a_further_turn_reads_the_new_tokens_only(server, expected, monkeypatch)
     document = "one two three four five six seven eight nine ten. " * 4
     lengths = []
     see = lambda _, *args, **kwargs: lengths.append(kwargs.get("input_ids", kwargs.get("inputs_embeds")).shape[1])  # noqa: E731
-    before(monkeypatch, type(server.target.model), "forward", see)
+    called_before(monkeypatch, type(server.target.model), "forward", see)
     for question in ("one two", "nine ten, nine ten, nine"):
         lengths.clear()
         assert streamed(server, document + question) == expected(document + question)

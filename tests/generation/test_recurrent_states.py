@@ -15,7 +15,7 @@ from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.masked import PlainForwards
 from hf_longspec.generation.recurrences import RECURRENCES, _functions, reached
-from hf_longspec.generation.support import _checked
+from hf_longspec.generation.forward_check import _checked
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
 from tests.generation.drafted_calls import (
@@ -34,6 +34,7 @@ from tests.pairwise import pairwise
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
 from tests.robustness.shrunk_configs import shrunk_config
+from tests.tiny_targets import generate
 from tests.user_objects import Bomb
 
 # Whether the chunks of a prompt leave out what a cache holds in stock; the text is wrong otherwise.
@@ -397,3 +398,21 @@ def test_what_is_refused_by_name(made):
     ):
         with pytest.raises(ValueError, match=message):
             attempt()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_frequencies_that_change(kind):
+    """Before the change a draft is used. A call that reaches it has none, as the prompt would have to run again."""
+    limit, half = 40, 2  # a fourth of a head of 16 is rotated
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 0.25}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * half, "long_factor": [4.0] * half, "original_max_position_embeddings": limit}
+    model = build(
+        "qwen3_5_text", rope_parameters=rope, max_position_embeddings=limit if kind == "dynamic" else 4 * limit
+    )
+    draft = NgramDraftModel.from_target(model)
+    for lengths, new in (((20,), 12), ((30,), 20), ((50,), 12), ((33, 9, 25), 20)):
+        text = generate(model, None, lengths, max_new_tokens=new)
+        assert torch.equal(generate(model, draft, lengths, max_new_tokens=new), text)
+        reason = draft.last_speculation.reason
+        assert reason is None if max(lengths) + new <= limit else "recurrent states cannot be shortened" in reason
