@@ -141,11 +141,6 @@ class RotaryLimit:
         chunk_size = prompts.config.prefill_chunk_size
         column = int(self.column)
         where = f"rotary frequencies change at position {column} (rope_parameters)"
-        if prompts.target.has_states:
-            return (
-                f"max_length={max_length}: {where}, where the prompt would have to run again, and recurrent states cannot "
-                f"be shortened. Keep max_length at {column} or below."
-            )
         if prompts.by_chains:
             return (
                 f"max_length={max_length}: {where}, which zeros between tokens in attention_mask, and {CACHE_NAME} "
@@ -158,6 +153,11 @@ class RotaryLimit:
                 "chooses them for each chunk. Drop prefill_chunk_size."
             )
         does = KEEPS if self.change.is_repeated else cache_at(self.model, column)
+        if prompts.target.has_states and (self.is_passed or does == RECOMPUTES):
+            return (
+                f"max_length={max_length}: {where}, where the prompt would have to run again, and recurrent states "
+                f"cannot be shortened. Keep max_length at {column} or below."
+            )
         if does == FORGETS and prompt_width <= column and max_length > column + 1:
             return (
                 f"max_length={max_length} with prompts of {prompt_width} tokens: {where}, where this version of "

@@ -13,9 +13,9 @@ from hf_longspec import AssistantDraftModel, NgramDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
+from hf_longspec.generation.forward_check import _checked
 from hf_longspec.generation.masked import PlainForwards
 from hf_longspec.generation.recurrences import RECURRENCES, _functions, reached
-from hf_longspec.generation.forward_check import _checked
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
 from tests.generation.drafted_calls import (
@@ -402,7 +402,7 @@ def test_what_is_refused_by_name(made):
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_frequencies_that_change(kind):
-    """Before the change a draft is used. A call that reaches it has none, as the prompt would have to run again."""
+    """A draft is used up to the change, and not after prompts beyond it, the ends of which would have to run twice."""
     limit, half = 40, 2  # a fourth of a head of 16 is rotated
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 0.25}
     if kind == "longrope":
@@ -411,8 +411,8 @@ def test_rotary_frequencies_that_change(kind):
         "qwen3_5_text", rope_parameters=rope, max_position_embeddings=limit if kind == "dynamic" else 4 * limit
     )
     draft = NgramDraftModel.from_target(model)
-    for lengths, new in (((20,), 12), ((30,), 20), ((50,), 12), ((33, 9, 25), 20)):
+    for lengths, new in (((20,), 12), ((30,), 20), ((50,), 12)):
         text = generate(model, None, lengths, max_new_tokens=new)
         assert torch.equal(generate(model, draft, lengths, max_new_tokens=new), text)
         reason = draft.last_speculation.reason
-        assert reason is None if max(lengths) + new <= limit else "recurrent states cannot be shortened" in reason
+        assert reason is None if max(lengths) <= limit else "recurrent states cannot be shortened" in reason
