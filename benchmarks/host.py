@@ -8,11 +8,11 @@ the processor time of one thread, which is what a GPU waits for where a step is 
 """
 
 import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined: they are the preferred ones on a CPU then
-
 import time
 from unittest import mock
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined, which take tensors of the CPU then
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
