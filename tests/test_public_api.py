@@ -24,7 +24,7 @@ OBSERVE = textwrap.dedent(
     import torch, transformers
     for name in ("generation.utils", "generation.candidate_generator", "generation.stopping_criteria", "cache_utils",
                  "masking_utils", "modeling_utils", "models.auto.modeling_auto", "models.llama.modeling_llama",
-                 "integrations.sdpa_attention", "utils.logging"):
+                 "integrations.sdpa_attention", "utils.logging", "pipelines.base"):
         importlib.import_module("transformers." + name)
     from transformers import AutoModelForCausalLM, LlamaConfig
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
@@ -110,9 +110,10 @@ def effects():
     return {**json.loads(last), "without optional packages": told}
 
 
-def test_import_wraps_two_functions_of_transformers_and_adds_names_to_registries(effects):
-    mixin = "transformers.generation.utils.GenerationMixin"
-    assert effects["changed"] == [f"{mixin}._assisted_decoding", f"{mixin}._validate_generation_mode"]
+def test_import_wraps_three_functions_of_transformers_and_adds_names_to_registries(effects):
+    wrapped = "generation.utils.GenerationMixin._assisted_decoding", "pipelines.base.load_assistant_model"
+    wrapped += ("generation.utils.GenerationMixin._validate_generation_mode",)
+    assert effects["changed"] == sorted(f"transformers.{name}" for name in wrapped)
     assert effects["removed"] == effects["added"] == effects["lost"] == []
     for registry, names in effects["entries"].items():
         if "Attention" in registry:

@@ -226,9 +226,11 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
+        # torch's message about a pickle is an advice to run it
+        fact = "UnpicklingError" if isinstance(error, pickle.UnpicklingError) else described(error)
         raise ValueError(
-            f"{path} cannot be read ({described(error)}): the file is truncated or holds no named tensors. Download it "
-            "again, or pass a checkpoint in the format of the authors' training code."
+            f"{path} cannot be read ({fact}): the file is truncated or holds no named tensors. Download it again, or "
+            "pass a checkpoint in the format of the authors' training code."
         ) from error
 
 

@@ -49,8 +49,7 @@ def streamer(draft, bomb, patch, method):
 def in_the_second_layer(draft, bomb, patch):
     """Raise in a forward over the prompt in chunks, whose tokens are in the cache of the first layer."""
     layer = draft.of_model.model.layers[1]
-    forward = layer.forward
-    patch.setattr(layer, "forward", lambda *args, **kwargs: bomb() or forward(*args, **kwargs))
+    before(patch, type(layer), "forward", lambda module, *_, **__: bomb() if module is layer else None)
     return {"prefill_chunk_size": 6}
 
 
