@@ -18,11 +18,12 @@ from transformers.utils import logging
 
 from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
-from .hooks import HookState, bare, hooks_of
+from .hooks import bare, hooks_of
 from .inputs import Prompts
 from .masked import MASKED, TRIAL_TOLERANCE, plain_logits
 from .target import SEED_TOKENS_OF_STATES, TargetView
 from .traits import rotary_state_kept
+from .user_state import UserState, random_generators
 
 logger = logging.get_logger(__name__)
 
@@ -173,24 +174,24 @@ def why_not_hooked(prompts: Prompts, num_nodes: int) -> str | None:
     if not (hooks := hooks_of(target.model)):
         return None
     names = ", ".join(dict.fromkeys(name for name, *_ in hooks))
-    state = HookState(hooks)
+    state = UserState({names: [part for _, *parts in hooks for part in parts]})
+    draws = UserState({"random states": random_generators()})  # put back, and no reason: the results tell
     if state.unknown is not None:
         return (
             f"the forward hook or patched forward {names} reaches a {state.unknown}, whose state cannot be compared "
             "before and after a call. Keep it out of the hook, or remove the hook."
         )
     error, (gap, tolerance) = None, (0.0, 0.0)
-    devices = [target.model.device] if target.model.device.type == "cuda" else []
     try:
-        with target.lock(), torch.random.fork_rng(devices), rotary_state_kept(target.model):
+        with target.lock(), rotary_state_kept(target.model):
             gap, tolerance = _gap(prompts, num_nodes)
     except torch.OutOfMemoryError:
         raise
     except Exception as caught:  # a hook may raise anything
         error = caught
     finally:
-        has_changed = state.restore()
-    if has_changed:
+        changed, _ = state.restore(), draws.restore()
+    if changed is not None:
         return (
             f"the forward hook or patched forward {names} keeps state from call to call, and a draft changes the "
             "number of calls. Make its result depend on its inputs alone, or remove it."

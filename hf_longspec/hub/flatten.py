@@ -34,6 +34,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "cache": ("generation/cache",),
     "verification": ("generation/draft_tree", "generation/verification"),
     "sequences": ("generation/sequences",),
+    "user_state": ("generation/user_state",),
     "sampling": ("generation/processors", "generation/sampling"),
     "target_modules": ("generation/target_modules",),
     "target_traits": ("generation/traits",),

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from hf_longspec import PlainDraftModel
-from hf_longspec.generation.hooks import HookState, bare, hooks_of
+from hf_longspec.generation.hooks import bare, hooks_of
 from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.user_state import UserState
 from tests.robustness.drafts import ALL_KINDS, make_draft
 from tests.tiny_targets import generate as generate_text
 from tests.tiny_targets import tiny_prompts, tiny_target
@@ -330,7 +331,7 @@ class Everything:
 def test_state_is_put_back(change):
     hook, module = Everything(), torch.nn.Identity()
     module.register_buffer("steps", torch.zeros(()))
-    state, before = HookState([("hook", module, hook.__call__)]), hook.values()
+    state, before = UserState({"hook": [module, hook.__call__]}), hook.values()
     assert state.unknown is None and not state.restore()
     change(hook)
     module.steps += 1
