@@ -64,23 +64,22 @@ def longest_window(processors: LogitsProcessorList) -> int | None:
     return longest
 
 
-def why_stateful(
-    processors: LogitsProcessorList, input_ids: torch.Tensor, model: torch.nn.Module, vocab_size: int
-) -> Iterator[str]:
+def why_stateful(processors: LogitsProcessorList, prompts: Any) -> Iterator[str]:
     """Yield for each processor whose calls depend on one another the reason why a draft cannot be used.
 
-    It is called twice with the prompts `input_ids` `(batch, P)`, as plain `generate` calls it first. It has state if
-    this changes what it holds, or random states, and if the two results differ. State that only a later call changes is
-    not found. Everything is put back.
+    It is called with the texts of [`Prompts`], as plain `generate` calls it first, once more, and with a token more. It
+    has state if the first two results differ, or if the longer text changes what it holds, or random states. What the
+    first call alone changes is made for all calls, such as the tensors of `sequence_bias`. State that only a later call
+    changes is not found. Everything is put back.
     """
     for processor in processors:
         if is_history_free(processor) or any(getattr(processor, mark, False) for mark in DECLARED):
             continue
-        if (finding := _finding(processor, input_ids, model, vocab_size)) is not None:
+        if (finding := _finding(processor, prompts)) is not None:
             yield f"{type(processor).__name__} {finding}. A draft adds calls, for drafted tokens that may be refused."
 
 
-def _finding(processor: Any, input_ids: torch.Tensor, model: torch.nn.Module, vocab_size: int) -> str | None:
+def _finding(processor: Any, prompts: Any) -> str | None:
     """Return how the calls of a processor depend on one another, and the remedy; `None` if nothing shows it."""
     own_thread, error = threading.get_ident(), None
 
@@ -88,19 +87,26 @@ def _finding(processor: Any, input_ids: torch.Tensor, model: torch.nn.Module, vo
         if threading.get_ident() == own_thread:
             raise RuntimeError("it runs the target. Drop it, or the setting that adds it")
 
-    state = UserState({type(processor).__name__: processor, "random states": random_generators()})
+    held = {type(processor).__name__: processor, "random states": random_generators()}
+    state = made = UserState(held)
     if state.unknown is not None:
         return f"reaches a {state.unknown}, whose state cannot be compared before and after a call. Keep it out of it"
-    scores = torch.linspace(-4, 4, vocab_size, device=input_ids.device).repeat(len(input_ids), 1)
-    handle = before_forward(model, refuse)
+    ids, vocab_size = prompts.input_ids, prompts.target.vocab_size
+    scores = torch.linspace(-4, 4, vocab_size, device=ids.device).repeat(len(ids), 1)
+    handle = before_forward(prompts.target.model, refuse)
     try:
-        first, second = (processor(input_ids.clone(), scores.clone()) for _ in range(2))
+        first, second = (processor(ids.clone(), scores.clone()) for _ in range(2))
         differ = not torch.equal(first, second)
+        longer = _longer(ids, first, prompts)
+        if longer is not None:
+            made = UserState(held)
+            processor(longer, scores.clone())
     except Exception as caught:  # a processor may raise anything
         error = caught
     finally:
         handle.remove()
-        changed = state.restore()
+        changed = made.restore()
+        state.restore()
     if error is not None:
         return f"cannot be tried out with the prompts ({type(error).__name__}: {error})"
     if changed is not None:
@@ -108,3 +114,14 @@ def _finding(processor: Any, input_ids: torch.Tensor, model: torch.nn.Module, vo
     if differ:
         return "returned different scores for the same input. Let its result depend on input_ids and scores alone"
     return None
+
+
+def _longer(ids: torch.Tensor, scores: torch.Tensor, prompts: Any) -> torch.Tensor | None:
+    """Return the prompts with one token more that may follow them; `None` if plain `generate` would stop there."""
+    ends = getattr(prompts.config, "_eos_token_tensor", None)
+    if ends is not None:
+        scores = scores.index_fill(1, ends[ends < scores.shape[1]].to(scores.device), -torch.inf)
+    best, tokens = scores.max(1)
+    if ids.shape[1] + 1 >= prompts.max_length or bool(best.isneginf().any()):
+        return None
+    return torch.cat([ids, tokens[:, None]], 1)

@@ -106,7 +106,7 @@ def _reasons(prompts: Prompts, processors: LogitsProcessorList) -> Iterator[str]
             f"{implementation!r} do not count in the prompt. Move the zeros to the left of each row, or load the model "
             "with another attn_implementation."
         )
-    yield from why_stateful(processors, prompts.input_ids, prompts.target.model, prompts.target.vocab_size)
+    yield from why_stateful(processors, prompts)
     if prompts.inputs or prompts.offsets is not None:
         yield from _reasons_of_positions(prompts)
     if prompts.inputs:

@@ -2,6 +2,7 @@
 
 import threading
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.processors import why_stateful
+from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
 from tests.tiny_targets import generate, tiny_prompts, tiny_target
@@ -323,4 +325,26 @@ def test_what_has_no_state(target):
         return scores + table["of"](0, input_ids)[0]
 
     processors = [reads, PrefixConstrainedLogitsProcessor(Marked(), 1)]
-    assert not list(why_stateful(processors, tiny_prompts(VOCAB, (5,))[0], target("llama"), VOCAB))
+    prompts = SimpleNamespace(input_ids=tiny_prompts(VOCAB, (5,))[0], target=TargetView(target("llama")))
+    assert not list(why_stateful(processors, SimpleNamespace(**vars(prompts), config=None, max_length=9)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bad_words_ids": [[5], [6, 7]]},
+        {"sequence_bias": {(5,): 2.0, (6, 7): -3.0}},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
+        {"forced_eos_token_id": 2, "exponential_decay_length_penalty": (3, 1.2)},
+        {"begin_suppress_tokens": [4], "suppress_tokens": [5]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_processors_of_transformers_that_speculate(target, options):
+    """Also those that prepare tensors in their first call."""
+    model = target("llama")
+    draft = NgramDraftModel.from_target(model)
+    for lengths in ((13,), LENGTHS):
+        options = {"eos_token_id": 2, **options}
+        assert torch.equal(generate(model, draft, lengths, **options), generate(model, None, lengths, **options))
+        assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards
