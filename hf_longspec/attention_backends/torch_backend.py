@@ -346,7 +346,10 @@ def hybrid_attention(
 
 def with_unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return tensors `(B, H, N, D)` whose vectors are contiguous; all other strides are free."""
-    return tuple([x if x.stride(3) == 1 else x.contiguous() for x in tensors])
+    for x in tensors:
+        if x.stride(3) != 1:
+            return tuple([x if x.stride(3) == 1 else x.contiguous() for x in tensors])
+    return tensors
 
 
 def short_buffer(start: int, stop: int, slots: int) -> ValueError:

@@ -97,7 +97,7 @@ def _gpu(device: torch.device) -> Gpu:
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that registers a function, whose first argument is `query`, as an operator of torch.
+    """Return a decorator that registers a function of `query`, `key`, `value` and more as an operator of torch.
 
     The decorated function calls the operator while torch compiles, differentiates or records, which must see it, and
     otherwise its own body, as the dispatcher takes a tenth of the host's time for a layer (`benchmarks/host.py`). Its
@@ -109,7 +109,8 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 
         @wraps(function)
         def call(query: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            is_seen = torch.compiler.is_compiling() or query.requires_grad or torch._C._len_torch_dispatch_stack()
+            is_differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *arguments[:2]))
+            is_seen = is_differentiated or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
             return (op if is_seen else function)(query, *arguments, **options)
 
         call.operator = op  # type: ignore[attr-defined]
@@ -151,7 +152,7 @@ def hybrid_op(
     prefix = (lengths, wanted, positions, sliding_window, last_node, scores)
     out, lse = _attend(config, parts, query, key, value, mask, scaling, softcap, sinks, *prefix)
     if last_node is None or scores is None:
-        return out, lse, _empty_scores(query, key, None, per_layer)
+        return out, lse, lse.new_empty(0)
     if weights or (per_layer and kv_heads > 1):
         scores = launch_reduce(scores, lse, last_node, lengths, per_layer)
     return out, lse, scores
@@ -239,24 +240,43 @@ def launch_combine(
     Returns:
         `(out, lse)` of shapes `(B, H, N, Dv)`, `(B, N, H, Dv)` in memory as a model needs it next, and `(B, H, N)`.
     """
-    batch, heads, nodes, parts, size = out.shape
-    merged = torch.empty(batch, nodes, heads, size, dtype=output_dtype(value), device=value.device)
-    merged_lse = torch.empty(batch, heads, nodes, dtype=torch.float32, device=value.device)
-    states = batch * heads * nodes
-    if states:
+    launch = _combine_of(out.shape, sinks is not None)
+    merged = torch.empty(launch.merged, dtype=output_dtype(value), device=out.device)
+    merged_lse = torch.empty(launch.merged_lse, dtype=torch.float32, device=out.device)
+    if launch.grid[0]:
         with launching_on(out):
-            combine_kernel[(-(-states // BLOCK_STATES),)](
-                *(out, lse, lse if sinks is None else sinks, merged, merged_lse),
-                *(states, heads, nodes, parts),
-                VALUE_SIZE=size,
-                BLOCK_VALUE=power_of_two(size),
-                BLOCK_STATES=BLOCK_STATES,
-                BLOCK_PARTS=min(BLOCK_PARTS, power_of_two(parts)),
-                HAS_SINKS=sinks is not None,
-                num_warps=4,
-                **OPTIONS,
+            combine_kernel[launch.grid](
+                *(out, lse, lse if sinks is None else sinks, merged, merged_lse), *launch.numbers, **launch.constants
             )
-    return merged.to(value.dtype).transpose(1, 2), merged_lse
+    return (merged if merged.dtype == value.dtype else merged.to(value.dtype)).transpose(1, 2), merged_lse
+
+
+class Combine(NamedTuple):
+    """What launches that merge partial results of the same shape have in common."""
+
+    grid: tuple[int]
+    merged: tuple[int, int, int, int]  # shape of the outputs, (B, N, H, Dv)
+    merged_lse: tuple[int, int, int]  # (B, H, N)
+    numbers: tuple[int, ...]  # arguments of the kernel after the tensors
+    constants: dict[str, Any]  # keywords of the kernel
+
+
+@lru_cache(maxsize=1024)  # as for `_launch_of`
+def _combine_of(shape: torch.Size, has_sinks: bool) -> Combine:
+    batch, heads, nodes, parts, size = shape
+    states = batch * heads * nodes
+    constants = {
+        "VALUE_SIZE": size,
+        "BLOCK_VALUE": power_of_two(size),
+        "BLOCK_STATES": BLOCK_STATES,
+        "BLOCK_PARTS": min(BLOCK_PARTS, power_of_two(parts)),
+        "HAS_SINKS": has_sinks,
+        "num_warps": 4,
+        **OPTIONS,
+    }
+    grid = (-(-states // BLOCK_STATES),)
+    merged = (batch, nodes, heads, size), (batch, heads, nodes)
+    return Combine(grid, *merged, (states, heads, nodes, parts), constants)
 
 
 def launch_reduce(
