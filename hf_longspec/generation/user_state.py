@@ -30,17 +30,9 @@ OF_LIBRARIES |= {"optimum", "peft", "torchao"}
 STATELESS_CODE = {*OF_LIBRARIES, *sys.stdlib_module_names, "numpy"}
 # Values that are compared, and objects that do not change.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
-FIXED: tuple[type, ...] = (
-    *PLAIN,
-    types.ModuleType,
-    types.CodeType,
-    type(...),
-    range,
-    slice,
-    logging.Logger,
-    re.Pattern,
-)
-FIXED += (np.dtype, np.ufunc, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo)
+OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo)
+OF_PYTHON = (types.ModuleType, types.CodeType, type(...), range, slice, logging.Logger, re.Pattern)
+FIXED = (*PLAIN, *OF_PYTHON, *OF_TORCH, np.dtype, np.ufunc)
 # Objects that refer to others and never change.
 REFERRING = (types.MethodType, types.BuiltinFunctionType, functools.partial, functools._lru_cache_wrapper, defaultdict)
 # Bytes of the largest tensor or array that is kept.

@@ -4,7 +4,7 @@ import functools
 import itertools
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 
 import numpy as np
 import pytest
@@ -304,6 +304,7 @@ class Everything:
         self.items, self.names, self.numbers = [1, [2]], {"a": {3}}, np.arange(3.0)
         self.vector, self.generator = torch.ones(2), torch.Generator().manual_seed(0)
         self.random, self.last = random.Random(0), deque([1], maxlen=2)
+        self.order, self.draws = OrderedDict(a=1, b=2), np.random.default_rng(0)
 
     CHANGES = (
         lambda self: self.items[1].append(5),
@@ -314,16 +315,25 @@ class Everything:
         lambda self: torch.rand(1, generator=self.generator),
         lambda self: self.random.random(),
         lambda self: self.last.append(3),
+        lambda self: self.order.move_to_end("a"),
+        lambda self: self.draws.random(),
+        lambda self: self.decorated(),
         lambda self: setattr(self, "new", 1),
         lambda self: setattr(self, "items", [1, [2], 3]),
         lambda self: setattr(type(self), "shared", 1),
     )
+
+    @torch.no_grad()
+    def decorated(self):
+        global _calls
+        _calls += 1
 
     def __call__(self, module, args, output):
         return output
 
     def values(self):
         parts = self.items, self.names, self.numbers.tolist(), self.vector.tolist(), list(self.last), self.shared
+        parts += self.order, self.draws.bit_generator.state, _calls
         return repr((parts, self.generator.get_state().sum(), self.random.getstate(), sorted(vars(self))))
 
 
@@ -337,3 +347,15 @@ def test_state_is_put_back(change):
     module.steps += 1
     assert hook.values() != before
     assert state.restore() and hook.values() == before and not state.restore() and module.steps == 0
+
+
+class Counting(itertools.count):
+    """Has attributes, and a state in C beside them."""
+
+
+UNKNOWN = (Counting(), itertools.count().__next__, np.array([[1], None], dtype=object), torch.eye(2).to_sparse())
+
+
+@pytest.mark.parametrize("one", UNKNOWN, ids=lambda one: type(one).__name__)
+def test_state_that_cannot_be_put_back(one):
+    assert UserState({"hook": lambda: one}).unknown == type(one).__name__
