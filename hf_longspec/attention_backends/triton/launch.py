@@ -240,7 +240,7 @@ def launch_combine(
     Returns:
         `(out, lse)` of shapes `(B, H, N, Dv)`, `(B, N, H, Dv)` in memory as a model needs it next, and `(B, H, N)`.
     """
-    launch = _combine_of(out.shape, sinks is not None)
+    launch = _combine_of(out.shape, sinks is not None, BLOCK_PARTS)
     merged = torch.empty(launch.merged, dtype=output_dtype(value), device=out.device)
     merged_lse = torch.empty(launch.merged_lse, dtype=torch.float32, device=out.device)
     if launch.grid[0]:
@@ -262,14 +262,15 @@ class Combine(NamedTuple):
 
 
 @lru_cache(maxsize=1024)  # as for `_launch_of`
-def _combine_of(shape: torch.Size, has_sinks: bool) -> Combine:
+def _combine_of(shape: torch.Size, has_sinks: bool, most_parts: int) -> Combine:
+    """Return how to merge partial results `(B, H, N, parts, Dv)`, up to `most_parts` of which are read at once."""
     batch, heads, nodes, parts, size = shape
     states = batch * heads * nodes
     constants = {
         "VALUE_SIZE": size,
         "BLOCK_VALUE": power_of_two(size),
         "BLOCK_STATES": BLOCK_STATES,
-        "BLOCK_PARTS": min(BLOCK_PARTS, power_of_two(parts)),
+        "BLOCK_PARTS": min(most_parts, power_of_two(parts)),
         "HAS_SINKS": has_sinks,
         "num_warps": 4,
         **OPTIONS,
