@@ -72,6 +72,8 @@ def why_stateful(processors: LogitsProcessorList, prompts: Any) -> Iterator[str]
     first call alone changes is made for all calls, such as the tensors of `sequence_bias`. State that only a later call
     changes is not found. Everything is put back.
     """
+    if prompts.max_length <= prompts.input_ids.shape[1] + 1:
+        return  # processors are called once
     for processor in processors:
         if is_history_free(processor) or any(getattr(processor, mark, False) for mark in DECLARED):
             continue
@@ -122,6 +124,6 @@ def _longer(ids: torch.Tensor, scores: torch.Tensor, prompts: Any) -> torch.Tens
     if ends is not None:
         scores = scores.index_fill(1, ends[ends < scores.shape[1]].to(scores.device), -torch.inf)
     best, tokens = scores.max(1)
-    if ids.shape[1] + 1 >= prompts.max_length or bool(best.isneginf().any()):
+    if bool(best.isneginf().any()):
         return None
     return torch.cat([ids, tokens[:, None]], 1)
