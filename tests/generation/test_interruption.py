@@ -253,4 +253,4 @@ def test_an_interruption_at_any_line(plain_run, kind):
         assert streamer.puts == text[: len(streamer.puts)]  # all of it, unless the streamer was interrupted
         if out.shape != run.sequences.shape:
             continues(run, out, cache)
-    assert returned > LINES // 2
+    assert returned >= LINES // 2

@@ -43,7 +43,7 @@ def compile_kernels(capability, profile, folder):
 
 def assert_fits(reports, capability):
     for report in (report for call in reports if call != "spilling" for report in reports[call]):
-        assert report["REG"] > 16  # the report was read
+        assert report["REG"] > 8  # the report was read
         # sm_86 and sm_89, which run what is compiled for sm_80, have least
         most = SHARED_MEMORY[89] if report["kernel"] == "sparse_kernel" else SHARED_MEMORY[capability]
         assert report["SHARED"] <= most, report
