@@ -27,7 +27,7 @@ from .inputs import Prompts
 from .masked import MASKED
 from .sampling import NoiseRows, TokenRule
 from .sequences import Outputs, Sequences, SpeculationStats
-from .support import max_length_of, refuse, refuse_unsupported, why_not, why_not_begun
+from .support import max_length_of, refuse, refuse_inputs, refuse_unsupported, why_not, why_not_begun
 from .target import (
     PREFILL_CHAIN,
     PREFILL_CHAIN_OF_STATES,
@@ -82,8 +82,9 @@ def decode(
     """
     target = TargetView(model, runner_of(draft.setting("compile"), model, draft, input_ids.device))
     tokens = input_ids.long()  # the type of generated tokens
-    refuse_unsupported(target, draft, tokens, generation_config, model_kwargs)
+    refuse_unsupported(target, draft, tokens, generation_config)
     if (reason := why_not_begun(tokens, generation_config, model_kwargs)) is None:
+        refuse_inputs(target, tokens, model_kwargs)
         max_length = max_length_of(generation_config, target, tokens.shape[1])
         prompts = Prompts(target, tokens, generation_config, model_kwargs, max_length)
         reason = why_not(prompts, logits_processor)

@@ -41,9 +41,8 @@ def refuse_unsupported(
     draft: Any,
     input_ids: torch.Tensor,
     config: GenerationConfig,
-    model_kwargs: dict[str, Any],
 ) -> None:
-    """Refuse a call whose target, draft or arguments are wrong, with the value, the rule and the remedy."""
+    """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""
     refuse_target(target, type(draft), max_length_of(config, target, input_ids.shape[1]))
     _refuse_training_mode(target.model)
     if (mode := draft.setting("compile")) not in ("auto", "off") and (reason := _why_not_fixed(target)):
@@ -52,9 +51,6 @@ def refuse_unsupported(
     if config.do_sample:
         draft.check_sampling()
     _refuse_assistant_settings(config, target.model.generation_config)
-    if why_not_begun(input_ids, config, model_kwargs) is None:
-        _refuse_inputs(target, input_ids, model_kwargs)
-        refuse_cache(model_kwargs.get(CACHE_NAME), input_ids, model_kwargs.get("attention_mask"), target.config)
 
 
 def _why_not_fixed(target: TargetView) -> str | None:
@@ -288,7 +284,13 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
                     )
 
 
-def _refuse_inputs(target: TargetView, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+def refuse_inputs(target: TargetView, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Refuse masks, positions and caches that do not fit the prompts; call it if [`why_not_begun`] has no reason."""
+    _refuse_positions(target, input_ids, model_kwargs)
+    refuse_cache(model_kwargs.get(CACHE_NAME), input_ids, model_kwargs.get("attention_mask"), target.config)
+
+
+def _refuse_positions(target: TargetView, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(
