@@ -385,6 +385,11 @@ def why_not(model: nn.Module, config: Any) -> list[str]:
     return reasons
 
 
+def limits_steps(model: nn.Module) -> bool:
+    """Return whether Mamba-2 layers of a model limit their step sizes, as they do in forwards of several tokens."""
+    return any(tuple(getattr(module, "time_step_limit", NO_LIMIT)) != NO_LIMIT for module in model.modules())
+
+
 def ignores_earlier_states(model: nn.Module) -> bool:
     """Return whether transformers' forward of several tokens after a prefix ignores its state, as Mamba-1 does."""
     return any("mamba_selective_scan" in _functions(type(module).__module__) for module in model.modules())

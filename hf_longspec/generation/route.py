@@ -2,9 +2,9 @@
 
 It is a removable patch: two methods of `GenerationMixin` and one function of pipelines are wrapped once per process.
 `_assisted_decoding` leads to the loop, `_validate_generation_mode` refuses before `generate` builds a cache, and
-`load_assistant_model` loads the draft of a pipeline. Drafts are recognised by their
-attribute `_is_longspec_draft`, because an installed copy of this package and one loaded from the Hub have different
-classes. All other assistants run the functions of transformers.
+`load_assistant_model` loads the draft of a pipeline. Drafts are recognised by their attribute `_is_longspec_draft`,
+because an installed copy of this package and one loaded from the Hub have different classes. All other assistants run
+the functions of transformers.
 """
 
 import copy

@@ -7,6 +7,7 @@ import copy
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -262,9 +263,13 @@ class Sequences:
         """Number of tokens of each row, padded prompt included."""
         return [self.prompt_length + len(tokens) for tokens in self.generated]
 
+    @cached_property
+    def _eos_tensor(self) -> torch.Tensor:
+        return on_device(sorted(self._eos), self.device)
+
     def ends(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return which of some tokens are end tokens, as a bool tensor of their shape."""
-        return torch.isin(tokens, on_device(sorted(self._eos), tokens.device))
+        return torch.isin(tokens, self._eos_tensor.to(tokens.device))
 
     def append(self, accepted: Sequence[Sequence[int]], scores: Callable[..., Any] | None = None) -> list[int]:
         """Emit the tokens of each row up to its stop, and return how many each row emitted.

@@ -193,16 +193,17 @@ def test_a_seed_is_of_one_request(pair):
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_one_text"),
+    ("kind", "changes", "is_one_text"),
     [
-        ({}, True),
-        ({"time_step_limit": (0.0, 0.1)}, False),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, False),
+        ("falcon_h1", {}, True),
+        ("falcon_h1", {"time_step_limit": (0.0, 0.1)}, False),
+        ("falcon_h1", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, False),
+        ("nemotron_h", {"time_step_min": 0.1}, False),
     ],
-    ids=["whole", "clamped", "dynamic"],
+    ids=["whole", "clamped", "dynamic", "clamped below"],
 )
-def test_targets_whose_second_turn_is_another_text_read_every_prompt(changes, is_one_text):
-    model = AutoModelForCausalLM.from_config(shrunk_config("falcon_h1", **changes))
+def test_targets_whose_second_turn_is_another_text_read_every_prompt(kind, changes, is_one_text):
+    model = AutoModelForCausalLM.from_config(shrunk_config(kind, **changes))
     assert continues_as_one_text(model) is is_one_text
 
 

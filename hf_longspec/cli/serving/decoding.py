@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from ...cli import one_line
 from ...generation.cache import CACHE_NAME, SpeculativeCache
 from ...generation.masked import MASKED
+from ...generation.recurrences import limits_steps
 from ...generation.target import TargetView
 from ...generation.traits import changes_of
 from ..models import positions_of, say
@@ -67,9 +68,7 @@ def continues_as_one_text(model: Any) -> bool:
     several tokens alone tell a second turn from a first one.
     """
     config = model.config.get_text_config(decoder=True)
-    low, high = getattr(config, "time_step_limit", None) or (0.0, float("inf"))
-    is_clamped = low > 0 or high < float("inf")
-    return not (changes_of(config) or TargetView(model).way is MASKED or is_clamped)
+    return not (changes_of(config) or TargetView(model).way is MASKED or limits_steps(model))
 
 
 class Decoder:
