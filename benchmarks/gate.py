@@ -24,9 +24,8 @@ from hf_longspec.bench.calls import MODES, PLAIN, PrefilledPrompts
 from hf_longspec.bench.report import mean_interval, significant
 from hf_longspec.bench.results import rotated
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
+from hf_longspec.generation.call import Prompts, max_length_of
 from hf_longspec.generation.decoding import Session
-from hf_longspec.generation.inputs import Prompts
-from hf_longspec.generation.support import max_length_of
 from hf_longspec.generation.target import TargetView
 
 # Tokens of a turn: enough that a cold cache at its beginning costs little, and few enough for a fraction of a second.

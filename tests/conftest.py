@@ -40,7 +40,7 @@ settings.register_profile(
 settings.register_profile("soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
-GATE_OF = "hf_longspec.generation.gate.gate_of"
+GATE_OF = "hf_longspec.generation.wings.gate.gate_of"
 
 # The tenth of all model types that runs today; the same in all processes of a run.
 os.environ.setdefault("ARCHITECTURE_ROTATION", str(datetime.datetime.now(datetime.UTC).date().toordinal()))

@@ -19,8 +19,8 @@ from ..auto import AutoDraft
 from ..bench.calls import TokenClock
 from ..bench.results import replace_file
 from ..cli import CommandError, options
-from ..generation.gate import PLAIN, message_of
 from ..generation.sequences import SpeculationStats
+from ..generation.wings.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
 from .models import LoadedModels, PromptProgress, load_models, say
 from .outputs import claim

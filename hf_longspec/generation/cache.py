@@ -1,21 +1,17 @@
 """A preallocated key/value cache with per-row lengths, staged writes and an in-place commit."""
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..attention_backends.lengths import SeqLens
 from .draft_tree import DraftTree
-from .recurrences import Accepted, StagedNodes
-from .recurrent_states import StateLayer, layers_of
 
 try:
     from ..attention_backends.triton.commit import can_move, move_nodes
@@ -39,8 +35,7 @@ class Rows:
         layout (`int`): Number of times that a buffer of these layers was replaced.
         columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
             Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
-        nodes ([`StagedNodes`], *optional*): The staged nodes, for layers with recurrent states.
-        plain ([`PlainForwards`], *optional*): The forwards of plain `generate`, for layers with indexers or states.
+        plain (*optional*): The forwards of plain `generate`, for wings whose layers depend on them.
         offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): See [`SpeculativeCache.position_ids`].
     """
 
@@ -48,7 +43,6 @@ class Rows:
         self.batch_size = batch_size
         self.lengths = SeqLens((0,) * batch_size)
         self.staged = False
-        self.nodes: StagedNodes | None = None
         self.layout = 0
         self.columns: torch.Tensor | None = None
         self.plain: Any = None
@@ -96,6 +90,15 @@ class SpeculativeLayer(CacheLayerMixin):
         self.rows = rows
         self.capacity = capacity
         self.length = 0
+
+    def beside(self, rows: Rows) -> "SpeculativeLayer":
+        """Return an empty layer of this kind for a cache with rows of its own."""
+        return type(self)(rows, self.capacity)
+
+    @property
+    def buffers(self) -> list["SpeculativeLayer"]:
+        """The parts of this layer that hold an entry for each token."""
+        return [self]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate with the shapes of these states, as under tensor parallelism a rank holds a part of the heads."""
@@ -224,60 +227,60 @@ class SpeculativeLayer(CacheLayerMixin):
             self.values.copy_(self.values.index_select(0, beam_idx.to(self.values.device)))
 
 
-class HybridLayer(SpeculativeLayer, StateLayer):
-    """Keys, values and states of one layer."""
+class CachePart:
+    """What a cache holds beside keys and values. It is staged, committed and dropped with them."""
 
-    is_croppable = False
+    def stage(self, tree: DraftTree | None, lengths: SeqLens) -> None:
+        """Prepare for a forward over the nodes of a tree after committed tokens."""
 
-    def __init__(self, rows: Rows, capacity: int):
-        SpeculativeLayer.__init__(self, rows, capacity)
-        StateLayer.__init__(self, rows)
+    def commit(self, path: torch.Tensor | None, counts: SeqLens) -> None:
+        """Keep the accepted nodes; see [`SpeculativeCache.commit`], which sets the lengths afterwards."""
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to remove tokens, since a state cannot be shortened."""
-        StateLayer.crop(self, tokens_to_remove)
+    def drop(self) -> None:
+        """Drop what is staged."""
 
-    def reset(self) -> None:
-        """Remove all tokens, and keep the buffers."""
-        SpeculativeLayer.reset(self)
-        StateLayer.reset(self)
+    def remember(self) -> None:
+        """Keep a copy for `go_back`."""
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows, for beam search."""
-        SpeculativeLayer.reorder_cache(self, beam_idx)
-        StateLayer.reorder_cache(self, beam_idx)
-
-
-class IndexedLayer(SpeculativeLayer):
-    """Keys and values of a layer that has an indexer, with the keys of the indexer in slots of their own.
-
-    Attributes:
-        indexer ([`SpeculativeLayer`]): Keys `(B, 1, S, D)` of the indexer, and values of width 0.
-    """
-
-    def __init__(self, rows: Rows, capacity: int):
-        super().__init__(rows, capacity)
-        self.indexer = SpeculativeLayer(rows, capacity)
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Write new keys `(B, N, D)` of the indexer, and return all written so far, the new ones included."""
-        keys = indexer_key_states[:, None]
-        return self.indexer.update(keys, keys[..., :0])[0][:, 0]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens."""
-        super().crop(tokens_to_remove)
-        self.indexer.crop(tokens_to_remove)
+    def go_back(self) -> None:
+        """Return to the copy."""
 
     def reset(self) -> None:
-        """Remove all tokens, and keep the buffers."""
-        super().reset()
-        self.indexer.reset()
+        """Forget all tokens."""
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows in place, for beam search."""
-        super().reorder_cache(beam_idx)
-        self.indexer.reorder_cache(beam_idx)
+    def why_not_lengths(self, lengths: SeqLens) -> str | None:
+        """Return why the rows cannot have these lengths; `None` if they can."""
+
+    def can_shorten(self, lengths: Sequence[int]) -> bool:
+        """Return whether rows can be cut to these lengths."""
+        return True
+
+    def copy_from(self, other: Any) -> None:
+        """Copy what the same part of another cache holds."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is committed."""
+        return 0
+
+
+# What a layer of a type keeps, if it is not keys and values alone: a function of the shared rows and a capacity.
+LAYERS: dict[str, Callable[[Rows, int], Any]] = {}
+# Functions of a cache that return its [`CachePart`] of a kind, or `None`.
+PARTS: list[Callable[[Any], CachePart | None]] = []
+
+
+def parts_of(cache: Any) -> list[CachePart]:
+    """Return what a cache holds beside keys and values."""
+    return [part for make in PARTS if (part := make(cache)) is not None]
+
+
+def layers_of(config: Any, rows: Rows, capacity: int, of_keys: Callable[..., Any] = SpeculativeLayer) -> list[Any]:
+    """Return the layers of a cache for this text config; those with keys and values alone are made by `of_keys`."""
+    kinds = getattr(config, "layer_types", None) or ()
+    if LAYERS.keys().isdisjoint(kinds):
+        kinds = [""] * config.num_hidden_layers
+    return [LAYERS.get(kind, of_keys)(rows, capacity) for kind in kinds]
 
 
 # Nodes that one verification may stage after the committed tokens.
@@ -311,17 +314,11 @@ class SpeculativeCache(Cache):
             )
         self.rows = Rows(batch_size)
         self.tree_slots = tree_slots
-        of_keys, of_both, of_indexers = (
-            partial(kind, self.rows, max_length + tree_slots) for kind in (SpeculativeLayer, HybridLayer, IndexedLayer)
-        )
-        of_states = partial(StateLayer, self.rows)
-        super().__init__(layers=layers_of(text_config, of_keys, of_states, of_both, of_indexers))
-        self.key_layers = [layer for layer in self.layers if isinstance(layer, SpeculativeLayer)]
-        self.key_layers += [layer.indexer for layer in self.layers if isinstance(layer, IndexedLayer)]
-        self.state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
-        # lengths and states at the start of the call, and whether a commit has replaced states and not lengths
-        self._start: tuple[SeqLens, list[dict[str, torch.Tensor | None]]] | None = None
-        self._is_torn = False
+        super().__init__(layers=layers_of(text_config, self.rows, max_length + tree_slots))
+        self.key_layers = [part for layer in self.layers for part in getattr(layer, "buffers", ())]
+        self.parts = parts_of(self)
+        # lengths at the start of the call, if they alone do not lead back to it
+        self._start: SeqLens | None = None
 
     @property
     def batch_size(self) -> int:
@@ -354,20 +351,14 @@ class SpeculativeCache(Cache):
         """Set the number of tokens that each row holds; entries beyond it, as of right padding, are dropped.
 
         Raises:
-            ValueError: If a row gets shorter and there are recurrent states, which cannot be shortened.
+            ValueError: If a part of the cache cannot be shortened, such as recurrent states.
         """
         lengths = SeqLens.of(lengths)
         if len(lengths.host) != self.batch_size:
             raise ValueError(f"{len(lengths.host)} lengths for a cache of {self.batch_size} rows.")
-        if any(layer.has_previous_state[0] for layer in self.state_layers):
-            # forwards of plain `generate` count in the layers alone
-            read = max((layer.length for layer in self.key_layers), default=0)
-            held = (read,) * self.batch_size if read > self.lengths.longest else self.lengths.host
-            if any(new < old for new, old in zip(lengths.host, held, strict=True)):
-                raise ValueError(
-                    f"the rows hold {held} tokens, and their recurrent states cannot be shortened to {lengths.host}. "
-                    "Call reset(), or start a new cache."
-                )
+        for part in self.parts:
+            if (reason := part.why_not_lengths(lengths)) is not None:
+                raise ValueError(reason)
         self._set_lengths(lengths)
 
     def _set_lengths(self, lengths: SeqLens) -> None:
@@ -384,7 +375,7 @@ class SpeculativeCache(Cache):
     def stage(self, num_nodes: int, tree: DraftTree | None = None) -> None:
         """Let the next forward write `num_nodes` nodes after the committed tokens without committing them.
 
-        Layers with recurrent states need the `tree` of the nodes.
+        Some parts of a cache need the `tree` of the nodes.
         """
         if num_nodes > self.tree_slots or self.lengths.longest + num_nodes > self.max_length + self.tree_slots:
             raise ValueError(
@@ -392,10 +383,8 @@ class SpeculativeCache(Cache):
                 f"max_length={self.max_length} and tree_slots={self.tree_slots}. Raise whichever is too small."
             )
         self.rows.staged = True
-        if self.state_layers:
-            if tree is None:
-                raise ValueError(f"{num_nodes} nodes without a tree cannot be staged in a cache with recurrent states.")
-            self.rows.nodes = StagedNodes(tree, self.lengths, self.rows.plain)
+        for part in self.parts:
+            part.stage(tree, self.lengths)
 
     def commit(self, path: torch.Tensor | None, num_nodes: SeqLens | Sequence[int]) -> None:
         """Keep the accepted nodes: move them right after the prefix and add `num_nodes[b]` to every row's length.
@@ -410,22 +399,10 @@ class SpeculativeCache(Cache):
         counts = SeqLens.of(num_nodes)
         if path is not None and counts.longest > 1:
             self._move(path[:, : counts.longest], counts)
-        if self.state_layers:
-            self._commit_states(path, counts)
+        for part in self.parts:
+            part.commit(path, counts)
         self.rows.staged = False
         self.set_lengths(self.lengths.plus(counts))
-        self._is_torn = False
-
-    def _commit_states(self, path: torch.Tensor | None, counts: SeqLens) -> None:
-        nodes = self.rows.nodes
-        if nodes is None:
-            raise ValueError("commit() needs a staged verification, as states are computed from its nodes.")
-        accepted = Accepted(nodes, path, counts)
-        states = [layer.after(accepted) for layer in self.state_layers]
-        self._is_torn = True  # until the lengths are those of the states
-        for layer, new in zip(self.state_layers, states, strict=True):
-            layer.put(new)
-        self.rows.nodes = None
 
     def _move(self, path: torch.Tensor, counts: SeqLens) -> None:
         """Copy the nodes of `path` to the slots after the prefix, with Triton in one launch per device."""
@@ -444,33 +421,32 @@ class SpeculativeCache(Cache):
     def rollback(self) -> None:
         """Drop the staged nodes. Their slots keep stale entries until the next step overwrites them."""
         self.rows.staged = False
-        self.rows.nodes = None
-        for layer in self.state_layers:
-            layer.drop()
+        for part in self.parts:
+            part.drop()
 
     def remember(self) -> None:
-        """Keep a copy of the states, since lengths alone lead back to an earlier text only in layers with keys."""
-        if self.state_layers:
-            self._start = self.lengths, [layer.copied() for layer in self.state_layers]
+        """Keep what leads back to the present text, beside the lengths of layers with keys."""
+        if self.parts:
+            self._start = self.lengths
+        for part in self.parts:
+            part.remember()
 
     def go_back(self) -> None:
         """Return to the tokens of [`SpeculativeCache.remember`]."""
         self.rollback()
         if self._start is not None:
-            start, states = self._start
-            for layer, state in zip(self.state_layers, states, strict=True):
-                layer.put(dict(state))
-            self._is_torn = False
-            self._set_lengths(start)
+            for part in self.parts:
+                part.go_back()
+            self._set_lengths(self._start)
 
     def shorten(self, lengths: Sequence[int]) -> bool:
         """Drop all but the first `lengths[b]` tokens of every row, and return `True`.
 
-        A cache with states goes back to those of [`SpeculativeCache.remember`] if there is something to drop, and
-        returns `False`.
+        A cache with a part that cannot be shortened goes back to the tokens of [`SpeculativeCache.remember`], and the
+        result is `False`.
         """
         self.rollback()
-        if self.state_layers and (self._is_torn or tuple(lengths) != self.lengths.host):
+        if not all(part.can_shorten(lengths) for part in self.parts):
             self.go_back()
             return False
         self.set_lengths(lengths)
@@ -478,15 +454,14 @@ class SpeculativeCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens stored: that of the longest row if lengths differ."""
-        return (
-            max(layer.length for layer in self.key_layers) if self.state_layers else super().get_seq_length(layer_idx)
-        )
+        # the first layer may have no keys
+        return max(layer.length for layer in self.key_layers) if self.parts else super().get_seq_length(layer_idx)
 
     def reset(self) -> None:
         """Remove all tokens, and keep the buffers."""
         self.rollback()
-        for layer in self.state_layers:
-            layer.reset()
+        for part in self.parts:
+            part.reset()
         self.rows.columns = None
         self.set_lengths([0] * self.batch_size)
 
@@ -499,25 +474,7 @@ class SpeculativeCache(Cache):
     def nbytes(self) -> int:
         """Bytes of the allocated buffers."""
         keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.key_layers if layer.is_initialized)
-        return keys + sum(layer.nbytes for layer in self.state_layers)
-
-
-def has_gaps(mask: torch.Tensor) -> bool:
-    """Return whether there is padding between tokens of a row, where `mask` `(batch, P)` is 0."""
-    is_token = mask.bool()
-    return bool((is_token[:, :-1] & ~is_token[:, 1:]).any())
-
-
-def columns_of(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the columns of the first `count` tokens of every row, `(batch, count)`.
-
-    Tokens of a prompt stand where its mask `(batch, P)` is not 0, and generated ones in the columns from P on.
-
-    >>> columns_of(torch.tensor([[0, 1, 0, 1], [1, 1, 1, 1]]), 4).tolist()
-    [[1, 3, 4, 5], [0, 1, 2, 3]]
-    """
-    is_token = pad(mask.bool(), (0, count), value=True)
-    return is_token.byte().argsort(dim=1, descending=True, stable=True)[:, :count].contiguous()
+        return keys + sum(part.nbytes for part in self.parts)
 
 
 def slots_of(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -18,40 +18,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention_backends.lengths import SeqLens, on_device
-from .cache import CACHE_NAME, SpeculativeCache, columns_of
+from .call import Call, refuse
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
-from .forward_check import check_target, why_not_hooked
-from .gate import gated
-from .inputs import Prompts
-from .masked import MASKED
 from .sampling import NoiseRows, TokenRule
 from .sequences import Outputs, Sequences, SpeculationStats
-from .support import max_length_of, refuse, refuse_inputs, refuse_unsupported, why_not, why_not_begun
-from .target import (
-    PREFILL_CHAIN,
-    PREFILL_CHAIN_OF_STATES,
-    SEED_TOKENS_OF_STATES,
-    Step,
-    TargetView,
-    chain_of_last_tokens,
-)
-from .traits import RotaryLimit
-from .user_cache import bring_up_to_date, is_own, take_over, user_cache_of
+from .target import Step, chain_of_last_tokens
 from .verification import Acceptance, packed
-
-try:
-    from .compiled_steps import runner_of
-except ImportError:  # a published draft compiles no steps
-
-    def runner_of(mode: str, *_: Any) -> None:  # type: ignore[misc]
-        """Return `None`: every step runs as it is. Refuse a `mode` that asks for compiled or captured steps."""
-        if mode not in ("auto", "off"):
-            raise ValueError(
-                f"compile={mode!r} is not in this copy. Install the package hf_longspec, or set compile to 'auto' or "
-                "'off'."
-            )
-
+from .wing import FIRST_CHECKS, GATE, WINGS
 
 logger = logging.get_logger(__name__)
 
@@ -80,30 +54,15 @@ def decode(
         KeyboardInterrupt: After Ctrl-C. The text so far is `draft.last_speculation.partial_sequences`, and
             `past_key_values` holds a beginning of it.
     """
-    target = TargetView(model, runner_of(draft.setting("compile"), model, draft, input_ids.device))
-    tokens = input_ids.long()  # the type of generated tokens
-    refuse_unsupported(target, draft, tokens, generation_config)
-    if (reason := why_not_begun(tokens, generation_config, model_kwargs)) is None:
-        refuse_inputs(target, tokens, model_kwargs)
-        max_length = max_length_of(generation_config, target, tokens.shape[1])
-        prompts = Prompts(target, tokens, generation_config, model_kwargs, max_length)
-        reason = why_not(prompts, logits_processor)
-        if reason is None and draft.setting("check_target"):
-            reason = why_not_hooked(prompts, draft.num_tree_nodes(target))
-    if reason is not None:
-        stats = _say_why_not(draft, reason)
-        processing = logits_processor, stopping_criteria, generation_config
-        with target.lock():  # a call in another thread may have switched the attention
-            output = type(model)._sample(model, input_ids, *processing, streamer=streamer, **model_kwargs)
-        if not isinstance(output, torch.Tensor):
-            output.speculation = stats
-        return output
-    session = Session(draft, prompts, logits_processor, stopping_criteria, streamer)
+    call = Call(model, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+    if (reason := call.why_not()) is not None:
+        return decode_without(call, reason)
+    session: Session = (call.session_class or Session)(call)
     draft.last_speculation = session.stats
     try:
-        with target.lock():
+        with call.target.lock():
             tails = session.prefill()
-            with target.attention(), session.drafter.attention():
+            with call.target.attention(), session.drafter.attention():
                 session.seed(tails)
                 while not session.sequences.finished:
                     session.iterate()
@@ -116,95 +75,89 @@ def decode(
         raise
 
 
-def _say_why_not(draft: Any, reason: str) -> SpeculationStats:
-    """Raise the reason, or warn of it and set the statistics of a call without the draft, as `on_unsupported` says."""
+def decode_without(call: Call, reason: str) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+    """Decode as `generate` does without a draft, with a warning, or raise the reason, as `on_unsupported` says."""
+    draft, model = call.draft, call.target.model
     if draft.setting("on_unsupported") == "error":
         refuse(reason)
     logger.warning_once(f"{type(draft).__name__} is not used in this call: {reason}")
-    draft.last_speculation = SpeculationStats(method=draft.config.short_name(), reason=reason)
-    return draft.last_speculation
+    stats = draft.last_speculation = SpeculationStats(method=draft.config.short_name(), reason=reason)
+    arguments = call.input_ids, call.logits_processor, call.stopping_criteria, call.config
+    with call.target.lock():  # a call in another thread may have switched the attention
+        output = type(model)._sample(model, *arguments, streamer=call.streamer, **call.model_kwargs)
+    if not isinstance(output, torch.Tensor):
+        output.speculation = stats
+    return output
 
 
 class Session:
-    """One call of `generate`: its arguments, and the tokens emitted and committed so far.
+    """One call of `generate` that uses the draft: the tokens emitted and committed so far.
 
-    The arguments are those of [`decode`], checked. A cache of the user's is taken over last, when nothing can be
-    refused any more.
+    A cache of the user's is adopted last, after all validation.
     """
 
-    def __init__(
-        self,
-        draft: Any,
-        prompts: Prompts,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        streamer: BaseStreamer | None,
-    ):
+    # whether some steps cannot speculate; see `may_speculate`
+    is_limited = False
+    # whether the first verification of a kind of target is compared with a plain forward
+    checks_target = True
+
+    def __init__(self, call: Call):
         self.started = time.perf_counter()
-        self.target, self.draft, self.prompts, self.config = prompts.target, draft, prompts, prompts.config
-        self.max_length, self.held, self.rotary = prompts.max_length, prompts.held, prompts.rotary
-        self.stats = SpeculationStats(method=draft.config.short_name())
-        target, input_ids = self.target, prompts.input_ids
-        batch_size, do_sample = len(input_ids), bool(self.config.do_sample)
-        pad = getattr(self.config, "_pad_token_tensor", None)
+        self.call, self.target, self.draft, self.prompts = call, call.target, call.draft, call.prompts
+        self.max_length, self.held = call.max_length, call.prompts.held
+        self.stats = SpeculationStats(method=call.draft.config.short_name())
+        target, input_ids = self.target, self.prompts.input_ids
+        batch_size, do_sample = len(input_ids), bool(call.config.do_sample)
+        pad = getattr(call.config, "_pad_token_tensor", None)
         pad = 0 if pad is None else int(pad)  # a call may have no padding token
-        self.sequences = Sequences(input_ids, stopping_criteria, pad, self.max_length, streamer, target.ranks)
+        self.sequences = Sequences(input_ids, call.stopping_criteria, pad, self.max_length, call.streamer, target.ranks)
         noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
-        self.rule = TokenRule(logits_processor, do_sample, self.sequences, noise)
-        self.outputs = Outputs(self.config, batch_size)
+        self.rule = TokenRule(call.logits_processor, do_sample, self.sequences, noise)
+        self.outputs = Outputs(call.config, batch_size)
         self.root = input_ids[:, -1]
         # which rows emitted tokens, on the host and on the device, in the last step in which a row did not
         self._going: tuple[list[bool], torch.Tensor] = [], self.root
 
-        self.user_cache = user_cache_of(prompts.cache)
-        own = prompts.cache if is_own(prompts.cache) else None
-        self.returns_cache = self.outputs.as_dict or own is not None or self.user_cache is not None
-        nodes = draft.num_tree_nodes(target)
-        if target.has_states:  # see Prompts.prefill for one more
-            nodes = max(nodes, SEED_TOKENS_OF_STATES) + 1
-        if prompts.by_chains:
-            nodes = max(nodes, PREFILL_CHAIN_OF_STATES if target.has_states else PREFILL_CHAIN)
-        keeps_buffers = target.captures and own is None and self.user_cache is None
+        nodes = target.mode.tree_slots(self.draft.num_tree_nodes(target))
+        if self.prompts.by_chains:
+            nodes = max(nodes, target.mode.chain_tokens)
+        keeps_buffers = target.captures and not call.store.is_users
         self.workspace = target.runner.workspace(batch_size, self.max_length) if keeps_buffers else None
-        earlier = None if self.workspace is None else self.workspace.cache
-        self.cache = own or earlier or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
-        self.cache.reserve(self.max_length, nodes)
+        self.cache = call.store.open(call, nodes, None if self.workspace is None else self.workspace.cache)
         # the place of every token, where windows count the padding between tokens too
-        self.columns = self._columns() if prompts.counts_gaps else None
-        if self.user_cache is not None:
-            take_over(self.user_cache, self.cache, self.held, prompts.mask)
+        self.columns = self.prompts.columns(self.cache) if self.prompts.counts_gaps else None
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
-        may_speculate = None if self.rotary is None else self._may_speculate
-        self.drafter = gated(draft.drafter(binding), draft, self.stats, may_speculate)
+        self.drafter = self.draft.drafter(binding)
+        if (gate := WINGS.get(GATE)) is not None:
+            self.drafter = gate.drafter(self.drafter, self)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
         self.cache.set_lengths(self.held)
-        if self.target.way is MASKED or target.has_states:
-            self.cache.rows.plain = prompts.plain
+        target.mode.begin(self.cache, self.prompts)
         self.cache.remember()
-        self.cache.rows.offsets = prompts.offsets
+        self.cache.rows.offsets = self.prompts.offsets
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
         with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.held):
             tails = self.prompts.prefill(self.cache, self.seed_tokens, self.columns)
-        if self.draft.setting("check_target") and not (self.rotary is not None and self.rotary.never_speculates):
-            check_target(self.target, self.cache, self.prompts.texts, self._highest(), self.prompts.logits)
+        if self.checks_target and self.draft.setting("check_target") and FIRST_CHECKS in WINGS:
+            WINGS[FIRST_CHECKS].check(self)
         return tails
 
     @property
     def seed_tokens(self) -> int:
         """Number of last prompt tokens that run as a verification."""
-        return max(self.drafter.seed_tokens, SEED_TOKENS_OF_STATES if self.target.has_states else 1)
+        return max(self.drafter.seed_tokens, self.target.mode.seed_tokens)
 
     def seed(self, tails: list[torch.Tensor]) -> None:
         """Verify the last prompt tokens as a chain, emit the first token, and start the drafter."""
         tree, sizes = chain_of_last_tokens(tails, max(map(len, tails)))
-        step = self._verify(tree)
+        step = self.verify(tree)
         rows = torch.arange(len(sizes), device=step.logits.device)
         last = step.logits[rows, torch.tensor(sizes, device=rows.device) - 1][:, None]
-        tokens = self._emit(DraftTree.root_only(tree.tokens[:, 0]), replace(step, logits=last), is_counted=False).tokens
+        tokens = self.emit(DraftTree.root_only(tree.tokens[:, 0]), replace(step, logits=last), is_counted=False).tokens
         self.cache.commit(None, sizes)
         path = torch.arange(max(sizes), device=rows.device).expand(len(sizes), -1)
         self.drafter.start(self.prompts.texts, Verification.of(tree, step, path, sizes, tokens))
@@ -212,16 +165,14 @@ class Session:
 
     def iterate(self) -> None:
         """Run one iteration: draft, verify, accept, commit, observe."""
-        if self.rotary is not None and self.rotary.is_due(self.cache.lengths.host, self.sequences.done):
-            self._pass_rotary_limit(self.rotary)
         started = time.perf_counter()
         tree = self.drafter.propose(self.root)
         drafted = time.perf_counter()
 
-        step = self._verify(tree, fixed_shape=self.drafter.reuse_graph)
+        step = self.verify(tree, fixed_shape=self.drafter.reuse_graph)
         verified = time.perf_counter()
 
-        verification = self._emit(tree, step)
+        verification = self.emit(tree, step)
         self.cache.commit(None if tree.is_chain else verification.path, verification.num_nodes)
         committed = time.perf_counter()
 
@@ -230,51 +181,30 @@ class Session:
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
-    def _columns(self) -> torch.Tensor | None:
-        """Return the columns of all tokens of padded texts; `None` without padding."""
-        mask = self.prompts.mask
-        return None if mask is None else columns_of(mask, self.cache.max_length + self.cache.tree_slots)
+    def may_speculate(self, max_depth: int) -> bool:
+        """Return whether the target can verify a tree of this depth in the next step."""
+        return True
 
-    def _highest(self) -> int:
+    def position_limit(self) -> int:
         """Return the number of positions that the next forward may use."""
-        return self.max_length if self.rotary is None else self.rotary.highest(self.max_length)
+        return self.max_length
 
-    def _may_speculate(self, max_depth: int) -> bool:
-        assert self.rotary is not None
-        return self.rotary.may_speculate(self.cache.lengths.host, self.sequences.done, max_depth)
+    def lowest_positions(self) -> list[int] | None:
+        """Return a lower bound on the positions of each row in the next forward; `None` if there is none."""
+        return None
 
-    def _pass_rotary_limit(self, rotary: RotaryLimit) -> None:
-        """Continue under the new frequencies, with the keys and values that plain `generate` has there."""
-        if rotary.recomputes:
-            lengths = self.cache.lengths.host
-            # An interruption or an error from here on leaves an empty cache, not one with keys of both frequencies.
-            self.held, self.columns_before = [0] * len(lengths), None
-            self.cache.set_lengths(self.held)
-            # one column more than any row has committed, since its position decides the frequencies
-            tokens = self.root.new_zeros(len(lengths), int(rotary.column) + 1)
-            for row, (text, new) in enumerate(zip(self.prompts.texts, self.sequences.generated, strict=True)):
-                committed = torch.cat([text, text.new_tensor(new)])[: lengths[row]]
-                tokens[row, : len(committed)] = committed
-            self.target.prefill(tokens, self.cache, None)
-            self.cache.set_lengths(lengths)
-        rotary.is_passed = True
-
-    def _verify(self, tree: DraftTree, fixed_shape: bool = False) -> Step:
-        capture = self.drafter.capture(tree)
-        lowest = None if self.rotary is None else self.rotary.lowest(self.cache.lengths.host, self.sequences.done)
-        options = self._highest(), self.drafter.wants_hidden, fixed_shape, lowest, self.columns
+    def verify(self, tree: DraftTree, fixed_shape: bool = False) -> Step:
+        """Run the target over all nodes of a tree."""
+        capture, hidden = self.drafter.capture(tree), self.drafter.wants_hidden
+        options = self.position_limit(), hidden, fixed_shape, self.lowest_positions(), self.columns
         return self.target.verify(tree, self.cache, capture, *options)
 
-    def _emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
+    def emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
         acceptance, scores, whole = self._accept(tree, step.logits)
         host = whole.tolist()  # the only host read of an iteration
-        roots, pauses = acceptance.next_root, self.sequences.done
-        if self.rotary is not None and any(waiting := self.rotary.waiting(self.cache.lengths.host)):
-            roots = torch.where(on_device(waiting, roots.device).bool(), self.root, roots)
-            pauses = [waits or is_done for waits, is_done in zip(waiting, pauses, strict=True)]
+        self.root, pauses = self.next_roots(acceptance)
         tokens = [[] if is_paused else row[2 : 2 + row[0]] for row, is_paused in zip(host, pauses, strict=True)]
-        self.root = roots
         self.outputs.keep(scores, step.logits, acceptance.path, list(map(len, tokens)))
         emitted = self.sequences.append(tokens, self.outputs.scores_of if self.outputs.wants_scores else None)
         self.rule.advance(emitted)
@@ -283,6 +213,10 @@ class Session:
         tokens = [row[:count] for row, count in zip(tokens, emitted, strict=True)]
         counts = SeqLens(emitted, self._counts_on_device(emitted, [row[0] for row in host], acceptance.num_nodes))
         return Verification.of(tree, step, acceptance.path, counts, tokens)
+
+    def next_roots(self, acceptance: Acceptance) -> tuple[torch.Tensor, list[bool]]:
+        """Return the root of each row in the next step, and which rows emit nothing in this one."""
+        return acceptance.next_root, self.sequences.done
 
     def _counts_on_device(self, emitted: list[int], accepted: list[int], num_nodes: torch.Tensor) -> torch.Tensor:
         """Return the emitted counts on the device, without a copy unless a row has just stopped."""
@@ -317,8 +251,7 @@ class Session:
         """Update the user's cache, end the stream, and return the result of `generate`."""
         self._settle()
         self.sequences.end()
-        cache = self.cache if self.user_cache is None else self.user_cache
-        result = self.outputs.result(self.sequences, cache, self.stats)
+        result = self.outputs.result(self.sequences, self.call.store.returned(self.cache), self.stats)
         if self.workspace is not None and not self.outputs.as_dict:  # a cache that was returned is the caller's
             self.target.runner.keep(self.workspace, self.cache)
         return result
@@ -339,24 +272,14 @@ class Session:
         self.cache.set_lengths(self.held)
         self.cache.rows.columns = self.columns_before
 
-    def _ends_in_one_column(self) -> bool:
-        """Return whether all rows have got as many tokens, so that a cache of the user's can hold their states."""
-        new = [held - len(text) for held, text in zip(self.cache.lengths.host, self.prompts.texts, strict=True)]
-        return len(set(new)) == 1
-
     def _settle(self) -> None:
         """Leave the committed part of the text in the cache, and complete the statistics."""
         # rows that were cut to the length of the others have committed more than their text
         rows = zip(self.prompts.texts, self.sequences.generated, strict=True)
         lengths = (len(text) + len(new) - 1 for text, new in rows)
         is_kept = self.cache.shorten([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
-        columns = self._columns() if self.returns_cache else None
-        if self.user_cache is not None and self.target.has_states and not (is_kept and self._ends_in_one_column()):
-            logger.info("%s is as before the call, as states of rows of different lengths do not fit it.", CACHE_NAME)
-        elif self.user_cache is not None:
-            bring_up_to_date(self.user_cache, self.cache, columns)
-        else:
-            self.cache.rows.columns = columns
+        returns_cache = self.outputs.as_dict or self.call.store.is_users
+        self.call.store.settle(self, self.prompts.columns(self.cache) if returns_cache else None, is_kept)
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
         self.stats.draft_state_bytes = self.drafter.state_bytes
         self.drafter.keep()

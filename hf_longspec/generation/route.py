@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin
 from transformers.pipelines import base as pipelines
 
+from .call import USER_CACHE, refuse
 from .saved_config import read_config
-from .support import refuse
 from .target import TargetView
-from .user_cache import why_not_stored
+from .wing import WINGS
 
 _STOCK = "_longspec_stock"
 # Functions of a config.json that return the class of draft that reads it. The registry of drafts adds its own.
@@ -47,8 +47,9 @@ def install() -> None:
         if isinstance(assistant, str | os.PathLike | type):
             assistant = mode_kwargs["assistant_model"] = _draft_of(assistant, self)
         if getattr(assistant, "_is_longspec_draft", False):
-            if assistant.setting("on_unsupported") == "error":  # before generate() makes such a cache
-                refuse(why_not_stored(None, config.cache_implementation))
+            if assistant.setting("on_unsupported") == "error" and USER_CACHE in WINGS:
+                # before generate() makes such a cache
+                refuse(WINGS[USER_CACHE].why_not_made(config.cache_implementation))
             if assistant.config.vocab_size != self.config.get_text_config().vocab_size:
                 assistant.check(TargetView(self))  # transformers would ask for the tokenizers of both
             config = copy.copy(config)

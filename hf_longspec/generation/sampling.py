@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers.generation import logits_process
 from transformers.generation.logits_process import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -24,7 +25,6 @@ from transformers.generation.logits_process import (
 
 from ..attention_backends.lengths import on_device
 from .draft_tree import DraftTree
-from .processors import IN_GRAPHS, is_history_free, longest_window
 from .sequences import Sequences, TextBuffer
 from .verification import (
     Acceptance,
@@ -37,6 +37,52 @@ from .verification import (
     perturbed_log_probs,
     walk_lazily,
 )
+
+# Processors whose result depends on the logits of one position only, so that they may run on all nodes at once.
+# A custom processor of this kind sets the attribute `history_free = True`. A processor that depends on the last tokens
+# only sets `history_window` to their number. Its cost then does not grow with the text, and it may be called with any
+# number of rows of `history_window` tokens, one for each node.
+HISTORY_FREE = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+# Processors that compute with tensors and numbers alone, so that they can be part of a graph.
+IN_GRAPHS = {
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "ContextualPenaltyLogitsProcessor",
+}
+
+
+def is_history_free(processor: object) -> bool:
+    """Return whether the result of a processor depends on the scores alone."""
+    if getattr(processor, "history_free", False):
+        return True
+    name = type(processor).__name__
+    return name in HISTORY_FREE and type(processor) is getattr(logits_process, name, None)
+
+
+def longest_window(processors: LogitsProcessorList) -> int | None:
+    """Return the number of last tokens that the processors depend on; `None` if one may depend on all."""
+    longest = 1  # some processors read the batch size from the tokens
+    for processor in processors:
+        if not is_history_free(processor):
+            window = getattr(processor, "history_window", None)
+            if window is None:
+                return None
+            longest = max(longest, window)
+    return longest
 
 
 class ContextualPenaltyLogitsProcessor(LogitsProcessor):

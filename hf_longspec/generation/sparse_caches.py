@@ -11,7 +11,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -19,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from ..attention_backends.contexts import SparseContext, StepContext
 from ..attention_backends.lengths import SeqLens, on_device
-from .cache import Rows, SpeculativeCache, slots_of
+from .cache import Rows, SpeculativeCache, parts_of, slots_of
 from .draft_tree import DraftTree
 from .target import TargetView
 
@@ -29,8 +28,8 @@ class CompactCache(Cache):
 
     A subclass chooses the entries of each layer, writes them to `keys` and `values` of the layer, and sets `used`.
     Layers in `dense_layers` read the target's cache. Their drafted tokens are written to the slots after the committed
-    tokens, where the next verification overwrites them. Recurrent states are copied whole at the start of a phase, and
-    drafting steps change the copies.
+    tokens, where the next verification overwrites them. Other parts of the cache are copied whole at the start of a
+    phase, and drafting steps change the copies.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int]):
@@ -41,13 +40,13 @@ class CompactCache(Cache):
         self.used = Rows(cache.batch_size)
         self.dense_used = Rows(cache.batch_size)
         self.used.staged = self.dense_used.staged = True
-        super().__init__(
-            layers=[
-                _beside(layer, self.dense_used if index in dense_layers else self.used)
-                for index, layer in enumerate(cache.layers)
-            ]
+        rows = (self.dense_used if index in dense_layers else self.used for index in range(len(cache.layers)))
+        beside = (
+            layer.beside(of) if hasattr(layer, "beside") else layer
+            for layer, of in zip(cache.layers, rows, strict=True)
         )
-        self.state_layers: list[Any] = [layer for layer in self.layers if hasattr(layer, "copied")]
+        super().__init__(layers=list(beside))
+        self.parts = parts_of(self)
 
     @property
     def sparse_layers(self) -> list[int]:
@@ -64,12 +63,12 @@ class CompactCache(Cache):
         """Size of the copies in bytes; dense layers have none."""
         own = [self.layers[index] for index in self.sparse_layers if self.layers[index].is_initialized]
         keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in own)
-        return keys + sum(layer.nbytes for layer in self.state_layers)
+        return keys + sum(part.nbytes for part in self.parts)
 
     def share_dense(self) -> None:
-        """Let the dense layers read the target's cache at its present length, and copy its states."""
-        for own, source in zip(self.state_layers, self.cache.state_layers, strict=True):
-            own.put(source.copied())
+        """Let the dense layers read the target's cache at its present length, and copy its other parts."""
+        for part, of_target in zip(self.parts, self.cache.parts, strict=True):
+            part.copy_from(of_target)
         self.dense_used.lengths = self.cache.lengths
         for index in self.dense_layers:
             source, layer = self.cache.layers[index], self.layers[index]
@@ -110,13 +109,6 @@ class CompactCache(Cache):
             token[:, None], self.cache.position_ids(position), self, mask, context, fixed_shape, with_hidden
         )
         return logits[:, 0], None if hidden is None else hidden[:, 0]
-
-
-def _beside(layer: Any, rows: Rows) -> Any:
-    """Return an empty layer of the kind of a layer of the target's cache."""
-    if hasattr(layer, "capacity"):
-        return type(layer)(rows, layer.capacity)
-    return type(layer)(rows) if hasattr(layer, "copied") else layer
 
 
 def flat_slots(slots: torch.Tensor, batch: int, heads: int, capacity: int) -> torch.Tensor:

@@ -1,17 +1,18 @@
 """An unmodified causal language model as a target: its properties, its prefill and its verification forward."""
 
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.modules import module as of_torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -20,33 +21,48 @@ from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
 from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
-from .masked import CHUNKED_LAYER, HYBRID, MASKED, Way, choices_of, way_of, why_not_masked
-from .recurrences import reached
-from .recurrences import why_not as why_not_reached
-from .recurrent_states import HYBRID_LAYERS, INDEXED_LAYERS, NO_CACHE, STATE_LAYERS, has_states
 from .target_modules import LayerInputs, passed_on, shape_of
-from .traits import LayerTraits, changes_of, ignores, known_traits, layer_traits
-
-try:
-    from .compiled_steps import FixedSteps
-    from .parallel import Ranks
-except ImportError:  # a published draft runs every step as it is, in one process
-    FixedSteps = Ranks = None  # type: ignore[assignment,misc]
+from .wing import DECLARED, MODES, WINGS, LayerTraits, VerificationMode
 
 ATTENTION_NAME = "hf_longspec"
 # One lock per model, held while its attention implementation is switched. Re-entrant, as a criterion may call generate.
 _locks: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 _locks_guard = threading.Lock()
-# Tokens per forward of prompts that run as chains.
-PREFILL_CHAIN = 256
-# Likewise with recurrent states, whose recurrences compare all pairs of tokens of a forward.
-PREFILL_CHAIN_OF_STATES = 64
-# Last tokens of a prompt that run as a verification there: one alone may be computed by other rules than several.
-SEED_TOKENS_OF_STATES = 2
-# Layer types with recurrent states that transformers' caches do not hold.
+# Layer types whose recurrent states transformers' caches do not hold.
 RECURRENT_LAYERS = {"mamba", "mamba2", "recurrent"}
 # Layer types that attend to all keys or to those in a window, or do not attend.
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}
+# Parts of the names of rotary embeddings whose frequencies depend on the length of the text.
+CHANGING_ROTARY = ("dynamic", "longrope", "long_mscale")
+ROTARY_LIMIT, TENSOR_PARALLELISM = "rotary frequencies that change", "tensor parallelism"
+
+
+@dataclass
+class Known:
+    """What is known of a model as long as its text config stays the same."""
+
+    settings: dict[str, Any]  # the text config
+    declared_mode: VerificationMode | None = None
+    mode: VerificationMode | None = None
+    traits: dict[VerificationMode, LayerTraits] = field(default_factory=dict)
+    is_certain: bool = True  # whether no trial has failed, which is repeated in the next call
+
+
+_known: WeakKeyDictionary[PreTrainedModel, Known] = WeakKeyDictionary()
+
+
+def known_of(model: PreTrainedModel, config: Any) -> Known:
+    """Return what is known of a model with this text config; a new object if the config has changed."""
+    settings, known = config.to_dict(), _known.get(model)
+    if known is None or known.settings != settings or not known.is_certain:
+        known = _known[model] = Known(settings)
+    return known
+
+
+@cache
+def parameters_of(kind: Any) -> frozenset[str]:
+    """Return the names of the parameters of a forward."""
+    return frozenset(inspect.signature(kind.forward).parameters)
 
 
 class TargetView:
@@ -60,16 +76,21 @@ class TargetView:
     def __init__(self, model: PreTrainedModel, runner: Any = None):
         _refuse_other_objects(model)
         self.model = model
-        self.ranks = None if Ranks is None else Ranks.of(model)
         self.config = model.config.get_text_config(decoder=True)
-        self.has_states = has_states(self.config)
-        # collectives inside a graph are untested, and states and masks are made anew in each step
-        is_fixed = self.ranks is None and not self.has_states and way_of(model, self.config) is HYBRID
-        self.runner: Any = runner if is_fixed else None
-        self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
-        parameters = inspect.signature(type(model).forward).parameters
-        self._takes_logits_to_keep = "logits_to_keep" in parameters
-        self._takes_positions = "position_ids" in parameters
+        self.rare = self._rare()
+        parallel: Any = WINGS.get(TENSOR_PARALLELISM) if TENSOR_PARALLELISM in self.rare else None
+        self.ranks = None if parallel is None else parallel.ranks_of(model)
+        self._runner = runner
+
+    def _rare(self) -> list[str]:
+        """Return the names of the rare cases that this model brings to every call."""
+        rotary = str(getattr(self.config, "rope_parameters", None))
+        rare = [ROTARY_LIMIT] if any(kind in rotary for kind in CHANGING_ROTARY) else []
+        return rare + [TENSOR_PARALLELISM] * ((getattr(self.model, "_tp_size", None) or 1) > 1)
+
+    @cached_property
+    def _known(self) -> Known:
+        return known_of(self.model, self.config)
 
     @property
     def vocab_size(self) -> int:
@@ -81,49 +102,52 @@ class TargetView:
         return None if self.ranks is None else self.ranks.sum
 
     @property
-    def counts_padding(self) -> bool:
-        """Whether in plain `generate` the text of a row depends on its left padding.
-
-        `generate` creates position ids only for a forward that has this parameter. Without them padding shifts all
-        positions, which changes nothing for rotary embeddings, as these depend on distances only.
-        """
-        rotates = any("rotary_emb" in name for name, _ in self.model.named_modules())
-        return not (self._takes_positions or rotates) or self.traits.counts_padding
-
-    @property
     def num_layers(self) -> int:
         return self.config.num_hidden_layers
 
-    @cached_property
-    def way(self) -> Way:
-        """How nodes are verified: by hybrid tree attention, or by masks if the attention backends are not reached."""
-        way = way_of(self.model, self.config)
-        if way is HYBRID and not self.has_states and not self._traits_by(HYBRID).is_reached:
-            self.runner = self._fixed = None
-            way = MASKED
-        return way
+    @property
+    def declared_mode(self) -> VerificationMode:
+        """The verification mode, as far as the class of the model and its config tell."""
+        if self._known.declared_mode is None:
+            self._known.declared_mode = next((mode for mode in MODES if mode.applies(self)), DECLARED)
+        return self._known.declared_mode
 
     @cached_property
+    def mode(self) -> VerificationMode:
+        """The verification mode. Another one takes models that do not call the attention backends in a trial."""
+        if (mode := self._known.mode) is None:
+            mode = self.declared_mode
+            if not mode.is_reached(self):
+                mode = next((other for other in MODES if other.takes_unreached), mode)
+            if self._known.is_certain:
+                self._known.mode = mode
+        return mode
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep recurrent states."""
+        return self.declared_mode.has_states
+
+    @property
     def traits(self) -> LayerTraits:
         """Traits of the attention layers, found by a trial forward."""
-        return self._traits_by(self.way)
+        return self.traits_by(self.mode)
 
-    def _traits_by(self, way: Way) -> LayerTraits:
-        traits = known_traits(self.model, self.config, way.trial)  # without waiting for a call in another thread
-        if traits is None:
-            with self._switched() if way is HYBRID else nullcontext():
-                traits = layer_traits(self.model, self.config, way.trial)
-        return traits
+    def traits_by(self, mode: VerificationMode) -> LayerTraits:
+        """Return the traits that the trial of a mode finds; it runs once for a model and its text config."""
+        known = self._known
+        if mode not in known.traits:
+            with mode.attention(self):
+                traits = mode.trial(self.model, self.config)
+            if not traits.windows:  # a trial that failed is repeated in the next call
+                known.is_certain = False
+            known.traits[mode] = traits
+        return known.traits[mode]
 
-    def ignores_zeros(self, name: str) -> bool:
-        """Return whether an input of this name that holds only zeros changes nothing."""
+    def ignores(self, name: str, value: Any = None) -> bool:
+        """Return whether an input of the model changes nothing; see [`VerificationMode.ignores`]."""
         with self.attention():
-            return self.way.ignores_zeros(self.model, self.config, name)
-
-    def ignores(self, name: str, value: Any) -> bool:
-        """Whether this input changes nothing of text after a prefix."""
-        with self.attention():
-            return ignores(self.model, self.config, name, value)
+            return self.mode.ignores(self, name, value)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -144,51 +168,57 @@ class TargetView:
         """Whether the cache holds compressed latents instead of keys and values (MLA)."""
         return shape_of(self.config, "kv_lora_rank") is not None
 
+    @property
+    def rotary_limit(self) -> float:
+        """First position under other rotary frequencies than those before it; infinity if they never change."""
+        column: float = WINGS[ROTARY_LIMIT].column_of(self.config) if ROTARY_LIMIT in self.rare else math.inf
+        return column
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether in plain `generate` the text of a row depends on its left padding.
+
+        `generate` creates position ids only for a forward that has this parameter. Without them padding shifts all
+        positions, which changes nothing for rotary embeddings, as these depend on distances only.
+        """
+        takes_positions = "position_ids" in parameters_of(type(self.model))
+        rotates = any("rotary_emb" in name for name, _ in self.model.named_modules())
+        return not (takes_positions or rotates) or self.traits.counts_padding
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether there are forward hooks, or forwards in the place of those of classes, which may be a user's."""
+        names = "_forward_hooks", "_forward_pre_hooks", "forward", "_old_forward", "_hf_hook"
+        modules = (vars(module) for module in self.model.modules())
+        is_hooked = any(values.get(name) for values in modules for name in names)
+        return is_hooked or bool(of_torch._global_forward_hooks or of_torch._global_forward_pre_hooks)
+
     def why_not(self, max_length: int | None = None) -> list[str]:
         """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can."""
         reasons = []
         if self.model.config.is_encoder_decoder:
             reasons.append("it is an encoder-decoder model, and the loop runs decoder-only models")
-        kinds = set(getattr(self.config, "layer_types", None) or ())
+        mode, kinds = self.declared_mode, set(getattr(self.config, "layer_types", None) or ())
         if recurrent := sorted(kinds & RECURRENT_LAYERS):
             reasons.append(f"it has {', '.join(recurrent)} layers, whose state cannot branch into a tree or roll back")
-        if self.has_states:
-            reasons += why_not_reached(self.model, self.config)
-            if kinds <= STATE_LAYERS | NO_CACHE:
-                reasons.append("it has no attention layers, and the loop runs recurrent layers beside attention only")
-        is_masked = way_of(self.model, self.config) is MASKED
-        by_masks = {*INDEXED_LAYERS, CHUNKED_LAYER} if is_masked else {CHUNKED_LAYER}
-        if other := sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - STATE_LAYERS - HYBRID_LAYERS - by_masks):
+        reasons += mode.why_not(self)
+        if other := sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - mode.kinds()):
             reasons.append(
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
-        if not is_masked and (CHUNKED_LAYER in kinds or shape_of(self.config, "attention_chunk_size")):
-            reasons.append("it has chunked attention, which the attention backends do not support")
-        if Ranks is None and (getattr(self.model, "_tp_size", None) or 1) > 1:
-            reasons.append("it uses tensor parallelism, which is not in this copy (install the package hf_longspec)")
-        if len(changes := changes_of(self.config)) > 1:
-            columns = [change.column for change in changes]
-            reasons.append(f"its rotary frequencies change at different positions, {columns}, not at one")
-        if getattr(self.model, "_is_stateful", False) and not self.has_states:
+        for name in self.rare:
+            if (wing := WINGS.get(name)) is None:
+                reasons.append(f"it has {name}, which is not in this copy (install the package hf_longspec)")
+            else:
+                reasons += wing.why_not_target(self)
+        if getattr(self.model, "_is_stateful", False) and not mode.has_states:
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         if "prepare_inputs_for_generation" in vars(self.model):
             reasons.append(
                 "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
             )
-        if not is_masked and not self.model._can_set_attn_implementation():
-            reasons.append("its attention does not go through transformers' AttentionInterface")
-        if reasons:  # the trial below may fail with such layers
-            return reasons
-        if self.way is MASKED:
-            reasons = why_not_masked(self.model, self.config) or self.traits.reasons
-            return [*self._why_masked(), *reasons] if reasons else self._why_not_as_long(max_length)
-        return reasons + self.traits.reasons + self._why_not_as_long(max_length)
-
-    def _why_masked(self) -> list[str]:
-        """Return the reasons why the attention backends cannot compute layers that do not call them."""
-        if not self.model._can_set_attn_implementation():
-            return ["its attention does not go through transformers' AttentionInterface"]
-        return [] if way_of(self.model, self.config) is MASKED else self._traits_by(HYBRID).reasons
+        # the trial may fail with such layers
+        return reasons or self.mode.why_not_tried(self) or self._why_not_as_long(max_length)
 
     def _why_not_as_long(self, max_length: int | None) -> list[str]:
         """Return the reasons why texts of this length cannot be decoded speculatively."""
@@ -220,19 +250,18 @@ class TargetView:
     def _has_our_attention(self) -> bool:
         return str(self.config._attn_implementation).startswith(ATTENTION_NAME)
 
-    def attention(self) -> AbstractContextManager[None]:
-        """Return the context in which nodes are verified: the model's attention is switched unless masks are used."""
-        return nullcontext() if self.way is MASKED else self._switched()
+    def attention(self) -> AbstractContextManager[Any]:
+        """Return the context in which nodes are verified."""
+        return self.mode.attention(self)
 
     @contextmanager
-    def _switched(self) -> Iterator[None]:
+    def switched(self) -> Iterator[None]:
         """Switch the model to this package's attention, and restore its own implementation afterwards.
 
         The implementation is state of the model, so this waits for other threads as [`TargetView.lock`] does. A model
         that was loaded with one of the implementations of this package is left as it is.
         """
-        # the lock comes before the implementation is read: another thread may have switched it
-        with self.lock(), reached(self.model) if self.has_states else nullcontext():
+        with self.lock():  # before the implementation is read: another thread may have switched it
             if self._has_our_attention:
                 with passed_on(self.model):
                     yield
@@ -249,7 +278,7 @@ class TargetView:
     def keeping(self, columns: torch.Tensor) -> dict[str, Any]:
         """The argument of a forward by which logits of `columns` alone are computed, if the model takes it."""
         # A tensor: some models slice more than the logits when they get an int.
-        return {"logits_to_keep": columns} if self._takes_logits_to_keep else {}
+        return {"logits_to_keep": columns} if "logits_to_keep" in parameters_of(type(self.model)) else {}
 
     def prefill(self, input_ids: torch.Tensor, cache: SpeculativeCache, chunk_size: int | None) -> None:
         """Append keys and values of right-padded prompts to `cache`, under the model's own attention.
@@ -263,7 +292,7 @@ class TargetView:
             chunk = input_ids[:, begin : begin + (chunk_size or total)]
             end = start + begin + chunk.shape[1]
             positions = torch.arange(start + begin, end, device=chunk.device).repeat(chunk.shape[0], 1)
-            with choices_of(cache, positions, end):
+            with self.mode.around_prefill(cache, positions, end):
                 self.model(
                     input_ids=chunk,
                     position_ids=cache.position_ids(positions),
@@ -287,8 +316,7 @@ class TargetView:
         """
         tokens = pad_sequence(list(prompts), batch_first=True)
         size = min(chunk_size or cache.tree_slots, cache.tree_slots)
-        if self.has_states and tokens.shape[1] % size == 1:
-            tokens = pad(tokens, (0, 1))  # as one token alone may be computed by other rules than several
+        tokens = self.mode.padded_chain(tokens, size)
         rows = zip(cache.lengths.host, prompts, strict=True)
         last = max(held + len(prompt) for held, prompt in rows) - 1
         extra = self.keeping(torch.zeros(1, dtype=torch.long, device=tokens.device))
@@ -299,7 +327,7 @@ class TargetView:
             cache.stage(tree.num_nodes, tree)
             # a model with a table of positions would index beyond its end where a short row is padded
             inputs = tree.tokens, cache.position_ids(positions.clamp_max(last)), cache, tree.mask[:, None]
-            self.way.logits(context, self.model, *inputs, **extra)
+            self.mode.logits(context, self.model, *inputs, **extra)
             cache.commit(None, [min(max(len(prompt) - begin, 0), tree.num_nodes) for prompt in prompts])
 
     def verify(
@@ -371,12 +399,23 @@ class TargetView:
                 result = self._fixed.run(tokens, positions, cache, mask, context, with_hidden)
                 if result is not None:
                     return result
-            logits = self.way.logits(context, self.model, tokens, positions, cache, mask)
+            logits = self.mode.logits(context, self.model, tokens, positions, cache, mask)
         return logits.to(tokens.device), None if caught is None else caught.hidden
 
     def clock(self) -> float:
         """Return a time in seconds, without the time that captures took, which serve many steps."""
         return time.perf_counter() - getattr(self.runner, "seconds", 0.0)
+
+    @cached_property
+    def runner(self) -> Any:
+        """What compiles or captures the steps of this target; `None` if they run as they are."""
+        # collectives inside a graph are untested
+        is_fixed = self._runner is not None and self.ranks is None and self.mode.has_fixed_shapes
+        return self._runner if is_fixed else None
+
+    @cached_property
+    def _fixed(self) -> Any:
+        return None if self.runner is None else self.runner.steps_of(self.model)
 
     @property
     def captures(self) -> bool:

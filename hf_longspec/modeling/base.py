@@ -13,22 +13,21 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
 from ..generation.cache import SpeculativeCache
+from ..generation.call import refuse_target
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
-from ..generation.masked import MASKED
 from ..generation.route import install
 from ..generation.saved_config import read_config
 from ..generation.sequences import SpeculationStats
-from ..generation.support import refuse_target
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
-from ..generation.traits import FrequencyChange
+from ..generation.wings.register import register_wings
 from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
 from .settings import ACCEPTANCE, COMMON, NGRAMS, Setting
 
 try:
-    from ..generation.cuda_graphs import release_workspaces
+    from ..generation.fast.cuda_graphs import release_workspaces
 except ImportError:  # a published draft captures nothing
     release_workspaces = None  # type: ignore[assignment]
 
@@ -38,6 +37,7 @@ except ImportError:  # a published draft has n-grams if its own method uses them
     JoinedDrafter = NgramDrafter = None  # type: ignore[assignment,misc]
 
 register()
+register_wings()
 install()
 
 # Maximum number of nodes of a tree. Its mask has an entry for each pair of nodes.
@@ -199,12 +199,11 @@ class DraftModel(PreTrainedModel):
                 "with the text of another loop. Call generate(assistant_model=draft)."
             )
         num_nodes = self.num_tree_nodes(view)
-        change = FrequencyChange.of(target.config.get_text_config(decoder=True))
-        if max_length + num_nodes > change.column:
+        if max_length + num_nodes > (limit := view.rotary_limit):
             raise ValueError(
                 f"max_length={max_length} with drafts of up to {num_nodes} tokens: the target's rotary frequencies "
-                f"change at position {change.column} (rope_parameters), and drafting beyond it would change those of "
-                f"the verification. Keep max_length at {change.column - num_nodes} or below, or call "
+                f"change at position {limit} (rope_parameters), and drafting beyond it would change those of "
+                f"the verification. Keep max_length at {limit - num_nodes} or below, or call "
                 "generate(assistant_model=draft)."
             )
         cache = SpeculativeCache(target.config, 1, max_length, tree_slots=num_nodes)
@@ -419,7 +418,7 @@ class DraftModel(PreTrainedModel):
 
 def refuse_masked(target: TargetView, name: str) -> None:
     """Refuse a target that is verified by masks for a draft that runs it by itself."""
-    if target.way is MASKED:
+    if not target.mode.takes_contexts:
         raise ValueError(
             f"{name} does not draft with {type(target.model).__name__}, whose nodes are verified by masks. Use another "
             "draft, such as NgramDraftModel."

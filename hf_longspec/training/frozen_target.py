@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..generation.cache import CACHE_NAME, HybridLayer, Rows, SpeculativeCache
-from ..generation.recurrences import ignores_earlier_states
-from ..generation.recurrent_states import StateLayer, layers_of
+from ..generation.cache import CACHE_NAME, Rows, SpeculativeCache, layers_of
 from ..generation.target_modules import LOGIT_DIVISORS, LOGIT_FACTORS, LayerInputs, TargetEnds, TargetParts
+from ..generation.wings.recurrences import ignores_earlier_states
 
 try:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -144,8 +142,7 @@ class OneLayerCache(Cache):
     values: torch.Tensor
 
     def __init__(self, config: Any, kv_layer: int):
-        states, both = partial(StateLayer, Rows(1)), partial(HybridLayer, Rows(1), 1)
-        super().__init__(layers=layers_of(config, DynamicLayer, states, both))
+        super().__init__(layers=layers_of(config, Rows(1), 1, lambda *_: DynamicLayer()))
         self.kv_layer = kv_layer
 
     def update(

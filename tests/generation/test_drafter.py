@@ -8,8 +8,8 @@ import torch
 from hf_longspec import QuestDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.drafter import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
-from hf_longspec.generation.gate import PLAIN, gate_of
 from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.wings.gate import PLAIN, gate_of
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEW_TOKENS = 21
@@ -100,7 +100,7 @@ def test_experts_do_not_count():
 
 @pytest.fixture
 def gated(monkeypatch):
-    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
+    monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", gate_of)
 
 
 @pytest.mark.parametrize("cls", [QuestDraftModel, SpecAttnDraftModel])

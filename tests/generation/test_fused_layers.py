@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 pytest.importorskip("triton", reason="fused kernels are Triton's")
 
 from hf_longspec.attention_backends.triton.layers import NORM_FORMS, ROTARY_FORMS
-from hf_longspec.generation import fused_layers
-from hf_longspec.generation.fused_layers import (
+from hf_longspec.generation.fast import fused_layers
+from hf_longspec.generation.fast.fused_layers import (
     FusedOperations,
     fused,
     fused_forward,

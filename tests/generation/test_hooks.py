@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hf_longspec import PlainDraftModel
-from hf_longspec.generation.hooks import bare, hooks_of
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.user_state import UserState
+from hf_longspec.generation.wings.hooks import bare, hooks_of
+from hf_longspec.generation.wings.user_state import UserState
 from tests.robustness.drafts import ALL_KINDS, make_draft
 from tests.tiny_targets import generate as generate_text
 from tests.tiny_targets import tiny_prompts, tiny_target

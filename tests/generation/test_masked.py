@@ -15,12 +15,12 @@ from hf_longspec import (
     SpeculativeCache,
     TokenSwiftDraftModel,
 )
-from hf_longspec.generation import masked
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.masked import HYBRID, MASKED, IndexerChoices, PlainForwards
 from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.wings import masked
+from hf_longspec.generation.wings.masked import HYBRID, MASKED, IndexerChoices, PlainForwards
 from tests.generation.drafted_calls import (
     MODES,
     NEW,
@@ -68,7 +68,7 @@ def made():
 )
 def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths, mode):
     model = made(name)
-    assert TargetView(model).way is MASKED
+    assert TargetView(model).mode is MASKED
     check_text(model, lengths, chain, **mode)
 
 
@@ -221,7 +221,7 @@ def test_a_model_that_ignores_its_mask_is_refused(made):
 
 def test_an_iteration_of_other_targets_runs_nothing_of_this_way(monkeypatch):
     model, inputs, entered = tiny_target("llama"), arguments((23, 9), do_sample=False), set()
-    assert TargetView(model).way is HYBRID
+    assert TargetView(model).mode is HYBRID
     iterate = Session.iterate
 
     def watched(self):

@@ -14,8 +14,8 @@ from transformers import (
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec.generation.call import Prompts
 from hf_longspec.generation.decoding import Session
-from hf_longspec.generation.inputs import Prompts
 from hf_longspec.generation.target import TargetView
 from tests.generation import test_unsupported
 from tests.generation.tiny_models import IMAGE_TOKEN, peaked, vision_language_model
@@ -394,7 +394,7 @@ def test_placeholders_outside_of_the_vocabulary(models):
 def test_an_image_that_text_sees_is_compared(models, monkeypatch):
     """If the prompt's end ran without what the first forward gave it, the check of the target would say so."""
     model = vision_language_model("gemma3")
-    monkeypatch.setattr("hf_longspec.generation.forward_check._checked", set())
+    monkeypatch.setattr("hf_longspec.generation.wings.forward_check._checked", set())
     after(monkeypatch, Prompts, "prefill", lambda _, own, *__: setattr(own, "logits", own.logits.flip(-1)))
     with pytest.raises(ValueError, match="cannot be verified"):
         check_image(model, random_tree, *with_image("gemma3", (17,), after=6))

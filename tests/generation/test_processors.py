@@ -11,8 +11,8 @@ from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, Waterma
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation.processors import why_stateful
 from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.wings.processors import why_stateful
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
 from tests.tiny_targets import generate, tiny_prompts, tiny_target

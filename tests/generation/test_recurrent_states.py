@@ -13,10 +13,10 @@ from hf_longspec import AssistantDraftModel, NgramDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
-from hf_longspec.generation.forward_check import _checked
-from hf_longspec.generation.masked import PlainForwards
-from hf_longspec.generation.recurrences import RECURRENCES, _functions, reached
 from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.wings.forward_check import _checked
+from hf_longspec.generation.wings.masked import PlainForwards
+from hf_longspec.generation.wings.recurrences import RECURRENCES, _functions, reached
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
 from tests.generation.drafted_calls import (
     MODES,

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation import traits
 from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.wings import trial
 from tests.generation.tiny_models import vision_language_model
 from tests.robustness.enumeration import build
 from tests.tiny_targets import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
@@ -95,8 +95,8 @@ def test_inputs_that_are_missing():
 
 class TestTheTrial:
     def test_it_runs_once_per_model(self, monkeypatch):
-        calls, run = [], traits._run
-        monkeypatch.setattr(traits, "_run", lambda *args, **kwargs: calls.append(args) or run(*args, **kwargs))
+        calls, run = [], trial._run
+        monkeypatch.setattr(trial, "_run", lambda *args, **kwargs: calls.append(args) or run(*args, **kwargs))
         model = tiny_target("llama")
         for _ in range(2):
             assert TargetView(model).why_not() == []
@@ -126,7 +126,7 @@ class TestTheTrial:
         assert model.config._attn_implementation == implementation and set(vars(model)) == attributes
 
     def test_the_claimed_prefix_needs_no_memory(self):
-        cache = traits.DummyCache(LlamaConfig(num_hidden_layers=2), 1 << 40)
+        cache = trial.DummyCache(LlamaConfig(num_hidden_layers=2), 1 << 40)
         keys, _ = cache.update(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8), 1)
         assert keys.shape == (1, 2, (1 << 40) + 2, 8) and keys.untyped_storage().nbytes() == 128
         assert cache.updated == {1} and cache.get_seq_length() == 1 << 40

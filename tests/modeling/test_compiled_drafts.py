@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
-from hf_longspec.generation import compiled_steps as compiled
+from hf_longspec.generation.fast import compiled_steps as compiled
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.calls import generate
 from tests.tiny_targets import randomize, tiny_target

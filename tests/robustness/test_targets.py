@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 from hf_longspec import PlainDraftModel
-from hf_longspec.generation import forward_check
+from hf_longspec.generation.wings import forward_check
 from tests.robustness.drafts import ALL_KINDS, make_draft
 from tests.tiny_targets import generate as generate_text
 from tests.tiny_targets import tiny_target

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable
 from itertools import takewhile
 from typing import Any
@@ -13,10 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 from ...cli import one_line
 from ...generation.cache import CACHE_NAME, SpeculativeCache
-from ...generation.masked import MASKED
-from ...generation.recurrences import limits_steps
 from ...generation.target import TargetView
-from ...generation.traits import changes_of
 from ..models import positions_of, say
 from .metrics import Metrics
 
@@ -44,7 +42,7 @@ class KeptCache:
         held, self._tokens = self._tokens, []
         pairs = zip(held, prompt[:-1], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if self.cache.state_layers and common < len(held):  # states cannot be shortened
+        if self.cache.parts and common < len(held):  # states cannot be shortened
             common = self._start if self._start <= common else 0
             self.cache.go_back()
         if common and self._is_usable:
@@ -67,8 +65,8 @@ def continues_as_one_text(model: Any) -> bool:
     Rotary frequencies that change with the length, indexers, and a clamp that Mamba-2 layers apply in forwards of
     several tokens alone tell a second turn from a first one.
     """
-    config = model.config.get_text_config(decoder=True)
-    return not (changes_of(config) or TargetView(model).way is MASKED or limits_steps(model))
+    target = TargetView(model)
+    return target.mode.continues_texts(target) and target.rotary_limit == math.inf
 
 
 class Decoder:

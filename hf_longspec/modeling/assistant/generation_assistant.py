@@ -37,10 +37,10 @@ from ...generation.drafter import (
     last_of,
     noise_of_chain,
 )
-from ...generation.recurrences import ignores_earlier_states
 from ...generation.sampling import Coupling
 from ...generation.sparse_caches import WindowedCache
 from ...generation.target import TargetView
+from ...generation.wings.recurrences import ignores_earlier_states
 
 logger = logging.get_logger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...generation.support import refuse_target
+from ...generation.call import refuse_target
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, decoder_of, final_norm_of, refuse_compiled_forward
 from ..base import DraftModel

@@ -16,7 +16,8 @@ from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
 from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
-from hf_longspec.generation import compiled_steps, decoding
+from hf_longspec.generation import decoding
+from hf_longspec.generation.fast import compiled_steps
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
 from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter

@@ -9,59 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessorList
 
-from .target_modules import before_forward
+from ..call import Call
+from ..sampling import is_history_free
+from ..target_modules import before_forward
+from ..wing import Wing
 from .user_state import UserState, random_generators
 
-# Processors whose result depends on the logits of one position only, so that they may run on all nodes at once.
-# A custom processor of this kind sets the attribute `history_free = True`. A processor that depends on the last tokens
-# only sets `history_window` to their number. Its cost then does not grow with the text, and it may be called with any
-# number of rows of `history_window` tokens, one for each node.
-HISTORY_FREE = {
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-    "MinPLogitsWarper",
-    "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopHLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-}
-# Processors that compute with tensors and numbers alone, so that they can be part of a graph.
-IN_GRAPHS = {
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "ContextualPenaltyLogitsProcessor",
-}
 # Attributes by which a processor says that its calls do not depend on one another.
 DECLARED = ("stateless", "history_free", "history_window")
-
-
-def is_history_free(processor: object) -> bool:
-    """Return whether the result of a processor depends on the scores alone."""
-    if getattr(processor, "history_free", False):
-        return True
-    name = type(processor).__name__
-    return name in HISTORY_FREE and type(processor) is getattr(logits_process, name, None)
-
-
-def longest_window(processors: LogitsProcessorList) -> int | None:
-    """Return the number of last tokens that the processors depend on; `None` if one may depend on all."""
-    longest = 1  # some processors read the batch size from the tokens
-    for processor in processors:
-        if not is_history_free(processor):
-            window = getattr(processor, "history_window", None)
-            if window is None:
-                return None
-            longest = max(longest, window)
-    return longest
 
 
 def why_stateful(processors: LogitsProcessorList, prompts: Any) -> Iterator[str]:
@@ -72,7 +29,7 @@ def why_stateful(processors: LogitsProcessorList, prompts: Any) -> Iterator[str]
     first call alone changes is made for all calls, such as the tensors of `sequence_bias`. State that only a later call
     changes is not found. Everything is put back.
     """
-    if prompts.max_length <= prompts.input_ids.shape[1] + 1:
+    if prompts.call.max_length <= prompts.input_ids.shape[1] + 1:
         return  # processors are called once
     for processor in processors:
         if is_history_free(processor) or any(getattr(processor, mark, False) for mark in DECLARED):
@@ -120,10 +77,17 @@ def _finding(processor: Any, prompts: Any) -> str | None:
 
 def _longer(ids: torch.Tensor, scores: torch.Tensor, prompts: Any) -> torch.Tensor | None:
     """Return the prompts with one token more that may follow them; `None` if plain `generate` would stop there."""
-    ends = getattr(prompts.config, "_eos_token_tensor", None)
+    ends = getattr(prompts.call.config, "_eos_token_tensor", None)
     if ends is not None:
         scores = scores.index_fill(1, ends[ends < scores.shape[1]].to(scores.device), -torch.inf)
     best, tokens = scores.max(1)
     if bool(best.isneginf().any()):
         return None
     return torch.cat([ids, tokens[:, None]], 1)
+
+
+class Processors(Wing):
+    """Logits processors whose result may depend on more than the scores."""
+
+    def why_not(self, call: Call) -> Iterator[str]:
+        yield from why_stateful(call.logits_processor, call.prompts)

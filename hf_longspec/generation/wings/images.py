@@ -10,7 +10,9 @@ those of text are equal, and differ from its place in the text by a constant. `g
 prompt, and counts on from those of its last token.
 """
 
+import math
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -18,30 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
-from .cache import CACHE_NAME, SpeculativeCache, has_gaps
+from ..cache import CACHE_NAME, SpeculativeCache
+from ..call import KNOWN_MODEL_KWARGS, Call, Prompts, refuse_positions, unpadded
+from ..target import TargetView
+from ..target_modules import before_forward
+from ..wing import Wing
 from .hooks import bare
-from .masked import PlainForwards
-from .target import TargetView
-from .target_modules import before_forward
-from .traits import RotaryLimit
-from .user_cache import held_by
 
-# Keyword arguments of `generate` for the model that the loop reads itself, or makes itself.
-KNOWN_MODEL_KWARGS = {
-    "attention_mask",
-    "cache_position",
-    "inputs_tensor",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    CACHE_NAME,
-    "position_ids",
-    "synced_gpus",
-    "tokenizer",
-    "use_cache",
-}
 # Inputs `(batch, T)` that transformers cuts along with the tokens. 0 is text in all models that are supported.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -52,9 +39,7 @@ def inputs_beside_tokens(target: TargetView, model_kwargs: dict[str, Any]) -> di
     if all(outputs is None for outputs in (inputs.get("mm_encoder_outputs") or {}).values()):
         inputs["mm_encoder_outputs"] = None  # what generate() made of pixels and the like, and here there were none
     inputs = {name: value for name, value in inputs.items() if value is not None}
-    are_text = (
-        name in TOKEN_TYPES and not value.any() and target.ignores_zeros(name) for name, value in inputs.items()
-    )
+    are_text = (name in TOKEN_TYPES and not value.any() and target.ignores(name) for name, value in inputs.items())
     return {} if all(are_text) else inputs
 
 
@@ -83,71 +68,28 @@ def of_every_forward(target: TargetView, input_ids: torch.Tensor, inputs: dict[s
         name
         for name, value in inputs.items()
         if passed.get(name) is not None
-        and not (target.ignores_zeros(name) if name in TOKEN_TYPES else target.ignores(name, value))
+        and not (target.ignores(name) if name in TOKEN_TYPES else target.ignores(name, value))
     }
 
 
-class Prompts:
-    """Prompts of a call without their padding, and inputs of the first forward beside them.
+class PromptsWithInputs(Prompts):
+    """Prompts of a call, and inputs of the first forward beside them, or positions on several axes.
 
     Attributes:
         inputs (`dict[str, Any]`): Inputs beside the tokens; empty for text alone.
-        mask (`torch.LongTensor` of shape `(batch, P)`, *optional*): 0 at padding; `None` if there is none.
-        held (`list[int]`): Number of tokens of every row that the cache holds.
-        has_gaps (`bool`): Whether there is padding between tokens of a row.
-        counts_gaps (`bool`): Whether windows of the target count that padding.
-        by_chains (`bool`): Whether the prompts run as chains that are verified, since their rows differ.
-        texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
-        rotary ([`RotaryLimit`], *optional*): `None` if the target's rotary frequencies never change.
         axes (`list[torch.LongTensor]`, *optional*): Positions `(axes, T)` of the tokens of every row, the last three on
             the axes of M-RoPE; `None` if the call has none.
-        offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): Position of the last token of every row, minus
-            its place in the text; `None` if all are 0.
-        logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Logits of the last token of each prompt, once it
-            ran with inputs beside the tokens; `None` with recurrent states.
     """
 
-    def __init__(
-        self,
-        target: TargetView,
-        input_ids: torch.Tensor,
-        config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        max_length: int,
-    ):
-        self.target, self.input_ids, self.config, self.max_length = target, input_ids, config, max_length
-        self.cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
-        mask = torch.ones_like(input_ids) if mask is None else mask
-        self.inputs = inputs_beside_tokens(target, model_kwargs)
-        self.types = {name: _unpadded(value, mask) for name, value in self.inputs.items() if name in TOKEN_TYPES}
-        self.texts = _unpadded(input_ids, mask)
-        self.axes = _unpadded_axes(model_kwargs.get("position_ids"), mask)
-        self.offsets = None
+    def __init__(self, call: Call):
+        super().__init__(call)
+        mask = torch.ones_like(self.input_ids) if call.mask is None else call.mask
+        self.inputs = call.inputs
+        self.types = {name: unpadded(value, mask) for name, value in self.inputs.items() if name in TOKEN_TYPES}
+        self.axes = _unpadded_axes(call.model_kwargs.get("position_ids"), mask)
         if self.axes is not None:
             offsets = torch.stack([row[-1:, -1] - (row.shape[1] - 1) for row in self.axes])
             self.offsets = offsets if offsets.any() else None
-        self.logits: torch.Tensor | None = None
-        self.held = held_by(self.cache, mask)
-        self.mask = mask if sum(map(len, self.texts)) < input_ids.numel() else None
-        self.has_gaps = self.mask is not None and has_gaps(mask)
-        self.counts_gaps = self.has_gaps and target.hides_keys_within(max_length)
-        lengths = {len(text) for text in self.texts}
-        # padding on the right would change states, so prompts of different lengths run as chains there
-        is_uneven = target.has_states and len(lengths) > 1
-        self.by_chains = self.counts_gaps or len(set(self.held)) > 1 or is_uneven
-        self.rotary = RotaryLimit.of(target.model, target.config, [len(text) for text in self.texts])
-        self._new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
-
-    @cached_property
-    def plain(self) -> PlainForwards:
-        """The forwards in which plain `generate` runs the tokens of this call.
-
-        It runs the padding after rows that have ended, so its cache has as many columns as the longest row.
-        """
-        width = self.input_ids.shape[1]
-        lags = tuple(width - len(text) for text in self.texts)
-        stored = max((held + lag for held, lag in zip(self.held, lags, strict=True) if held), default=0)
-        return PlainForwards(lags, stored, width, self.config.prefill_chunk_size or width)
 
     @cached_property
     def text_sizes(self) -> list[int]:
@@ -157,9 +99,9 @@ class Prompts:
         their embeddings, at the positions of text.
         """
         if not self.inputs:
-            return [len(prompt) for prompt in self._new]
+            return super().text_sizes
         model = bare(self.target.model)
-        inputs, positions = self._first_forward(DynamicCache(config=self.target.config), self._new)
+        inputs, positions = self._first_forward(DynamicCache(config=self.target.config), self.new)
         arguments = decoder_arguments(model, inputs)
         embedded, used = (arguments.get(name) for name in ("inputs_embeds", "position_ids"))
         in_place = self.axes is None
@@ -168,7 +110,7 @@ class Prompts:
         if embedded is None or embedded.shape[:2] != positions.shape[-2:] or not in_place:
             return []
         sizes = []
-        for row, prompt in enumerate(self._new):
+        for row, prompt in enumerate(self.new):
             embeddings = model.get_input_embeddings()(prompt).to(embedded.device)
             is_text = (embedded[row, : len(prompt)] == embeddings).all(-1)
             for rows in self.types.values():
@@ -181,44 +123,19 @@ class Prompts:
             sizes.append(min(size, len(prompt) - 1) if self.target.has_states else size)
         return sizes
 
-    def prefill(
-        self,
-        cache: SpeculativeCache,
-        seed_tokens: int,
-        columns: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
-        """Run all but the last tokens of every row under the model's own attention, right-padded, possibly in chunks.
-
-        With `columns`, see [`TreeContext`], and on a cache with rows of different lengths, chains are verified instead.
-
-        With inputs beside the tokens, all tokens run in one forward, and the last ones will run again, except with
-        recurrent states.
-
-        Returns:
-            `list[torch.LongTensor]`: Last tokens of every row, which are not in the cache: `seed_tokens` at most, or
-            one more with recurrent states.
-        """
-        target, chunk_size = self.target, self.config.prefill_chunk_size
+    def tails(self, seed_tokens: int) -> list[int]:
+        if not self.inputs:
+            return super().tails(seed_tokens)
         sizes = [min(seed_tokens, size) for size in self.text_sizes]
-        if self.inputs and target.has_states:  # one forward ends in the same column of all rows
-            sizes = [min(sizes)] * len(sizes)
-        elif target.has_states and not self.by_chains:  # all rows have as many new tokens
-            count = len(self._new[0]) - sizes[0]
-            # one token alone may be computed by other rules than several
-            is_alone = count % (chunk_size or max(count, 2)) == 1
-            sizes = [size + is_alone for size in sizes]
-        heads = [prompt[: len(prompt) - size] for prompt, size in zip(self._new, sizes, strict=True)]
-        if self.inputs:
-            self._run_with_inputs(cache, heads if target.has_states else self._new)
-        elif self.by_chains:
-            with target.attention():
-                target.prefill_rows(heads, cache, chunk_size, columns)
-        elif max(map(len, heads)):
-            # whole prompts after the limit, since there the last token decides the frequencies of all
-            is_passed = self.rotary is not None and self.rotary.is_passed
-            target.prefill(pad_sequence(self._new if is_passed else heads, batch_first=True), cache, chunk_size)
-        cache.set_lengths([count + len(head) for count, head in zip(self.held, heads, strict=True)])
-        return [prompt[len(head) :] for prompt, head in zip(self._new, heads, strict=True)]
+        # one forward ends in the same column of all rows
+        return [min(sizes)] * len(sizes) if self.target.has_states else sizes
+
+    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor], columns: torch.Tensor | None) -> None:
+        """Run prompts in one forward, with their last tokens, which will run again, except with recurrent states."""
+        if not self.inputs:
+            super().run(cache, heads, columns)
+        else:
+            self._run_with_inputs(cache, heads if self.target.has_states else self.new)
 
     def _run_with_inputs(self, cache: SpeculativeCache, prompts: list[torch.Tensor]) -> None:
         """Run prompts or their beginnings in one forward, and keep the logits of the last tokens of whole prompts."""
@@ -226,7 +143,7 @@ class Prompts:
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=positions.device)
         columns, of_row = last.unique(return_inverse=True)
         logits = self.target.model(**inputs, **self.target.keeping(columns)).logits
-        if prompts is self._new:
+        if prompts is self.new:
             where = last if logits.shape[1] == positions.shape[-1] else of_row
             self.logits = logits[range(len(last)), where.to(logits.device)]
 
@@ -250,11 +167,6 @@ class Prompts:
             **(self.inputs | types),
         )
         return inputs, positions
-
-
-def _unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
-    """Return the rows of `(batch, P)` values without padding, where `mask` is 0."""
-    return [row[keep.bool()] for row, keep in zip(values, mask, strict=True)]
 
 
 def _unpadded_axes(positions: torch.Tensor | None, mask: torch.Tensor) -> list[torch.Tensor] | None:
@@ -286,3 +198,105 @@ def decoder_arguments(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[st
     finally:
         handle.remove()
     return caught
+
+
+class Inputs(Wing):
+    """Images and other inputs beside the tokens, and positions on several axes."""
+
+    def change(self, call: Call) -> None:
+        """Read the inputs, and check positions on several axes, which `generate` makes for M-RoPE."""
+        call.inputs = inputs_beside_tokens(call.target, call.model_kwargs)
+        call.prompts_class = PromptsWithInputs
+        positions = call.position_ids
+        if positions is not None and positions.dim() == 3 and positions.shape[-1] == call.tokens.shape[1]:
+            call.position_ids = None
+            if not call.inputs:
+                # they begin elsewhere if the cache holds an image
+                count = call.tokens.shape[1] if call.mask is None else call.mask.sum(-1, keepdim=True)
+                refuse_positions(positions[-3:], call.tokens, call.mask, positions[-1:, :, -1:] - (count - 1))
+
+    def why_not(self, call: Call) -> Iterator[str]:
+        prompts: Any = call.prompts
+        if prompts.inputs or prompts.offsets is not None:
+            yield from _reasons_of_positions(prompts)
+        if prompts.inputs:
+            yield from _reasons_of_inputs(prompts, prompts.inputs)
+
+
+def _reasons_of_positions(prompts: PromptsWithInputs) -> Iterator[str]:
+    """Yield reasons why positions after images (M-RoPE) would differ from those of plain `generate`."""
+    model = prompts.target.model
+    names = names_of(prompts.inputs) or (CACHE_NAME if any(prompts.held) else "position_ids")
+    counts_on = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    if any(hasattr(part, "rope_deltas") for part in model.modules()) and not (counts_on and prompts.axes is not None):
+        yield (
+            f"{names}: multimodal positions (M-RoPE), as {type(model).__name__} uses them, are not supported with a "
+            "draft. Pass text only, in a new cache."
+        )
+    if prompts.offsets is not None and prompts.target.rotary_limit < math.inf:
+        yield (
+            f"{names}: positions that differ from the places of tokens by {prompts.offsets.flatten().tolist()} "
+            "(M-RoPE) are not supported with rotary frequencies that change (rope_parameters). Pass text only, "
+            "in a new cache."
+        )
+
+
+def _reasons_of_inputs(prompts: PromptsWithInputs, inputs: dict[str, Any]) -> Iterator[str]:
+    """Yield reasons why text after these inputs beside the tokens would differ from that of plain `generate`."""
+    target, input_ids = prompts.target, prompts.input_ids
+    names, kind = names_of(inputs), type(target.model).__name__
+    if not target.mode.takes_inputs:
+        yield (f"{names}: inputs beside the tokens are not supported with the masks of {kind}. Pass text only.")
+    if repeated := sorted(of_every_forward(target, input_ids, inputs)):
+        yield (
+            f"{', '.join(repeated)}: plain generate passes it to every forward, and speculative decoding to the first "
+            "one only. Drop it if it is not needed."
+        )
+    chunk_size = prompts.chunk_size
+    if chunk_size is not None and chunk_size < input_ids.shape[1]:
+        yield (
+            f"prefill_chunk_size={chunk_size} is not supported with {names}, as the prompt then runs in one forward. "
+            "Drop prefill_chunk_size."
+        )
+    if stored := max(prompts.held):
+        yield (
+            f"{CACHE_NAME} holds {stored} tokens, and {names} needs an empty cache. Drop {CACHE_NAME}, or drop "
+            "the inputs if the cache already contains them."
+        )
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    of_tokens = {name for name, value in tensors.items() if value.shape[:2] == input_ids.shape}
+    if (prompts.mask is not None or target.has_states) and (unknown := sorted(of_tokens - set(TOKEN_TYPES))):
+        yield (
+            f"{', '.join(unknown)}: inputs with a value for each token are not supported with padding or recurrent "
+            "states. Pass prompts of equal length, or one at a time."
+        )
+    if target.has_states and len(set(map(len, prompts.texts))) > 1:
+        yield (
+            f"{names}: prompts of different lengths are not supported with such inputs and recurrent states. Pass "
+            "prompts of equal length, or one at a time."
+        )
+    if prompts.counts_gaps:
+        yield (
+            f"attention_mask has zeros between tokens, which are not supported with {names} on a target with sliding "
+            "windows. Move the zeros to the left of each row."
+        )
+    if (largest := int(input_ids.max())) >= target.vocab_size:
+        yield (
+            f"input_ids contains {largest}, and the vocabulary has {target.vocab_size} tokens: drafts embed "
+            "placeholders as well. Use a placeholder of the vocabulary."
+        )
+    if (column := prompts.target.rotary_limit) < prompts.call.max_length:
+        yield (
+            f"max_length={prompts.call.max_length} with {names}: rotary frequencies change at position {column}, where "
+            f"the prompt may have to run again, without these inputs. Keep max_length at {column} or below."
+        )
+    if not (sizes := prompts.text_sizes):
+        yield (
+            f"{names}: the decoder of {kind} does not get one embedding per token, at the position of the token. Pass "
+            "text only."
+        )
+    elif 0 in sizes:
+        yield (
+            f"the prompt of row {sizes.index(0)} does not end with text: its last token belongs to {names}. Add a "
+            "token of text."
+        )

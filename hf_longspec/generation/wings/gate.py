@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from .draft_tree import DraftTree
-from .drafter import Drafter, Verification
-from .sequences import GateDecision, SpeculationStats
+from ..draft_tree import DraftTree
+from ..drafter import Drafter, Verification
+from ..sequences import GateDecision, SpeculationStats
+from ..wing import Wing
 
 logger = logging.get_logger(__name__)
 
@@ -376,3 +377,11 @@ def message_of(decision: GateDecision) -> str:
     else:
         speeds = f"{draft:.3g} vs {plain:.3g} tokens/s"
     return f"longspec: drafting paused, plain decoding is faster here ({speeds}); see docs/gate.md"
+
+
+class Gate(Wing):
+    """The gate of calls that speculate."""
+
+    def drafter(self, drafter: Drafter, session: Any) -> Any:
+        """Return the drafter of a [`Session`], maybe hidden from some steps."""
+        return gated(drafter, session.draft, session.stats, session.may_speculate if session.is_limited else None)

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 from transformers.cache_utils import Cache
 
-from ..attention_backends.lengths import SeqLens
+from ...attention_backends.lengths import SeqLens
 
 
 class StepCache(Cache):

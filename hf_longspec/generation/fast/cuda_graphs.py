@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..attention_backends.lengths import SeqLens
-from .cache import SpeculativeCache
+from ...attention_backends.lengths import SeqLens
+from ..cache import SpeculativeCache
+from .fixed_steps import FixedSteps
 
 logger = logging.get_logger(__name__)
 
@@ -74,6 +75,10 @@ class CapturedRunner:
         self.state = state_of(model), state_of(draft)
         # Graphs of this call, by what differs within one call. It takes microseconds to look one up.
         self._graphs: dict[tuple, CapturedFunction] = {}
+
+    def steps_of(self, model: PreTrainedModel) -> FixedSteps:
+        """Return the steps of a target, which this runner captures."""
+        return FixedSteps(model, self)
 
     def takes(self, lengths: SeqLens) -> bool:
         """Return `True`: any prefix can be captured."""

@@ -6,7 +6,7 @@ copies, with slots for the padding: the loop drops it, and plain `generate` keep
 its windows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,13 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
+from transformers.utils import logging
 
-from .cache import CACHE_NAME, IndexedLayer, SpeculativeCache, columns_of, slots_of
-from .recurrent_states import StateLayer, give_back_states, has_states, take_over_states
+from ..cache import CACHE_NAME, SpeculativeCache, slots_of
+from ..call import Call, CallCache, columns_of
+from ..wing import Wing
+
+logger = logging.get_logger(__name__)
 
 try:
     from transformers.cache_utils import DynamicIndexedLayer
@@ -83,15 +87,17 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     )
 
 
-def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, config: PreTrainedConfig) -> None:
+def refuse_cache(
+    cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, config: PreTrainedConfig, has_states: bool
+) -> None:
     """Refuse a cache of other rows than those of `input_ids` `(batch, P)`, and one that does not begin their text.
 
-    A cache that has no layers for the recurrent states of this text config is refused, too. The other arguments are
-    `past_key_values`, `input_ids` and `attention_mask` of the call.
+    With `has_states`, a cache is refused that has no layers for the recurrent states of this text config. The other
+    arguments are `past_key_values`, `input_ids` and `attention_mask` of the call.
     """
     if not (is_ours := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
         return
-    if has_states(config):
+    if has_states:
         _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else DynamicCache(config=config))
     stored = _stored(cache)
     rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
@@ -141,8 +147,8 @@ def take_over(
     stored = _stored(cache)
     columns = None if mask is None else columns_of(mask, max(held))
     for layer, buffer in zip(cache.layers, buffers.layers, strict=False):
-        if isinstance(buffer, StateLayer):
-            take_over_states(layer, buffer)
+        if hasattr(buffer, "adopt"):
+            buffer.adopt(layer, stored, held, columns)
         if _holds(layer):
             buffer.lazy_initialization(layer.keys, layer.values)
             first = stored - layer.keys.shape[2]
@@ -154,12 +160,6 @@ def take_over(
                 places = (columns - first).clamp(0, layer.keys.shape[2] - 1)
                 buffer.keys[:, :, : max(held)] = slots_of(layer.keys, places)
                 buffer.values[:, :, : max(held)] = slots_of(layer.values, places)
-        if isinstance(buffer, IndexedLayer) and layer.is_indexer_initialized:
-            keys = layer.indexer_keys[:, None]
-            buffer.indexer.lazy_initialization(keys, keys[..., :0])
-            buffer.indexer.keys[:, :, : max(held)] = (
-                keys if columns is None else slots_of(keys, columns.clamp_max(stored - 1))
-            )
     buffers.set_lengths(held)
 
 
@@ -177,8 +177,6 @@ def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: to
     if columns is not None:
         length = int(columns.gather(1, buffers.lengths.on(columns.device)[:, None]).min())
     for index, buffer in enumerate(buffers.layers):
-        if isinstance(buffer, StateLayer):
-            give_back_states(buffer, cache.layers[index])
         if _holds(buffer):
             while len(cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
                 cache.layers.append(DynamicLayer())
@@ -186,16 +184,11 @@ def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: to
             if not layer.is_initialized:
                 layer.lazy_initialization(buffer.keys, buffer.values)
             _point(layer, buffer.keys, buffer.values, length, columns)
-        if isinstance(buffer, IndexedLayer) and buffer.indexer.is_initialized:
-            keys = buffer.indexer.keys
-            if not layer.is_indexer_initialized:
-                layer.lazy_initialization_indexer(keys[:, 0])
-            if columns is not None:
-                keys = slots_of(keys, _places(columns, 0, length))
-            layer.indexer_keys = keys[:, 0, :length]
+        if hasattr(buffer, "give_back"):
+            buffer.give_back(cache.layers[index], length, columns)
 
 
-def _places(columns: torch.Tensor, first: int, length: int) -> torch.Tensor:
+def places_of(columns: torch.Tensor, first: int, length: int) -> torch.Tensor:
     """Return the slots of the columns from `first` to `length` of every row; those of padding are any."""
     numbers = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
     return (torch.searchsorted(columns, numbers, right=True) - 1).clamp_min(0)
@@ -212,7 +205,7 @@ def _point(
     if columns is None:
         layer.keys, layer.values = keys[:, :, first:length], values[:, :, first:length]
         return
-    places = _places(columns, first, length)
+    places = places_of(columns, first, length)
     layer.keys, layer.values = slots_of(keys, places), slots_of(values, places)
 
 
@@ -256,3 +249,64 @@ def _holds(layer: Any) -> bool:
 def _stored(cache: Any) -> int:
     """Return the length, which is a tensor in a `StaticCache`."""
     return int(cache.get_seq_length())
+
+
+class OwnCache(CallCache):
+    """A [`SpeculativeCache`] of the user, of this or another copy of the package."""
+
+    is_users = True
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+
+    def refuse(self, call: Call) -> None:
+        refuse_cache(self.cache, call.tokens, call.mask, call.target.config, call.target.has_states)
+
+    def held(self, mask: torch.Tensor) -> list[int]:
+        return held_by(self.cache, mask)
+
+    def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
+        return super().open(call, nodes, self.cache)
+
+
+class UserCache(OwnCache):
+    """A `DynamicCache` of the user, which is adopted at the start, and updated at the end."""
+
+    def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
+        cache = CallCache.open(self, call, nodes, None)
+        take_over(self.cache, cache, call.prompts.held, call.prompts.mask)
+        return cache
+
+    def settle(self, session: Any, columns: torch.Tensor | None, is_kept: bool) -> None:
+        if session.target.has_states and not (is_kept and _ends_in_one_column(session)):
+            logger.info("%s is as before the call, as states of rows of different lengths do not fit it.", CACHE_NAME)
+        else:
+            bring_up_to_date(self.cache, session.cache, columns)
+
+    def returned(self, cache: SpeculativeCache) -> Any:
+        return self.cache
+
+
+def _ends_in_one_column(session: Any) -> bool:
+    """Return whether all rows have got as many tokens, so that a cache of the user's can hold their states."""
+    texts = zip(session.cache.lengths.host, session.prompts.texts, strict=True)
+    return len({held - len(text) for held, text in texts}) == 1
+
+
+class UserCaches(Wing):
+    """Calls with a cache of the user, or in which the loop would have to store keys and values in another way."""
+
+    def change(self, call: Call) -> None:
+        cache = call.model_kwargs[CACHE_NAME]
+        if is_own(cache):
+            call.store = OwnCache(cache)
+        elif user_cache_of(cache) is not None:
+            call.store = UserCache(cache)
+
+    def why_not_made(self, implementation: str | None) -> str | None:
+        """Return why the loop cannot run with a cache that `generate` makes for this `cache_implementation`."""
+        return why_not_stored(None, implementation)
+
+    def why_not(self, call: Call) -> Iterator[str]:
+        if reason := why_not_stored(call.model_kwargs[CACHE_NAME], call.config.cache_implementation):
+            yield reason

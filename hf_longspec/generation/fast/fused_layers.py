@@ -31,7 +31,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from transformers.utils import logging
 
-from ..attention_backends.triton.layers import (
+from ...attention_backends.triton.layers import (
     NORM_FORMS,
     ROTARY_FORMS,
     NormForm,
@@ -40,8 +40,8 @@ from ..attention_backends.triton.layers import (
     gated,
     rotate,
 )
+from ..target_modules import ROTATION, rotated
 from .step_cache import StepCache
-from .target_modules import ROTATION, rotated
 
 logger = logging.get_logger(__name__)
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from ..attention_backends.lengths import SeqLens
-from .draft_tree import DraftTree
+from ...attention_backends.lengths import SeqLens
+from ..draft_tree import DraftTree
 
 # Packages with other implementations of these functions, which transformers prefers when they are installed.
 KERNEL_PACKAGES = ("fla", "mamba_ssm", "causal_conv1d")
@@ -86,7 +86,7 @@ class StagedNodes:
         return self._windows[size]
 
 
-class Accepted:
+class Kept:
     """Nodes that a commit keeps: the first `counts[b]` of `path` `(B, M)`, which is a chain from node 0 by default."""
 
     def __init__(self, nodes: StagedNodes, path: Tensor | None, counts: SeqLens):
@@ -111,9 +111,9 @@ class Stepped:
 
     state: Tensor
 
-    def after(self, accepted: Accepted, before: Tensor | None) -> Tensor:
+    def after(self, kept: Kept, before: Tensor | None) -> Tensor:
         """Return the state after the accepted nodes."""
-        return accepted.choose(self.state, torch.zeros_like(self.state) if before is None else before)
+        return kept.choose(self.state, torch.zeros_like(self.state) if before is None else before)
 
 
 @dataclass
@@ -123,11 +123,11 @@ class Window:
     inputs: Tensor
     size: int
 
-    def after(self, accepted: Accepted, before: Tensor | None) -> Tensor:
+    def after(self, kept: Kept, before: Tensor | None) -> Tensor:
         """Return the window `(B, C, K)` after the accepted nodes."""
-        windows = accepted.nodes.windows(self.size)
-        window = windows[accepted.rows if len(windows) > 1 else 0, accepted.last]
-        window = torch.where(accepted.keeps[:, None], window, torch.arange(self.size, device=window.device))
+        windows = kept.nodes.windows(self.size)
+        window = windows[kept.rows if len(windows) > 1 else 0, kept.last]
+        window = torch.where(kept.keeps[:, None], window, torch.arange(self.size, device=window.device))
         index = window.to(self.inputs.device)[:, None].expand(-1, self.inputs.shape[1], -1)
         return self.inputs.gather(2, index)
 
@@ -140,12 +140,12 @@ class ClosedForm:
     right: Tensor
     decays: Tensor
 
-    def after(self, accepted: Accepted, before: Tensor | None) -> Tensor:
+    def after(self, kept: Kept, before: Tensor | None) -> Tensor:
         """Return the state after the accepted nodes."""
         device = self.left.device
-        rows, last = accepted.rows.to(device), accepted.last.to(device)
-        total = torch.where(accepted.keeps.to(device)[:, None, None], self.decays[rows, :, last], 0)[..., None, :]
-        on_path = accepted.on_path.to(device)[:, None, :, None]
+        rows, last = kept.rows.to(device), kept.last.to(device)
+        total = torch.where(kept.keeps.to(device)[:, None, None], self.decays[rows, :, last], 0)[..., None, :]
+        on_path = kept.on_path.to(device)[:, None, :, None]
         weights = (total - self.decays).masked_fill(~on_path, -torch.inf).exp()
         state = (self.left * weights).mT @ self.right
         return state if before is None else torch.addcmul(state, before.float(), total.exp().mT)
@@ -157,11 +157,11 @@ class PerNode:
 
     states: Tensor
 
-    def after(self, accepted: Accepted, before: Tensor | None) -> Tensor:
+    def after(self, kept: Kept, before: Tensor | None) -> Tensor:
         """Return the state after the accepted nodes."""
         device = self.states.device
-        state = self.states[accepted.rows.to(device), accepted.last.to(device)]
-        return accepted.choose(state, torch.zeros_like(state) if before is None else before)
+        state = self.states[kept.rows.to(device), kept.last.to(device)]
+        return kept.choose(state, torch.zeros_like(state) if before is None else before)
 
 
 def hand_over(layer: Any) -> None:
@@ -370,7 +370,7 @@ def reached(model: nn.Module) -> Iterator[None]:
                     vars(sys.modules[name]).update(originals)
 
 
-def why_not(model: nn.Module, config: Any) -> list[str]:
+def why_not_reached(model: nn.Module, config: Any) -> list[str]:
     """Return why the states of a model cannot be verified and rolled back; empty if they can."""
     reasons = []
     functions = {name for kind in {type(module).__module__ for module in model.modules()} for name in _functions(kind)}

@@ -13,9 +13,8 @@ plain `generate`.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,18 +22,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ..attention_backends.contexts import TreeContext
-from ..attention_backends.lengths import on_device
-from .cache import CACHE_NAME, IndexedLayer, SpeculativeCache
-from .draft_tree import DraftTree
+from ...attention_backends.contexts import TreeContext
+from ..cache import CACHE_NAME, Rows, SpeculativeCache, SpeculativeLayer, slots_of
+from ..draft_tree import DraftTree
+from ..target_modules import shape_of
+from ..wing import LayerTraits, VerificationMode
 from .hooks import bare
-from .recurrent_states import INDEXED_LAYERS, has_states
-from .target_modules import logits_under, shape_of
-from .traits import LayerTraits, cut_by_the_stock_cache, ignores_zeros, try_backends
+from .plain_forwards import PlainForwards
+from .trial import CHUNKED_LAYER, HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
+from .user_caches import places_of
 
-CHUNKED_LAYER, SLIDING_LAYER = "chunked_attention", "sliding_attention"
+SLIDING_LAYER = "chunked_attention", "sliding_attention"
 # Attention implementations of transformers that take a mask for each query and key.
 IMPLEMENTATIONS = ("eager", "sdpa")
+# Types of layers with an indexer, whose keys are cached beside those of the layer; the second one before 5.23.
+INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 
 # Tokens of the two rows of a trial.
 TRIAL_PROMPTS = (9, 5)
@@ -42,35 +44,64 @@ TRIAL_PROMPTS = (9, 5)
 FIRST_TOKEN, LAST_TOKEN = 3, 10
 # Parents of the nodes of a trial: two branches, the second of which lies after the first.
 TRIAL_PARENTS = (-1, 0, 1, 0, 3)
-# Largest difference of two logits of a trial, relative to their standard deviation. Rounding in float32 changed those
-# of the tiny targets of the tests by at most 1e-5; models that ignored the mask or the positions, by 0.2 and more, and
-# models without training that attend to later tokens (BERT's kin in transformers 5.17) by 5e-4.
-TRIAL_TOLERANCE = 2e-4
-# Likewise in half precision.
-HALF_TRIAL_TOLERANCE = 0.5
 
 
-@dataclass(frozen=True)
-class PlainForwards:
-    """The forwards in which plain `generate` runs the tokens of a call: prompts in chunks, then one column each."""
+class IndexedLayer(SpeculativeLayer):
+    """Keys and values of a layer that has an indexer, with the keys of the indexer in slots of their own.
 
-    lags: tuple[int, ...]  # padding before the tokens of each row
-    stored: int  # columns that the cache of plain `generate` held before the call
-    prompt: int  # columns of the prompts
-    chunk: int  # columns of a forward of the prompts
+    Attributes:
+        indexer ([`SpeculativeLayer`]): Keys `(B, 1, S, D)` of the indexer, and values of width 0.
+    """
 
-    def num_keys(self, columns: Tensor) -> Tensor:
-        """Return the number of keys in the forward of the tokens in these columns."""
-        ends = self.stored + ((columns - self.stored) // self.chunk + 1) * self.chunk
-        is_prompt = (columns >= self.stored) & (columns < self.prompt)
-        return torch.where(is_prompt, ends.clamp_max(self.prompt), columns + 1)
+    def __init__(self, rows: Rows, capacity: int):
+        super().__init__(rows, capacity)
+        self.indexer = SpeculativeLayer(rows, capacity)
 
-    def are_steps(self, places: Tensor) -> Tensor:
-        """Return which tokens at `places` `(B, N)` of their texts run in forwards of one column after a state."""
-        columns = places + on_device(self.lags, places.device)[:, None]
-        begins = columns - (columns - self.stored) % self.chunk
-        is_alone = (columns < self.stored) | (columns >= self.prompt) | (self.num_keys(columns) - begins == 1)
-        return is_alone & (columns > 0)
+    @property
+    def buffers(self) -> list[SpeculativeLayer]:
+        """The parts of this layer that hold an entry for each token."""
+        return [self, self.indexer]
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write new keys `(B, N, D)` of the indexer, and return all written so far, the new ones included."""
+        keys = indexer_key_states[:, None]
+        return self.indexer.update(keys, keys[..., :0])[0][:, 0]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens."""
+        super().crop(tokens_to_remove)
+        self.indexer.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Remove all tokens, and keep the buffers."""
+        super().reset()
+        self.indexer.reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows in place, for beam search."""
+        super().reorder_cache(beam_idx)
+        self.indexer.reorder_cache(beam_idx)
+
+    def adopt(self, layer: Any, stored: int, held: Sequence[int], columns: Tensor | None) -> None:
+        """Copy the keys of the indexer of a user's cache, which holds `stored` columns."""
+        if not layer.is_indexer_initialized:
+            return
+        keys = layer.indexer_keys[:, None]
+        self.indexer.lazy_initialization(keys, keys[..., :0])
+        self.indexer.keys[:, :, : max(held)] = (
+            keys if columns is None else slots_of(keys, columns.clamp_max(stored - 1))
+        )
+
+    def give_back(self, layer: Any, length: int, columns: Tensor | None) -> None:
+        """Point the indexer of a user's cache to the keys of the first `length` columns."""
+        if not self.indexer.is_initialized:
+            return
+        keys = self.indexer.keys
+        if not layer.is_indexer_initialized:
+            layer.lazy_initialization_indexer(keys[:, 0])
+        if columns is not None:
+            keys = slots_of(keys, places_of(columns, 0, length))
+        layer.indexer_keys = keys[:, 0, :length]
 
 
 class IndexerChoices(TorchFunctionMode):
@@ -310,29 +341,6 @@ def ignores_zeros_by_logits(model: PreTrainedModel, config: Any, name: str) -> b
     return torch.equal(without, with_zeros)
 
 
-@dataclass(frozen=True)
-class Way:
-    """How the nodes of a tree are verified."""
-
-    name: str
-    logits: Callable[..., Tensor]  # logits of a forward over nodes, with the arguments of [`logits_under`]
-    trial: Callable[[PreTrainedModel, Any], LayerTraits]  # finds the traits of the layers
-    ignores_zeros: Callable[[PreTrainedModel, Any, str], bool]  # whether zeros as this input change nothing
-
-
-HYBRID = Way("hybrid tree attention", logits_under, try_backends, ignores_zeros)
-MASKED = Way("masked", masked_logits, try_mask, ignores_zeros_by_logits)
-
-
-def way_of(model: PreTrainedModel, config: Any) -> Way:
-    """Return the way of verification of a model, as far as its class and its text config tell."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if has_states(config) or getattr(model, "_is_stateful", False):
-        return HYBRID
-    has_own_masks = bool(kinds & {*INDEXED_LAYERS, CHUNKED_LAYER}) or bool(shape_of(config, "attention_chunk_size"))
-    return MASKED if has_own_masks or not model._can_set_attn_implementation() else HYBRID
-
-
 def why_not_masked(model: PreTrainedModel, config: Any) -> list[str]:
     """Return reasons why a model cannot be verified by masks, as far as its class and its text config tell."""
     reasons = []
@@ -354,3 +362,78 @@ def why_not_masked(model: PreTrainedModel, config: Any) -> list[str]:
                 f"its config has {', '.join(sizes)}, and its layers may count a window by slots of the cache"
             )
     return reasons
+
+
+class MaskedMode(VerificationMode):
+    """Verify nodes under the model's own attention, by a mask."""
+
+    name = "masked"
+    has_fixed_shapes = False
+    logits = staticmethod(masked_logits)
+    takes_unreached = True
+    takes_inputs = takes_contexts = False
+    # the choice of an indexer depends on the number of tokens of a forward if there are ties
+    tells_single_tokens = True
+
+    def applies(self, target: Any) -> bool:
+        config, kinds = target.config, set(getattr(target.config, "layer_types", None) or ())
+        has_own_masks = kinds & {*INDEXED_LAYERS, CHUNKED_LAYER} or shape_of(config, "attention_chunk_size")
+        is_unreachable = not target.model._can_set_attn_implementation()
+        return bool(has_own_masks or is_unreachable) and not getattr(target.model, "_is_stateful", False)
+
+    def trial(self, model: PreTrainedModel, config: Any) -> LayerTraits:
+        return try_mask(model, config)
+
+    def ignores(self, target: Any, name: str, value: Any) -> bool:
+        if value is None:
+            return ignores_zeros_by_logits(target.model, target.config, name)
+        return ignores(target.model, target.config, name, value)
+
+    def attention(self, target: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def around_prefill(self, cache: Any, positions: Tensor, num_keys: int) -> AbstractContextManager[Any]:
+        return choices_of(cache, positions, num_keys)
+
+    def kinds(self) -> set[str]:
+        return {*INDEXED_LAYERS, CHUNKED_LAYER}
+
+    def why_not_fixed(self, name: str) -> str | None:
+        return f"{name}, whose nodes are verified by a mask that grows with the text"
+
+    def why_not(self, target: Any) -> list[str]:
+        return []
+
+    def why_not_tried(self, target: Any) -> list[str]:
+        """Return reasons why masks do not work, after those why the attention backends cannot compute the layers."""
+        reasons = why_not_masked(target.model, target.config) or target.traits_by(self).reasons
+        if not reasons:
+            return []
+        if not target.model._can_set_attn_implementation():
+            return ["its attention does not go through transformers' AttentionInterface", *reasons]
+        return reasons if target.declared_mode is self else [*target.traits_by(HYBRID).reasons, *reasons]
+
+    def continues_texts(self, target: Any) -> bool:
+        return False
+
+    def why_not_call(self, call: Any) -> Iterator[str]:
+        """Yield reasons why masks over prefix and nodes would differ from those of plain `generate`."""
+        kind, prompts = type(call.target.model).__name__, call.prompts
+        if prompts.has_gaps:
+            yield (
+                f"attention_mask has zeros between tokens, which is not supported with the masks of {kind}. Move the "
+                "zeros to the left of each row."
+            )
+        limit = first_count_that_matters(call.target.config)
+        if call.max_length > limit and (len(prompts.texts) > 1 or prompts.mask is not None):
+            yield (
+                f"max_length={call.max_length}: from {limit} tokens on (floor_scale), {kind} scales queries by "
+                "positions that count the padding of a batch. Pass one prompt without padding, or a smaller max_length."
+            )
+
+    def begin(self, cache: Any, prompts: Any) -> None:
+        cache.rows.plain = PlainForwards.of(prompts)
+
+
+MASKED = MaskedMode()
+LAYERS_OF_INDEXERS = dict.fromkeys(INDEXED_LAYERS, IndexedLayer)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..wing import Wing
+
 
 class Ranks:
     """Communicate between the ranks that share the heads of a target."""
@@ -55,3 +57,11 @@ class Ranks:
         parts = [torch.empty_like(heads, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, heads.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
+
+
+class Parallel(Wing):
+    """Targets whose heads several processes share."""
+
+    def ranks_of(self, model: PreTrainedModel) -> Ranks | None:
+        """Return the ranks of a model."""
+        return Ranks.of(model)

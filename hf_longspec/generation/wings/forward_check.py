@@ -10,19 +10,19 @@ without `position_ids`, the tree mask, a softcap, sinks, or a window that is sho
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from .cache import CACHE_NAME, SpeculativeCache
-from .draft_tree import DraftTree
+from ..cache import CACHE_NAME, SpeculativeCache
+from ..call import Call
+from ..draft_tree import DraftTree
+from ..target import TargetView
+from ..wing import Wing
 from .hooks import bare, hooks_of
-from .inputs import Prompts
-from .masked import MASKED, TRIAL_TOLERANCE, plain_logits
-from .target import SEED_TOKENS_OF_STATES, TargetView
-from .traits import rotary_state_kept
+from .trial import TRIAL_TOLERANCE, rotary_state_kept
 from .user_state import UserState, random_generators
 
 logger = logging.get_logger(__name__)
@@ -74,7 +74,7 @@ def check_target(
     view = _after(cache, start, target, room=tree.num_nodes)
     # one token at a time, as plain generate does: with states, some functions for several tokens differ from it, and
     # the choice of an indexer depends on the number of tokens if there are ties
-    is_single = target.has_states or target.way is MASKED
+    is_single = target.mode.tells_single_tokens
     parts = [slice(i, i + 1) for i in range(count)] if is_single else [slice(None)]
     steps = ({"input_ids": chain[:, part], "position_ids": view.position_ids(positions[:, part])} for part in parts)
     logits_of = [target.model(**step, **{CACHE_NAME: view}, use_cache=True).logits for step in steps]
@@ -111,8 +111,8 @@ def _after(cache: SpeculativeCache, start: int, target: TargetView, room: int) -
     """Return a cache over the same buffers in which all rows hold `start` tokens, as many as the longest."""
     rows = cache.batch_size
     view = SpeculativeCache(target.config, rows, start + room, tree_slots=room)
-    for view_state, state in zip(view.state_layers, cache.state_layers, strict=True):
-        view_state.put(state.copied())
+    for view_part, part in zip(view.parts, cache.parts, strict=True):
+        view_part.copy_from(part)
     for view_layer, layer in zip(view.key_layers, cache.key_layers, strict=True):
         if layer.is_initialized:
             view_layer.keys, view_layer.values = layer.keys, layer.values
@@ -160,17 +160,19 @@ def _computes_exactly(model: torch.nn.Module) -> bool:
 
 # Most tokens of a prompt that a comparison of hooks runs. Hooks that distinguish forwards of more tokens are not found.
 HOOKED_TOKENS = 256
+# Most last tokens of a prompt that a verification mode runs as a chain.
+MOST_SEED_TOKENS = 2
 # A difference may be this many times as large as that of the model without its hooks.
 MARGIN = 4
 
 
-def why_not_hooked(prompts: Prompts, num_nodes: int) -> str | None:
+def why_not_hooked(call: Call, num_nodes: int) -> str | None:
     """Return why a user's hooks would have another effect with trees of `num_nodes` nodes; `None` if they would not.
 
     The end of the prompts runs as plain `generate` runs it, and as prefill, chain and tree. The hooks are left as they
     were.
     """
-    target = prompts.target
+    target = call.target
     if not (hooks := hooks_of(target.model)):
         return None
     names = ", ".join(dict.fromkeys(name for name, *_ in hooks))
@@ -184,7 +186,7 @@ def why_not_hooked(prompts: Prompts, num_nodes: int) -> str | None:
     error, (gap, tolerance) = None, (0.0, 0.0)
     try:
         with target.lock(), rotary_state_kept(target.model):
-            gap, tolerance = _gap(prompts, num_nodes)
+            gap, tolerance = _gap(call, num_nodes)
     except torch.OutOfMemoryError:
         raise
     except Exception as caught:  # a hook may raise anything
@@ -211,32 +213,34 @@ def why_not_hooked(prompts: Prompts, num_nodes: int) -> str | None:
     return None
 
 
-def _gap(prompts: Prompts, num_nodes: int) -> tuple[float, float]:
+def _gap(call: Call, num_nodes: int) -> tuple[float, float]:
     """Return the largest difference of two logits with a user's hooks, and the largest one that rounding explains."""
-    target = prompts.target
-    plain, drafted = _both_ways(target, prompts, num_nodes)
+    target = call.target
+    plain, drafted = _both_ways(target, call, num_nodes)
     gap, tolerance = _largest_gap(drafted, plain), TRIAL_TOLERANCE * _spread(plain)
     if gap > tolerance:
         unhooked = copy.copy(target)
         unhooked.model = bare(target.model)
-        plain, drafted = _both_ways(unhooked, prompts, num_nodes)
+        plain, drafted = _both_ways(unhooked, call, num_nodes)
         tolerance = max(tolerance, MARGIN * _largest_gap(drafted, plain))
     return gap, tolerance
 
 
-def _both_ways(target: TargetView, prompts: Prompts, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _both_ways(target: TargetView, call: Call, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits `(B, n, vocab)` of the last tokens of prompts and some more, by plain and by drafted forwards."""
-    longest = min(prompts.text_sizes) if prompts.inputs else max(prompts.text_sizes)  # without the places of images
-    tokens = prompts.input_ids[:, -min(HOOKED_TOKENS, longest) :]
+    sizes = call.prompts.text_sizes
+    longest = min(sizes) if call.inputs else max(sizes)  # without the places of images
+    tokens = call.tokens[:, -min(HOOKED_TOKENS, longest) :]
     count, (rows, length) = min(NUM_TOKENS, num_nodes), tokens.shape
     chain = tokens[:, -1:].expand(-1, count)
     cache = SpeculativeCache(target.config, rows, length + count)
     last = target.keeping(torch.tensor([length - 1], device=tokens.device))
-    plain = [plain_logits(target.model, cache, tokens, **last)[:, -1:]]
-    plain += [plain_logits(target.model, cache, token) for token in chain.split(1, dim=1)]
+    plain = [plain_logits(target, cache, tokens, **last)[:, -1:]]
+    plain += [plain_logits(target, cache, token) for token in chain.split(1, dim=1)]
 
-    head, end = tokens.split([max(0, length - SEED_TOKENS_OF_STATES), min(length, SEED_TOKENS_OF_STATES)], dim=1)
-    cache = SpeculativeCache(target.config, rows, length, tree_slots=max(num_nodes, SEED_TOKENS_OF_STATES))
+    seed = min(length, MOST_SEED_TOKENS)
+    head, end = tokens.split([length - seed, seed], dim=1)
+    cache = SpeculativeCache(target.config, rows, length, tree_slots=max(num_nodes, seed))
     target.prefill(head, cache, None)
     cache.set_lengths([head.shape[1]] * rows)
     wrong = num_nodes - count  # nodes before the chain, all of them children of the root
@@ -249,6 +253,16 @@ def _both_ways(target: TargetView, prompts: Prompts, num_nodes: int) -> tuple[to
     return torch.cat(plain, 1).float(), torch.cat(drafted, 1).float()
 
 
+def plain_logits(target: TargetView, cache: SpeculativeCache, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
+    """Logits of tokens `(B, N)` after those of the cache, in a forward as plain `generate` runs it."""
+    start = cache.get_seq_length()
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
+    with target.mode.around_prefill(cache, positions, start + tokens.shape[1]):
+        inputs = {"input_ids": tokens, "position_ids": positions, CACHE_NAME: cache, "use_cache": True}
+        logits: torch.Tensor = target.model(**inputs, **more).logits
+    return logits
+
+
 def _largest_gap(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return the largest difference of logits; those that are -inf or nan in both are equal."""
     is_same = (one == other) | (one.isnan() & other.isnan())
@@ -257,3 +271,20 @@ def _largest_gap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def _spread(logits: torch.Tensor) -> float:
     return float(logits[logits.isfinite()].std())
+
+
+class FirstChecks(Wing):
+    """The comparison of the first verification of a kind of target with a plain forward."""
+
+    def check(self, session: Any) -> None:
+        """Compare them after the prompts of a [`Session`], once."""
+        prompts = session.prompts
+        check_target(session.target, session.cache, prompts.texts, session.position_limit(), prompts.logits)
+
+
+class Hooks(Wing):
+    """Targets with forward hooks or patched forwards, which may be a user's."""
+
+    def why_not(self, call: Call) -> Iterator[str]:
+        if reason := why_not_hooked(call, call.draft.num_tree_nodes(call.target)):
+            yield reason

@@ -1,0 +1,425 @@
+"""One call of `generate`: its arguments, its prompts and cache, and the reasons why it cannot use the draft.
+
+[`Call.why_not`] raises errors if target, draft or arguments are wrong, before any work is done. It returns a reason if
+they fit and only this call cannot use the draft. The setting `on_unsupported` of the draft decides whether the call
+then runs without the draft or is an error. What only some calls need is a wing, see `wing.py`.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from .cache import CACHE_NAME, SpeculativeCache
+from .sampling import is_history_free
+from .target import TargetView
+from .wing import WINGS
+
+try:
+    from .fast.compiled_steps import runner_of
+except ImportError:  # a published draft compiles no steps
+
+    def runner_of(mode: str, *_: Any) -> None:  # type: ignore[misc]
+        """Return `None`: every step runs as it is. Refuse a `mode` that asks for compiled or captured steps."""
+        if mode not in ("auto", "off"):
+            raise ValueError(
+                f"compile={mode!r} is not in this copy. Install the package hf_longspec, or set compile to 'auto' or "
+                "'off'."
+            )
+
+
+# Settings that `generate` passes on to the assistants of transformers.
+ASSISTANT_SETTINGS = (
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_ensemble_weight",
+    "assistant_lookbehind",
+    "max_matching_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "prompt_lookup_num_tokens",
+    "speculation_type",
+    "target_lookbehind",
+    "use_mtp",
+)
+
+
+# Keyword arguments of `generate` for the model that the loop reads itself, or makes itself.
+KNOWN_MODEL_KWARGS = {
+    "attention_mask",
+    "cache_position",
+    "inputs_tensor",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    CACHE_NAME,
+    "position_ids",
+    "synced_gpus",
+    "tokenizer",
+    "use_cache",
+}
+# Names of rare cases, in the order in which their reasons are looked for.
+USER_CACHE, GAPS, PROCESSORS = f"{CACHE_NAME} with tokens", "zeros between tokens", "logits processors"
+IMAGES, HOOKS = "inputs beside the tokens", "forward hooks"
+
+
+class Call:
+    """One call of `generate`: its arguments, which are those of [`decode`], and the parts that run it.
+
+    Attributes:
+        prompts ([`Prompts`]): Prompts without their padding.
+        store ([`CallCache`]): Cache of the loop, and of the user.
+        session_class (*optional*): Subclass of [`Session`] that runs the call; wings choose it.
+        inputs (`dict[str, Any]`): Inputs of the first forward beside the tokens, which a wing has read.
+    """
+
+    prompts: "Prompts"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        draft: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        model_kwargs: dict[str, Any],
+    ):
+        self.target = TargetView(model, _runner(draft, model, input_ids.device))
+        self.draft, self.input_ids = draft, input_ids
+        self.tokens = input_ids.long()  # the type of generated tokens
+        self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
+        self.config, self.streamer, self.model_kwargs = config, streamer, model_kwargs
+        self.mask, self.position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        self.store, self.prompts_class, self.session_class = CallCache(), Prompts, None
+        self.inputs: dict[str, Any] = {}
+
+    @cached_property
+    def max_length(self) -> int:
+        """Maximum number of tokens of a row, prompt included."""
+        return max_length_of(self.config, self.target, self.tokens.shape[1])
+
+    @cached_property
+    def rare(self) -> list[str]:
+        """Names of the rare cases in this call, in the order in which their reasons are looked for."""
+        others = (value for name, value in self.model_kwargs.items() if name not in KNOWN_MODEL_KWARGS)
+        has_axes = self.position_ids is not None and self.position_ids.dim() > 2
+        cases = {
+            USER_CACHE: self.model_kwargs.get(CACHE_NAME) is not None and self._passes_cache(),
+            GAPS: self.mask is not None and has_gaps(self.mask),
+            PROCESSORS: not all(map(is_history_free, self.logits_processor)),
+            IMAGES: has_axes or any(value is not None for value in others),
+            HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
+        }
+        return [name for name, is_present in cases.items() if is_present] + self.target.rare
+
+    def _passes_cache(self) -> bool:
+        """Return whether the user passed a cache, or asks for one of another kind than the loop makes."""
+        cache, implementation = self.model_kwargs[CACHE_NAME], self.config.cache_implementation
+        is_users = getattr(cache, "_is_user_defined", False) or getattr(cache, "_is_longspec_cache", False)
+        return is_users or implementation is not None or int(cache.get_seq_length()) > 0
+
+    def why_not(self) -> str | None:
+        """Return why this call cannot be decoded with the draft, and what to do; `None` if it can."""
+        self._refuse_unsupported()
+        if (reason := why_not_begun(self.tokens, self.config, self.model_kwargs)) is not None:
+            return reason
+        for name in self.rare:
+            if name not in WINGS:
+                return f"{name}: this is not in this copy. Install the package hf_longspec."
+            WINGS[name].change(self)
+        self._refuse_positions()
+        self.store.refuse(self)
+        self.prompts = self.prompts_class(self)
+        return next(self._reasons(), None)
+
+    def _reasons(self) -> Iterator[str]:
+        """Yield reasons, those first whose finding costs least."""
+        yield from self.target.mode.why_not_call(self)
+        for name in self.rare:
+            yield from WINGS[name].why_not(self)
+
+    def _refuse_unsupported(self) -> None:
+        """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""
+        refuse_target(self.target, type(self.draft), self.max_length)
+        _refuse_training_mode(self.target.model)
+        if (mode := self.draft.setting("compile")) not in ("auto", "off") and (reason := _why_not_fixed(self.target)):
+            raise ValueError(f"compile={mode!r} is not supported with {reason}. Set compile='off'.")
+        self.draft.check(self.target)
+        if self.config.do_sample:
+            self.draft.check_sampling()
+        _refuse_assistant_settings(self.config, self.target.model.generation_config)
+
+    def _refuse_positions(self) -> None:
+        """Refuse masks and positions that do not fit the prompts."""
+        mask, tokens = self.mask, self.tokens
+        if mask is not None and mask.shape != tokens.shape:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}, and input_ids has shape {tuple(tokens.shape)}. Pass "
+                "the mask of the whole text, also on a second turn."
+            )
+        if mask is not None and not bool(mask[:, -1].all()):
+            rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
+            raise ValueError(
+                f"attention_mask ends with 0 in the rows {rows}: right padding is not supported. Tokenize with "
+                "padding_side='left'."
+            )
+        if mask is not None and not bool(mask.all()) and self.target.counts_padding:
+            raise ValueError(
+                f"attention_mask has padding, and the forward of {type(self.target.model).__name__} takes no "
+                "position_ids or widens the mask, so plain generate counts the padding. Pass one prompt, or prompts of "
+                "equal length."
+            )
+        if self.position_ids is not None:
+            refuse_positions(self.position_ids, tokens, mask)
+
+
+def refuse_positions(positions: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None, first: Any = 0) -> None:
+    """Refuse positions `(batch or 1, P)` that do not count the tokens of a mask from `first` on, as the loop does."""
+    is_token = torch.ones_like(tokens) if mask is None else mask
+    places = is_token.long().cumsum(-1) - 1
+    if positions.shape[-1] != tokens.shape[1] or bool(((positions != places + first) & is_token.bool()).any()):
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)} do not count the tokens of input_ids, shape "
+            f"{tuple(tokens.shape)}, from 0. Drop position_ids, and pass the whole text also on a second turn."
+        )
+
+
+def _runner(draft: Any, model: PreTrainedModel, device: torch.device) -> Any:
+    """Return what compiles or captures the steps of a call; `None` if they run as they are."""
+    mode = draft.setting("compile")
+    return (
+        None if mode == "off" or (mode == "auto" and device.type != "cuda") else runner_of(mode, model, draft, device)
+    )
+
+
+class Prompts:
+    """Prompts of a call without their padding.
+
+    Attributes:
+        mask (`torch.LongTensor` of shape `(batch, P)`, *optional*): 0 at padding; `None` if there is none.
+        held (`list[int]`): Number of tokens of every row that the cache holds.
+        has_gaps (`bool`): Whether there is padding between tokens of a row.
+        counts_gaps (`bool`): Whether windows of the target count that padding.
+        by_chains (`bool`): Whether the prompts run as chains that are verified, since their rows differ.
+        texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
+        new (`list[torch.LongTensor]`): Tokens of every row that the cache does not hold.
+        is_whole (`bool`): Whether prompts run with their last tokens, which then run again.
+        offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): Position of the last token of every row, minus
+            its place in the text; `None` if all are 0.
+        logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Logits of the last token of each prompt, if a
+            forward that is not repeated has computed them.
+    """
+
+    is_whole = False
+    offsets: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+    def __init__(self, call: Call):
+        self.call, self.target, self.input_ids = call, call.target, call.tokens
+        self.chunk_size: int | None = call.config.prefill_chunk_size
+        mask = torch.ones_like(self.input_ids) if call.mask is None else call.mask
+        self.texts = unpadded(self.input_ids, mask)
+        self.held = call.store.held(mask)
+        self.mask = mask if sum(map(len, self.texts)) < self.input_ids.numel() else None
+        self.has_gaps = GAPS in call.rare
+        self.counts_gaps = self.has_gaps and self.target.hides_keys_within(call.max_length)
+        is_uneven = len(set(self.held)) > 1 or self.target.mode.needs_chains(self)
+        self.by_chains = self.counts_gaps or is_uneven
+        self.new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
+
+    @property
+    def text_sizes(self) -> list[int]:
+        """How many tokens at the end of each prompt are text."""
+        return [len(prompt) for prompt in self.new]
+
+    def columns(self, cache: SpeculativeCache) -> torch.Tensor | None:
+        """Return the columns of all tokens of padded texts that fit in a cache; `None` without padding."""
+        return None if self.mask is None else columns_of(self.mask, cache.max_length + cache.tree_slots)
+
+    def prefill(
+        self, cache: SpeculativeCache, seed_tokens: int, columns: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Run all but the last tokens of every row under the model's own attention, right-padded, possibly in chunks.
+
+        With `columns`, see [`TreeContext`], and on a cache with rows of different lengths, chains are verified instead.
+
+        Returns:
+            `list[torch.LongTensor]`: Last tokens of every row, which are not in the cache: `seed_tokens` at most, or
+            one more if the verification mode asks for it.
+        """
+        sizes = self.tails(seed_tokens)
+        heads = [prompt[: len(prompt) - size] for prompt, size in zip(self.new, sizes, strict=True)]
+        self.run(cache, heads, columns)
+        cache.set_lengths([count + len(head) for count, head in zip(self.held, heads, strict=True)])
+        return [prompt[len(head) :] for prompt, head in zip(self.new, heads, strict=True)]
+
+    def tails(self, seed_tokens: int) -> list[int]:
+        """Return how many last tokens of each row run as a verification."""
+        return self.target.mode.tails(self, [min(seed_tokens, size) for size in self.text_sizes])
+
+    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor], columns: torch.Tensor | None) -> None:
+        """Append keys and values of the beginnings of prompts to a cache."""
+        if self.by_chains:
+            with self.target.attention():
+                self.target.prefill_rows(heads, cache, self.chunk_size, columns)
+        elif max(map(len, heads)):
+            tokens = pad_sequence(self.new if self.is_whole else heads, batch_first=True)
+            self.target.prefill(tokens, cache, self.chunk_size)
+
+
+class CallCache:
+    """The cache of one call, which the loop makes. Wings have subclasses for caches of the user."""
+
+    # whether the user gets the cache back, so that the next call cannot have its buffers
+    is_users = False
+
+    def refuse(self, call: Call) -> None:
+        """Refuse a cache that does not fit the call."""
+
+    def held(self, mask: torch.Tensor) -> list[int]:
+        """Return how many tokens of every row the cache holds, if `mask` `(batch, P)` is 0 at the padding."""
+        return [0] * len(mask)
+
+    def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
+        """Return the cache of the loop, with room for trees of `nodes` nodes: that of an earlier call, or a new one."""
+        cache = earlier
+        if cache is None:
+            cache = SpeculativeCache(call.target.config, len(call.tokens), call.max_length, tree_slots=nodes)
+        cache.reserve(call.max_length, nodes)
+        return cache
+
+    def settle(self, session: Any, columns: torch.Tensor | None, is_kept: bool) -> None:
+        """Leave the text of a call in the cache; `is_kept` says whether the cache could be cut to it."""
+        session.cache.rows.columns = columns
+
+    def returned(self, cache: SpeculativeCache) -> Any:
+        """Return the cache that is a part of the result."""
+        return cache
+
+
+def unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Return the rows of `(batch, P)` values without padding, where `mask` is 0."""
+    return [row[keep.bool()] for row, keep in zip(values, mask, strict=True)]
+
+
+def has_gaps(mask: torch.Tensor) -> bool:
+    """Return whether there is padding between tokens of a row, where `mask` `(batch, P)` is 0."""
+    is_token = mask.bool()
+    return bool((is_token[:, :-1] & ~is_token[:, 1:]).any())
+
+
+def columns_of(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the columns of the first `count` tokens of every row, `(batch, count)`.
+
+    Tokens of a prompt stand where its mask `(batch, P)` is not 0, and generated ones in the columns from P on.
+
+    >>> columns_of(torch.tensor([[0, 1, 0, 1], [1, 1, 1, 1]]), 4).tolist()
+    [[1, 3, 4, 5], [0, 1, 2, 3]]
+    """
+    is_token = pad(mask.bool(), (0, count), value=True)
+    return is_token.byte().argsort(dim=1, descending=True, stable=True)[:, :count].contiguous()
+
+
+def _why_not_fixed(target: TargetView) -> str | None:
+    """Return with what steps cannot be compiled or captured; `None` if they can."""
+    if target.ranks is not None:
+        return f"tensor parallelism ({target.ranks.size} processes)"
+    return target.mode.why_not_fixed(type(target.model).__name__)
+
+
+def why_not_begun(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+    """Return why the loop has no prompts or results as these arguments ask for, and what to do; `None` if it has."""
+    if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
+        return "inputs_embeds is not supported with a draft. Pass input_ids."
+    if not model_kwargs.get("use_cache", True):
+        return "use_cache=False is not supported with a draft. Drop the argument."
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name) and config.return_dict_in_generate:
+            return f"{name}=True is not supported with a draft. Run the model once on out.sequences to get them."
+    mask = model_kwargs.get("attention_mask")
+    empty = [] if mask is None else (mask == 0).all(-1).nonzero().flatten().tolist()
+    if empty:
+        return (
+            f"attention_mask is 0 everywhere in the rows {empty}, whose text depends on the padding. Drop these rows, "
+            "or begin each with a token."
+        )
+    return None
+
+
+def refuse(reason: str | None) -> None:
+    """Raise a reason of [`why_not`] as an error, if there is one."""
+    if reason is not None:
+        raise ValueError(
+            f"{reason} Or set draft.generation_config.on_unsupported='plain', or call generate() without a draft."
+        )
+
+
+def refuse_target(target: TargetView, draft: type, max_length: int | None = None) -> None:
+    """Refuse a model that cannot be used with any draft, with every reason; see [`TargetView.why_not`]."""
+    if reasons := target.why_not(max_length):
+        raise ValueError(
+            f"{type(target.model).__name__} cannot be used with assistant_model={draft.__name__}: "
+            + "; ".join(reasons)
+            + ". Call generate() without assistant_model."
+        )
+
+
+def _refuse_training_mode(model: PreTrainedModel) -> None:
+    """Refuse what a model does in training mode only: activation checkpointing and dropout.
+
+    All modules are read, as an adapter that is added to a model in eval mode is in training mode.
+    """
+    for module in model.modules():
+        if not module.training:
+            continue
+        if model.training and getattr(module, "gradient_checkpointing", False):
+            raise ValueError(
+                "the model is in training mode with activation checkpointing, which disables the cache. Call "
+                "model.eval() first."
+            )
+        for part in (module, *module.children()):  # gpt2 reads the rate of its dropout module by its own mode
+            kind = type(part).__name__
+            for name, value in vars(part).items():
+                is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in kind)
+                if is_rate and type(value) in (int, float) and value > 0:
+                    raise ValueError(
+                        f"the model is in training mode with dropout ({kind}, {name}={value}), so drafted tokens "
+                        "cannot be verified. Call model.eval() first."
+                    )
+
+
+def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
+    """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`.
+
+    `dola_layers` is refused too: plain `generate` does not serve it, as the code for it is in a repository.
+    """
+    if (layers := getattr(config, "dola_layers", None)) is not None:
+        raise ValueError(
+            f"dola_layers={layers!r} is not supported with a draft. Drop dola_layers, or call generate() without "
+            "assistant_model."
+        )
+    defaults = GenerationConfig._get_default_generation_params()  # values that `generate` fills in by itself
+    settings = {name: getattr(config, name, None) for name in ASSISTANT_SETTINGS}
+    for name, value in settings.items():
+        if value is not None and value not in (defaults.get(name), getattr(of_model, name, None)):
+            raise ValueError(
+                f"{name}={value!r} has no effect on this draft. Set it in draft.generation_config instead, such as "
+                "draft.generation_config.num_assistant_tokens."
+            )
+
+
+def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: int) -> int:
+    """Return the maximum number of tokens of a row in this call, prompt included."""
+    limit = config.max_length or getattr(target.config, "max_position_embeddings", None)
+    if limit is None:
+        raise ValueError("generation has no length limit. Pass max_new_tokens or max_length.")
+    return max(limit, prompt_length + 1)

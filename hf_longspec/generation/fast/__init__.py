@@ -1,0 +1,1 @@
+"""Steps of fixed shapes: compiled, captured and fused."""

@@ -1,0 +1,137 @@
+"""Forwards of the target in fixed shapes, compiled with `torch.compile` or captured as CUDA graphs.
+
+[`CompiledRunner`] compiles a function in one graph that serves all prefix lengths. A length is passed as the size of an
+empty tensor, which the compiler keeps symbolic: one size if all rows are equally long, one for each row otherwise. In
+large batches of different lengths, the lengths stay in a tensor, and attention masks the slots beyond them. The graph
+reads nothing else on the host, so no graph is built twice. `cuda_graphs.py` has the same interface for captures.
+"""
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ...attention_backends.lengths import SeqLens
+from ...attention_backends.triton.config import INSTALLED
+from .cuda_graphs import CapturedRunner
+from .fixed_steps import FixedSteps
+from .fused_layers import FusedRunner, warn_of_nothing_fused
+
+logger = logging.get_logger(__name__)
+
+# torch.compile treats sizes 0 and 1 as constants, and steps after so short a prefix are not worth a graph of their own.
+SHORTEST_PREFIX = 2
+# Most rows whose different lengths are passed one by one. The graph attends to each row on its own, so it grows with
+# their number.
+MOST_ROWS = 8
+BACKEND = "inductor"
+_NOT_COMPILED = (
+    "%s could not be compiled in one graph (%s) and runs in eager mode. Set draft.generation_config.compile='off' to "
+    "skip the attempt."
+)
+_FAILED = object()
+
+# Functions that were compiled for a target or a draft serve all later calls.
+_compiled: WeakKeyDictionary[torch.nn.Module, dict[tuple, Any]] = WeakKeyDictionary()
+
+
+class CompiledRunner:
+    """Run functions compiled. Each is compiled once per module and shape."""
+
+    captures = False
+    compiles = True
+
+    def steps_of(self, model: PreTrainedModel) -> "FixedSteps":
+        """Return the steps of a target, which this runner compiles."""
+        return FixedSteps(model, self)
+
+    def takes(self, lengths: SeqLens) -> bool:
+        """Return whether steps after prefixes of these lengths are compiled."""
+        return lengths.longest >= SHORTEST_PREFIX
+
+    def knows(self, lengths: SeqLens) -> int:
+        """Return how many lengths are passed as sizes: 1 for all rows, the batch size for one each, or 0."""
+        if not lengths.is_ragged:
+            return 1
+        rows = len(lengths.host)
+        return rows if rows <= MOST_ROWS and min(lengths.host) >= SHORTEST_PREFIX else 0
+
+    def sizes(self, lengths: SeqLens, nodes: int, capacity: int) -> list[torch.Tensor]:
+        """Return empty tensors whose first sizes are these lengths, or the longest. The sizes stay symbolic."""
+        carriers = [torch.empty(size, 0) for size in (lengths.host if self.knows(lengths) > 1 else (lengths.longest,))]
+        for carrier in carriers:
+            torch._dynamo.mark_dynamic(carrier, 0)
+        return carriers
+
+    def key_of(self, sizes: Sequence[torch.Tensor], *places: int) -> tuple[int, ...]:
+        """Return nothing, since one graph serves all sizes, and buffers at all places."""
+        return ()
+
+    def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Mark the capacity of a buffer `(B, K, capacity, D)` as symbolic, as it differs between calls; return it."""
+        if not hasattr(buffer, "_dynamo_dynamic_indices"):
+            torch._dynamo.mark_dynamic(buffer, 2)
+        return buffer
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        shape: tuple,
+        changing: tuple[torch.Tensor, ...],
+        fixed: tuple,
+        module: torch.nn.Module,
+        holder: Any,
+    ) -> Any:
+        """Return `function(changing, *fixed)`, or `None`, with nothing done, if it cannot be compiled.
+
+        See [`CapturedRunner`] for the arguments. Calls that differ in more than lengths differ in `shape`. The graph is
+        dropped with `module`.
+        """
+        functions = _compiled.setdefault(module, {})
+        key = function, shape
+        if key not in functions:
+            # torch.compile stores, limits and searches its graphs per code object, so each function gets a copy.
+            code = function.__code__.replace(co_name=f"{function.__name__}_{len(functions)}")
+            copy = FunctionType(code, function.__globals__)
+            functions[key] = torch.compile(copy, fullgraph=True, backend=BACKEND)
+            logger.info("longspec: compiling step %d of %s, up to a minute", len(functions), type(module).__name__)
+        if functions[key] is _FAILED:
+            return None
+        try:
+            return functions[key](changing, *fixed)
+        except TorchDynamoException as error:
+            functions[key] = _FAILED
+            logger.warning(_NOT_COMPILED, type(module).__name__, type(error).__name__)
+            return None
+
+
+COMPILE_MODES = ("auto", "graph", "fused", "compile", "off")
+Runner = CompiledRunner | CapturedRunner
+
+
+def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device: torch.device) -> Runner | None:
+    """Return the runner of a mode for one call; `None` if steps run as they are.
+
+    "auto" captures graphs on a GPU, as launching the kernels of a step takes longer than running them; where triton is
+    installed, it is "fused" without its warning. On a CPU "auto" compiles nothing, as compilation delays the first
+    token by half a minute or more, which pays off in long outputs only. `device` is that of the prompts.
+    """
+    if mode not in COMPILE_MODES:
+        raise ValueError(f"compile={mode!r}: expected one of {', '.join(COMPILE_MODES)}.")
+    if mode in ("graph", "fused") and device.type != "cuda":
+        raise ValueError(f"compile={mode!r} needs a CUDA device, and the model is on {device}. Choose 'compile'.")
+    if mode == "fused" and not INSTALLED:
+        raise ValueError("compile='fused' needs triton, which is not installed. Install it, or choose 'graph'.")
+    if mode == "off" or (mode == "auto" and device.type != "cuda"):
+        return None
+    if device.type != "cuda":
+        return CompiledRunner()
+    if mode == "fused":
+        warn_of_nothing_fused(model)
+    inner: Any = {"auto": INSTALLED and FusedRunner, "fused": FusedRunner, "compile": CompiledRunner}.get(mode)
+    return CapturedRunner(model, draft, inner() if inner else None)

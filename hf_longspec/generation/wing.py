@@ -1,0 +1,161 @@
+"""What a rare case of targets and calls can change: the seams between the core and the wings.
+
+Each rare case has a file of its own in `wings/`, which imports the core and is imported by none of its files.
+`wings/register.py` enters what is there in the lists below. Without an entry, the core refuses the case by its name.
+
+- A [`VerificationMode`] runs the nodes of a kind of target, if hybrid tree attention alone cannot.
+- A [`Wing`] gives the reasons why a call cannot use the draft, and replaces parts of the call.
+- Layers and parts of a cache are in `cache.py`.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .target_modules import logits_under
+
+
+@dataclass
+class LayerTraits:
+    """Traits of a model's attention layers."""
+
+    windows: tuple[int | None, ...]  # sliding window of every layer; `None` for a layer that attends to all keys
+    reasons: list[str]  # reasons why a tree cannot be verified with these layers; empty if it can
+    # a window that transformers' cache applies and the layers do not. After this many tokens, the text of plain
+    # `generate` depends on where its prompt ended.
+    forgotten_window: int | None
+    # whether zeros change nothing, for every input that was tried
+    ignored: dict[str, bool] = field(default_factory=dict)
+    is_reached: bool = True  # whether every layer called the attention function
+    counts_padding: bool = False  # whether the text of plain `generate` depends on padding
+
+
+class VerificationMode:
+    """Verify nodes by hybrid tree attention, after what the config of a target says of its layers.
+
+    Modes are compared by identity. A target has one for all calls, as long as its config stays the same.
+    """
+
+    name = "hybrid tree attention"
+    # function of [`logits_under`]'s arguments that returns the logits of nodes
+    logits = staticmethod(logits_under)
+    # whether the shapes of steps repeat, so that they may be compiled or captured
+    has_fixed_shapes = True
+    # whether layers keep recurrent states
+    has_states = False
+    # last tokens of a prompt that run as a verification
+    seed_tokens = 1
+    # tokens per forward of prompts that run as chains
+    chain_tokens = 256
+    # whether one token and several may be computed by different rules, which plain `generate` tells apart
+    tells_single_tokens = False
+    # whether attention layers take the context of a step, which drafts need that run the target themselves
+    takes_contexts = True
+    # whether the first forward may get other inputs beside the tokens
+    takes_inputs = True
+    # whether this mode verifies models of which the trial of another one reached no layer
+    takes_unreached = False
+
+    def applies(self, target: Any) -> bool:
+        """Return whether this is the mode of a [`TargetView`]; the modes before this one in `MODES` are not."""
+        return True
+
+    def is_reached(self, target: Any) -> bool:
+        """Return whether all attention layers are reached."""
+        return True
+
+    def trial(self, model: PreTrainedModel, config: Any) -> LayerTraits:
+        """Return the traits of the layers of a model with this text config. Called in `attention`."""
+        kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
+        window = getattr(config, "sliding_window", None)
+        return LayerTraits(tuple(window if "sliding" in kind else None for kind in kinds), [], None)
+
+    def ignores(self, target: Any, name: str, value: Any) -> bool:
+        """Return whether the input `value`, which the model may get as `name`, changes nothing of text after a prefix.
+
+        Without a value, the answer is for zeros at the beginning of a text.
+        """
+        return False
+
+    def attention(self, target: Any) -> AbstractContextManager[Any]:
+        """Return the context in which nodes are verified."""
+        context: AbstractContextManager[Any] = target.switched()
+        return context
+
+    def around_prefill(self, cache: Any, positions: torch.Tensor, num_keys: int) -> AbstractContextManager[Any]:
+        """Return the context of a forward of prompts at `positions` `(B, N)`, which attend to `num_keys` keys."""
+        return nullcontext()
+
+    def kinds(self) -> set[str]:
+        """Return types of layers that this mode verifies, beside those that attend to all keys or to a window."""
+        return set()
+
+    def why_not_fixed(self, name: str) -> str | None:
+        """Return with what feature of the class `name` steps cannot be compiled or captured; `None` if they can."""
+        return None
+
+    def why_not(self, target: Any) -> list[str]:
+        """Return reasons why a target cannot be verified, as far as its class and its text config tell."""
+        if target.model._can_set_attn_implementation():
+            return []
+        return ["its attention does not go through transformers' AttentionInterface"]
+
+    def why_not_tried(self, target: Any) -> list[str]:
+        """Return reasons that a trial found; called if there are no others."""
+        reasons: list[str] = target.traits_by(self).reasons
+        return reasons
+
+    def continues_texts(self, target: Any) -> bool:
+        """Return whether a text after a cache is that of one call, in forwards of any number of tokens."""
+        return True
+
+    def why_not_call(self, call: Any) -> Iterator[str]:
+        """Yield reasons why a [`Call`] cannot use the draft."""
+        return iter(())
+
+    def tree_slots(self, nodes: int) -> int:
+        """Return the number of slots after the committed tokens that trees of `nodes` nodes need."""
+        return nodes
+
+    def begin(self, cache: Any, prompts: Any) -> None:
+        """Prepare the cache of a call for the forwards of [`Prompts`]."""
+
+    def needs_chains(self, prompts: Any) -> bool:
+        """Return whether prompts must run as chains that are verified, as padding on the right would change them."""
+        return False
+
+    def tails(self, prompts: Any, sizes: list[int]) -> list[int]:
+        """Return how many last tokens of each row run as a verification, by default `sizes`."""
+        return sizes
+
+    def padded_chain(self, tokens: torch.Tensor, size: int) -> torch.Tensor:
+        """Return tokens `(B, T)` of chains, which run in forwards of `size` tokens, maybe with one more column."""
+        return tokens
+
+
+class Wing:
+    """A rare case of calls. `WINGS` holds it under the name by which [`Call.rare`] mentions the case."""
+
+    def why_not_target(self, target: Any) -> Iterable[str]:
+        """Return reasons why no call can use a draft with this [`TargetView`]."""
+        return ()
+
+    def why_not(self, call: Any) -> Iterator[str]:
+        """Yield reasons why a [`Call`] cannot use the draft. Errors are raised before any work is done."""
+        return iter(())
+
+    def change(self, call: Any) -> None:
+        """Replace parts of a [`Call`], before its prompts are read."""
+
+
+# Modes of other targets than most, the first that applies; and wings by the names of their cases.
+MODES: list[VerificationMode] = []
+WINGS: dict[str, Any] = {}
+# The mode where no other applies.
+DECLARED = VerificationMode()
+# Names of wings that the loop calls itself.
+GATE, FIRST_CHECKS = "the gate", "first checks"

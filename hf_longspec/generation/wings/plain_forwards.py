@@ -1,0 +1,44 @@
+"""The forwards of plain `generate`, for layers whose results depend on what else is in a forward."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention_backends.lengths import on_device
+
+
+@dataclass(frozen=True)
+class PlainForwards:
+    """The forwards in which plain `generate` runs the tokens of a call: prompts in chunks, then one column each."""
+
+    lags: tuple[int, ...]  # padding before the tokens of each row
+    stored: int  # columns that the cache of plain `generate` held before the call
+    prompt: int  # columns of the prompts
+    chunk: int  # columns of a forward of the prompts
+
+    @classmethod
+    def of(cls, prompts: Any) -> "PlainForwards":
+        """Return the forwards of a call with these [`Prompts`].
+
+        Plain `generate` runs the padding after rows that have ended, so its cache has as many columns as the longest
+        row.
+        """
+        width = prompts.input_ids.shape[1]
+        lags = tuple(width - len(text) for text in prompts.texts)
+        stored = max((held + lag for held, lag in zip(prompts.held, lags, strict=True) if held), default=0)
+        return cls(lags, stored, width, prompts.chunk_size or width)
+
+    def num_keys(self, columns: Tensor) -> Tensor:
+        """Return the number of keys in the forward of the tokens in these columns."""
+        ends = self.stored + ((columns - self.stored) // self.chunk + 1) * self.chunk
+        is_prompt = (columns >= self.stored) & (columns < self.prompt)
+        return torch.where(is_prompt, ends.clamp_max(self.prompt), columns + 1)
+
+    def are_steps(self, places: Tensor) -> Tensor:
+        """Return which tokens at `places` `(B, N)` of their texts run in forwards of one column after a state."""
+        columns = places + on_device(self.lags, places.device)[:, None]
+        begins = columns - (columns - self.stored) % self.chunk
+        is_alone = (columns < self.stored) | (columns >= self.prompt) | (self.num_keys(columns) - begins == 1)
+        return is_alone & (columns > 0)

@@ -1,0 +1,417 @@
+"""Recurrent and convolution states of one layer of the loop's cache: staged, committed and dropped as keys are.
+
+A forward of one token may change states in place, so it gets copies while a verification is staged. The states of
+several staged nodes exist only as the terms of [`recurrences`][hf_longspec.generation.recurrences]: a commit computes
+the accepted ones, and nothing has to be undone without it. A state cannot be shortened. The way back to fewer tokens is
+a copy of the states at the start of the call.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from ...attention_backends.lengths import SeqLens
+from ..cache import CACHE_NAME, CachePart, Rows, SpeculativeLayer
+from ..draft_tree import DraftTree
+from ..target_modules import shape_of
+from .plain_forwards import PlainForwards
+from .recurrences import (
+    Kept,
+    StagedNodes,
+    Stepped,
+    Window,
+    hand_over,
+    has_input_bias,
+    ignores_earlier_states,
+    limits_steps,
+    reached,
+    why_not_reached,
+)
+from .trial import CHUNKED_LAYER, HybridMode
+
+try:
+    from transformers.cache_utils import DummyLayer
+except ImportError:  # before transformers 5.23
+    DummyLayer = None
+
+# What a layer without a cache has; before transformers 5.23, a layer for states that stays empty.
+EmptyLayer: Any = DummyLayer or LinearAttentionLayer
+# Types of layers with states alone, with states beside keys and values, and with neither.
+STATE_LAYERS = {"linear_attention", "conv"}
+HYBRID_LAYERS = {"hybrid", "hybrid_sliding"}
+NO_CACHE = {"moe", "mlp"}
+# The two states of a layer, as attributes of [`StateLayer`].
+STATES = ("convolution", "state")
+
+
+def has_states(config: Any) -> bool:
+    """Return whether layers of this text config keep states."""
+    return not (STATE_LAYERS | HYBRID_LAYERS).isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """States of one layer. Tensors are replaced and never written to, except by forwards that are not staged.
+
+    Attributes:
+        convolution (`torch.Tensor` of shape `(batch, C, K)`, *optional*): Last inputs of the convolution.
+        state (`torch.Tensor` of shape `(batch, ...)`, *optional*): State of the recurrence, if there is one.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    record_past = False
+    number_of_states = 1
+
+    def __init__(self, rows: Rows, capacity: int = 0):
+        self.rows = rows
+        self.part: RecurrentStates | None = None  # of the cache of this layer
+        self.convolution: torch.Tensor | None = None
+        self.state: torch.Tensor | None = None
+        self._staged: dict[str, Any] = {}
+
+    def beside(self, rows: Rows) -> Any:
+        """Return an empty layer of this kind for a cache with rows of its own."""
+        return type(self)(rows)
+
+    @property
+    def nodes(self) -> StagedNodes | None:
+        """The nodes of the verification that is staged."""
+        return None if self.part is None else self.part.nodes
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor | None]:
+        """Last inputs of the convolution, as the mixers of transformers read them."""
+        return {0: self._lent("convolution")}
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor | None]:
+        """State of the recurrence, as the mixers of transformers read it."""
+        return {0: self._lent("state")}
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """Whether there are committed tokens."""
+        return {0: self.convolution is not None}
+
+    def _lent(self, name: str) -> torch.Tensor | None:
+        state: torch.Tensor | None = getattr(self, name)
+        if state is None or self.nodes is None or self.nodes.tree.num_nodes > 1:
+            return state
+        if name not in self._staged:
+            self._staged[name] = Stepped(state.clone())
+        return self._staged[name].state
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the first update brings the shapes."""
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Append inputs `(batch, C, N)`, and return them after the last ones before, `(batch, C, K + N)`."""
+        size = conv_kernel_size or conv_states.shape[-1]
+        if self.convolution is None:
+            inputs = pad(conv_states, (size, 0))
+        else:
+            size = self.convolution.shape[-1]
+            inputs = torch.cat([self.convolution, conv_states], -1)
+        if self.nodes is None:
+            self.convolution = inputs[..., -size:].clone()
+        else:
+            self._staged["convolution"] = Window(inputs, size)
+            hand_over(self)
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """Store the state after the tokens of this forward; that of staged nodes is in the [`keep`] of the layer."""
+        if self.nodes is None:
+            self.state = recurrent_states.clone()
+        elif self.nodes.tree.num_nodes == 1 and type(self._staged.get("state")) in (Stepped, type(None)):
+            self._staged["state"] = Stepped(recurrent_states)
+        elif "state" not in self._staged:
+            raise ValueError(
+                "the recurrence of a layer did not go through the functions of transformers that the loop replaces; "
+                "nothing was generated. Load the model without other kernels, or call generate() without a draft."
+            )
+        return recurrent_states
+
+    def keep(self, terms: Any) -> None:
+        """Keep the terms of the states after all staged nodes until the commit."""
+        self._staged["state"] = terms
+
+    def after(self, kept: Kept) -> dict[str, torch.Tensor]:
+        """Return the states after the accepted nodes."""
+        new = {}
+        for name, terms in self._staged.items():
+            old = getattr(self, name)
+            state = terms.after(kept, old)
+            new[name] = state if old is None else state.to(old.dtype)
+        return new
+
+    def put(self, states: Mapping[str, torch.Tensor | None]) -> None:
+        """Replace states, and drop what is staged."""
+        for name, state in states.items():
+            setattr(self, name, state)
+        self._staged = {}
+
+    def drop(self) -> None:
+        """Drop the states of staged nodes."""
+        self._staged = {}
+
+    def copied(self, row: int | None = None) -> dict[str, torch.Tensor | None]:
+        """Return a copy of the states of one row, or of all rows."""
+        rows = slice(None) if row is None else slice(row, row + 1)
+        states = ((name, getattr(self, name)) for name in STATES)
+        return {name: None if state is None else state[rows].clone() for name, state in states}
+
+    def adopt(self, layer: Any, stored: int, held: Sequence[int], columns: torch.Tensor | None) -> None:
+        """Copy the states of a layer of a user's cache."""
+        if layer.has_previous_state[0]:
+            states = zip(STATES, (layer.conv_states[0], layer.recurrent_states[0]), strict=True)
+            self.put({name: None if state is None else state.clone() for name, state in states})
+
+    def give_back(self, layer: Any, length: int, columns: torch.Tensor | None) -> None:
+        """Copy the states to a layer of a user's cache."""
+        if self.convolution is None:
+            return
+        layer.lazy_initialization(conv_states=self.convolution, conv_kernel_size=self.convolution.shape[-1])
+        layer.conv_states[0].copy_(self.convolution)
+        layer.has_previous_state[0] = True
+        if self.state is not None:
+            layer.lazy_initialization(recurrent_states=self.state)
+            layer.recurrent_states[0].copy_(self.state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the committed states."""
+        states = (getattr(self, name) for name in STATES)
+        return sum(state.nbytes for state in states if state is not None)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.put(dict.fromkeys(STATES))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to remove tokens, since a state cannot be shortened."""
+        if tokens_to_remove:
+            raise ValueError(
+                f"crop({tokens_to_remove}): the recurrent states of this cache cannot be shortened. Start a new cache."
+            )
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows, for beam search."""
+        states = ((name, state) for name in STATES if (state := getattr(self, name)) is not None)
+        self.put({name: state.index_select(0, beam_idx.to(state.device)) for name, state in states})
+
+
+class HybridLayer(SpeculativeLayer, StateLayer):
+    """Keys, values and states of one layer."""
+
+    is_croppable = False
+
+    def __init__(self, rows: Rows, capacity: int):
+        SpeculativeLayer.__init__(self, rows, capacity)
+        StateLayer.__init__(self, rows)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to remove tokens, since a state cannot be shortened."""
+        StateLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        """Remove all tokens, and keep the buffers."""
+        SpeculativeLayer.reset(self)
+        StateLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows, for beam search."""
+        SpeculativeLayer.reorder_cache(self, beam_idx)
+        StateLayer.reorder_cache(self, beam_idx)
+
+
+class RecurrentStates(CachePart):
+    """The states of all layers of a cache.
+
+    Attributes:
+        nodes ([`StagedNodes`], *optional*): The nodes of the verification that is staged.
+    """
+
+    def __init__(self, cache: Any, layers: Sequence[StateLayer]):
+        self.cache, self.layers = cache, layers
+        self.nodes: StagedNodes | None = None
+        self._copies: list[dict[str, torch.Tensor | None]] | None = None
+        # lengths to which a commit has taken the states, as long as nothing else has changed them
+        self._reached: tuple[int, ...] | None = None
+        for layer in layers:
+            layer.part = self
+
+    @classmethod
+    def of(cls, cache: Any) -> "RecurrentStates | None":
+        """Return this part of a cache; `None` if it has no layers with states."""
+        layers = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
+        return cls(cache, layers) if layers else None
+
+    def stage(self, tree: DraftTree | None, lengths: SeqLens) -> None:
+        if tree is None:
+            raise ValueError("nodes without a tree cannot be staged in a cache with recurrent states.")
+        self._reached = None
+        self.nodes = StagedNodes(tree, lengths, self.cache.rows.plain)
+
+    def commit(self, path: torch.Tensor | None, counts: SeqLens) -> None:
+        if self.nodes is None:
+            raise ValueError("commit() needs a staged verification, as states are computed from its nodes.")
+        kept = Kept(self.nodes, path, counts)
+        states = [layer.after(kept) for layer in self.layers]
+        self._reached = self.cache.lengths.plus(counts).host  # before the first state is replaced
+        for layer, new in zip(self.layers, states, strict=True):
+            layer.put(new)
+        self.nodes = None
+
+    def drop(self) -> None:
+        self.nodes = None
+        for layer in self.layers:
+            layer.drop()
+
+    def remember(self) -> None:
+        self._reached, self._copies = None, [layer.copied() for layer in self.layers]
+
+    def go_back(self) -> None:
+        for layer, states in zip(self.layers, self._copies or (), strict=True):
+            layer.put(dict(states))
+        self._reached = None
+
+    def reset(self) -> None:
+        self._reached = None
+        for layer in self.layers:
+            StateLayer.reset(layer)
+
+    def why_not_lengths(self, lengths: SeqLens) -> str | None:
+        if not any(layer.has_previous_state[0] for layer in self.layers):
+            return None
+        # forwards of plain `generate` count in the layers alone
+        read = max((layer.length for layer in self.cache.key_layers), default=0)
+        of_rows = self.cache.lengths
+        held = (read,) * len(of_rows.host) if read > of_rows.longest else of_rows.host
+        if all(new >= old for new, old in zip(lengths.host, held, strict=True)):
+            return None
+        return (
+            f"the rows hold {held} tokens, and their recurrent states cannot be shortened to {lengths.host}. Call "
+            "reset(), or start a new cache."
+        )
+
+    def can_shorten(self, lengths: Sequence[int]) -> bool:
+        is_torn = self._reached is not None and self._reached != self.cache.lengths.host
+        return not is_torn and tuple(lengths) == self.cache.lengths.host
+
+    def copy_from(self, other: "RecurrentStates") -> None:
+        for own, layer in zip(self.layers, other.layers, strict=True):
+            own.put(layer.copied())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+
+class RecurrentMode(HybridMode):
+    """Verify nodes by hybrid tree attention in layers with keys, and by the recurrences of the others."""
+
+    name = "hybrid tree attention and recurrences"
+    has_fixed_shapes = False
+    has_states = True
+    # one token alone may be computed by other rules than several
+    seed_tokens = 2
+    tells_single_tokens = True
+    # recurrences compare all pairs of tokens of a forward
+    chain_tokens = 64
+
+    def applies(self, target: Any) -> bool:
+        return has_states(target.config)
+
+    def is_reached(self, target: Any) -> bool:
+        return True
+
+    @contextmanager
+    def attention(self, target: Any) -> Iterator[None]:
+        with target.lock(), reached(target.model), target.switched():
+            yield
+
+    def kinds(self) -> set[str]:
+        return STATE_LAYERS | HYBRID_LAYERS | {CHUNKED_LAYER}
+
+    def why_not_fixed(self, name: str) -> str | None:
+        return f"recurrent states, which {name} has"
+
+    def why_not(self, target: Any) -> list[str]:
+        reasons, config = why_not_reached(target.model, target.config), target.config
+        kinds = set(config.layer_types)
+        if kinds <= STATE_LAYERS | NO_CACHE:
+            reasons.append("it has no attention layers, and the loop runs recurrent layers beside attention only")
+        if CHUNKED_LAYER in kinds or shape_of(config, "attention_chunk_size"):
+            reasons.append("it has chunked attention, which the attention backends do not support")
+        return reasons + super().why_not(target)
+
+    def continues_texts(self, target: Any) -> bool:
+        """Return whether no layer limits its step sizes in forwards of several tokens alone."""
+        return not limits_steps(target.model)
+
+    def why_not_call(self, call: Any) -> Iterator[str]:
+        """Yield reasons why recurrent states would differ from those of plain `generate`."""
+        prompts, model = call.prompts, call.target.model
+        if prompts.has_gaps:
+            yield (
+                "attention_mask has zeros between tokens, where recurrent states of plain generate decay. Move the "
+                "zeros to the left of each row."
+            )
+        if prompts.mask is not None and has_input_bias(model):
+            yield (
+                f"attention_mask has padding, which the biases of the recurrent layers of {type(model).__name__} turn "
+                "into inputs. Pass prompts of equal length, or one at a time."
+            )
+        plain = PlainForwards.of(prompts)
+        if plain.chunk == 1 and max(plain.lags) > plain.stored:
+            yield (
+                "prefill_chunk_size=1 with padding: recurrent layers of plain generate read the padding in forwards of "
+                "one token. Set prefill_chunk_size to 2 or more, or pass prompts of equal length."
+            )
+        if not ignores_earlier_states(model):
+            return
+        chunk_size = call.config.prefill_chunk_size
+        if chunk_size is not None and chunk_size < prompts.input_ids.shape[1]:
+            yield (
+                f"prefill_chunk_size={chunk_size}: transformers' Mamba-1 layers begin anew with each chunk, so plain "
+                "generate gives another text. Drop prefill_chunk_size."
+            )
+        if stored := max(prompts.held):
+            yield (
+                f"{CACHE_NAME} holds {stored} tokens, whose states transformers' Mamba-1 layers ignore with several "
+                f"new tokens. Drop {CACHE_NAME}."
+            )
+
+    def tree_slots(self, nodes: int) -> int:
+        return max(nodes, self.seed_tokens) + 1  # see `tails` for one more
+
+    def begin(self, cache: Any, prompts: Any) -> None:
+        cache.rows.plain = PlainForwards.of(prompts)
+
+    def needs_chains(self, prompts: Any) -> bool:
+        return len(set(map(len, prompts.texts))) > 1
+
+    def tails(self, prompts: Any, sizes: list[int]) -> list[int]:
+        if prompts.by_chains:
+            return sizes
+        count = len(prompts.new[0]) - sizes[0]  # all rows have as many new tokens
+        is_alone = count % (prompts.chunk_size or max(count, 2)) == 1
+        return [size + is_alone for size in sizes]
+
+    def padded_chain(self, tokens: torch.Tensor, size: int) -> torch.Tensor:
+        return pad(tokens, (0, 1)) if tokens.shape[1] % size == 1 else tokens
+
+
+RECURRENT = RecurrentMode()
+LAYERS_OF_STATES: dict[str, Callable[[Rows, int], Any]] = {
+    **dict.fromkeys(STATE_LAYERS, StateLayer),
+    **dict.fromkeys(HYBRID_LAYERS, HybridLayer),
+    **dict.fromkeys(NO_CACHE, lambda rows, capacity: EmptyLayer()),
+}

@@ -1,0 +1,65 @@
+"""Enter the wings in the lists of the core. One may be missing: the core then refuses its case by name."""
+
+from typing import Any
+
+from ..cache import LAYERS, PARTS
+from ..call import GAPS, HOOKS, IMAGES, PROCESSORS, USER_CACHE
+from ..target import ROTARY_LIMIT, TENSOR_PARALLELISM
+from ..wing import FIRST_CHECKS, GATE, MODES, WINGS
+
+try:
+    from .trial import HYBRID
+except ImportError:
+    HYBRID = None  # type: ignore[assignment]
+try:
+    from .recurrent_states import LAYERS_OF_STATES, RECURRENT, RecurrentStates
+except ImportError:
+    LAYERS_OF_STATES, RECURRENT, RecurrentStates = {}, None, None  # type: ignore[assignment, misc]
+try:
+    from .masked import LAYERS_OF_INDEXERS, MASKED
+except ImportError:
+    LAYERS_OF_INDEXERS, MASKED = {}, None  # type: ignore[assignment]
+try:
+    from .user_caches import UserCaches
+except ImportError:
+    UserCaches = None  # type: ignore[assignment, misc]
+try:
+    from .padding import Gaps
+except ImportError:
+    Gaps = None  # type: ignore[assignment, misc]
+try:
+    from .processors import Processors
+except ImportError:
+    Processors = None  # type: ignore[assignment, misc]
+try:
+    from .images import Inputs
+except ImportError:
+    Inputs = None  # type: ignore[assignment, misc]
+try:
+    from .rotary_limit import RotaryFrequencies
+except ImportError:
+    RotaryFrequencies = None  # type: ignore[assignment, misc]
+try:
+    from .forward_check import FirstChecks, Hooks
+except ImportError:
+    FirstChecks = Hooks = None  # type: ignore[assignment, misc]
+try:
+    from .gate import Gate
+except ImportError:
+    Gate = None  # type: ignore[assignment, misc]
+try:
+    from .parallel import Parallel
+except ImportError:
+    Parallel = None  # type: ignore[assignment, misc]
+
+
+def register_wings() -> None:
+    """Register what is there. Repeating it changes nothing."""
+    modes = RECURRENT, MASKED, HYBRID  # the last one takes all targets
+    MODES[:] = [mode for mode in modes if mode is not None]
+    LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
+    PARTS[:] = [] if RecurrentStates is None else [RecurrentStates.of]
+    wings: dict[str, Any] = {USER_CACHE: UserCaches, GAPS: Gaps, PROCESSORS: Processors, IMAGES: Inputs}
+    wings |= {ROTARY_LIMIT: RotaryFrequencies, FIRST_CHECKS: FirstChecks, HOOKS: Hooks, GATE: Gate}
+    wings[TENSOR_PARALLELISM] = Parallel
+    WINGS.update((name, wing()) for name, wing in wings.items() if wing is not None and name not in WINGS)
