@@ -8,11 +8,11 @@ from transformers import LlamaForCausalLM
 
 from hf_longspec import NgramDraftModel, PlainDraftModel
 from hf_longspec.attention_backends.contexts import TreeContext
-from hf_longspec.generation import target
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.wing import LayerTraits
 from hf_longspec.generation.wings import forward_check
+from hf_longspec.generation.wings.trial import HybridMode
 from tests.rounding import rounding
 from tests.tiny_targets import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 from tests.tiny_targets import generate as generate_text
@@ -59,10 +59,10 @@ def nothing_was_checked(monkeypatch):
 def blind(monkeypatch):
     """The trial forward finds nothing, neither reasons nor windows: the check has to find mistakes by itself."""
 
-    def nothing(model, config, trial):
+    def nothing(self, model, config):
         return LayerTraits((None,) * config.num_hidden_layers, [], None)
 
-    monkeypatch.setattr(target, "layer_traits", nothing)
+    monkeypatch.setattr(HybridMode, "trial", nothing)
 
 
 def as_class(kind, name="llama", **overrides):

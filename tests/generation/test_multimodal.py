@@ -78,7 +78,7 @@ def test_text_alone(name, models):
 
 def test_zeros_that_are_no_text(models):
     """In PaliGemma, tokens of type 0 see each other in both directions."""
-    assert not TargetView(models("paligemma")).ignores_zeros("token_type_ids")
+    assert not TargetView(models("paligemma")).ignores("token_type_ids")
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())

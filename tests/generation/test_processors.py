@@ -325,7 +325,7 @@ def test_what_has_no_state(target):
         return scores + table["of"](0, input_ids)[0]
 
     processors = [reads, PrefixConstrainedLogitsProcessor(Marked(), 1)]
-    prompts = SimpleNamespace(input_ids=tiny_prompts(VOCAB, (5,))[0], target=TargetView(target("llama")))
+    prompts = SimpleNamespace(tokens=tiny_prompts(VOCAB, (5,))[0], target=TargetView(target("llama")))
     assert not list(why_stateful(processors, SimpleNamespace(**vars(prompts), config=None, max_length=9)))
 
 

@@ -32,7 +32,7 @@ from .plain_forwards import PlainForwards
 from .trial import CHUNKED_LAYER, HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
 from .user_caches import places_of
 
-SLIDING_LAYER = "chunked_attention", "sliding_attention"
+SLIDING_LAYER = "sliding_attention"
 # Attention implementations of transformers that take a mask for each query and key.
 IMPLEMENTATIONS = ("eager", "sdpa")
 # Types of layers with an indexer, whose keys are cached beside those of the layer; the second one before 5.23.

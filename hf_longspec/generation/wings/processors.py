@@ -21,24 +21,24 @@ from .user_state import UserState, random_generators
 DECLARED = ("stateless", "history_free", "history_window")
 
 
-def why_stateful(processors: LogitsProcessorList, prompts: Any) -> Iterator[str]:
+def why_stateful(processors: LogitsProcessorList, call: Any) -> Iterator[str]:
     """Yield for each processor whose calls depend on one another the reason why a draft cannot be used.
 
-    It is called with the texts of [`Prompts`], as plain `generate` calls it first, once more, and with a token more. It
+    It is called with the prompts of a [`Call`], as plain `generate` calls it first, once more, and with a token more. It
     has state if the first two results differ, or if the longer text changes what it holds, or random states. What the
     first call alone changes is made for all calls, such as the tensors of `sequence_bias`. State that only a later call
     changes is not found. Everything is put back.
     """
-    if prompts.call.max_length <= prompts.input_ids.shape[1] + 1:
+    if call.max_length <= call.tokens.shape[1] + 1:
         return  # processors are called once
     for processor in processors:
         if is_history_free(processor) or any(getattr(processor, mark, False) for mark in DECLARED):
             continue
-        if (finding := _finding(processor, prompts)) is not None:
+        if (finding := _finding(processor, call)) is not None:
             yield f"{type(processor).__name__} {finding}. A draft adds calls, for drafted tokens that may be refused."
 
 
-def _finding(processor: Any, prompts: Any) -> str | None:
+def _finding(processor: Any, call: Any) -> str | None:
     """Return how the calls of a processor depend on one another, and the remedy; `None` if nothing shows it."""
     own_thread, error = threading.get_ident(), None
 
@@ -50,13 +50,13 @@ def _finding(processor: Any, prompts: Any) -> str | None:
     state = made = UserState(held)
     if state.unknown is not None:
         return f"reaches a {state.unknown}, whose state cannot be compared before and after a call. Keep it out of it"
-    ids, vocab_size = prompts.input_ids, prompts.target.vocab_size
+    ids, vocab_size = call.tokens, call.target.vocab_size
     scores = torch.linspace(-4, 4, vocab_size, device=ids.device).repeat(len(ids), 1)
-    handle = before_forward(prompts.target.model, refuse)
+    handle = before_forward(call.target.model, refuse)
     try:
         first, second = (processor(ids.clone(), scores.clone()) for _ in range(2))
         differ = not torch.equal(first, second)
-        longer = _longer(ids, first, prompts)
+        longer = _longer(ids, first, call)
         if longer is not None:
             made = UserState(held)
             processor(longer, scores.clone())
@@ -75,9 +75,9 @@ def _finding(processor: Any, prompts: Any) -> str | None:
     return None
 
 
-def _longer(ids: torch.Tensor, scores: torch.Tensor, prompts: Any) -> torch.Tensor | None:
+def _longer(ids: torch.Tensor, scores: torch.Tensor, call: Any) -> torch.Tensor | None:
     """Return the prompts with one token more that may follow them; `None` if plain `generate` would stop there."""
-    ends = getattr(prompts.call.config, "_eos_token_tensor", None)
+    ends = getattr(call.config, "_eos_token_tensor", None)
     if ends is not None:
         scores = scores.index_fill(1, ends[ends < scores.shape[1]].to(scores.device), -torch.inf)
     best, tokens = scores.max(1)
@@ -90,4 +90,4 @@ class Processors(Wing):
     """Logits processors whose result may depend on more than the scores."""
 
     def why_not(self, call: Call) -> Iterator[str]:
-        yield from why_stateful(call.logits_processor, call.prompts)
+        yield from why_stateful(call.logits_processor, call)

@@ -42,7 +42,7 @@ class PagedCache(CompactCache):
 
     @property
     def nbytes(self) -> int:
-        return self.pages.nbytes + sum(layer.nbytes for layer in self.state_layers)
+        return self.pages.nbytes + sum(part.nbytes for part in self.parts)
 
     def forget(self) -> None:
         """Drop all bounds, as the keys may have been computed again."""
