@@ -266,13 +266,12 @@ class CachePart:
 
 # What a layer of a type keeps, if it is not keys and values alone: a function of the shared rows and a capacity.
 LAYERS: dict[str, Callable[[Rows, int], Any]] = {}
-# Functions of a cache that return its [`CachePart`] of a kind, or `None`.
-PARTS: list[Callable[[Any], CachePart | None]] = []
 
 
 def parts_of(cache: Any) -> list[CachePart]:
-    """Return what a cache holds beside keys and values."""
-    return [part for make in PARTS if (part := make(cache)) is not None]
+    """Return what a cache holds beside keys and values, of the kinds that its layers name as `part_class`."""
+    kinds = dict.fromkeys(layer.part_class for layer in cache.layers if hasattr(layer, "part_class"))
+    return [kind(cache) for kind in kinds]
 
 
 def layers_of(config: Any, rows: Rows, capacity: int, of_keys: Callable[..., Any] = SpeculativeLayer) -> list[Any]:

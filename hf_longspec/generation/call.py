@@ -8,6 +8,7 @@ then runs without the draft or is an error. What only some calls need is a wing,
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad
@@ -19,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .cache import CACHE_NAME, SpeculativeCache
 from .sampling import is_history_free
-from .target import TargetView
+from .target import Known, TargetView
 from .wing import WINGS
 
 try:
@@ -68,6 +69,10 @@ KNOWN_MODEL_KWARGS = {
 # Names of rare cases, in the order in which their reasons are looked for.
 USER_CACHE, GAPS, PROCESSORS = f"{CACHE_NAME} with tokens", "zeros between tokens", "logits processors"
 IMAGES, HOOKS = "inputs beside the tokens", "forward hooks"
+
+
+# The targets and settings for which drafts were last checked.
+_checked: WeakKeyDictionary[torch.nn.Module, tuple[Known, dict[str, Any]]] = WeakKeyDictionary()
 
 
 class Call:
@@ -153,10 +158,17 @@ class Call:
         _refuse_training_mode(self.target.model)
         if (mode := self.draft.setting("compile")) not in ("auto", "off") and (reason := _why_not_fixed(self.target)):
             raise ValueError(f"compile={mode!r} is not supported with {reason}. Set compile='off'.")
-        self.draft.check(self.target)
+        self._check_draft()
         if self.config.do_sample:
             self.draft.check_sampling()
         _refuse_assistant_settings(self.config, self.target.model.generation_config)
+
+    def _check_draft(self) -> None:
+        """Check the draft and its settings, if they or the target have changed since they were last checked."""
+        state = self.target.known, self.draft.generation_config.to_dict()
+        if _checked.get(self.draft) != state:
+            self.draft.check(self.target)
+            _checked[self.draft] = state
 
     def _refuse_positions(self) -> None:
         """Refuse masks and positions that do not fit the prompts."""
@@ -327,6 +339,12 @@ def columns_of(mask: torch.Tensor, count: int) -> torch.Tensor:
     """
     is_token = pad(mask.bool(), (0, count), value=True)
     return is_token.byte().argsort(dim=1, descending=True, stable=True)[:, :count].contiguous()
+
+
+def places_of(columns: torch.Tensor, first: int, length: int) -> torch.Tensor:
+    """Return the slots of the columns from `first` to `length` of every row; those of padding are any."""
+    numbers = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
+    return (torch.searchsorted(columns, numbers, right=True) - 1).clamp_min(0)
 
 
 def _why_not_fixed(target: TargetView) -> str | None:

@@ -37,7 +37,7 @@ CHANGING_ROTARY = ("dynamic", "longrope", "long_mscale")
 ROTARY_LIMIT, TENSOR_PARALLELISM = "rotary frequencies that change", "tensor parallelism"
 
 
-@dataclass
+@dataclass(eq=False)
 class Known:
     """What is known of a model as long as its text config stays the same."""
 
@@ -59,9 +59,13 @@ def known_of(model: PreTrainedModel, config: Any) -> Known:
     return known
 
 
+def takes(model: PreTrainedModel, name: str) -> bool:
+    """Return whether the forward of a model has a parameter of this name."""
+    return name in _parameters_of(type(model))  # type: ignore[arg-type]
+
+
 @cache
-def parameters_of(kind: Any) -> frozenset[str]:
-    """Return the names of the parameters of a forward."""
+def _parameters_of(kind: Any) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
@@ -89,7 +93,8 @@ class TargetView:
         return rare + [TENSOR_PARALLELISM] * ((getattr(self.model, "_tp_size", None) or 1) > 1)
 
     @cached_property
-    def _known(self) -> Known:
+    def known(self) -> Known:
+        """What is known of the model."""
         return known_of(self.model, self.config)
 
     @property
@@ -108,19 +113,19 @@ class TargetView:
     @property
     def declared_mode(self) -> VerificationMode:
         """The verification mode, as far as the class of the model and its config tell."""
-        if self._known.declared_mode is None:
-            self._known.declared_mode = next((mode for mode in MODES if mode.applies(self)), DECLARED)
-        return self._known.declared_mode
+        if self.known.declared_mode is None:
+            self.known.declared_mode = next((mode for mode in MODES if mode.applies(self)), DECLARED)
+        return self.known.declared_mode
 
     @cached_property
     def mode(self) -> VerificationMode:
         """The verification mode. Another one takes models that do not call the attention backends in a trial."""
-        if (mode := self._known.mode) is None:
+        if (mode := self.known.mode) is None:
             mode = self.declared_mode
             if not mode.is_reached(self):
                 mode = next((other for other in MODES if other.takes_unreached), mode)
-            if self._known.is_certain:
-                self._known.mode = mode
+            if self.known.is_certain:
+                self.known.mode = mode
         return mode
 
     @property
@@ -135,7 +140,7 @@ class TargetView:
 
     def traits_by(self, mode: VerificationMode) -> LayerTraits:
         """Return the traits that the trial of a mode finds; it runs once for a model and its text config."""
-        known = self._known
+        known = self.known
         if mode not in known.traits:
             with mode.attention(self):
                 traits = mode.trial(self.model, self.config)
@@ -181,7 +186,7 @@ class TargetView:
         `generate` creates position ids only for a forward that has this parameter. Without them padding shifts all
         positions, which changes nothing for rotary embeddings, as these depend on distances only.
         """
-        takes_positions = "position_ids" in parameters_of(type(self.model))
+        takes_positions = takes(self.model, "position_ids")
         rotates = any("rotary_emb" in name for name, _ in self.model.named_modules())
         return not (takes_positions or rotates) or self.traits.counts_padding
 
@@ -278,7 +283,7 @@ class TargetView:
     def keeping(self, columns: torch.Tensor) -> dict[str, Any]:
         """The argument of a forward by which logits of `columns` alone are computed, if the model takes it."""
         # A tensor: some models slice more than the logits when they get an int.
-        return {"logits_to_keep": columns} if "logits_to_keep" in parameters_of(type(self.model)) else {}
+        return {"logits_to_keep": columns} if takes(self.model, "logits_to_keep") else {}
 
     def prefill(self, input_ids: torch.Tensor, cache: SpeculativeCache, chunk_size: int | None) -> None:
         """Append keys and values of right-padded prompts to `cache`, under the model's own attention.

@@ -16,14 +16,15 @@ from pathlib import Path
 LEFT_OUT = (
     "attention_backends/flash",
     "attention_backends/triton",
-    "generation/fast/compiled_steps",
-    "generation/fast/cuda_graphs",
-    "generation/fast/fused_layers",
+    "generation/fast",
     "generation/wings/parallel",
-    "generation/fast/step_cache",
     "training",
 )
 
+USER_CODE = "user_state", "hooks", "processors"
+FIRST_CHECKS = "trial", "forward_check"
+RECURRENCES = "plain_forwards", "recurrences", "recurrent_states"
+OTHER_WINGS = "padding", "user_caches", "masked", "images", "rotary_limit", "gate", "register"
 # Files of the copy, by the modules that are joined in them. The modules of a method, modeling/<method>/, become
 # <method>.py.
 FILES: dict[str, tuple[str, ...]] = {
@@ -34,15 +35,15 @@ FILES: dict[str, tuple[str, ...]] = {
     "cache": ("generation/cache",),
     "verification": ("generation/draft_tree", "generation/verification"),
     "sequences": ("generation/sequences",),
-    "sampling": ("generation/wings/user_state", "generation/wings/processors", "generation/sampling"),
-    "target_modules": ("generation/target_modules",),
-    "target_traits": ("generation/wings/trial",),
+    "sampling": ("generation/sampling",),
+    "target_modules": ("generation/target_modules", "generation/wing"),
     "target": ("generation/target", "generation/sparse_caches"),
     "drafter": ("generation/drafter",),
-    "gate": ("generation/wings/gate",),
-    "support": ("generation/wings/images", "generation/call"),
-    "forward_check": ("generation/wings/forward_check",),
-    "decoding": ("generation/decoding", "generation/route", "generation/saved_config"),
+    "decoding": ("generation/call", "generation/decoding", "generation/route", "generation/saved_config"),
+    "user_code": tuple(f"generation/wings/{name}" for name in USER_CODE),
+    "first_checks": tuple(f"generation/wings/{name}" for name in FIRST_CHECKS),
+    "recurrences": tuple(f"generation/wings/{name}" for name in RECURRENCES),
+    "wings": tuple(f"generation/wings/{name}" for name in OTHER_WINGS),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),
     "settings": ("modeling/settings",),

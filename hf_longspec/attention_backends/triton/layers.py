@@ -5,8 +5,8 @@
 - `gated`: the activation of a gate and its product with another tensor, two.
 
 They round where the operations of torch do: every result has the dtype of the model, and a norm computes in float32.
-`generation/fast/fused_layers.py` decides where they run. They are tested in Triton's interpreter, and compiled for sm_80,
-sm_90 and sm_100.
+`generation/fast/fused_layers.py` decides where they run. They are tested in Triton's interpreter, and compiled for
+sm_80, sm_90 and sm_100.
 """
 
 from __future__ import annotations

@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 
 from ...attention_backends.contexts import TreeContext
 from ..cache import CACHE_NAME, Rows, SpeculativeCache, SpeculativeLayer, slots_of
+from ..call import places_of
 from ..draft_tree import DraftTree
 from ..target_modules import shape_of
 from ..wing import LayerTraits, VerificationMode
 from .hooks import bare
 from .plain_forwards import PlainForwards
 from .trial import CHUNKED_LAYER, HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
-from .user_caches import places_of
 
 SLIDING_LAYER = "sliding_attention"
 # Attention implementations of transformers that take a mask for each query and key.

@@ -24,10 +24,10 @@ DECLARED = ("stateless", "history_free", "history_window")
 def why_stateful(processors: LogitsProcessorList, call: Any) -> Iterator[str]:
     """Yield for each processor whose calls depend on one another the reason why a draft cannot be used.
 
-    It is called with the prompts of a [`Call`], as plain `generate` calls it first, once more, and with a token more. It
-    has state if the first two results differ, or if the longer text changes what it holds, or random states. What the
-    first call alone changes is made for all calls, such as the tensors of `sequence_bias`. State that only a later call
-    changes is not found. Everything is put back.
+    It is called with the prompts of a [`Call`], as plain `generate` calls it first, once more, and with a token more.
+    It has state if the first two results differ, or if the longer text changes what it holds, or random states. What
+    the first call alone changes is made for all calls, such as the tensors of `sequence_bias`. State that only a later
+    call changes is not found. Everything is put back.
     """
     if call.max_length <= call.tokens.shape[1] + 1:
         return  # processors are called once

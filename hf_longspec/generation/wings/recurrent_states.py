@@ -53,6 +53,84 @@ def has_states(config: Any) -> bool:
     return not (STATE_LAYERS | HYBRID_LAYERS).isdisjoint(getattr(config, "layer_types", None) or ())
 
 
+class RecurrentStates(CachePart):
+    """The states of all layers of a cache.
+
+    Attributes:
+        nodes ([`StagedNodes`], *optional*): The nodes of the verification that is staged.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+        self.layers = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
+        self.nodes: StagedNodes | None = None
+        self._copies: list[dict[str, torch.Tensor | None]] | None = None
+        # lengths to which a commit has taken the states, as long as nothing else has changed them
+        self._reached: tuple[int, ...] | None = None
+        for layer in self.layers:
+            layer.part = self
+
+    def stage(self, tree: DraftTree | None, lengths: SeqLens) -> None:
+        if tree is None:
+            raise ValueError("nodes without a tree cannot be staged in a cache with recurrent states.")
+        self._reached = None
+        self.nodes = StagedNodes(tree, lengths, self.cache.rows.plain)
+
+    def commit(self, path: torch.Tensor | None, counts: SeqLens) -> None:
+        if self.nodes is None:
+            raise ValueError("commit() needs a staged verification, as states are computed from its nodes.")
+        kept = Kept(self.nodes, path, counts)
+        states = [layer.after(kept) for layer in self.layers]
+        self._reached = self.cache.lengths.plus(counts).host  # before the first state is replaced
+        for layer, new in zip(self.layers, states, strict=True):
+            layer.put(new)
+        self.nodes = None
+
+    def drop(self) -> None:
+        self.nodes = None
+        for layer in self.layers:
+            layer.drop()
+
+    def remember(self) -> None:
+        self._reached, self._copies = None, [layer.copied() for layer in self.layers]
+
+    def go_back(self) -> None:
+        for layer, states in zip(self.layers, self._copies or (), strict=True):
+            layer.put(dict(states))
+        self._reached = None
+
+    def reset(self) -> None:
+        self._reached = None
+        for layer in self.layers:
+            StateLayer.reset(layer)
+
+    def why_not_lengths(self, lengths: SeqLens) -> str | None:
+        if not any(layer.has_previous_state[0] for layer in self.layers):
+            return None
+        # forwards of plain `generate` count in the layers alone
+        read = max((layer.length for layer in self.cache.key_layers), default=0)
+        of_rows = self.cache.lengths
+        held = (read,) * len(of_rows.host) if read > of_rows.longest else of_rows.host
+        if all(new >= old for new, old in zip(lengths.host, held, strict=True)):
+            return None
+        return (
+            f"the rows hold {held} tokens, and their recurrent states cannot be shortened to {lengths.host}. Call "
+            "reset(), or start a new cache."
+        )
+
+    def can_shorten(self, lengths: Sequence[int]) -> bool:
+        is_torn = self._reached is not None and self._reached != self.cache.lengths.host
+        return not is_torn and tuple(lengths) == self.cache.lengths.host
+
+    def copy_from(self, other: "RecurrentStates") -> None:
+        for own, layer in zip(self.layers, other.layers, strict=True):
+            own.put(layer.copied())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+
 class StateLayer(LinearAttentionCacheLayerMixin):
     """States of one layer. Tensors are replaced and never written to, except by forwards that are not staged.
 
@@ -65,6 +143,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     is_croppable = False
     record_past = False
     number_of_states = 1
+    part_class = RecurrentStates
 
     def __init__(self, rows: Rows, capacity: int = 0):
         self.rows = rows
@@ -229,89 +308,6 @@ class HybridLayer(SpeculativeLayer, StateLayer):
         """Reorder the rows, for beam search."""
         SpeculativeLayer.reorder_cache(self, beam_idx)
         StateLayer.reorder_cache(self, beam_idx)
-
-
-class RecurrentStates(CachePart):
-    """The states of all layers of a cache.
-
-    Attributes:
-        nodes ([`StagedNodes`], *optional*): The nodes of the verification that is staged.
-    """
-
-    def __init__(self, cache: Any, layers: Sequence[StateLayer]):
-        self.cache, self.layers = cache, layers
-        self.nodes: StagedNodes | None = None
-        self._copies: list[dict[str, torch.Tensor | None]] | None = None
-        # lengths to which a commit has taken the states, as long as nothing else has changed them
-        self._reached: tuple[int, ...] | None = None
-        for layer in layers:
-            layer.part = self
-
-    @classmethod
-    def of(cls, cache: Any) -> "RecurrentStates | None":
-        """Return this part of a cache; `None` if it has no layers with states."""
-        layers = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
-        return cls(cache, layers) if layers else None
-
-    def stage(self, tree: DraftTree | None, lengths: SeqLens) -> None:
-        if tree is None:
-            raise ValueError("nodes without a tree cannot be staged in a cache with recurrent states.")
-        self._reached = None
-        self.nodes = StagedNodes(tree, lengths, self.cache.rows.plain)
-
-    def commit(self, path: torch.Tensor | None, counts: SeqLens) -> None:
-        if self.nodes is None:
-            raise ValueError("commit() needs a staged verification, as states are computed from its nodes.")
-        kept = Kept(self.nodes, path, counts)
-        states = [layer.after(kept) for layer in self.layers]
-        self._reached = self.cache.lengths.plus(counts).host  # before the first state is replaced
-        for layer, new in zip(self.layers, states, strict=True):
-            layer.put(new)
-        self.nodes = None
-
-    def drop(self) -> None:
-        self.nodes = None
-        for layer in self.layers:
-            layer.drop()
-
-    def remember(self) -> None:
-        self._reached, self._copies = None, [layer.copied() for layer in self.layers]
-
-    def go_back(self) -> None:
-        for layer, states in zip(self.layers, self._copies or (), strict=True):
-            layer.put(dict(states))
-        self._reached = None
-
-    def reset(self) -> None:
-        self._reached = None
-        for layer in self.layers:
-            StateLayer.reset(layer)
-
-    def why_not_lengths(self, lengths: SeqLens) -> str | None:
-        if not any(layer.has_previous_state[0] for layer in self.layers):
-            return None
-        # forwards of plain `generate` count in the layers alone
-        read = max((layer.length for layer in self.cache.key_layers), default=0)
-        of_rows = self.cache.lengths
-        held = (read,) * len(of_rows.host) if read > of_rows.longest else of_rows.host
-        if all(new >= old for new, old in zip(lengths.host, held, strict=True)):
-            return None
-        return (
-            f"the rows hold {held} tokens, and their recurrent states cannot be shortened to {lengths.host}. Call "
-            "reset(), or start a new cache."
-        )
-
-    def can_shorten(self, lengths: Sequence[int]) -> bool:
-        is_torn = self._reached is not None and self._reached != self.cache.lengths.host
-        return not is_torn and tuple(lengths) == self.cache.lengths.host
-
-    def copy_from(self, other: "RecurrentStates") -> None:
-        for own, layer in zip(self.layers, other.layers, strict=True):
-            own.put(layer.copied())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
 
 
 class RecurrentMode(HybridMode):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..cache import LAYERS, PARTS
+from ..cache import LAYERS
 from ..call import GAPS, HOOKS, IMAGES, PROCESSORS, USER_CACHE
 from ..target import ROTARY_LIMIT, TENSOR_PARALLELISM
 from ..wing import FIRST_CHECKS, GATE, MODES, WINGS
@@ -12,9 +12,9 @@ try:
 except ImportError:
     HYBRID = None  # type: ignore[assignment]
 try:
-    from .recurrent_states import LAYERS_OF_STATES, RECURRENT, RecurrentStates
+    from .recurrent_states import LAYERS_OF_STATES, RECURRENT
 except ImportError:
-    LAYERS_OF_STATES, RECURRENT, RecurrentStates = {}, None, None  # type: ignore[assignment, misc]
+    LAYERS_OF_STATES, RECURRENT = {}, None  # type: ignore[assignment]
 try:
     from .masked import LAYERS_OF_INDEXERS, MASKED
 except ImportError:
@@ -58,7 +58,6 @@ def register_wings() -> None:
     modes = RECURRENT, MASKED, HYBRID  # the last one takes all targets
     MODES[:] = [mode for mode in modes if mode is not None]
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
-    PARTS[:] = [] if RecurrentStates is None else [RecurrentStates.of]
     wings: dict[str, Any] = {USER_CACHE: UserCaches, GAPS: Gaps, PROCESSORS: Processors, IMAGES: Inputs}
     wings |= {ROTARY_LIMIT: RotaryFrequencies, FIRST_CHECKS: FirstChecks, HOOKS: Hooks, GATE: Gate}
     wings[TENSOR_PARALLELISM] = Parallel

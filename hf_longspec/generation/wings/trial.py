@@ -107,9 +107,9 @@ def try_backends(model: PreTrainedModel, config: Any) -> LayerTraits:
             "transformers' AttentionInterface"
         )
     elif extra := later.cached - set(range(config.num_hidden_layers)):
-        reasons.append(f"{_named(extra)} cache keys, but config.num_hidden_layers is {config.num_hidden_layers}")
+        reasons.append(f"{_named_layers(extra)} cache keys, but config.num_hidden_layers is {config.num_hidden_layers}")
     elif missing:
-        reasons.append(f"{_named(missing)} never called the attention backend and would ignore the draft tree")
+        reasons.append(f"{_named_layers(missing)} never called the attention backend and would ignore the draft tree")
     for reason in dict.fromkeys(reason for trial in (first, later) for reason in trial.reasons()):
         reasons.append(reason)
     if differs:
@@ -209,7 +209,7 @@ class AttentionProbe:
         for layer, found in self.layers.items():
             for reason in found.reasons:
                 layers.setdefault(reason, []).append(layer)
-        return [f"{_named(which)} {reason}" for reason, which in layers.items()]
+        return [f"{_named_layers(which)} {reason}" for reason, which in layers.items()]
 
     def differs_from(self, other: "AttentionProbe") -> bool:
         """Return whether queries differ although tokens, positions and attention outputs are the same."""
@@ -278,7 +278,7 @@ class DummyCache(Cache):
         return torch.tensor(self._keys.offset)
 
 
-def _named(layers: Iterable[int]) -> str:
+def _named_layers(layers: Iterable[int]) -> str:
     names = [str(layer) for layer in sorted(layers)]
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"its layers {', '.join(names[:MOST_NAMED])}{more}"

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 from transformers.utils import logging
 
 from ..cache import CACHE_NAME, SpeculativeCache, slots_of
-from ..call import Call, CallCache, columns_of
+from ..call import Call, CallCache, columns_of, places_of
 from ..wing import Wing
 
 logger = logging.get_logger(__name__)
@@ -186,12 +186,6 @@ def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: to
             _point(layer, buffer.keys, buffer.values, length, columns)
         if hasattr(buffer, "give_back"):
             buffer.give_back(cache.layers[index], length, columns)
-
-
-def places_of(columns: torch.Tensor, first: int, length: int) -> torch.Tensor:
-    """Return the slots of the columns from `first` to `length` of every row; those of padding are any."""
-    numbers = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
-    return (torch.searchsorted(columns, numbers, right=True) - 1).clamp_min(0)
 
 
 def _point(

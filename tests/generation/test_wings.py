@@ -1,0 +1,132 @@
+"""The core knows no rare case: it imports no wing, and runs without any of them."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_longspec
+from tests.house import core_files
+
+ROOT = Path(hf_longspec.__file__).parent
+TESTS = Path(__file__).parents[1]
+# Files of a wing, the words by which tests name it, and what a call of its kind says without it.
+WINGS = {
+    "rotary_limit": (r"rotary|longrope|dynamic|phi", "rotary frequencies that change"),
+    "images": (r"image|multimodal|vision|token_type|mrope|audio|pixel", "inputs beside the tokens"),
+    "user_caches": (r"past_key_values|CACHE_NAME|DynamicCache|SpeculativeCache|user_cache|turn", "with tokens"),
+    "masked": (r"[Mm]ask|indexer|llama4|falcon", "AttentionInterface"),
+    "recurrent_states": (r"recurren|states|hybrid|mamba|bamba|qwen3_5|gdn", "layers"),
+    "padding": (r"gap|zeros between", "zeros between tokens"),
+    "processors": (r"processor", "logits processors"),
+    "gate": (r"gate", ""),
+    "parallel": (r"parallel|ranks", "tensor parallelism"),
+}
+# Wings that others build on: the trial of layers, and what is known of hooks and of the forwards of plain `generate`.
+SHARED = {"trial", "hooks", "user_state", "plain_forwards", "recurrences"}
+IN_CI = ("rotary_limit", "images", "user_caches")
+FILES = ("generation/test_decoding.py", "generation/test_verification.py")
+
+
+def imports(path):
+    """Modules that a file imports from this package, as paths below `generation`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield path.parents[node.level - 1].joinpath(*(node.module or "").split(".")).relative_to(ROOT).as_posix()
+
+
+def test_no_file_of_the_core_imports_a_wing():
+    core = core_files()
+    assert len(core) > 10
+    found = [(name, module) for name in core for module in imports(ROOT / name) if "generation/wings" in module]
+    assert not found
+
+
+def test_wings_build_on_the_core_and_on_shared_ones_alone():
+    for path in (ROOT / "generation/wings").glob("*.py"):
+        wings = {module.rpartition("/")[2] for module in imports(path) if module.startswith("generation/wings/")}
+        assert path.stem in ("register", "__init__") or wings <= SHARED, path
+
+
+def run_without(wing, folder, *arguments):
+    """Run Python with a copy of the package that lacks a wing."""
+    shutil.copytree(ROOT, folder / "hf_longspec", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / f"hf_longspec/generation/wings/{wing}.py").unlink()
+    shutil.copytree(TESTS, folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "hub_cards", "benchmarks", "LICENSE"):
+        (folder / name).symlink_to(TESTS.parent / name)
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def passes_without(wing, folder, files):
+    options = "-q", "-x", "-n", "0", "-p", "no:cacheprovider"
+    names = WINGS[wing][0]
+    done = run_without(
+        wing,
+        folder,
+        "-m",
+        "pytest",
+        *options,
+        *(f"tests/{file}" for file in files),
+        "-k",
+        "not " + " and not ".join(re.findall(r"\w{4,}", names)),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert re.search(r"[1-9]\d* passed", done.stdout)
+
+
+@pytest.mark.parametrize("wing", IN_CI)
+def test_tests_that_do_not_name_a_wing_pass_without_it(wing, tmp_path):
+    passes_without(wing, tmp_path, FILES[:1])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("wing", WINGS)
+def test_all_tests_that_do_not_name_a_wing_pass_without_it(wing, tmp_path):
+    folders = ("generation", "modeling", "robustness")
+    texts = {
+        path: path.read_text(encoding="utf-8") for folder in folders for path in (TESTS / folder).rglob("test_*.py")
+    }
+    files = [path.relative_to(TESTS) for path, text in texts.items() if not re.search(WINGS[wing][0], text)]
+    assert files
+    passes_without(wing, tmp_path, files)
+
+
+CALLS = """
+import sys
+import torch
+from hf_longspec import PlainDraftModel
+from tests.tiny_targets import tiny_prompts, tiny_target
+from transformers import DynamicCache
+from hf_longspec.generation.cache import CACHE_NAME
+
+wing, reason = sys.argv[1:]
+more = {}
+if wing == "rotary_limit":
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_target("llama", rope_parameters=scaling)
+else:
+    model = tiny_target("llama")
+ids, mask = tiny_prompts(model.config.vocab_size, (9,))[0], None
+more = {"images": {"pixel_values": torch.ones(1, 3, 4, 4)}, "user_caches": {CACHE_NAME: DynamicCache()}}.get(wing, {})
+draft = PlainDraftModel.from_target(model)
+call = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+try:
+    model.generate(ids, **call, **more, assistant_model=draft)
+except ValueError as error:
+    assert reason in str(error) and "not in this copy" in str(error), error
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize("wing", IN_CI)
+def test_a_call_that_needs_a_missing_wing_is_refused_by_name(wing, tmp_path):
+    done = run_without(wing, tmp_path, "-c", CALLS, wing, WINGS[wing][1])
+    assert done.returncode == 0 and done.stdout.strip() == "refused", done.stderr[-2000:]
