@@ -25,7 +25,7 @@ from ..generation.target_modules import device_of, final_norm_of
 from ..generation.traits import FrequencyChange
 from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
-from .settings import ACCEPTANCE, COMMON, NGRAMS, Setting
+from .settings import COMMON, NGRAMS, Setting
 
 try:
     from ..generation.cuda_graphs import release_workspaces
@@ -33,7 +33,7 @@ except ImportError:  # a published draft captures nothing
     release_workspaces = None  # type: ignore[assignment]
 
 try:
-    from .ngram.generation_ngram import JoinedDrafter, NgramDrafter
+    from .families.ngrams import JoinedDrafter, NgramDrafter
 except ImportError:  # a published draft has n-grams if its own method uses them
     JoinedDrafter = NgramDrafter = None  # type: ignore[assignment,misc]
 
@@ -303,9 +303,10 @@ class DraftModel(PreTrainedModel):
     _supports_logits_to_keep = generate  # assisted decoding calls this before generate() with most targets
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error, as a draft runs inside `generate` only."""
+        """Raise an error: drafts run inside `generate`, and those that are trained replace this in the package."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no forward: call model.generate(..., assistant_model=draft)."
+            f"{type(self).__name__} has no forward over whole texts: call model.generate(..., assistant_model=draft). "
+            "To train a draft, install the package hf_longspec."
         )
 
     @property
@@ -424,24 +425,3 @@ def refuse_masked(target: TargetView, name: str) -> None:
             f"{name} does not draft with {type(target.model).__name__}, whose nodes are verified by masks. Use another "
             "draft, such as NgramDraftModel."
         )
-
-
-class SelfDraftModel(DraftModel):
-    """Draft chains with the target model itself on a part of its cache, without weights."""
-
-    weightless: ClassVar[bool] = True
-    settings: ClassVar[dict[str, Any]] = {
-        "num_assistant_tokens": Setting(4, "Number of tokens drafted per iteration (gamma).", int),
-        "sparse_ratio": Setting(
-            0.07, "Share of the prefix that a drafting step reads in a sparse layer.", float, most=1
-        ),
-        "sparse_min_tokens": Setting(256, "Minimum number of tokens to read; shorter prefixes are read whole.", int),
-        "acceptance": ACCEPTANCE,
-    }
-
-    def max_nodes(self, target: TargetView) -> int:
-        return int(self.setting("num_assistant_tokens")) + 1
-
-    def check_settings(self, target: TargetView) -> None:
-        """Refuse targets that are verified by masks."""
-        refuse_masked(target, type(self).__name__)

@@ -4,8 +4,8 @@ from typing import Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..aux_hidden_states import AuxConfig, default_layer_ids
 from ..configuration_base import text_config
+from ..families.aux_hidden_states import AuxConfig, default_layer_ids
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..aux_hidden_states import default_layer_ids
 from ..configuration_base import text_config
-from ..eagle3.convert_eagle3 import (
+from ..families.aux_hidden_states import default_layer_ids
+from ..formats.speculators import (
     LAYER_FIELDS,
     UNUSED,
     draft_of,

@@ -13,7 +13,7 @@ from ...attention_backends.lengths import SeqLens
 from ...generation.draft_tree import Beam
 from ...generation.drafter import BeamDrafter, Binding, Verification, last_of
 from ...generation.target_modules import TargetEnds, final_norm_of
-from ..aux_drafter import Angles
+from ..families.aux_drafter import Angles
 from .configuration_gemma4_assistant import layers_read
 
 

@@ -16,9 +16,9 @@ from ...generation.saved_config import shortened
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
+from ..families.ngrams import SEPARATOR, NgramDrafter, TextMemory
 from ..loading import HUB_KWARGS, readable_errors
 from ..settings import NGRAMS, Setting
-from .generation_ngram import SEPARATOR, NgramDrafter, TextMemory
 
 # File of a saved draft with the texts that it remembers.
 MEMORY = "memory.safetensors"

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..generation.drafter import BeamDrafter, Binding, Verification
-from ..generation.sparse_caches import WindowRing
-from ..generation.target_modules import LayerInputs
+from ...generation.drafter import BeamDrafter, Binding, Verification
+from ...generation.sparse_caches import WindowRing
+from ...generation.target_modules import LayerInputs
 
 # Auxiliary hidden states, tokens and positions of the entries that the next draft stores, and the place of the last one
 # in each row.
