@@ -24,7 +24,7 @@ from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from ..generation.traits import FrequencyChange
 from .configuration_base import DraftConfig, is_packaged
-from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
+from .loading import of_hub, read_settings, readable_errors, require_complete
 from .settings import COMMON, NGRAMS, Setting
 
 try:
@@ -382,7 +382,10 @@ class DraftModel(PreTrainedModel):
         view = None if target is None else TargetView(target)
         if target is not None:
             kwargs.setdefault("dtype", target.get_input_embeddings().weight.dtype)
-        draft, info = cls._load(pretrained_model_name_or_path, target, *args, **kwargs)
+        path = pretrained_model_name_or_path
+        # it refuses what transformers cannot read
+        fields = read_config(path, **of_hub(kwargs)) if kwargs.get("config") is None else None
+        draft, info = cls._load(path, target, fields, *args, **kwargs)
         draft.generation_config.update(**settings)
         if view is not None:
             draft.check(view)
@@ -390,15 +393,16 @@ class DraftModel(PreTrainedModel):
         return (draft, info) if wants_info else draft
 
     @classmethod
-    def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
+    def _load(
+        cls, path: Any, target: PreTrainedModel | None, fields: dict[str, Any] | None, *args: Any, **kwargs: Any
+    ) -> tuple[Self, dict[str, Any]]:
         """Return a saved draft and transformers' loading info, or a checkpoint as other projects publish it.
 
-        Some of these need the target. The code that a repository may contain is never run.
+        Some of these need the target. The code that a repository may contain is never run. `fields` are the contents of
+        its config.json, unless a config was passed.
         """
-        hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
-        if kwargs.get("config") is None:
-            read_config(path, **hub)  # refuses what transformers cannot read
-        if cls.reads_published and kwargs.get("config") is None:
+        hub, info = of_hub(kwargs), {}
+        if cls.reads_published and fields is not None and fields.get("model_type") != cls.config_class.model_type:
             try:
                 read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")
             except (ImportError, AttributeError):
