@@ -58,6 +58,11 @@ class AuxConfig(DraftConfig):
     """
 
     model_type = "longspec_aux"
+    sizes: ClassVar[dict[str, tuple[int, int]]] = {
+        "target_hidden_size": (0, 2**17),
+        "num_aux_hidden_states": (1, 2**12),
+        "draft_vocab_size": (0, 2**24),
+    }
 
     hidden_size: int = 0
     target_hidden_size: int = 0
