@@ -41,15 +41,16 @@ FILES: dict[str, tuple[str, ...]] = {
     "target_modules": ("generation/target_modules",),
     "target_traits": ("generation/traits",),
     "target": ("generation/target", "generation/sparse_caches"),
-    "drafter": ("generation/drafter",),
+    "drafter": ("generation/drafter", "modeling/families/graphs", "modeling/families/cache_readers"),
     "gate": ("generation/gate",),
     "support": ("generation/inputs", "generation/support"),
     "forward_check": ("generation/forward_check",),
     "decoding": ("generation/decoding", "generation/route", "generation/saved_config"),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
-    "settings": ("modeling/settings",),
     "ngrams": ("modeling/families/ngrams",),
-    "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "base", "families/self_drafts")),
+    "draft": tuple(
+        f"modeling/{name}" for name in ("settings", "configuration_base", "loading", "base", "families/self_drafts")
+    ),
     "aux_hidden_states": tuple(f"modeling/families/aux_{name}" for name in ("hidden_states", "layers", "drafter")),
 }
 
