@@ -248,6 +248,12 @@ def refusals(target):
         else:
             check(name, refused=False)
     del target.model._tp_size
+    try:
+        remote("org/longspec")(input_ids=None)
+    except NotImplementedError as error:
+        check("forward", remedy="install the package hf_longspec" in str(error))
+    else:
+        check("forward", refused=False)
 
 
 def published_again(copied, kind, folder):

@@ -18,9 +18,9 @@ from ..formats.speculators import (
     UNUSED,
     USUAL_LENGTH,
     draft_of,
-    layer_config,
+    fields_of,
     plain_fields,
-    proposals,
+    read_layers,
     refuse,
     write_speculators,
 )
@@ -230,26 +230,17 @@ def save_speculators(draft: Any, folder: Any, target: PreTrainedModel | None = N
 
 def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dict[str, Any]:
     """Return config.json of a draft in the format of speculators; see [`save_speculators`]."""
-    config = draft.config
-    layers = draft.effective("target_layer_ids") or ()
-    if not layers and target is None:
-        raise ValueError("the draft's config does not name the target's layers that it reads: pass target=.")
+    config, count = draft.config, len(draft.setting("tree_widths"))
     width, kind = config.target_hidden_size, "eagle3" if config.mask_token_id is None else "peagle"
     is_parallel = kind == "peagle"
     return ({"mask_token_id": config.mask_token_id} if is_parallel else {}) | {
         "architectures": ["PEagleDraftModel" if is_parallel else "Eagle3DraftModel"],
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "dtype": str(draft.dtype).removeprefix("torch."),
-        "eagle_aux_hidden_state_layer_ids": list(layers) or list(draft.layers_of(text_config(target))),
+        **fields_of(draft, kind, count, target),
+        "eagle_aux_hidden_state_layer_ids": read_layers(draft, target),
         "embed_requires_grad": is_parallel,
         "fc_norm": config.fc_norm,
         "norm_before_fc": config.norm_before_fc,
         "norm_before_residual": config.norm_before_residual,
         "norm_output": bool(draft.effective("norm_output")),
-        "speculators_config": proposals(draft, kind, len(draft.setting("tree_widths")), target),
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
         "target_hidden_size": None if width == config.hidden_size else width,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer_config(draft),
     }

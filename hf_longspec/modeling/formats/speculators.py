@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..configuration_base import DraftConfig
+from ..configuration_base import DraftConfig, text_config
 from ..loading import Checkpoint
 from ..register_draft import DRAFTS
 
@@ -104,7 +104,7 @@ def _compare_names(source: str, raw: Mapping[str, Any], target: str | None) -> N
         )
 
 
-def layer_config(draft: Any) -> dict[str, Any]:
+def _layer_config(draft: Any) -> dict[str, Any]:
     """Return the configuration of a draft's layers, as a model of transformers would have it."""
     config, theta = draft.config, draft.effective("rope_theta")
     rope = dict(config.rope_parameters or {}) | ({} if theta is None else {"rope_theta": float(theta)})
@@ -121,7 +121,28 @@ def layer_config(draft: Any) -> dict[str, Any]:
     return layer | ({"mlp_bias": config.mlp_bias} if kind == "llama" else {})
 
 
-def proposals(draft: Any, algorithm: str, count: int, target: PreTrainedModel | None) -> dict[str, Any]:
+def fields_of(draft: Any, kind: str, count: int, target: PreTrainedModel | None) -> dict[str, Any]:
+    """Return the fields of config.json that all drafts have: a draft of this kind, chains of `count` tokens."""
+    return {
+        "draft_vocab_size": draft.config.draft_vocab_size or draft.config.vocab_size,
+        "dtype": str(draft.dtype).removeprefix("torch."),
+        "speculators_config": _proposals(draft, kind, count, target),
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "tie_word_embeddings": False,
+        "transformer_layer_config": _layer_config(draft),
+    }
+
+
+def read_layers(draft: Any, target: PreTrainedModel | None) -> list[int]:
+    """Return the layers of the target that a draft reads, or refuse a draft of which only a target decides them."""
+    layers = draft.effective("target_layer_ids") or ()
+    if not layers and target is None:
+        raise ValueError("the draft's config does not name the target's layers that it reads: pass target=.")
+    return list(layers) or list(draft.layers_of(text_config(target)))
+
+
+def _proposals(draft: Any, algorithm: str, count: int, target: PreTrainedModel | None) -> dict[str, Any]:
     """Return the field of speculators that says how an engine drafts: greedy chains of `count` tokens."""
     method = {"proposal_type": "greedy", "speculative_tokens": count, "accept_tolerance": 0.0, "verifier_accept_k": 1}
     architectures = [] if target is None else [type(target).__name__]
