@@ -44,7 +44,7 @@ TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/,test_simulated_cu
 CPU_TESTS := $(addprefix tests/attention_backends/test_,contexts.py interface.py pages.py \
 	parity.py registry.py scores.py torch_backend.py) $(addprefix tests/generation/test_,cache.py \
 	coupling.py decoding.py draft_tree.py forward_check.py logits.py target.py target_modules.py) tests/modeling/test_contract.py \
-	$(addprefix tests/modeling/,eagle3 longspec quest specattn ngram/test_joined.py) \
+	$(addprefix tests/modeling/,eagle3 families longspec quest specattn) \
 	$(addprefix tests/modeling/tokenswift/test_,convert_tokenswift.py generation_tokenswift.py modeling_tokenswift.py \
 	partial_kv.py) $(addprefix tests/training/test_,losses.py target_states.py training_longspec.py \
 	training_tokenswift.py) tests/robustness/test_threads.py tests/test_auditing.py

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from benchmarks.harness import load_prompts, load_target, parser, start
 from hf_longspec.bench.report import mean_interval
 from hf_longspec.generation.cache import CACHE_NAME
-from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
+from hf_longspec.training.row_noise import anchor_offset_positions
 
 ANCHORS = 4
 OFFSETS = (0, 1024, 4096, 8192, 15360)

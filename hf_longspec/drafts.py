@@ -1,8 +1,5 @@
 """Every draft; importing it registers the attention backends, the Auto classes and the route of `generate`."""
 
-from .modeling.ngram import NgramConfig, NgramDraftModel  # first: modeling.base imports from this folder
-
-# isort: split
 from .modeling.assistant import AssistantConfig, AssistantDraftModel
 from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig
@@ -11,6 +8,7 @@ from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
 from .modeling.gemma4_assistant import Gemma4AssistantDraftConfig, Gemma4AssistantDraftModel
 from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
 from .modeling.mtp import MtpConfig, MtpDraftModel
+from .modeling.ngram import NgramConfig, NgramDraftModel
 from .modeling.plain import PlainConfig, PlainDraftModel
 from .modeling.quest import QuestConfig, QuestDraftModel
 from .modeling.register_draft import register_draft

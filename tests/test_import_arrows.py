@@ -2,10 +2,12 @@
 
     modeling -> generation -> attention_backends -> torch, transformers
     training -> modeling        bench, auditing -> generation        cli, drafts, the package itself -> everything
-    modeling/*/training_*.py, convert_*.py -> training, registry -> modeling
+    modeling/*/training_*.py, convert_*.py, formats/ -> training, registry -> modeling
 
 Arrows are transitive. A room is a part of the package; the registry (`register_draft.py` and each draft's
-`__init__.py`) and the `training_` and `convert_` files that it names are rooms of their own. The rooms in `SHIPPED`
+`__init__.py`), the `training_` and `convert_` files that it names, and formats/, which these share, are rooms of their
+own. Within modeling/, nothing imports the folder of a draft but this folder itself: what several drafts share stands in
+families/ and formats/. The rooms in `SHIPPED`
 are joined into the files of a published draft: relative imports have the form `from module import names`, and what may
 be missing there (optional packages, this package, `LEFT_OUT` of hub/flatten.py) is imported inside `try`.
 """
@@ -23,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 SHIPPED = {"modeling", "generation", "attention_backends"}
 
 # Room -> rooms it may import besides itself. A room is a folder or a module directly below the package, or one of two.
-METHODS = "modeling/*/training_*, convert_*"
+METHODS = "modeling/*/training_*, convert_*, modeling/formats"
 REGISTRY = "modeling/register_draft"
 ARROWS = {
     "attention_backends": set(),
@@ -41,6 +43,10 @@ ARROWS = {
     "drafts": None,
     "__init__": None,
 }
+
+# Folders of modeling/ that drafts share. Every other one is that of a draft.
+SHARED = {"families", "formats"}
+DRAFT_FOLDERS = {path.parent.name for path in ROOT.glob("modeling/*/__init__.py")} - SHARED
 
 # Packages that `pip install transformers torch` installs.
 ALWAYS_THERE = {"torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "numpy", "tqdm", "packaging"}
@@ -77,7 +83,7 @@ def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -
         found = []
         for target in _targets(node, module):
             if target[0] == PACKAGE:
-                found += _crossing(room, target)
+                found += _crossing(room, target) or _other_draft(module, target)
             elif must_be_there and target[0] not in sys.stdlib_module_names | ALWAYS_THERE:
                 found.append(f"{target[0]} is optional: import it inside try")
         if shipped:
@@ -91,7 +97,7 @@ def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -
 
 def _room(parts: list[str]) -> str:
     """The room of a module, given the parts of its name below the package."""
-    if parts[0] == "modeling" and parts[-1].startswith(("training_", "convert_")):
+    if parts[0] == "modeling" and (parts[-1].startswith(("training_", "convert_")) or parts[1:2] == ["formats"]):
         return METHODS
     if parts == ["modeling", "register_draft"] or (parts[1:-1] and parts[-1] == "__init__"):
         return REGISTRY
@@ -118,6 +124,15 @@ def _crossing(room: str, target: list[str]) -> list[str]:
     if allowed is None or other in {room} | allowed:
         return []
     return [f"{room} may not import {'.'.join(target)}"]
+
+
+def _other_draft(module: list[str], target: list[str]) -> list[str]:
+    """The folder of a draft that a module of modeling/ outside of it imports, if it does."""
+    inside = module[0] == "modeling" and target[1:2] == ["modeling"]
+    folder = target[2] if inside and len(target) > 2 else ""
+    if folder not in DRAFT_FOLDERS or folder == module[1]:
+        return []
+    return [f"{'.'.join(target)} is part of the draft {folder}: what drafts share stands in families/ or formats/"]
 
 
 def _form(node: ast.Import | ast.ImportFrom, module: list[str], packages: frozenset[str], is_top: bool) -> list[str]:
@@ -175,6 +190,10 @@ def test_arrows():
         ("modeling/base.py", "from .register_draft import x", "modeling may not import"),
         ("modeling/longspec/training_longspec.py", "from ...bench.timing import x", "may not import"),
         ("training/trainer.py", "from ..modeling.longspec import training_longspec", "training may not import"),
+        ("modeling/dflash/layers_dflash.py", "from ..eagle3.layers_eagle3 import x", "is part of the draft eagle3"),
+        ("modeling/dflash/convert_dflash.py", "from ..eagle3.convert_eagle3 import x", "is part of the draft eagle3"),
+        ("modeling/base.py", "from .longspec.generation_longspec import x", "is part of the draft longspec"),
+        ("modeling/families/aux_drafter.py", "from ..formats.speculators import x", "modeling may not import"),
         ("hub.py", "from . import modeling", "hub may not import"),
         ("kitchen/sink.py", "", "no row in ARROWS"),
         ("generation/route.py", "from hf_longspec.generation.cache import x", "write a relative import"),

@@ -25,7 +25,7 @@ MARK = "# Published with a draft by hf_longspec, "
 # First version of the package that reads these configurations and settings; raised when they change.
 FORMAT_VERSION = "0.1.0"
 # Methods that use n-grams. In the code of the others, they are left out.
-NGRAMS = "modeling/ngram/generation_ngram"
+NGRAMS = "modeling/families/ngrams"
 WITH_NGRAMS = ("tokenswift", "longspec_ngram")
 # The file that `auto_map` names. Transformers saves a class with the file of its `__module__`.
 ENTRY = '''"""{model}, from {package} if it is installed, and otherwise from the other files of this repository.

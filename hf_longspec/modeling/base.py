@@ -23,8 +23,8 @@ from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from ..generation.wings.register import register_wings
 from .configuration_base import DraftConfig, is_packaged
-from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
-from .settings import ACCEPTANCE, COMMON, NGRAMS, Setting
+from .loading import of_hub, read_settings, readable_errors, require_complete
+from .settings import COMMON, NGRAMS, Setting
 
 try:
     from ..generation.fast.cuda_graphs import release_workspaces
@@ -32,7 +32,7 @@ except ImportError:  # a published draft captures nothing
     release_workspaces = None  # type: ignore[assignment]
 
 try:
-    from .ngram.generation_ngram import JoinedDrafter, NgramDrafter
+    from .families.ngrams import JoinedDrafter, NgramDrafter
 except ImportError:  # a published draft has n-grams if its own method uses them
     JoinedDrafter = NgramDrafter = None  # type: ignore[assignment,misc]
 
@@ -302,9 +302,10 @@ class DraftModel(PreTrainedModel):
     _supports_logits_to_keep = generate  # assisted decoding calls this before generate() with most targets
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error, as a draft runs inside `generate` only."""
+        """Raise an error: drafts run inside `generate`, and those that are trained replace this in the package."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no forward: call model.generate(..., assistant_model=draft)."
+            f"{type(self).__name__} has no forward over whole texts: call model.generate(..., assistant_model=draft). "
+            "To train a draft, install the package hf_longspec."
         )
 
     @property
@@ -380,7 +381,10 @@ class DraftModel(PreTrainedModel):
         view = None if target is None else TargetView(target)
         if target is not None:
             kwargs.setdefault("dtype", target.get_input_embeddings().weight.dtype)
-        draft, info = cls._load(pretrained_model_name_or_path, target, *args, **kwargs)
+        path = pretrained_model_name_or_path
+        # it refuses what transformers cannot read
+        fields = read_config(path, **of_hub(kwargs)) if kwargs.get("config") is None else None
+        draft, info = cls._load(path, target, fields, *args, **kwargs)
         draft.generation_config.update(**settings)
         if view is not None:
             draft.check(view)
@@ -388,15 +392,16 @@ class DraftModel(PreTrainedModel):
         return (draft, info) if wants_info else draft
 
     @classmethod
-    def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
+    def _load(
+        cls, path: Any, target: PreTrainedModel | None, fields: dict[str, Any] | None, *args: Any, **kwargs: Any
+    ) -> tuple[Self, dict[str, Any]]:
         """Return a saved draft and transformers' loading info, or a checkpoint as other projects publish it.
 
-        Some of these need the target. The code that a repository may contain is never run.
+        Some of these need the target. The code that a repository may contain is never run. `fields` are the contents of
+        its config.json, unless a config was passed.
         """
-        hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
-        if kwargs.get("config") is None:
-            read_config(path, **hub)  # refuses what transformers cannot read
-        if cls.reads_published and kwargs.get("config") is None:
+        hub, info = of_hub(kwargs), {}
+        if cls.reads_published and fields is not None and fields.get("model_type") != cls.config_class.model_type:
             try:
                 read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")
             except (ImportError, AttributeError):
@@ -423,24 +428,3 @@ def refuse_masked(target: TargetView, name: str) -> None:
             f"{name} does not draft with {type(target.model).__name__}, whose nodes are verified by masks. Use another "
             "draft, such as NgramDraftModel."
         )
-
-
-class SelfDraftModel(DraftModel):
-    """Draft chains with the target model itself on a part of its cache, without weights."""
-
-    weightless: ClassVar[bool] = True
-    settings: ClassVar[dict[str, Any]] = {
-        "num_assistant_tokens": Setting(4, "Number of tokens drafted per iteration (gamma).", int),
-        "sparse_ratio": Setting(
-            0.07, "Share of the prefix that a drafting step reads in a sparse layer.", float, most=1
-        ),
-        "sparse_min_tokens": Setting(256, "Minimum number of tokens to read; shorter prefixes are read whole.", int),
-        "acceptance": ACCEPTANCE,
-    }
-
-    def max_nodes(self, target: TargetView) -> int:
-        return int(self.setting("num_assistant_tokens")) + 1
-
-    def check_settings(self, target: TargetView) -> None:
-        """Refuse targets that are verified by masks."""
-        refuse_masked(target, type(self).__name__)

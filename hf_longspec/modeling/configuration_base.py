@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from math import inf
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.dataclasses import type_validator
@@ -26,11 +26,9 @@ SIZES = {
     "num_attention_heads": (1, 2**12),
     "num_key_value_heads": (1, 2**12),
     "head_dim": (1, 2**13),
-    "target_hidden_size": (0, 2**17),
-    "backbone_hidden_size": (0, 2**17),
-    "num_mtp_layers": (1, 2**8),
-    "num_centroids": (0, 2**24),
-    "draft_vocab_size": (0, 2**24),
+}
+# Likewise in the configuration of a layer or a model of transformers.
+LAYER_SIZES = SIZES | {
     "kv_lora_rank": (0, 2**17),
     "q_lora_rank": (0, 2**17),
     "qk_rope_head_dim": (0, 2**13),
@@ -39,24 +37,12 @@ SIZES = {
     "moe_intermediate_size": (0, 2**20),
     "n_routed_experts": (0, 2**14),
     "num_experts": (0, 2**14),
-    "window": (0, 2**20),
-    "kv_layer": (0, 2**12),
-    "noise_range": (0, 2**12),
-    "num_heads": (1, 2**8),
-    "num_aux_hidden_states": (1, 2**12),
-    "block_size": (1, 2**10),
-    "markov_rank": (0, 2**14),
-    "selector_rank": (0, 2**14),
-    "conv_kernel_size": (0, 2**6),
-    "conv_group_size": (1, 2**17),
-    "selector_top_k": (1, 2**14),
-    "training_blocks": (1, 2**16),
 }
 
 
 def check_sizes(name: str, sizes: Mapping[str, Any]) -> None:
     """Refuse sizes out of range in a field of a config.json that holds the configuration of a layer."""
-    for field, (least, most) in SIZES.items():
+    for field, (least, most) in LAYER_SIZES.items():
         size = sizes.get(field, least)
         if isinstance(size, int) and not least <= size <= most:
             raise ValueError(f"{name} has {field}={size!r}: expected from {least} to {most:,}. Correct the file.")
@@ -78,9 +64,10 @@ def is_packaged(cls: type) -> bool:
 
 
 class DraftConfig(PreTrainedConfig):
-    """Configuration of a draft."""
+    """Configuration of a draft. `sizes` are the ranges of a subclass's own fields, beside `SIZES`."""
 
     model_type = "longspec_draft"
+    sizes: ClassVar[dict[str, tuple[int, int]]] = {}
 
     # Fields instead of an __init__, as transformers turns every subclass into a dataclass, which replaces __init__.
     vocab_size: int = 0
@@ -137,7 +124,7 @@ class DraftConfig(PreTrainedConfig):
         """Refuse fields of a wrong type or out of range, as a config.json may hold any values."""
         of_all = {field.name for field in fields(PreTrainedConfig)}
         for name, hint in ((field.name, field.type) for field in fields(self) if field.name not in of_all):
-            value, (least, most) = getattr(self, name), SIZES.get(name, (0, inf))
+            value, (least, most) = getattr(self, name), (SIZES | self.sizes).get(name, (0, inf))
             numbers = [n for n in (value if isinstance(value, list | tuple) else [value]) if isinstance(n, int)]
             rule = f"at least {least}" if any(n < least for n in numbers) else ""
             rule = f"at most {most:,}" if any(n > most for n in numbers) else rule

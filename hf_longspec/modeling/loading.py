@@ -23,6 +23,11 @@ logger = logging.get_logger(__name__)
 HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}
 
 
+def of_hub(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments among `kwargs` that determine the source of files."""
+    return {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
+
+
 @contextmanager
 def readable_errors(path: Any) -> Iterator[None]:
     """Replace errors of loading weights by errors with the folder and the remedy."""

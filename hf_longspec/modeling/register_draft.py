@@ -15,7 +15,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ..generation.route import readers
-from ..generation.saved_config import read_config, readable
+from ..generation.saved_config import readable
 from .base import DraftModel
 from .configuration_base import DraftConfig
 from .loading import WEIGHT_FILES, Checkpoint
@@ -134,7 +134,7 @@ def converters() -> list[Converter]:
 def read_published(
     kind: str, source: Any, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None, **hub: Any
 ) -> DraftModel | None:
-    """Return a checkpoint of another project as a draft of this `model_type`; `None` if it is in this package's format.
+    """Return a checkpoint of another project as a draft of this `model_type`; `None` if no such draft is registered.
 
     Args:
         kind (`str`): The `model_type` of a draft with `reads_published`.
@@ -147,7 +147,7 @@ def read_published(
         OSError: If there is no config.json.
         ValueError: If it is no draft of this kind, or its files do not fit together or to the target.
     """
-    if kind not in DRAFTS or read_config(source, **hub).get("model_type") == kind:
+    if kind not in DRAFTS:
         return None
     converter: Converter = DRAFTS[kind].load("convert")
     checkpoint = Checkpoint(str(source), converter.formats, **hub)

@@ -81,6 +81,10 @@ class TrainingMethod:
             self.draft.config.trained_max_length = int(longest.max())
 
 
+# Weight of the loss of chained step s is this to the power of s, as the authors of EAGLE-3 train.
+STEP_WEIGHT = 0.8
+
+
 class LevelsMethod(TrainingMethod):
     """Base of methods that train several levels on hidden states of the target.
 

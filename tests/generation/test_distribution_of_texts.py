@@ -25,8 +25,8 @@ from hf_longspec import (
 )
 from hf_longspec.generation import sampling, verification
 from hf_longspec.modeling.assistant.generation_assistant import AssistantDrafter
-from hf_longspec.modeling.quest.modeling_quest import QuestDrafter
-from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
+from hf_longspec.modeling.quest.generation_quest import QuestDrafter
+from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from tests.distributions import p_value
 from tests.robustness.peaked_weights import peak
 from tests.robustness.shrunk_configs import shrunk_config

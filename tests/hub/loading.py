@@ -22,12 +22,9 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation.streamers import BaseStreamer
 
 PACKAGE = "hf_longspec"
-OTHERS = ("eagle3", "dflash", "mtp", "gemma4_assistant", "plain", "ngram", "assistant", "token_recycling", "quest")
-KINDS = ("longspec", "tokenswift", "specattn", *(f"longspec_{name}" for name in OTHERS))
 MODES = ("absent", "package-first", "remote-first")
-# Drafts whose copies run beside the package, by the one that was imported first, and their classes.
+# Drafts whose copies run beside the package, by the one that was imported first.
 BESIDE = {"package": ("tokenswift", "specattn"), "remote": ("longspec", "longspec_ngram")}
-CLASSES = dict(zip(sum(BESIDE.values(), ()), ("TokenSwift", "SpecAttn", "LongSpec", "Ngram"), strict=True))
 ENGINE_COMMIT = f"{99:040x}"
 
 
@@ -92,6 +89,11 @@ def check(kind, **facts):
     assert not wrong, f"{kind}: {', '.join(wrong)}"
 
 
+def kinds_in(folder):
+    """Return the kinds that were published: all that are registered, which a process without the package cannot ask."""
+    return sorted(path.name for path in (folder / "drafts").iterdir())
+
+
 def remote(name):
     return AutoModel.from_pretrained(name, trust_remote_code=True)
 
@@ -117,7 +119,7 @@ def without_the_route(target, draft, name):
 
 def load_everywhere(folder, target):
     """Check every kind loaded from the Hub cache and saved; two of them also loaded again, and without the route."""
-    for kind in KINDS:
+    for kind in kinds_in(folder):
         hub, saved = remote(f"org/{kind}"), folder / "saved" / kind
         hub.save_pretrained(saved)
         code = named_code(saved)
@@ -170,7 +172,7 @@ def is_on_engine(draft):
     return type(draft).__module__.split(".")[1:3][-1] == "engine"
 
 
-def copies_of_the_code(kinds):
+def copies_of_the_code(folder, kinds):
     """Return drafts of the published classes of some kinds, loaded while the package is hidden."""
     # and what a copy found when it was loaded beside the package
     loaded = [name for name in sys.modules if name.split(".")[0] in (PACKAGE, "transformers_modules")]
@@ -178,7 +180,7 @@ def copies_of_the_code(kinds):
     sys.meta_path.insert(0, absent := Absent())
     copies = {}
     for kind in kinds:  # AutoModel would take an installed class that is registered
-        name = f"modeling_{kind.removeprefix('longspec_')}.{CLASSES[kind]}DraftModel"
+        name = named_code(folder / "drafts" / kind)["AutoModel"]
         copies[kind] = get_class_from_dynamic_module(name, f"org/{kind}").from_pretrained(f"org/{kind}")
     sys.meta_path.remove(absent)
     sys.modules.update({name: module for name, module in hidden.items() if name.split(".")[0] == PACKAGE})
@@ -187,7 +189,7 @@ def copies_of_the_code(kinds):
 
 def both_copies(folder, target, first):
     """Check that the installed package and the published copies generate in one process."""
-    copies = copies_of_the_code(BESIDE[first])
+    copies = copies_of_the_code(folder, BESIDE[first])
     check(first, package_was_hidden=(PACKAGE in sys.modules) == (first == "package"))
     package = importlib.import_module(PACKAGE)
     for kind, copied in copies.items():
@@ -215,7 +217,7 @@ def both_copies(folder, target, first):
 def the_package_instead(folder, target):
     """Check that drafts are loaded by the installed package, although nobody has imported it."""
     check("before", not_imported=PACKAGE not in sys.modules)
-    for kind in KINDS:
+    for kind in kinds_in(folder):
         draft, saved = remote(f"org/{kind}"), folder / "saved-by-package" / kind
         draft.save_pretrained(saved)
         weights = [] if draft.weightless else [".safetensors"]
@@ -246,6 +248,12 @@ def refusals(target):
         else:
             check(name, refused=False)
     del target.model._tp_size
+    try:
+        remote("org/longspec")(input_ids=None)
+    except NotImplementedError as error:
+        check("forward", remedy="install the package hf_longspec" in str(error))
+    else:
+        check("forward", refused=False)
 
 
 def published_again(copied, kind, folder):
@@ -283,7 +291,7 @@ def main(mode, folder):
         both_copies(folder, target, mode.split("-")[0])
     check(mode, imported=(PACKAGE in sys.modules) == (mode != "absent"))
     check(mode, stock_is_transformers=stock()[0].__module__ == "transformers.generation.utils")
-    print(f"{mode}: {' '.join(KINDS)}", flush=True)
+    print(f"{mode}: {' '.join(kinds_in(folder))}", flush=True)
 
 
 if __name__ == "__main__":

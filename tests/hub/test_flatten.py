@@ -2,6 +2,7 @@
 
 import ast
 import re
+from fnmatch import fnmatch
 
 import pytest
 from transformers.dynamic_module_utils import check_imports, get_relative_import_files
@@ -13,7 +14,7 @@ from .conftest import DRAFTS
 
 # Most files of code in a repository, without custom_generate/generate.py, and most lines that are code: neither blank
 # nor comments nor docstrings.
-MOST_FILES, MOST_LINES = 26, 6800
+MOST_FILES, MOST_LINES = 25, 6750
 
 
 @pytest.fixture
@@ -123,12 +124,11 @@ def code_lines(text):
 
 def test_no_part_that_is_left_out_is_published():
     code = engine_code()
-    gone = ("triton.jit", "flash_attn", "CUDAGraph", "torch.compile(", "dist.broadcast")
+    gone = ("triton.jit", "flash_attn", "CUDAGraph", "torch.compile(", "dist.broadcast", "def forward_on_texts")
     assert not [(name, word) for name, text in code.items() for word in gone if word in text]
     headers = re.findall(r"^# -{20} (\S+)\.py$", "\n".join(code.values()), re.MULTILINE)
-    assert len(headers) > 20 and not [
-        name for name in headers if any(name == n or name.startswith(f"{n}/") for n in LEFT_OUT)
-    ]
+    patterns = [pattern for name in LEFT_OUT for pattern in (name, f"{name}/*")]
+    assert len(headers) > 20 and not [name for name in headers if any(fnmatch(name, one) for one in patterns)]
 
 
 @pytest.mark.parametrize("kind", DRAFTS)

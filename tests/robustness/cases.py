@@ -11,7 +11,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_longspec.attention_backends.scores import GRANULARITIES
 from hf_longspec.modeling import settings
-from hf_longspec.modeling.specattn.modeling_specattn import SELECTIONS
+from hf_longspec.modeling.specattn.generation_specattn import SELECTIONS
 from tests.tiny_targets import TINY_TARGETS
 
 END = 1  # the end token unless a case has others

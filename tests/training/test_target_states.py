@@ -6,8 +6,8 @@ from transformers import DynamicCache
 
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target_modules import LayerInputs, TargetParts, last_full_layer
-from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
 from hf_longspec.training.frozen_target import HiddenPass, TargetPass
+from hf_longspec.training.row_noise import anchor_offset_positions
 from tests.generation.tiny_models import ATTENTION
 from tests.robustness.enumeration import build
 from tests.robustness.shrunk_configs import VOCAB_SIZE

@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.target_modules import TargetParts
-from hf_longspec.modeling.longspec.training_longspec import RowNoise, anchor_offset_positions, mixed, without_keyless
+from hf_longspec.modeling.longspec.training_longspec import without_keyless
+from hf_longspec.training.row_noise import RowNoise, anchor_offset_positions, mixed
 
 LIMIT = 64
 

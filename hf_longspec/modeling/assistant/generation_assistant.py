@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -49,7 +49,6 @@ CATCH_UP = 64
 
 Shape = int | list[int]
 # Runs tokens, positions, mask and context, staged from some lengths on; returns logits.
-Inputs = Sequence[torch.Tensor]
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, SeqLens], torch.Tensor]
 
 
@@ -60,6 +59,21 @@ def size_of(shape: Shape) -> tuple[int, int]:
     ((4, 3), (7, 2))
     """
     return (shape + 1, shape) if isinstance(shape, int) else (sum(shape) + 1, len(shape))
+
+
+class Inputs(NamedTuple):
+    """What a chain or a tree is drafted from, on the draft's device."""
+
+    root: torch.Tensor  # `(B,)`: the last emitted tokens
+    pending: torch.Tensor  # `(B, P)`: committed tokens that are no input of the draft yet
+    last_position: torch.Tensor  # `(1,)`: the last position that any token may have
+    counts: torch.Tensor | None = None  # `(B,)`: number of pending tokens, unless it is one in every row
+    dropped: torch.Tensor | None = None  # `(B,)`: number of tokens that a windowed cache has dropped
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that there are, which change from one run of a graph to the next."""
+        return tuple(part for part in self if part is not None)
 
 
 @dataclass
@@ -186,17 +200,16 @@ class AssistantDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain or a tree of candidates after `root` `(batch,)`."""
         shape, start, rule = self.shape, self.cache.lengths, self.binding.rule
-        inputs = [root.to(self.device), self.pending, self._last_position]
-        if self._is_ragged:
-            inputs.append(self.counts.on(self.device))
-        if self.window is not None:
-            inputs.append(self.cache.dropped.on(self.device))
+        counts = self.counts.on(self.device) if self._is_ragged else None
+        dropped = None if self.window is None else self.cache.dropped.on(self.device)
+        inputs = Inputs(root.to(self.device), self.pending, self._last_position, counts, dropped)
         with self.attention():
             if isinstance(shape, int):
                 noise = noise_of_chain(self.binding, shape, self.is_drawn)
                 with_q = self.is_drawn and noise is not None
                 fits, key = rule is None or rule.fits_graphs, (with_q, () if rule is None else rule.key)
-                chain = self._captured(_chain, inputs if noise is None else (*inputs, noise), fits, key)
+                changing = inputs.tensors if noise is None else (*inputs.tensors, noise)
+                chain = self._captured(_chain, changing, fits, key)
                 if chain is None:
                     after = self._chain(self._forward, start, inputs, shape)
                     chain = drafted_tokens(
@@ -205,7 +218,7 @@ class AssistantDrafter(Drafter):
                 tree = DraftTree.chain(chain[0], q=chain[1])
             else:
                 known = self.coupling.known(len(shape))
-                fields = self._captured(_beam, (*inputs, *known), self.coupling.fits_graphs, self.coupling.key)
+                fields = self._captured(_beam, (*inputs.tensors, *known), self.coupling.fits_graphs, self.coupling.key)
                 if fields is None:
                     fields = self._beam(self._forward, start, inputs, known, shape, root)
                 tree = DraftTree.of_fields(fields, len(shape))
@@ -216,7 +229,13 @@ class AssistantDrafter(Drafter):
         self._proposed_chain = isinstance(shape, int)
         return tree
 
-    def _captured(self, function: Any, changing: Inputs, fits: bool, key: tuple) -> Any:
+    def inputs_of(self, changing: Sequence[torch.Tensor]) -> tuple[Inputs, Sequence[torch.Tensor]]:
+        """Return the inputs whose [`Inputs.tensors`] come first, and what follows them."""
+        names = ["root", "pending", "last_position"]
+        names += ["counts"] * self._is_ragged + ["dropped"] * (self.window is not None)
+        return Inputs(**dict(zip(names, changing, strict=False))), changing[len(names) :]
+
+    def _captured(self, function: Any, changing: tuple[torch.Tensor, ...], fits: bool, key: tuple) -> Any:
         """Return the result of a function by one graph; `None` if it cannot be captured."""
         if not fits or any(x.device != self.device for x in changing):
             return None
@@ -224,9 +243,7 @@ class AssistantDrafter(Drafter):
         self._make_room(room)
         shape = self.shape if isinstance(self.shape, int) else tuple(self.shape)
         settings = shape, self._is_ragged, self.mask_token, self.window is None, self._windows, key
-        return self.assistant.forwards_replayed(
-            function, tuple(changing), (self, self.shape, key), settings, self.cache, room
-        )
+        return self.assistant.forwards_replayed(function, changing, (self, self.shape, key), settings, self.cache, room)
 
     def observe(self, verification: Verification) -> None:
         """Keep the keys of accepted nodes that were an input, and remember the tokens that were none."""
@@ -280,7 +297,13 @@ class AssistantDrafter(Drafter):
         return logits_after
 
     def _beam(
-        self, forward: Forward, start: SeqLens, inputs: Inputs, known: Inputs, widths: Sequence[int], root: torch.Tensor
+        self,
+        forward: Forward,
+        start: SeqLens,
+        inputs: Inputs,
+        known: Sequence[torch.Tensor],
+        widths: Sequence[int],
+        root: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return the [`DraftTree.fields`] of a beam after `root` on its device, one forward for each level."""
         beam = Beam(root)
@@ -293,12 +316,11 @@ class AssistantDrafter(Drafter):
 
     def _first(self, forward: Forward, start: SeqLens, inputs: Inputs, masks: int) -> tuple[torch.Tensor, SeqLens]:
         """Run pending tokens, root and masks; return logits `(B, 1 + masks, V)` from the root on, and its slots."""
-        root, pending = inputs[0][:, None], inputs[1]
+        root, pending, counts = inputs.root[:, None], inputs.pending, inputs.counts
         mask_token = self.mask_token or 0
-        if not self._is_ragged:
+        if counts is None:
             logits = self._run_chain(forward, start, inputs, torch.cat([pending, root], 1))
             return self._of_target(logits[:, -1:]), start.plus(1)
-        counts = inputs[3]
         padded = pad(pending, (0, 1 + masks), value=mask_token)
         first, places = counts[:, None], torch.arange(padded.shape[1], device=self.device)
         tokens = torch.where(places < first, padded, torch.where(places == first, root, mask_token))
@@ -337,9 +359,9 @@ class AssistantDrafter(Drafter):
 
     def _positions(self, slots: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """Return the positions of nodes that would lie in `slots` if the cache were the text so far."""
-        if self.window is not None:
-            slots = slots + inputs[-1][:, None]
-        return torch.minimum(slots, inputs[2])
+        if inputs.dropped is not None:
+            slots = slots + inputs.dropped[:, None]
+        return torch.minimum(slots, inputs.last_position)
 
     def _forward(
         self,
@@ -427,7 +449,8 @@ class AssistantDrafter(Drafter):
                 for text, start, count in zip(texts, self.cache.positions, counts, strict=True)
             ]
             tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            inputs = tokens[:, 0], tokens, self._last_position, self.cache.dropped.on(self.device)
+            dropped = self.cache.dropped.on(self.device)
+            inputs = Inputs(tokens[:, 0], tokens, self._last_position, dropped=dropped)
             self._run_chain(partial(self._forward, is_fixed=False), self.cache.lengths, inputs, tokens)
             self.cache.commit(None, counts)
             self.cache.trim()
@@ -445,19 +468,18 @@ class AssistantDrafter(Drafter):
             )
 
 
-def _chain(forward, starts, inputs, drafter, count, key):
+def _chain(forward, starts, changing, drafter, count, key):
     """Draft a chain inside a graph; see [`FixedSteps.forwards`]."""
-    with_q, rule = key[0], drafter.binding.rule
-    noise = inputs[-1] if rule is not None and rule.do_sample else None
-    inputs = inputs if noise is None else inputs[:-1]
+    (with_q, *_), (inputs, noise) = key, drafter.inputs_of(changing)
     logits_after = drafter._chain(forward, *starts, inputs, count)
-    return drafted_tokens(rule, inputs[0], count, logits_after, noise, with_q)
+    noise = noise[0] if noise else None
+    return drafted_tokens(drafter.binding.rule, inputs.root, count, logits_after, noise, with_q)
 
 
-def _beam(forward, starts, inputs, drafter, widths, key):
+def _beam(forward, starts, changing, drafter, widths, key):
     """Draft a tree inside a graph; see [`FixedSteps.forwards`]."""
-    num_inputs = 3 + drafter._is_ragged + (drafter.window is not None)
-    return drafter._beam(forward, *starts, inputs[:num_inputs], inputs[num_inputs:], widths, inputs[0])
+    inputs, known = drafter.inputs_of(changing)
+    return drafter._beam(forward, *starts, inputs, known, widths, inputs.root)
 
 
 def _last_tokens(changing):

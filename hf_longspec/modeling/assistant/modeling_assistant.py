@@ -14,7 +14,7 @@ from ...generation.saved_config import read_config, readable
 from ...generation.target import TargetView
 from ..base import DraftModel, refuse_masked
 from ..configuration_base import DraftConfig, check_sizes, text_config
-from ..loading import HUB_KWARGS, readable_errors, refuse_missing_weights
+from ..loading import HUB_KWARGS, of_hub, readable_errors, refuse_missing_weights
 from ..settings import ACCEPTANCE, WIDTHS, Setting
 from .generation_assistant import AssistantDrafter, Shape, Translation, size_of
 
@@ -126,15 +126,16 @@ class AssistantDraftModel(DraftModel):
         return draft
 
     @classmethod
-    def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
+    def _load(
+        cls, path: Any, target: PreTrainedModel | None, fields: dict[str, Any] | None, *args: Any, **kwargs: Any
+    ) -> tuple[Self, dict[str, Any]]:
         """Load a causal language model as a draft for `target`, or a saved draft with its model.
 
         The model gets the target's device and dtype.
         """
-        name, hub = str(path), {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
+        name = str(path)
         tokenizers = {key: kwargs.pop(key, None) for key in ("tokenizer", "assistant_tokenizer")}
-        config = kwargs.get("config")
-        kind = getattr(config, "model_type", None) or read_config(name, **hub).get("model_type")
+        kind = getattr(kwargs.get("config"), "model_type", None) if fields is None else fields.get("model_type")
         if kind != cls.config_class.model_type:
             if target is None:
                 raise ValueError(
@@ -142,7 +143,7 @@ class AssistantDraftModel(DraftModel):
                     "draft for."
                 )
             return cls.from_model(_loaded(name, target, *args, **kwargs), target, **tokenizers), {}
-        draft, info = super()._load(name, target, *args, **kwargs)
+        draft, info = super()._load(name, target, fields, *args, **kwargs)
         draft._load_assistant(name, target, {key: kwargs[key] for key in kwargs if key in LOADING})
         if target is not None and draft.assistant is not None:
             draft._compare(target, **tokenizers)
@@ -336,7 +337,7 @@ def _tokenizer(name: str) -> Any:
 
 def _loaded(name: str, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> PreTrainedModel:
     """Load a model in eval mode, on the device of the target unless its weights were distributed."""
-    fields = read_config(name, **{key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()})
+    fields = read_config(name, **of_hub(kwargs))
     check_sizes(f"config.json of {name}", fields)
     if fields.get("model_type") in CONFIG_MAPPING:
         read = CONFIG_MAPPING[fields["model_type"]].from_dict

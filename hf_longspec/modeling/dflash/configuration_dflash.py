@@ -1,11 +1,11 @@
 """Configuration of a DFlash draft."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..aux_hidden_states import AuxConfig, default_layer_ids
 from ..configuration_base import text_config
+from ..families.aux_hidden_states import AuxConfig, default_layer_ids
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
@@ -35,6 +35,15 @@ class DFlashConfig(AuxConfig):
     """
 
     model_type = "longspec_dflash"
+    sizes: ClassVar[dict[str, tuple[int, int]]] = AuxConfig.sizes | {
+        "block_size": (1, 2**10),
+        "markov_rank": (0, 2**14),
+        "selector_rank": (0, 2**14),
+        "conv_kernel_size": (0, 2**6),
+        "conv_group_size": (1, 2**17),
+        "selector_top_k": (1, 2**14),
+        "training_blocks": (1, 2**16),
+    }
 
     block_size: int = 8
     sample_from_anchor: bool = False

@@ -11,15 +11,15 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..aux_hidden_states import default_layer_ids
 from ..configuration_base import text_config
-from ..eagle3.convert_eagle3 import (
+from ..families.aux_hidden_states import default_layer_ids
+from ..formats.speculators import (
     LAYER_FIELDS,
     UNUSED,
     draft_of,
-    layer_config,
+    fields_of,
     plain_fields,
-    proposals,
+    read_layers,
     refuse,
     write_speculators,
 )
@@ -287,27 +287,18 @@ def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dic
             "the windows of this draft move with the slots, which the format of speculators cannot say: save it with "
             "save_pretrained."
         )
-    layers = draft.effective("target_layer_ids") or ()
-    if not layers and target is None:
-        raise ValueError("the draft's config does not name the target's layers that it reads: pass target=.")
     kind = "dflash2" if config.selector_rank or config.conv_kernel_size else "dflash"
     kind = "dspark" if config.markov_rank or config.confidence_head else kind
     name = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}[kind]
     values: dict[str, Any] = {
         "architectures": [f"{name}DraftModel"],
-        "aux_hidden_state_layer_ids": list(layers) or list(draft.layers_of(text_config(target))),
+        **fields_of(draft, kind, config.block_size - 1, target),
+        "aux_hidden_state_layer_ids": read_layers(draft, target),
         "block_size": config.block_size,
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "dtype": str(draft.dtype).removeprefix("torch."),
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": not config.causal_windows if any(config.window_of_layers) else kind == "dflash2",
-        "speculators_config": proposals(draft, kind, config.block_size - 1, target),
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
         "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer_config(draft),
     }
     if kind == "dspark":
         values |= {name: getattr(config, name) for name in ("markov_rank", "markov_head_type")}

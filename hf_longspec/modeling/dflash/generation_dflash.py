@@ -12,7 +12,7 @@ import torch
 
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding
-from ..aux_drafter import AuxDrafter
+from ..families.aux_drafter import AuxDrafter
 from .layers_dflash import query_positions, slot_mask
 
 

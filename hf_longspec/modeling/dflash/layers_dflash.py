@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from ...generation.target_modules import rotated
-from ..eagle3.layers_eagle3 import Attend, Eagle3Attention, Rotary
+from ..families.aux_layers import Attend, Attention, Rotary
 from .configuration_dflash import DFlashConfig
 
 
@@ -24,7 +24,7 @@ class DFlashLayer(GradientCheckpointingLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.index = index
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
-        self.self_attn = Eagle3Attention(config, size)
+        self.self_attn = Attention(config, size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
         self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
@@ -170,50 +170,3 @@ def query_positions(config: DFlashConfig, window: int | None, anchors: torch.Ten
     if window is None or config.block_window:
         return anchors[..., None] - 1 + 0 * slots
     return anchors[..., None] + slots
-
-
-class BlockAttention:
-    """Attention of blocks at several anchors of whole texts, each to the entries before its anchor and to itself.
-
-    Args:
-        config ([`DFlashConfig`]): Configuration of the draft.
-        anchors (`torch.LongTensor` of shape `(B, A)`): Positions of the first slots.
-        entries (`Callable`): Function of the index of a layer to keys and values `(B, K, T, D)` of the entries.
-        span (`tuple[int | None, int]`): Window and sinks of the layers that were trained without a window.
-    """
-
-    def __init__(
-        self,
-        config: DFlashConfig,
-        anchors: torch.Tensor,
-        entries: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
-        span: tuple[int | None, int],
-    ):
-        self.config, self.anchors, self.entries, self.span = config, anchors, entries, span
-
-    def __call__(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the attention output `(B * A, H, S, D)` in a layer."""
-        (rows, blocks), groups = self.anchors.shape, query.shape[1] // key.shape[1]
-        key, value, entry_key, entry_value = (
-            part.repeat_interleave(groups, 1) for part in (key, value, *self.entries(index))
-        )
-        entries, apart = self._entries(index, entry_key.shape[2]), query.unflatten(0, (rows, blocks))
-        scores = torch.einsum("bahsd,bhtd->bahst", apart, entry_key).flatten(0, 1)
-        scores = scores.masked_fill(~entries.flatten(0, 1)[:, None], -torch.inf)
-        own = slot_mask(self.config, self.config.window_of_layers[index], query.device)
-        own_scores = (query @ key.transpose(2, 3)).masked_fill(~own, -torch.inf)
-        weights = torch.cat([scores, own_scores], -1).float().mul(query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)
-        of_entries, of_slots = weights.split([entry_key.shape[2], key.shape[2]], -1)
-        of_entries = of_entries.unflatten(0, (rows, blocks))
-        return torch.einsum("bahst,bhtd->bahsd", of_entries, entry_value).flatten(0, 1) + of_slots @ value
-
-    def _entries(self, index: int, length: int) -> torch.Tensor:
-        """Return which entries the slots see, `(B, A, S, T)`."""
-        own = self.config.window_of_layers[index]
-        window, sinks = self.span if own is None else (own, 0)
-        entries = torch.arange(length, device=self.anchors.device)
-        mask = (entries < self.anchors[..., None])[:, :, None]
-        if window is not None:
-            near = entries > query_positions(self.config, own, self.anchors)[..., None] - window
-            mask = mask & (near | (entries < sinks))
-        return mask

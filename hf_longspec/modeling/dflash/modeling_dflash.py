@@ -1,6 +1,5 @@
 """DFlashDraftModel: a few layers on states of the target's layers fill in a block of tokens in one forward."""
 
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -8,12 +7,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...generation.target import TargetView
-from ..aux_hidden_states import AuxDraftModel, ends_of
-from ..eagle3.layers_eagle3 import Attend, Rotary
+from ..families.aux_hidden_states import AuxDraftModel
+from ..families.aux_layers import Attend, Rotary
 from ..settings import Setting
 from .configuration_dflash import DFlashConfig
 from .generation_dflash import DFlashDrafter
-from .layers_dflash import BlockAttention, CandidateSelector, ConfidenceHead, DFlashLayer, MarkovHead
+from .layers_dflash import CandidateSelector, ConfidenceHead, DFlashLayer, MarkovHead
+
+try:
+    from .texts_dflash import draft_logits, forward_on_texts
+except ImportError:  # a published draft is neither trained nor compared
+    draft_logits = forward_on_texts = AuxDraftModel.forward  # type: ignore[assignment]
 
 
 class DFlashDraftModel(AuxDraftModel):
@@ -63,82 +67,8 @@ class DFlashDraftModel(AuxDraftModel):
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
         self.add_ends(config)
 
-    def forward(
-        self,
-        aux_hidden_states: torch.Tensor,
-        tokens: torch.LongTensor,
-        anchors: torch.LongTensor,
-        target: Any = None,
-        window: int | None = None,
-        sinks: int = 0,
-        score: Callable[[torch.Tensor], Any] | None = None,
-    ) -> Any:
-        """Return the states of blocks at several places of whole texts, each after the entries before it.
-
-        Args:
-            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
-                the target's layers `target_layer_ids` at the T first positions, joined.
-            tokens (`torch.LongTensor` of shape `(B, L)`): Tokens of the texts.
-            anchors (`torch.LongTensor` of shape `(B, A)`): Positions of the blocks' first slots, at most T.
-            target (`PreTrainedModel`, *optional*): The target, for drafts without an embedding of their own.
-            window (`int`, *optional*): Number of last entries that blocks attend to, in layers that were not trained
-                with a window of their own. All by default.
-            sinks (`int`, *optional*, defaults to 0): First entries that they attend to beside the window.
-            score (`Callable`, *optional*): Function of the states, for training.
-
-        Returns:
-            `torch.Tensor` of shape `(B, A, block_size, hidden)`: Normalised states of the slots, from which logits are
-            computed, or the result of `score`.
-        """
-        rotary, context = self.rotary_embedding(tokens.device), self.context(aux_hidden_states.to(self.dtype))
-        context_angles = rotary(context, torch.arange(context.shape[1], device=tokens.device)[None])
-        states = self.embed_block(tokens.gather(1, anchors).flatten(), target)
-        angles = rotary(states, self.block_positions(anchors.flatten()))
-
-        def entries(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            found: tuple[torch.Tensor, torch.Tensor] = self.layers[index].entries(context, context_angles)  # type: ignore[operator]
-            return found
-
-        states = self.run(states, angles, BlockAttention(self.config, anchors, entries, (window, sinks)))
-        states = states.unflatten(0, anchors.shape)
-        return states if score is None else score(states)
-
-    @torch.no_grad()
-    def draft_logits(
-        self,
-        aux_hidden_states: torch.Tensor,
-        tokens: torch.LongTensor,
-        lengths: Sequence[int],
-        embed_tokens: Any = None,
-        lm_head: Any = None,
-    ) -> list[torch.Tensor]:
-        """Return the logits of the blocks that are drafted after the first entries of whole texts.
-
-        Args:
-            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
-                the target's layers `target_layer_ids` at each position, joined.
-            tokens (`torch.LongTensor` of shape `(B, T)`): Tokens of the texts.
-            lengths (`Sequence[int]`): For each block, how many entries it follows. Its first slot holds the token at
-                this position.
-            embed_tokens (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's embedding, for
-                drafts without one of their own.
-            lm_head (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's head, likewise.
-
-        Returns:
-            `list[torch.Tensor]`: For each length, logits `(B, block_size, draft vocabulary)` of all slots: with a
-            Markov head those along the chain of the most likely tokens, with a selector those that it chooses from.
-        """
-        target, window = ends_of(embed_tokens, lm_head), self.prompt_tokens
-        anchors = torch.as_tensor(lengths, device=tokens.device).expand(len(tokens), -1)
-        states = self(aux_hidden_states, tokens, anchors, target, window, self.setting("sinks"))
-        logits, before = self.logits(states, target), tokens.gather(1, anchors)
-        if self.markov_head is not None:
-            memory = self.first_memory(before)
-            for slot in range(self.config.first_slot, self.config.block_size):
-                row, memory = self.next_logits(logits[:, :, slot], states[:, :, slot], before, memory)
-                logits[:, :, slot] = row
-                before = self.token_ids[row.argmax(-1)]
-        return list(logits.unbind(1))
+    forward = forward_on_texts
+    draft_logits = draft_logits
 
     def context(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Project auxiliary hidden states `(B, T, layers * hidden)` to what all layers read, `(B, T, hidden)`."""

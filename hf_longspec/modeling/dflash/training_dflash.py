@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
+from ...training.row_noise import mixed
 from ...training.trainer import check_length, counted
-from ..eagle3.training_eagle3 import AuxMethod
-from ..longspec.training_longspec import mixed
+from ..families.training_aux import AuxMethod
 
 
 class DFlashMethod(AuxMethod):

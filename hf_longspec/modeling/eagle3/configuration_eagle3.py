@@ -1,6 +1,6 @@
 """Configuration of an EAGLE-3 draft."""
 
-from ..aux_hidden_states import AuxConfig
+from ..families.aux_hidden_states import AuxConfig
 
 
 class Eagle3Config(AuxConfig):

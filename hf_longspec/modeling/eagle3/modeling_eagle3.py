@@ -1,23 +1,24 @@
 """Eagle3DraftModel: one decoder layer on states of three layers of the target, run once per drafted token."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils.deprecation import deprecate_kwarg
 
 from ...generation.drafter import Binding
 from ...generation.target import TargetView
-from ..aux_drafter import AuxDrafter
-from ..aux_hidden_states import AuxDraftModel, ends_of
+from ..families.aux_drafter import AuxDrafter
+from ..families.aux_hidden_states import AuxDraftModel
+from ..families.aux_layers import Attend, Rotary
 from ..settings import WIDTHS, Setting
 from .configuration_eagle3 import Eagle3Config
-from .generation_eagle3 import Eagle3Drafter
-from .generation_peagle import ParallelEagle3Drafter
-from .layers_eagle3 import Attend, ChainedAttention, Eagle3Layer, Rotary
+from .generation_eagle3 import Eagle3Drafter, ParallelEagle3Drafter
+from .layers_eagle3 import Eagle3Layer
+
+try:
+    from .texts_eagle3 import draft_logits, forward_on_texts
+except ImportError:  # a published draft is neither trained nor compared
+    draft_logits = forward_on_texts = AuxDraftModel.forward  # type: ignore[assignment]
 
 
 class Eagle3DraftModel(AuxDraftModel):
@@ -57,59 +58,8 @@ class Eagle3DraftModel(AuxDraftModel):
         self.mask_hidden = None if mask_hidden is None else nn.Parameter(mask_hidden)
         self.add_ends(config)
 
-    @deprecate_kwarg("taps", version="1.0", new_name="aux_hidden_states")  # the name in earlier versions
-    def forward(
-        self,
-        aux_hidden_states: torch.Tensor,
-        tokens: torch.LongTensor,
-        steps: int = 1,
-        target: PreTrainedModel | None = None,
-        position_ids: torch.LongTensor | None = None,
-        window: int | None = None,
-        sinks: int = 0,
-        score: Callable[[int, torch.Tensor], Any] | None = None,
-    ) -> list[Any]:
-        """Return the logits of chained steps over whole texts, in which every drafted token is that of the text.
-
-        Steps after the first of a P-EAGLE draft read a mask instead of a token and of the states of the step before.
-
-        Args:
-            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
-                the target's layers `target_layer_ids` at each of the T entries, joined.
-            tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the states.
-            steps (`int`, *optional*, defaults to 1): Number of chained steps.
-            target (`PreTrainedModel`, *optional*): The target, for drafts without an embedding or head of their own.
-            position_ids (`torch.LongTensor` of shape `(B, T)`, *optional*): Positions of the entries. 0, 1, 2, ... by
-                default.
-            window (`int`, *optional*): Number of entries of the text that each place attends to, in layers that were
-                not trained with a window of their own. All by default.
-            sinks (`int`, *optional*, defaults to 0): First entries that all places attend to beside the window.
-            score (`Callable`, *optional*): Function of the step and of its outputs `(B, T - s, hidden)`, for training.
-
-        Returns:
-            `list[torch.Tensor]`: For each step s, logits `(B, T - s, draft vocabulary)`, or the result of `score`. Row
-            p follows the entries 0 to p and s drafted tokens, those of entries p + 1 to p + s.
-        """
-        rotary = self.rotary_embedding(tokens.device)
-        length = tokens.shape[1]
-        places = torch.arange(length, device=tokens.device).expand_as(tokens)
-        positions = places if position_ids is None else position_ids
-        embedded, states = self.embed(tokens, target), self.features(aux_hidden_states.to(self.dtype))
-        logits: list[Any] = []
-        # layers trained with a window saw no sinks beside it
-        parallel = self.mask_hidden is not None
-        spans = [(size, 0, parallel) if size else (window, sinks, False) for size in self.config.window_of_layers]
-        attention = ChainedAttention(spans)
-        for step in range(steps):
-            count = length - step
-            if step == 1 and parallel:
-                masks = self.with_mask_rows(aux_hidden_states[:, :0].to(self.dtype), tokens[:, :0], length, target)
-            if step and parallel:
-                embedded, states = masks
-            angles = rotary(states, positions[:, step:])
-            outputs, states = self.run(states[:, :count], embedded[:, step:], angles, partial(attention, step))
-            logits.append(self.logits(outputs, target) if score is None else score(step, outputs))
-        return logits
+    forward = forward_on_texts
+    draft_logits = draft_logits
 
     def features(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Project auxiliary hidden states `(B, T, layers * hidden)` to the width of the draft, `(B, T, hidden)`."""
@@ -148,61 +98,6 @@ class Eagle3DraftModel(AuxDraftModel):
             states = layer(states, embedded if index == 0 else None, angles, attend, query_places if is_last else None)
         outputs = self.norm(states)
         return outputs, outputs if self.effective("norm_output") else states
-
-    @torch.no_grad()
-    def draft_logits(
-        self,
-        aux_hidden_states: torch.Tensor,
-        tokens: torch.LongTensor,
-        lengths: Sequence[int],
-        embed_tokens: Any = None,
-        lm_head: Any = None,
-    ) -> list[torch.Tensor]:
-        """Return the logits that a P-EAGLE draft computes in one forward after the first entries of whole texts.
-
-        Args:
-            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
-                the target's layers `target_layer_ids` at each entry, joined.
-            tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the states.
-            lengths (`Sequence[int]`): For each draft, how many entries it follows.
-            embed_tokens (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's embedding, for
-                drafts without one of their own.
-            lm_head (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's head, likewise.
-
-        Returns:
-            `list[torch.Tensor]`: For each length, logits `(B, levels, draft vocabulary)`.
-
-        Raises:
-            ValueError: If the draft is not one of P-EAGLE.
-        """
-        if self.mask_hidden is None:
-            raise ValueError(
-                "this EAGLE-3 draft has no mask_token_id, so that it drafts one token in a forward: call "
-                "draft(aux_hidden_states, tokens, steps) for the logits of its steps."
-            )
-        target = ends_of(embed_tokens, lm_head)
-        return [self._parallel_logits(aux_hidden_states[:, :size], tokens[:, :size], target) for size in lengths]
-
-    def _parallel_logits(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, target: Any) -> torch.Tensor:
-        """Return the logits `(B, levels, draft vocabulary)` after whole texts of T entries."""
-        last, count = tokens.shape[1] - 1, len(self.setting("tree_widths")) - 1
-        places = torch.arange(last + 1 + count, device=tokens.device)
-        queries, windows = places[:, None], self.config.window_of_layers
-
-        def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            window, sinks, ends = windows[index], 0, queries
-            if window is None:  # that of inference does not move with the rows
-                window, sinks, ends = (
-                    min(self.prompt_tokens, len(places)),
-                    self.setting("sinks"),
-                    queries.clamp_max(last),
-                )
-            mask = (places <= queries) & ((places > ends - window) | (places < sinks) | (places >= last))
-            return nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
-
-        embedded, states = self.with_mask_rows(aux_hidden_states.to(self.dtype), tokens, count, target)
-        angles = self.rotary_embedding(tokens.device)(states, places.expand(len(tokens), -1))
-        return self.logits(self.run(states, embedded, angles, attend)[0][:, last:], target)
 
     def with_mask_rows(
         self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, count: int, target: Any = None

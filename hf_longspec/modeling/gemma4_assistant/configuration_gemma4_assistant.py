@@ -1,6 +1,6 @@
 """Configuration of a Gemma 4 assistant as a draft."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
@@ -38,6 +38,7 @@ class Gemma4AssistantDraftConfig(DraftConfig):
     """
 
     model_type = "longspec_gemma4_assistant"
+    sizes: ClassVar[dict[str, tuple[int, int]]] = {"backbone_hidden_size": (0, 2**17), "num_centroids": (0, 2**24)}
 
     layer_config: dict[str, Any] | None = None
     backbone_hidden_size: int = 0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..eagle3.convert_eagle3 import draft_of, refuse
+from ..formats.speculators import draft_of, refuse
 from ..loading import Checkpoint
 from ..register_draft import Converter
 from .configuration_gemma4_assistant import Gemma4AssistantDraftConfig

@@ -5,26 +5,20 @@ committed token, and the target's cache.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ...attention_backends.lengths import SeqLens
 from ...generation.draft_tree import Beam
-from ...generation.drafter import BeamDrafter, Binding, Verification, last_of
+from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target_modules import TargetEnds, final_norm_of
-from ..aux_drafter import Angles
+from ..families.aux_drafter import Angles
+from ..families.cache_readers import CacheReader, Prefix
+from ..families.graphs import replayed
 from .configuration_gemma4_assistant import layers_read
 
 
-class Prefix(NamedTuple):
-    """The committed tokens in the layers that are read."""
-
-    lengths: SeqLens
-    layers: tuple[tuple[str, torch.Tensor, torch.Tensor], ...]  # type, keys and values `(B, K, capacity, D)`
-
-
-class Gemma4AssistantDrafter(BeamDrafter):
+class Gemma4AssistantDrafter(CacheReader):
     """Draft a tree of fixed size."""
 
     wants_hidden = True
@@ -32,11 +26,8 @@ class Gemma4AssistantDrafter(BeamDrafter):
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding, draft)
         target, self.rings = binding.target.model, []
-        self.ends, self.norm, self.layers = (
-            TargetEnds(target),
-            final_norm_of(target),
-            layers_read(binding.target.config),
-        )
+        self.ends, self.norm = TargetEnds(target), final_norm_of(target)
+        self.kinds, self.read_layers = zip(*layers_read(binding.target.config).items(), strict=True)
         self.angles: Angles = binding.part((Angles, self.device), lambda: Angles(draft.rotary_embedding(self.device)))
         size = binding.cache.batch_size, 1, draft.config.backbone_hidden_size
         # output of the target's final norm at the last committed tokens
@@ -55,29 +46,19 @@ class Gemma4AssistantDrafter(BeamDrafter):
         """Keep the target's state at the last committed token of each row."""
         assert verification.hidden is not None
         path, counts = verification.path, verification.num_nodes
-        changing = verification.hidden, path, counts.on(path.device), self.state
-        self.state = self.binding.target.replayed(_newest, changing, (self,), self._holder)
+        self.state = replayed(self, "newest", verification.hidden, path, counts.on(path.device), self.state)
+
+    def newest(
+        self, hidden: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, before: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the states of the last kept nodes; rows that kept none keep their earlier state."""
+        last = last_of(path, counts).to(hidden.device)[:, None, None]
+        states = self.norm(hidden.gather(1, last.expand(-1, 1, hidden.shape[2]))).to(before)
+        return torch.where(counts.to(before.device)[:, None, None] > 0, states, before)
 
     def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the roots `(B,)`, and the states before them."""
         return root, self.state
-
-    def prefix(self) -> Prefix:
-        cache = self.binding.cache
-        read = ((kind, cache.layers[index]) for kind, index in self.layers.items())
-        return Prefix(cache.lengths, tuple((kind, layer.keys, layer.values) for kind, layer in read))
-
-    def graph_of(self, runner: Any, prefix: Prefix) -> tuple[tuple[torch.Tensor, ...], tuple, tuple]:
-        """Return the lengths, the keys and values of the target, and what distinguishes graphs over them."""
-        known, capacity = runner.knows(prefix.lengths), prefix.layers[0][1].shape[2]
-        sizes = runner.sizes(prefix.lengths, 0, capacity)
-        layers = tuple((kind, runner.buffer(keys), runner.buffer(values)) for kind, keys, values in prefix.layers)
-        graph = runner.key_of(sizes, *self.binding.cache.layout)
-        return (prefix.lengths.on(self.device),), (known, sizes, layers), (known, graph)
-
-    def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Prefix:
-        known, sizes, layers = fixed
-        return Prefix(SeqLens.in_graph(changing[0], sizes, known), layers)
 
     def begin(self, inputs: tuple[torch.Tensor, ...], prefix: Prefix) -> tuple[torch.Tensor, ...]:
         """Return the states before the roots, and the position of all nodes `(B, 1)`."""
@@ -98,16 +79,9 @@ class Gemma4AssistantDrafter(BeamDrafter):
         tokens, states, positions = changing
         embedded = self.ends.embed(tokens).to(self.device, self.dtype)
         used = slice(prefix.lengths.longest)
-        shared = {kind: (keys[:, :, used], values[:, :, used]) for kind, keys, values in prefix.layers}
+        layers = zip(self.kinds, prefix.layers, strict=True)
+        shared = {kind: (keys[:, :, used], values[:, :, used]) for kind, (keys, values) in layers}
         results: tuple[torch.Tensor, ...] = self.draft(
             embedded, states, positions, self.angles.rotary, shared, prefix.lengths
         )
         return results
-
-
-def _newest(changing, drafter):
-    """Return the states of the last kept nodes, maybe inside a graph; rows that kept none keep their earlier state."""
-    hidden, path, counts, before = changing
-    last = last_of(path, counts).to(hidden.device)[:, None, None]
-    states = drafter.norm(hidden.gather(1, last.expand(-1, 1, hidden.shape[2]))).to(before)
-    return torch.where(counts.to(before.device)[:, None, None] > 0, states, before)

@@ -1,6 +1,6 @@
 """Configuration of a LongSpec draft."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -12,6 +12,11 @@ class LongSpecConfig(DraftConfig):
     """Configuration of [`LongSpecDraftModel`]: shape of its one block, and the target layer that it reads."""
 
     model_type = "longspec"
+    sizes: ClassVar[dict[str, tuple[int, int]]] = {
+        "window": (0, 2**20),
+        "kv_layer": (0, 2**12),
+        "noise_range": (0, 2**12),
+    }
 
     hidden_size: int = 0  # width of the target's embeddings
     intermediate_size: int = 0  # width of the SwiGLU

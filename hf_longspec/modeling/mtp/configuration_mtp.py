@@ -1,6 +1,6 @@
 """Configuration of an MTP draft."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
@@ -23,6 +23,7 @@ class MtpConfig(DraftConfig):
     """
 
     model_type = "longspec_mtp"
+    sizes: ClassVar[dict[str, tuple[int, int]]] = {"num_mtp_layers": (1, 2**8)}
 
     layer_config: dict[str, Any] | None = None
     layer_idx: int = 0

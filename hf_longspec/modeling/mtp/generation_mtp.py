@@ -18,7 +18,7 @@ from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding
 from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import TargetParts, final_norm_of
-from ..aux_drafter import AuxDrafter
+from ..families.aux_drafter import AuxDrafter
 
 # Entries of a prompt that several layers run at a time.
 PIECE = 256

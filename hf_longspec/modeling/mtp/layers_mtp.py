@@ -16,7 +16,6 @@ from ...generation.cache import CACHE_NAME
 from ...generation.target_modules import attention_of, decoder_of, final_norm_of, layer_at
 from ...generation.wings.masked import INDEXED_LAYERS
 from ...generation.wings.recurrent_states import HYBRID_LAYERS, STATE_LAYERS
-from ..eagle3.layers_eagle3 import up_to
 from .configuration_mtp import MtpConfig
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -170,30 +169,3 @@ class MtpLayer(GradientCheckpointingLayer):
         outputs = outputs[0] if isinstance(outputs, tuple) else outputs
         normed: torch.Tensor = outputs if self.norm is None else self.norm(outputs)
         return normed
-
-
-class TextEntries:
-    """Keys and values of chained steps over whole texts, in one layer.
-
-    Place p of every step attends to the entries of the text up to p, the last `window` of them and the first `sinks`,
-    and to its own entries of later steps. Later steps may have fewer places.
-    """
-
-    def __init__(self, window: int | None = None, sinks: int = 0) -> None:
-        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._window, self._sinks = window, sinks
-
-    def __call__(
-        self, step: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Store a step, and return keys and values of all up to it, with its mask."""
-        steps = up_to(step, self._parts, (keys, values))
-        count, length = keys.shape[2], steps[0][0].shape[2]
-        entries = torch.arange(length, device=keys.device)
-        places = entries[:count, None]
-        own = [entries[: part.shape[2]] == places for part, _ in steps[1:]]
-        seen = entries <= places
-        if self._window is not None:
-            seen = seen & ((entries > places - self._window) | (entries < self._sinks))
-        whole = torch.cat([seen, *own], 1).expand(len(keys), -1, -1)
-        return *(torch.cat(parts, 2) for parts in zip(*steps, strict=True)), whole  # type: ignore[return-value]

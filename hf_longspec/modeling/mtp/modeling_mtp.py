@@ -1,7 +1,5 @@
 """MtpDraftModel: the layers for multi-token prediction in the target's checkpoint, run once per drafted token."""
 
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, Self
 from weakref import ref
@@ -17,7 +15,12 @@ from ..base import DraftModel
 from ..settings import WIDTHS, Setting
 from .configuration_mtp import MtpConfig
 from .generation_mtp import MtpDrafter
-from .layers_mtp import MtpLayer, TextEntries, decoder_like
+from .layers_mtp import MtpLayer, decoder_like
+
+try:
+    from .texts_mtp import chain_logits, forward_on_texts
+except ImportError:  # a published draft is neither trained nor compared
+    chain_logits = forward_on_texts = DraftModel.forward  # type: ignore[assignment]
 
 
 class MtpDraftModel(DraftModel):
@@ -104,6 +107,9 @@ class MtpDraftModel(DraftModel):
         final_norm_of(target)
         decoder_like(cls.config_class.from_target(target))
 
+    forward = forward_on_texts
+    chain_logits = chain_logits
+
     def parts_of(self, target: PreTrainedModel | None = None) -> TargetParts:
         """Return embedding, head and rotary embedding of the target; by default of the one that was checked last.
 
@@ -114,76 +120,6 @@ class MtpDraftModel(DraftModel):
         if target is None:
             raise ValueError("this draft uses the target's embedding and head: pass target=.")
         return TargetParts(target, self.config.layer_idx)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        tokens: torch.Tensor,
-        steps: int = 1,
-        target: PreTrainedModel | None = None,
-        window: int | None = None,
-        sinks: int = 0,
-        score: Callable[[int, torch.Tensor], Any] | None = None,
-    ) -> list[Any]:
-        """Return the logits of chained steps over whole texts, in which every drafted token is that of the text.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at T tokens.
-            tokens (`torch.LongTensor` of shape `(B, L)`): The tokens after the first of these, at least T.
-            steps (`int`, *optional*, defaults to 1): Number of chained steps, at most that of several layers.
-            target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
-            window (`int`, *optional*): Number of entries of the text that each place attends to. All by default.
-            sinks (`int`, *optional*, defaults to 0): First entries that all places attend to beside the window.
-            score (`Callable`, *optional*): Function of the step and of its outputs `(B, n, hidden)`, for training.
-
-        Returns:
-            `list[torch.Tensor]`: For each step s, logits `(B, n, vocab)`, or the result of `score`, of the
-            n = min(T, L - s) first entries. Row p follows the entries 0 to p and the tokens p + 1 to p + s.
-        """
-        parts, results = self.parts_of(target), []
-        states, entries = hidden_states.to(self.dtype), TextEntries(window, sinks)
-        for step in range(steps):
-            layer, store = self.layers[0], partial(entries, step)
-            if len(self.layers) > 1:  # each with its own entries
-                layer, store = self.layers[step], partial(TextEntries(window, sinks), 0)
-            after = tokens[:, step : step + states.shape[1]]
-            states = states[:, : after.shape[1]]
-            positions = (step + torch.arange(after.shape[1], device=after.device)).expand_as(after)
-            states = layer(states, parts.embed(after).to(states), positions, parts.rotary(positions, states), store)
-            results.append(parts.head(states) if score is None else score(step, states))
-        return results
-
-    @torch.no_grad()
-    def chain_logits(
-        self,
-        hidden_states: torch.Tensor,
-        tokens: torch.Tensor,
-        steps: int,
-        target: PreTrainedModel | None = None,
-    ) -> list[torch.Tensor]:
-        """Return the logits of the entries of a text, and those of a greedy chain after it.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at T tokens.
-            tokens (`torch.LongTensor` of shape `(B, T)`): These tokens. State p is joined with token p + 1.
-            steps (`int`): Number of chained steps, less than the number of layers if there are several.
-            target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
-
-        Returns:
-            `list[torch.Tensor]`: Logits `(B, T - 1, vocab)` of the entries of the text, then of each chained step
-            `(B, 1, vocab)`. Its token is the most likely one of the step before.
-        """
-        if 1 < len(self.layers) <= steps:
-            raise ValueError(
-                f"steps={steps}: this draft has {len(self.layers)} layers, each of which drafts one token. Pass at "
-                f"most {len(self.layers) - 1}."
-            )
-        states, tokens = hidden_states[:, :-1], tokens[:, 1:]
-        logits: list[torch.Tensor] = self(states, tokens, target=target)
-        for step in range(1, steps + 1):
-            tokens = torch.cat([tokens, logits[-1][:, -1:].argmax(-1)], 1)
-            logits.append(self(states, tokens, step + 1, target)[-1][:, -1:])
-        return logits
 
     @property
     def prompt_tokens(self) -> int:

@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
-from ...training.trainer import FinalStateMethod, counted
-from ..eagle3.training_eagle3 import STEP_WEIGHT
+from ...training.trainer import STEP_WEIGHT, FinalStateMethod, counted
 
 
 class MtpMethod(FinalStateMethod):

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ...generation.drafter import Binding, Drafter
@@ -16,9 +15,9 @@ from ...generation.saved_config import shortened
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
-from ..loading import HUB_KWARGS, readable_errors
+from ..families.ngrams import SEPARATOR, NgramDrafter, TextMemory
+from ..loading import of_hub, readable_errors
 from ..settings import NGRAMS, Setting
-from .generation_ngram import SEPARATOR, NgramDrafter, TextMemory
 
 # File of a saved draft with the texts that it remembers.
 MEMORY = "memory.safetensors"
@@ -103,11 +102,11 @@ class NgramDraftModel(DraftModel):
             save_file({"tokens": torch.tensor(self.memory.index.text, dtype=torch.int32)}, file)
 
     @classmethod
-    def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
+    def _load(cls, path: Any, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
         """Return a saved draft with the texts that it remembered."""
-        draft, info = super()._load(path, target, *args, **kwargs)
-        hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
-        file = cached_file(path, MEMORY, _raise_exceptions_for_missing_entries=False, **hub) if draft.memory else None
+        draft, info = super()._load(path, *args, **kwargs)
+        hub = of_hub(kwargs) | {"_raise_exceptions_for_missing_entries": False}
+        file = cached_file(path, MEMORY, **hub) if draft.memory else None
         if file is not None:
             with readable_errors(path):
                 tokens = load_file(file).get("tokens", torch.empty(0))

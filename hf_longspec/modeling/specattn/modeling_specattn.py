@@ -1,113 +1,13 @@
-"""SpecAttn: the target drafts for itself on the cache entries that were important in the last verification.
-
-SpecAttn (Vegas), https://huggingface.co/papers/2602.07223. One iteration drafts a chain with sparse attention over the
-selected entries and everything since the selection, verifies it with full attention, collects scores from two of the
-verification's query rows, and selects again. Positions stay the true ones.
-"""
+"""SpecAttnDraftModel."""
 
 from typing import Any, ClassVar
 
-import torch
-
-from ...attention_backends.contexts import SparseContext
-from ...attention_backends.scores import GRANULARITIES, ScoreCapture
-from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, SelfDrafter, Verification
-from ...generation.sparse_caches import SelectedCache, select_window
+from ...attention_backends.scores import GRANULARITIES
 from ...generation.target import TargetView
-from ..base import SelfDraftModel
 from ..configuration_base import DraftConfig
+from ..families.self_drafts import SelfDraftModel
 from ..settings import Setting
-
-# Query rows whose scores the verification collects, for each selection.
-CAPTURED_ROWS = {
-    "two_rows": "two_rows",
-    "all_rows": "all_rows",
-    "accepted_rows": "each_row",
-    "last_accepted": "each_row",
-}
-SELECTIONS = (*CAPTURED_ROWS, "window")
-
-
-class SpecAttnDrafter(SelfDrafter):
-    """Draft chains with the target itself on selected cache entries."""
-
-    def __init__(self, binding: Binding, draft: Any):
-        super().__init__(binding, draft)
-        self.selection, self.score = draft.setting("selection"), draft.setting("score")
-        self.granularity = draft.setting("granularity")
-        shape = binding.cache, binding.target.sliding_layers, self.max_depth
-        self.sparse: SelectedCache = binding.part((SelectedCache, *shape), lambda: SelectedCache(*shape))
-
-    @property
-    def seed_tokens(self) -> int:
-        """Number of nodes of the longest chain, so that the first phase has scores to select by."""
-        return self.num_nodes
-
-    def graph_of(self, root: torch.Tensor) -> tuple[Any, Any, tuple[torch.Tensor, ...], tuple, tuple]:
-        dense = self.sparse.dense_layers
-        return _context, self.sparse, (root, self.sparse.dense_used.lengths.on(root.device)), (dense,), (dense,)
-
-    def capture(self, tree: DraftTree) -> ScoreCapture | None:
-        """Return a capture of the prefix's scores, unless the selection needs none."""
-        if self.selection == "window":
-            return None
-        return ScoreCapture(
-            last_node=tree.last_node,
-            rows=CAPTURED_ROWS[self.selection],
-            score=self.score,
-            granularity=self.granularity,
-            skipped_layers=self.sparse.dense_layers,
-            sum_ranks=self.binding.target.sum_ranks,
-        )
-
-    def observe(self, verification: Verification) -> None:
-        """Select the entries of the next phase: the best ones of the scored prefix, and all tokens committed since."""
-        counts = [self.num_selected(length) for length in verification.prefix_lengths.host]
-        selected, capture = self.sparse, verification.capture
-        selected.begin(counts, verification.num_nodes.host)
-        by_device = selected.layers_by_device()
-        for device, layers in by_device.items():
-            selected.allocate(layers)
-            changing = prefix, table = verification.prefix_lengths.on(device), selected.table(device)
-            if capture is None:
-                selected.fill(layers, select_window(prefix, table[1], max(counts))[None], table)
-                continue
-            scores = [self._scores(capture, layer_idx, verification).to(device) for layer_idx in layers]
-            if capture.is_replayed and len(by_device) == 1:  # scores that a graph wrote are read by another graph
-                settings = True, scores[0].data_ptr(), scores[0].shape, selected.layout
-                self.binding.target.replayed(_fill_top, changing, (selected, layers, scores), selected, settings)
-            else:
-                selected.fill_top(layers, scores, *changing)
-
-    def _scores(self, capture: ScoreCapture, layer_idx: int, verification: Verification) -> torch.Tensor:
-        """Take the scores `(B, 1 or K, S)` of a layer from the capture."""
-        scores = capture.scores.pop(layer_idx)
-        if self.selection == "last_accepted":
-            rows, node = torch.arange(len(scores), device=scores.device), verification.last_nodes.to(scores.device)
-            return scores[rows, :, node]
-        if self.selection == "accepted_rows":
-            return _sum_of_path(scores, verification.path.to(scores.device), verification.num_nodes.on(scores.device))
-        return scores
-
-
-def _sum_of_path(scores: torch.Tensor, path: torch.Tensor, num_nodes: torch.Tensor) -> torch.Tensor:
-    """Return `(B, K, S)`, sums of the scores `(B, K, N, S)` of each row's accepted nodes, its first `num_nodes`."""
-    nodes = path[:, None, :, None].expand(-1, scores.shape[1], -1, scores.shape[3])
-    is_accepted = torch.arange(path.shape[1], device=path.device) < num_nodes[:, None]
-    return scores.gather(2, nodes).masked_fill(~is_accepted[:, None, :, None], 0.0).sum(2)
-
-
-def _context(ends, positions, windows, dense_layers):
-    """Return the context of a drafting step inside a graph."""
-    sparse, dense = (ends[-1], ends[0]) if 0 in dense_layers else (ends[0], ends[-1])
-    return SparseContext(sparse, positions, dense, dense_layers, windows=windows)
-
-
-def _fill_top(changing, selected, layers, scores, any_counts, *settings):
-    """Run [`SelectedCache.fill_top`], maybe inside a graph."""
-    selected.fill_top(layers, scores, *changing, any_counts)
-    return ()
+from .generation_specattn import SELECTIONS, SpecAttnDrafter
 
 
 class SpecAttnConfig(DraftConfig):

@@ -13,7 +13,7 @@ candidates becomes a path of the tree. The hidden state comes from one of two pl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -191,6 +191,15 @@ def _copy_entries(changing, partial, layers, *layouts):
 SELF_DRAFTS = ("verify_hidden", "partial_kv")
 
 
+class Ranking(NamedTuple):
+    """What ranks the candidates of the levels."""
+
+    heads: Any  # the heads of the draft
+    ends: TargetEnds  # embedding and head of the target
+    widths: tuple[int, ...]  # number of candidates of each level
+    num_own: int  # number of levels that the target's own logits decide: 0 or 1
+
+
 class TokenSwiftDrafter(Drafter):
     """Draft a tree of fixed shape from one hidden state."""
 
@@ -257,25 +266,23 @@ class TokenSwiftDrafter(Drafter):
 
     def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *target_logits: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the candidates of every level, see [`_levels`], computed in one graph if possible."""
-        changing, fixed = (
-            (root, hidden, *target_logits),
-            (self.heads, self.ends, tuple(self.widths), len(target_logits)),
-        )
+        changing = root, hidden, *target_logits
+        ranking = Ranking(self.heads, self.ends, tuple(self.widths), len(target_logits))
         known = self.coupling.known(len(self.widths))
         if self.coupling.fits_graphs:
-            levels = self._run(_levels, (*changing, *known), *fixed, self.coupling, None)
+            levels = self._run(_levels, (*changing, *known), ranking, self.coupling, None)
             if levels is not None:
                 return cast(Sequence[torch.Tensor], levels)
-        logits = None if self.heads.sequential else self._run(_logits, changing, *fixed)
-        return _levels((*changing, *known), *fixed, self.coupling, logits)
+        logits = None if self.heads.sequential else self._run(_logits, changing, ranking)
+        return _levels((*changing, *known), ranking, self.coupling, logits)
 
-    def _run(self, function: Any, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Any:
+    def _run(self, function: Any, changing: tuple[torch.Tensor, ...], ranking: Ranking, *fixed: Any) -> Any:
         """Return the result of a function, compiled or captured; `None` if that is disabled or not possible."""
         runner = self.binding.target.runner
         if runner is None:
             return None
-        shape = len(changing[0]), self.coupling.key, *fixed[2:4]
-        return runner(function, shape, changing, fixed, self.draft, self._holder)
+        shape = len(changing[0]), self.coupling.key, ranking.widths, ranking.num_own
+        return runner(function, shape, changing, (ranking, *fixed), self.draft, self._holder)
 
     def _partial_cache(self) -> PartialCache:
         target, kind = self.binding.target, self.draft.setting("partial_kv_policy")
@@ -297,41 +304,35 @@ def _last_hidden(changing: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), last_of(path, counts)]
 
 
-def _logits(
-    changing: tuple[torch.Tensor, ...], heads: Any, ends: TargetEnds, widths: Sequence[int], num_own: int
-) -> torch.Tensor:
+def _logits(changing: tuple[torch.Tensor, ...], ranking: Ranking) -> torch.Tensor:
     """Return logits `(levels, B, vocab)` of all heads, which are not sequential. It may be part of a graph."""
-    states = heads(changing[1][:, None])[: len(widths) - num_own, :, 0]
-    logits: torch.Tensor = ends.head(states.transpose(0, 1))  # rows first: each may have an adapter of its own
+    states = ranking.heads(changing[1][:, None])[: len(ranking.widths) - ranking.num_own, :, 0]
+    logits: torch.Tensor = ranking.ends.head(states.transpose(0, 1))  # rows first: each may have an adapter of its own
     return logits.transpose(0, 1)
 
 
 def _levels(
-    changing: tuple[torch.Tensor, ...],
-    heads: Any,
-    ends: TargetEnds,
-    widths: Sequence[int],
-    num_own: int,
-    coupling: Coupling,
-    logits: torch.Tensor | None,
+    changing: tuple[torch.Tensor, ...], ranking: Ranking, coupling: Coupling, logits: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     """Return the best candidates of every level. It may be part of a graph.
 
     Args:
         changing (`tuple[torch.Tensor, ...]`): Roots `(B,)`, hidden states `(B, hidden)`, `num_own` logits
             `(B, vocab)` of the target for the first level, and the result of [`Coupling.known`].
-        widths (`Sequence[int]`): Number of candidates of each level.
-        num_own (`int`): Number of levels that the target's own logits decide: 0 or 1.
+        ranking ([`Ranking`]): What ranks the candidates.
+        coupling ([`Coupling`]): By which noise they are ranked.
+        logits (`torch.Tensor` of shape `(levels, B, vocab)`, *optional*): Result of `_logits`, if it was computed.
 
     Returns:
         `tuple[torch.Tensor, ...]`: Tokens `(B, n * width)` of each level. With sequential heads they are `width`
         children of each of the n nodes above. Other heads do not depend on drafted tokens, so n is 1: all nodes have
         the same children, ranked for the best path.
     """
+    heads, ends, widths, num_own = ranking
     root, hidden, *known = changing
     ready, known = list(known[:num_own]), known[num_own:]  # a graph of torch 2.11 has a tuple here
     if not heads.sequential:
-        ready.extend((_logits(changing, heads, ends, widths, num_own) if logits is None else logits).unbind())
+        ready.extend((_logits(changing, ranking) if logits is None else logits).unbind())
     states, nodes, levels = hidden[:, None], root[:, None], []
     paths = nodes[..., None][..., :0]
     for depth, width in enumerate(widths):

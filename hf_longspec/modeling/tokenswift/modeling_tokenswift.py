@@ -21,6 +21,7 @@ class TokenSwiftConfig(DraftConfig):
     """Configuration of [`TokenSwiftDraftModel`]: number and kind of its heads."""
 
     model_type = "tokenswift"
+    sizes: ClassVar[dict[str, tuple[int, int]]] = {"num_heads": (1, 2**8)}
 
     hidden_size: int = 0  # width of the target's residual stream
     num_heads: int = 3  # number of heads. Head i predicts the token i places after the one that the target predicts.

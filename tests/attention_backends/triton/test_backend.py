@@ -20,7 +20,7 @@ from hf_longspec.generation import decoding
 from hf_longspec.generation.fast import compiled_steps
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
-from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
+from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from tests.attention_backends.oracle import SCALING, tree_case
 from tests.attention_backends.triton.machine import on
 from tests.generation.test_on_simulated_cuda import simulated

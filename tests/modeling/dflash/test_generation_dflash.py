@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_longspec import DFlashDraftModel, Eagle3DraftModel
 from hf_longspec.modeling.dflash.generation_dflash import DFlashDrafter
-from hf_longspec.modeling.eagle3.generation_peagle import ParallelEagle3Drafter
+from hf_longspec.modeling.eagle3.generation_eagle3 import ParallelEagle3Drafter
 from tests.modeling.calls import LENGTHS, check_sampled_text, generate, watch_levels
 from tests.modeling.dflash.test_modeling_dflash import FIXTURES, NAMES
 from tests.modeling.eagle3.residual_stream import residual_stream

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from hf_longspec import NgramDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.drafter import Verification
-from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter
+from hf_longspec.modeling.families.ngrams import NgramDrafter
 from hf_longspec.modeling.ngram.modeling_ngram import MEMORY
 from tests.gates import FlippingGate
 from tests.tiny_targets import tiny_prompts

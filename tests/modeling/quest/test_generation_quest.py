@@ -11,7 +11,7 @@ from hf_longspec import QuestDraftModel, SpeculativeCache
 from hf_longspec.attention_backends.scores import KeyPages, PageContext
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling.quest.modeling_quest import QuestDrafter
+from hf_longspec.modeling.quest.generation_quest import QuestDrafter
 from tests.attention_backends.test_pages import chosen_by_loops
 from tests.modeling import calls
 from tests.tiny_targets import tiny_target

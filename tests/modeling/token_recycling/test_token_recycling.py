@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_longspec import TokenRecyclingDraftModel
-from hf_longspec.modeling.token_recycling.modeling_token_recycling import (
+from hf_longspec.modeling.token_recycling.generation_token_recycling import (
     CHANCES,
     TokenRecyclingDrafter,
     likely_tree,

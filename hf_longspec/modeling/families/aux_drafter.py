@@ -7,17 +7,23 @@ position p + 1, for drafts that read one. The states of the last verification wa
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..generation.drafter import BeamDrafter, Binding, Verification
-from ..generation.sparse_caches import WindowRing
-from ..generation.target_modules import LayerInputs
+from ...generation.drafter import BeamDrafter, Binding, Verification
+from ...generation.sparse_caches import WindowRing
+from ...generation.target_modules import LayerInputs
+from .graphs import replayed
 
-# Auxiliary hidden states, tokens and positions of the entries that the next draft stores, and the place of the last one
-# in each row.
-Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+class Entries(NamedTuple):
+    """Entries that the next draft stores."""
+
+    aux_hidden_states: torch.Tensor  # `(B, T, layers * hidden)`
+    tokens: torch.Tensor  # `(B, T)`: the token after each of the states
+    positions: torch.Tensor  # `(B, T)`: their positions; -1 for padding
+    last: torch.Tensor  # `(B, 1)`: place of the last entry of each row
 
 
 class PromptAuxHiddenStates(LayerInputs):
@@ -186,17 +192,23 @@ class AuxDrafter(BeamDrafter):
             shape = len(verification.path), width
             none = torch.full(shape, -1, device=self.device)
             aux_hidden_states = torch.zeros(*shape, verification.hidden.shape[2], dtype=self.dtype, device=self.device)
-            self.pending = aux_hidden_states, none.clone(), none, none[:, :1] + 1
-        changing = (
-            *(verification.hidden, verification.path, verification.tree.tokens),
-            *(verification.num_nodes.on(device), verification.prefix_lengths.on(device), *self.pending),
-        )
-        self.pending = self.binding.target.replayed(_newest, changing, (self,), self.rings[0])
+            self.pending = Entries(aux_hidden_states, none.clone(), none, none[:, :1] + 1)
+        nodes = verification.hidden, verification.path, verification.tree.tokens
+        counts = verification.num_nodes.on(device), verification.prefix_lengths.on(device)
+        self.pending = Entries(*replayed(self, "newest", *nodes, *counts, *self.pending))
 
     def newest(
-        self, hidden: torch.Tensor, path: torch.Tensor, nodes: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor
-    ) -> Entries:
-        """Return the entries of the kept nodes. The token of the last one is the next root, and is not part of them.
+        self,
+        hidden: torch.Tensor,
+        path: torch.Tensor,
+        nodes: torch.Tensor,
+        counts: torch.Tensor,
+        lengths: torch.Tensor,
+        *before: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the [`Entries`] of the kept nodes. The token of the last one is the next root, and not part of them.
+
+        Rows that kept none keep those `before`.
 
         Args:
             hidden (`torch.Tensor` of shape `(B, N, layers * hidden)`): The target's states at the nodes.
@@ -217,7 +229,9 @@ class AuxDrafter(BeamDrafter):
         )
         places = torch.arange(self.most_new, device=self.device)
         positions = torch.where(places < counts, lengths + places, -1)
-        return aux_hidden_states, tokens, positions, (counts - 1).clamp_min(0)
+        newest, grew = (aux_hidden_states, tokens, positions, (counts - 1).clamp_min(0)), counts > 0
+        masks = grew[..., None], grew, grew, grew
+        return tuple(torch.where(*three) for three in zip(masks, newest, before, strict=True))
 
     def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the roots `(B,)`, and the entries that the draft stores first."""
@@ -258,11 +272,3 @@ class AuxDrafter(BeamDrafter):
             aux_hidden_states[row, :usable], places[row, :usable] = states[:usable], positions
             tokens[row, :usable] = text[positions + 1]
         self.remember(aux_hidden_states, tokens.to(self.device), places.to(self.device))
-
-
-def _newest(changing, drafter):
-    """Return the entries of the kept nodes, maybe inside a graph; rows that kept none keep their earlier entries."""
-    grew = changing[3][:, None].to(drafter.device) > 0
-    newest, before = drafter.newest(*changing[:5]), changing[5:]
-    masks = grew[..., None], grew, grew, grew
-    return tuple(torch.where(*three) for three in zip(masks, newest, before, strict=True))

@@ -7,7 +7,6 @@ values of the draft's own, in a ring for each layer, so that memory does not gro
 import copy
 import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,11 +14,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..generation.target import TargetView
-from ..generation.target_modules import final_norm_of, layer_at, refuse_compiled_forward
-from .base import DraftModel
-from .configuration_base import DraftConfig, refuse_other_sizes, text_config
-from .settings import Setting
+from ...generation.target import TargetView
+from ...generation.target_modules import final_norm_of, layer_at, refuse_compiled_forward
+from ..base import DraftModel
+from ..configuration_base import DraftConfig, refuse_other_sizes, text_config
+from ..settings import Setting
 
 # The value of `window` that stands for the number of positions that the draft was trained with.
 TRAINED = "trained"
@@ -59,6 +58,11 @@ class AuxConfig(DraftConfig):
     """
 
     model_type = "longspec_aux"
+    sizes: ClassVar[dict[str, tuple[int, int]]] = {
+        "target_hidden_size": (0, 2**17),
+        "num_aux_hidden_states": (1, 2**12),
+        "draft_vocab_size": (0, 2**24),
+    }
 
     hidden_size: int = 0
     target_hidden_size: int = 0
@@ -313,15 +317,6 @@ class AuxDraftModel(DraftModel):
                 f"the draft has hidden_size={self.config.hidden_size} and no embedding or head of its own, but the "
                 f"target's have {target.config.hidden_size}. Pass the target that the draft was trained for."
             )
-
-
-def ends_of(embed_tokens: Any, lm_head: Any) -> Any:
-    """Return what stands for a target in `embed` and `logits`, made of weights `(vocab, hidden)` or of modules."""
-    embedding, head = (getattr(part, "weight", part) for part in (embed_tokens, lm_head))
-    return SimpleNamespace(
-        get_input_embeddings=lambda: None if embedding is None else nn.Embedding.from_pretrained(embedding.detach()),
-        get_output_embeddings=lambda: None if head is None else lambda outputs: nn.functional.linear(outputs, head),
-    )
 
 
 def _part_of(target: Any, part: str) -> Any:

@@ -1,0 +1,72 @@
+"""Drafters whose draft attends to the target's cache: those of LongSpec and of the assistants of Gemma 4."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...attention_backends.lengths import SeqLens
+from ...generation.drafter import BeamDrafter
+
+# The first entries of a text, which attract attention. A window keeps them.
+SINKS = 4
+
+
+class Prefix(NamedTuple):
+    """The committed tokens in the layers of the target that are read."""
+
+    lengths: SeqLens  # number of tokens of each row
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values `(B, K, capacity, D)` of each layer
+
+    def window(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots `(B, 1, T)` of the first `SINKS` entries and the last `size`, and how many are used."""
+        keys, _ = self.layers[0]
+        lengths = self.lengths.on(keys.device)
+        first = (lengths - size).clamp_min(SINKS)[:, None]
+        slots = first + torch.arange(-SINKS, size, device=first.device)
+        slots[:, :SINKS] -= first - SINKS
+        return slots.clamp_max(keys.shape[2] - 1)[:, None], lengths.clamp_max(SINKS + size)
+
+
+class CacheReader(BeamDrafter):
+    """Base of these drafters. Subclasses set `read_layers`."""
+
+    read_layers: Sequence[int]
+    """Layers of the target that are read."""
+    read_window: int | None = None
+    """Number of last entries of a prefix that are read besides the sinks. All by default."""
+
+    def prefix(self) -> Prefix:
+        """Return the committed tokens in the target's cache."""
+        cache = self.binding.cache
+        layers = (cache.layers[index] for index in self.read_layers)
+        return Prefix(cache.lengths, tuple((layer.keys, layer.values) for layer in layers))
+
+    def attend_prefix(self, prefix: Prefix, query: torch.Tensor) -> torch.Tensor:
+        """Return the attention output `(B, H, N, D)` of queries to the committed tokens in the first layer."""
+        keys, ranks = prefix.layers[0][0], self.binding.target.ranks
+        if ranks is None or keys.shape[1] == self.draft.config.num_key_value_heads:
+            return self._attend_heads(prefix, query)
+        # the cache holds the key/value heads of this rank, while every rank has the whole draft
+        return ranks.all_heads(self._attend_heads(prefix, ranks.own_heads(query)))
+
+    def _attend_heads(self, prefix: Prefix, query: torch.Tensor) -> torch.Tensor:
+        """Likewise, of the heads that are in the cache."""
+        (keys, values), kernels = prefix.layers[0], self._kernels
+        if self.read_window is not None:
+            slots, counts = prefix.window(self.read_window)
+            return kernels.sparse_attention(query, keys, values, slots, counts=counts, scaling=self.scaling)[0]
+        keys, values = (states[:, :, : prefix.lengths.longest] for states in (keys, values))
+        return kernels.prefix_attention(query, keys, values, lengths=prefix.lengths, scaling=self.scaling)[0]
+
+    def graph_of(self, runner: Any, prefix: Prefix) -> tuple[tuple[torch.Tensor, ...], tuple, tuple]:
+        """Return the lengths, the keys and values of the target, and what distinguishes graphs over them."""
+        known, capacity = runner.knows(prefix.lengths), prefix.layers[0][0].shape[2]
+        sizes = runner.sizes(prefix.lengths, 0, capacity)
+        layers = tuple((runner.buffer(keys), runner.buffer(values)) for keys, values in prefix.layers)
+        graph = runner.key_of(sizes, *self.binding.cache.layout)
+        return (prefix.lengths.on(self.device),), (known, sizes, layers), (self.read_window, known, graph)
+
+    def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Prefix:
+        known, sizes, layers = fixed
+        return Prefix(SeqLens.in_graph(changing[0], sizes, known), layers)
