@@ -24,6 +24,7 @@ LEFT_OUT = (
     "training",
 )
 
+DRAFT = "settings", "configuration_base", "loading", "base", "families/self_drafter", "families/self_drafts"
 USER_CODE = "user_state", "hooks", "processors"
 FIRST_CHECKS = "trial", "forward_check"
 RECURRENCES = "plain_forwards", "recurrences", "recurrent_states"
@@ -41,7 +42,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "sampling": ("generation/sampling",),
     "target_modules": ("generation/target_modules", "generation/wing"),
     "target": ("generation/target", "generation/sparse_caches"),
-    "drafter": ("generation/drafter", "modeling/families/graphs", "modeling/families/cache_readers"),
+    "drafter": ("generation/drafter", "modeling/families/beams", "modeling/families/cache_readers"),
     "decoding": ("generation/call", "generation/decoding", "generation/route", "generation/saved_config"),
     "user_code": tuple(f"generation/wings/{name}" for name in USER_CODE),
     "first_checks": tuple(f"generation/wings/{name}" for name in FIRST_CHECKS),
@@ -49,9 +50,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "wings": tuple(f"generation/wings/{name}" for name in OTHER_WINGS),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "ngrams": ("modeling/families/ngrams",),
-    "draft": tuple(
-        f"modeling/{name}" for name in ("settings", "configuration_base", "loading", "base", "families/self_drafts")
-    ),
+    "draft": tuple(f"modeling/{name}" for name in DRAFT),
     "aux_hidden_states": tuple(f"modeling/families/aux_{name}" for name in ("hidden_states", "layers", "drafter")),
 }
 

@@ -13,6 +13,7 @@ import torch
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding
 from ..families.aux_drafter import AuxDrafter
+from ..families.beams import PrefixInGraph
 from .layers_dflash import query_positions, slot_mask
 
 
@@ -100,10 +101,9 @@ class DFlashDrafter(AuxDrafter):
         itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
         return tokens, parents, valid, depths * valid, (mask & valid[..., None]) | itself
 
-    def graph_of(self, runner: Any, prefix: None) -> tuple[tuple[torch.Tensor, ...], tuple, tuple]:
+    def prefix_of_graph(self, runner: Any, prefix: None) -> PrefixInGraph:
         """Return what distinguishes graphs, the threshold included."""
-        changing, fixed, settings = super().graph_of(runner, prefix)
-        return changing, fixed, (*settings, self.threshold)
+        return PrefixInGraph(settings=(*super().prefix_of_graph(runner, prefix).settings, self.threshold))
 
     def _block(self, root: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Return the states `(B, S, hidden)` of blocks that begin with `root` `(B,)` at `anchors` `(B,)`."""

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...generation.drafter import BeamDrafter, Binding, Verification
+from ...generation.drafter import Binding, Verification
 from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import LayerInputs
-from .graphs import replayed
+from .beams import BeamDrafter, PrefixInGraph
 
 
 class Entries(NamedTuple):
@@ -195,7 +195,7 @@ class AuxDrafter(BeamDrafter):
             self.pending = Entries(aux_hidden_states, none.clone(), none, none[:, :1] + 1)
         nodes = verification.hidden, verification.path, verification.tree.tokens
         counts = verification.num_nodes.on(device), verification.prefix_lengths.on(device)
-        self.pending = Entries(*replayed(self, "newest", *nodes, *counts, *self.pending))
+        self.pending = Entries(*self.replayed("newest", *nodes, *counts, *self.pending))
 
     def newest(
         self,
@@ -244,9 +244,9 @@ class AuxDrafter(BeamDrafter):
         tokens = tokens.scatter(1, last, root[:, None].to(tokens.device))
         return aux_hidden_states, tokens, positions, last, positions.gather(1, last)
 
-    def graph_of(self, runner: Any, prefix: None) -> tuple[tuple[torch.Tensor, ...], tuple, tuple]:
+    def prefix_of_graph(self, runner: Any, prefix: None) -> PrefixInGraph:
         """Return the sizes that distinguish graphs."""
-        return (), (), (self.most_new, *(ring.size for ring in self.rings))
+        return PrefixInGraph(settings=(self.most_new, *(ring.size for ring in self.rings)))
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits `(B, n, vocab)` of the target's tokens; those that the draft does not have get -inf."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...attention_backends.lengths import SeqLens
-from ...generation.drafter import BeamDrafter
+from .beams import BeamDrafter, PrefixInGraph
 
 # The first entries of a text, which attract attention. A window keeps them.
 SINKS = 4
@@ -59,13 +59,14 @@ class CacheReader(BeamDrafter):
         keys, values = (states[:, :, : prefix.lengths.longest] for states in (keys, values))
         return kernels.prefix_attention(query, keys, values, lengths=prefix.lengths, scaling=self.scaling)[0]
 
-    def graph_of(self, runner: Any, prefix: Prefix) -> tuple[tuple[torch.Tensor, ...], tuple, tuple]:
+    def prefix_of_graph(self, runner: Any, prefix: Prefix) -> PrefixInGraph:
         """Return the lengths, the keys and values of the target, and what distinguishes graphs over them."""
         known, capacity = runner.knows(prefix.lengths), prefix.layers[0][0].shape[2]
         sizes = runner.sizes(prefix.lengths, 0, capacity)
         layers = tuple((runner.buffer(keys), runner.buffer(values)) for keys, values in prefix.layers)
         graph = runner.key_of(sizes, *self.binding.cache.layout)
-        return (prefix.lengths.on(self.device),), (known, sizes, layers), (self.read_window, known, graph)
+        changing, settings = (prefix.lengths.on(self.device),), (self.read_window, known, graph)
+        return PrefixInGraph(changing, (known, sizes, layers), settings)
 
     def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Prefix:
         known, sizes, layers = fixed

@@ -14,7 +14,6 @@ from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target_modules import TargetEnds, final_norm_of
 from ..families.aux_drafter import Angles
 from ..families.cache_readers import CacheReader, Prefix
-from ..families.graphs import replayed
 from .configuration_gemma4_assistant import layers_read
 
 
@@ -46,7 +45,7 @@ class Gemma4AssistantDrafter(CacheReader):
         """Keep the target's state at the last committed token of each row."""
         assert verification.hidden is not None
         path, counts = verification.path, verification.num_nodes
-        self.state = replayed(self, "newest", verification.hidden, path, counts.on(path.device), self.state)
+        self.state = self.replayed("newest", verification.hidden, path, counts.on(path.device), self.state)
 
     def newest(
         self, hidden: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, before: torch.Tensor

@@ -17,7 +17,6 @@ from ...generation.drafter import Binding, Verification, last_of
 from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import TargetParts
 from ..families.cache_readers import CacheReader, Prefix
-from ..families.graphs import replayed
 
 logger = logging.get_logger(__name__)
 
@@ -97,7 +96,7 @@ class LongSpecDrafter(CacheReader):
         # nodes of other drafters have no keys in the ring
         method = "compute_again" if self.ngram_depth else "keep_nodes"
         on = path.device
-        self.last_token = replayed(self, method, verification.tree.tokens, path, counts.on(on), lengths.on(on))
+        self.last_token = self.replayed(method, verification.tree.tokens, path, counts.on(on), lengths.on(on))
 
     def keep_nodes(
         self, tokens: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor

@@ -15,9 +15,10 @@ from ...attention_backends.contexts import StepContext
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
-from ...generation.drafter import Binding, SelfDrafter, Verification
+from ...generation.drafter import Binding, Verification
 from ...generation.sparse_caches import SINK_TOKENS, CompactCache, capacity_for
 from ...generation.target import TargetView
+from ..families.self_drafter import ChainInGraph, SelfDrafter
 
 
 class PagedCache(CompactCache):
@@ -137,9 +138,9 @@ class QuestDrafter(SelfDrafter):
         most = 1 + max(self.max_depth, self.ngram_depth) // self.page_size
         self.sparse.extend(self.binding.target, num_pages, most)
 
-    def graph_of(self, root: torch.Tensor) -> tuple[Any, Any, tuple[torch.Tensor, ...], tuple, tuple]:
+    def chain_of_graph(self, root: torch.Tensor) -> ChainInGraph:
         paged, cache = self.sparse, self.binding.cache
         paged.share_dense()
-        tensors = root, cache.lengths.on(root.device), paged.table(root.device)
         fixed = paged.pages, paged.sizes, list(paged.pages.bounds.values())
-        return _context, cache, tensors, fixed, (paged.layout, paged.sizes)
+        lengths, changing = cache.lengths.on(root.device), (paged.table(root.device),)
+        return ChainInGraph(_context, cache, lengths, changing, fixed, (paged.layout, paged.sizes))

@@ -12,8 +12,9 @@ import torch
 from ...attention_backends.contexts import SparseContext
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, SelfDrafter, Verification
+from ...generation.drafter import Binding, Verification
 from ...generation.sparse_caches import SelectedCache, select_window
+from ..families.self_drafter import ChainInGraph, SelfDrafter
 
 # Query rows whose scores the verification collects, for each selection.
 CAPTURED_ROWS = {
@@ -40,9 +41,9 @@ class SpecAttnDrafter(SelfDrafter):
         """Number of nodes of the longest chain, so that the first phase has scores to select by."""
         return self.num_nodes
 
-    def graph_of(self, root: torch.Tensor) -> tuple[Any, Any, tuple[torch.Tensor, ...], tuple, tuple]:
-        dense = self.sparse.dense_layers
-        return _context, self.sparse, (root, self.sparse.dense_used.lengths.on(root.device)), (dense,), (dense,)
+    def chain_of_graph(self, root: torch.Tensor) -> ChainInGraph:
+        dense, lengths = self.sparse.dense_layers, self.sparse.dense_used.lengths.on(root.device)
+        return ChainInGraph(_context, self.sparse, lengths, fixed=(dense,), settings=(dense,))
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
         """Return a capture of the prefix's scores, unless the selection needs none."""
