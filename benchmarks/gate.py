@@ -22,7 +22,7 @@ from benchmarks.harness import Run
 from benchmarks.pages import GATED, UNGATED
 from hf_longspec.bench.calls import MODES, PLAIN, PrefilledPrompts
 from hf_longspec.bench.report import mean_interval, significant
-from hf_longspec.bench.results import rotated
+from hf_longspec.bench.runner import rotated
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.inputs import Prompts

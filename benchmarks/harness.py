@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+import yaml
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.pages import PAGES
 from hf_longspec.bench.calls import PrefilledPrompts, endless, prefill
 from hf_longspec.bench.machine import git_commit
 from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
-from hf_longspec.bench.report import summarize
-from hf_longspec.bench.results import ResultFile, in_turns
+from hf_longspec.bench.report import NO_TIME, summarize
+from hf_longspec.bench.runner import Runner, in_turns
+from hf_longspec.modeling.register_draft import weightless_drafts
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+SUITES = ROOT / "benchmarks" / "suites"
 HUB_CARDS = ROOT / "hub_cards"
 STDLIB = "stdlib"
 MIN_REPEATS = 5
@@ -29,7 +32,7 @@ MIN_REPEATS = 5
 T = TypeVar("T")
 
 
-class Run(ResultFile):
+class Run(Runner):
     """The result file of a benchmark, with its progress. A context manager.
 
     The report is written beside the file at the end, also after an interruption.
@@ -37,7 +40,7 @@ class Run(ResultFile):
     Args:
         benchmark (`str`): Name of the benchmark in `benchmarks/pages.py`.
         quiet (`bool`, *optional*): Show no progress on standard error.
-        options: The other arguments of [`ResultFile`].
+        options: The other arguments of [`Runner`].
     """
 
     report_every = math.inf
@@ -62,22 +65,16 @@ class Run(ResultFile):
         super().skip(reason, **what)
         self.say(f"left out, {reason}: {', '.join(map(str, what.values()))}")
 
-    def has_time(self, expected: float = 0.0, **what: Any) -> bool:
-        """Return whether `expected` seconds are left; if not, add a line with the reason."""
-        if self.fits(expected):
-            return True
-        needed = f"it would take {expected:.0f} s and {self.left:.0f} s are left"
-        self.skip(needed if self.left else "no time left", **what)
-        return False
-
     def in_time(self, planned: Iterable[T], describe: Callable[[T], Mapping[str, Any]]) -> Iterator[T]:
         """Yield what there is time for, as long as the longest before took; add a line by `describe` for all else."""
         longest = 0.0
         for item in planned:
-            if self.has_time(longest, **describe(item)):
+            if self.fits(longest):
                 start = self.elapsed
                 yield item
                 longest = max(longest, self.elapsed - start)
+            else:
+                self.skip(NO_TIME, **describe(item))
 
     def say(self, text: str) -> None:
         """Show the present task, with the time since the start."""
@@ -201,6 +198,18 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
     turns = torch.stack(parts, dim=1).flatten(0, 1)[:count]
     target_name = f"{Path(target).name}, {config.num_hidden_layers} layers"
     return turns, {"target": target_name, "sources": origins, "prompts": count, "window": window}
+
+
+def open_draft(name: str, model: PreTrainedModel) -> Any:
+    """A draft by its name on the command line, or from a folder or the Hub."""
+    made = weightless_drafts().get(name)
+    return AutoModel.from_pretrained(name, dtype=model.dtype) if made is None else made.from_target(model)
+
+
+def read_suite(name: str) -> dict[str, Any]:
+    """Cells and methods of a benchmark, from `suites/<name>.yaml`."""
+    suite: dict[str, Any] = yaml.safe_load((SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
+    return suite
 
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:

@@ -8,6 +8,7 @@ commit. Times are processor time of one thread, so that other programs on the ma
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
 from benchmarks.random_inputs import random_tree
 from hf_longspec.bench.report import summarize
+from hf_longspec.bench.results import Record
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
@@ -122,24 +124,25 @@ class HybridCase:
 @torch.no_grad()
 def measure(results: Run, models: Mapping[str, tuple[str, dict[str, Any]]], context: int, repeats: int) -> None:
     """Measure one model after another."""
-    for kind, (recurrence, settings) in results.in_time(models.items(), lambda item: {"type": item[0]}):
+    for kind, (recurrence, settings) in models.items():
         results.say(f"{kind}: {recurrence}")
-        case = HybridCase(kind, SHAPE | settings, context, (repeats + 1) * (TREE + 3 * CHAIN))
-        functions = case.functions()
-        for function in functions.values():  # the first call of each makes what later ones reuse
-            function()
-        seconds = time_in_turns(functions, repeats)
-        plain = seconds["plain"]
-        results.write(
-            "hybrid",
-            type=kind,
-            recurrence=recurrence,
-            plain_ms=summarize([value * 1e3 for value in plain]),
-            stock=ratios(plain, seconds["stock"]),
-            commit=ratios(seconds["commit"], plain),
-            chain=ratios(seconds["chain"], plain),
-            tree=ratios(seconds["tree"], seconds["chain"]),
+        results.measure(
+            "hybrid", {"type": kind}, partial(timed, kind, recurrence, settings, context, repeats), alike=()
         )
+
+
+def timed(kind: str, recurrence: str, settings: Mapping[str, Any], context: int, repeats: int) -> Record:
+    """The times of one model in plain steps."""
+    case = HybridCase(kind, SHAPE | settings, context, (repeats + 1) * (TREE + 3 * CHAIN))
+    functions = case.functions()
+    for function in functions.values():  # the first call of each makes what later ones reuse
+        function()
+    seconds = time_in_turns(functions, repeats)
+    plain, chain = seconds["plain"], seconds["chain"]
+    pairs = {"stock": (plain, seconds["stock"]), "commit": (seconds["commit"], plain), "chain": (chain, plain)}
+    pairs["tree"] = seconds["tree"], chain
+    record: Record = {"recurrence": recurrence, "plain_ms": summarize([value * 1e3 for value in plain])}
+    return record | {name: ratios(*pair) for name, pair in pairs.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -342,10 +342,6 @@ class PrefilledPrompts:
         """
         return PrefilledPrompts(self.tokens, [(keys.to(dtype), values.to(dtype)) for keys, values in self.layers])
 
-    def first(self, count: int) -> "PrefilledPrompts":
-        """The first prompts."""
-        return PrefilledPrompts(self.tokens[:count], [(keys[:count], values[:count]) for keys, values in self.layers])
-
     def fill(self, cache: SpeculativeCache, rows: slice, stored: int) -> SpeculativeCache:
         """Replace the content of a cache with the first `stored` tokens of some prompts."""
         cache.reset()

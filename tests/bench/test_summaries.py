@@ -10,7 +10,7 @@ from scipy import stats
 
 from benchmarks.harness import ratios, time_in_turns
 from hf_longspec.bench.report import estimate, holm, mean_interval, ratio_interval
-from hf_longspec.bench.results import ResultFile, in_turns
+from hf_longspec.bench.runner import Runner, in_turns
 
 
 def test_ratios_are_taken_within_a_repeat():
@@ -117,7 +117,7 @@ def test_turns_hold_every_name_once_and_rotate():
 
 def test_what_does_not_fit_into_the_time_is_refused(tmp_path):
     seconds = [0.0]
-    with ResultFile(tmp_path / "r.jsonl", "bench", lambda records: "", 60, {}, now=lambda: seconds[-1]) as file:
+    with Runner(tmp_path / "r.jsonl", "bench", lambda records: "", 60, {}, now=lambda: seconds[-1]) as file:
         seconds.append(45.0)
         assert file.fits(15.0) and not file.fits(15.1)
         seconds.append(90.0)
