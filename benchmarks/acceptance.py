@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_longspec
-from benchmarks import harness
+from benchmarks import harness, read_yaml
 from hf_longspec.bench.calls import MODES, Decoder, PrefilledPrompts
 from hf_longspec.bench.report import mean_interval, significant
 from hf_longspec.bench.results import Record
@@ -31,7 +31,7 @@ def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planne
 
     `kinds` has the model type of each draft by its name.
     """
-    suite, middle = harness.read_suite("acceptance"), [sorted(lengths)[len(lengths) // 2]]
+    suite, middle = read_yaml("suites/acceptance.yaml"), [sorted(lengths)[len(lengths) // 2]]
     first_of_kind = {kind: name for name, kind in reversed(kinds.items())}
     runs = [(name, suite[kind]["main"][0], lengths) for name, kind in kinds.items()]
     runs += [(name, entry, lengths) for kind, name in first_of_kind.items() for entry in suite[kind]["main"][1:]]

@@ -21,14 +21,13 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks import harness
-from benchmarks.figure_report import draw
+from benchmarks.figure_report import SUITE, draw
 from hf_longspec.bench.calls import HF, PLAIN, Call, Decoder, HfMethod, PrefilledPrompts, endless, prefill
 from hf_longspec.bench.report import significant
 from hf_longspec.bench.results import Record, read_records, refuse_other
 from hf_longspec.bench.runner import Method, rotated
 from hf_longspec.modeling.register_draft import weightless_drafts
 
-SUITE = harness.read_suite("figure")
 WARM_UP_TOKENS = 8
 # Drafts that only comparisons use: trained with one thing left out, or other heads.
 VARIANTS = Path(__file__).parent / "drafts"

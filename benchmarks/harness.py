@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import yaml
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.pages import PAGES
@@ -24,7 +23,6 @@ from hf_longspec.modeling.register_draft import weightless_drafts
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SUITES = ROOT / "benchmarks" / "suites"
 HUB_CARDS = ROOT / "hub_cards"
 STDLIB = "stdlib"
 MIN_REPEATS = 5
@@ -204,12 +202,6 @@ def open_draft(name: str, model: PreTrainedModel) -> Any:
     """A draft by its name on the command line, or from a folder or the Hub."""
     made = weightless_drafts().get(name)
     return AutoModel.from_pretrained(name, dtype=model.dtype) if made is None else made.from_target(model)
-
-
-def read_suite(name: str) -> dict[str, Any]:
-    """Cells and methods of a benchmark, from `suites/<name>.yaml`."""
-    suite: dict[str, Any] = yaml.safe_load((SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
-    return suite
 
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:

@@ -6,12 +6,9 @@ pages.yaml has the titles, the notes and the columns that need no arithmetic.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from benchmarks import figure_report, gpu_report
+from benchmarks import figure_report, gpu_report, read_yaml
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.report import (
     ACCEPTANCE_NOTE,
@@ -178,7 +175,7 @@ COMPUTED: dict[str, dict[str, Any]] = {
 
 def _pages() -> dict[str, Page]:
     pages = {}
-    for name, page in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items():
+    for name, page in read_yaml("pages.yaml").items():
         if columns := page.pop("columns", None):
             rows = long_rows if name == "long" else lambda records, name=name: of_kind(records, name)
             page |= _table_of(rows, columns)

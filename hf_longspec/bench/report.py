@@ -237,9 +237,9 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class Shown:
-    """A value of a record in a format such as `{ratio:~.2f}`: nothing for `None`, the middle of a summary or an interval.
+    """A value of a record in a format such as `{ratio:~.2f}`; nothing for `None`.
 
-    After `~` a summary has its range, and an interval both ends.
+    Of a summary or an interval the format has the middle, and after `~` the range or the ends too.
 
     >>> summary = {"median": 2.0, "low": 1.0, "high": 3.0}
     >>> "{:.1f}, {:~.1f}".format(Shown(summary), Shown(summary))

@@ -1,7 +1,8 @@
 import pytest
 
+from benchmarks import read_yaml
 from benchmarks.acceptance import measure, plan
-from benchmarks.harness import Run, read_suite
+from benchmarks.harness import Run
 from hf_longspec.bench.calls import MODES, changed
 from hf_longspec.bench.results import of_kind, read_records
 from hf_longspec.bench.runner import Cell
@@ -41,9 +42,9 @@ def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts
 
 def test_every_setting_of_the_suite_is_one_of_its_draft():
     """The first of a kind has all settings, the second the first one alone, in both modes and at all lengths."""
-    kinds = {kind: draft.model for kind, draft in DRAFTS.items() if kind in read_suite("acceptance")}
+    kinds = {kind: draft.model for kind, draft in DRAFTS.items() if kind in read_yaml("suites/acceptance.yaml")}
     planned = plan({f"{name} {kind}": kind for name in ("first", "second") for kind in kinds}, [10, 20, 30])
-    assert len(kinds) == len(read_suite("acceptance"))
+    assert len(kinds) == len(read_yaml("suites/acceptance.yaml"))
     for kind, model in kinds.items():
         first, second = (
             [(cell, options) for name, cell, options in planned if name == f"{place} {kind}"]
