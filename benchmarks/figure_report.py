@@ -8,13 +8,13 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks import read_yaml
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.report import FEWEST, estimate, holm, mean_interval, pivot, ratio_interval, table
+from hf_longspec.bench.report import FEWEST, estimate, mean_interval, pivot, table
 from hf_longspec.bench.results import Record, of_kind, read_records
 
 SUITE = read_yaml("suites/figure.yaml")
@@ -84,6 +84,23 @@ def rows(records: Sequence[Record]) -> list[Record]:
                 row[name] = mean_interval(values)
         entries.append(row)
     return sorted(entries, key=lambda row: row["system"] != PLAIN)
+
+
+def ratio_interval(logs: Sequence[float]) -> dict[str, float]:
+    """Geometric mean of ratios, given by their logarithms, with Student's 95 % interval, which is not symmetric."""
+    return {name: value if name == "count" else math.exp(value) for name, value in mean_interval(logs).items()}
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p-values of several tests, corrected for their number: the chance of any error stays below the level.
+
+    >>> holm([0.01, 0.5, 0.02])
+    [0.03, 0.5, 0.04]
+    """
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    raised = accumulate((min(1.0, (len(values) - rank) * values[index]) for rank, index in enumerate(order)), max)
+    corrected = dict(zip(order, raised, strict=True))
+    return [corrected[index] for index in range(len(values))]
 
 
 def name_of(row: Record) -> str:

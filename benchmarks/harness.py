@@ -18,7 +18,7 @@ from hf_longspec.bench.calls import PrefilledPrompts, endless, prefill
 from hf_longspec.bench.machine import git_commit
 from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
 from hf_longspec.bench.report import NO_TIME, summarize
-from hf_longspec.bench.runner import Runner, in_turns
+from hf_longspec.bench.runner import Runner, rotated
 from hf_longspec.modeling.register_draft import weightless_drafts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,8 +89,9 @@ class Run(Runner):
 def time_in_turns(functions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """Call functions that return their seconds in turns, each repeat beginning with another one; a list for each."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _, name in in_turns(list(functions), repeats):
-        seconds[name].append(functions[name]())
+    for turn in range(repeats):
+        for name in rotated(list(functions), turn):
+            seconds[name].append(functions[name]())
     return seconds
 
 

@@ -284,7 +284,7 @@ def endless(model: PreTrainedModel) -> PreTrainedModel:
 @contextmanager
 def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
     """Give a draft other settings while the context is open."""
-    if unknown := sorted(set(options) - set(draft.settings)):
+    if unknown := sorted(name for name in options if name not in draft.settings):
         raise ValueError(f"{type(draft).__name__} has no settings {unknown}; it has {sorted(draft.settings)}.")
     before = {name: draft.setting(name) for name in options}
     try:

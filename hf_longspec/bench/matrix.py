@@ -5,6 +5,7 @@ At the end `--sweep key=v1,v2`: the values of settings that are compared, and th
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..auditing import audit
-from .calls import HF, PLAIN, Call, run_call
+from .calls import HF, PLAIN, Call, Decoding, run_call
 from .machine import PeakMemory
 from .prompts import OWN_LENGTH, DocumentPrompts, Prompt, left_padded
 from .results import Record, of_kind
@@ -21,23 +22,20 @@ from .runner import Cell, Method, Point, Runner, rotated
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
 
 
+@dataclass
 class Matrix:
     """Measure cells of one dtype one after another, and write every call as soon as it has ended."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        methods: Sequence[Method],
-        prompts: DocumentPrompts,
-        results: Runner,
-        *,
-        tokens: int,
-        repeats: int,
-    ):
-        self.model, self.methods, self.prompts, self.results = model, list(methods), prompts, results
-        self.tokens, self.repeats = tokens, repeats
-        self.memory = PeakMemory(model.device)
-        self._pad = model.generation_config.pad_token_id or 0
+    model: PreTrainedModel
+    methods: Sequence[Method]
+    prompts: DocumentPrompts
+    results: Runner
+    tokens: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        self.memory = PeakMemory(self.model.device)
+        self._pad = self.model.generation_config.pad_token_id or 0
 
     def measure(self, cell: Cell, progress: Any) -> None:
         """Run all methods in turns until the time is over, except for calls that are in the file already."""
@@ -148,14 +146,7 @@ def hashes(text: torch.Tensor) -> list[str]:
 
 
 # Keys that change how the target decodes, or after what; every other key is a setting of a draft.
-DECODING_KEYS: dict[str, type] = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "penalty": float,
-    "window": int,
-}
+DECODING_KEYS = {each.name: int if each.name in ("top_k", "window") else float for each in fields(Decoding)}
 CONTEXT_KEYS = ("context", "prefill")
 
 

@@ -13,8 +13,8 @@ from .results import Record, grouped, replace_file
 
 PANEL_INCHES = (5.2, 3.9)
 COLUMNS = 3
-# Sizes in the legend: of a letter, of a line, and of a handle with its margins.
-LEGEND_POINTS, LETTER_INCHES, LINE_INCHES, HANDLE_INCHES = 9, 0.078, 0.2, 0.65
+# In the legend below the panels; a handle with its margins is as wide as some letters.
+LEGEND_POINTS, LETTERS_PER_INCH, HANDLE_LETTERS = 9, 13, 8
 # Points of one context lie this factor apart, so that their spreads do not overlap.
 SPACING = 1.012
 
@@ -126,14 +126,10 @@ def _save(figure: Any, panels: Sequence[Any], used: int, path: Path) -> Path:
         for panel in panels[:used]
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    width, height = figure.get_size_inches()
-    entry = max(map(len, labelled)) * LETTER_INCHES + HANDLE_INCHES
-    width = max(width, entry)
-    columns = min(len(labelled), int(width / entry))
-    # the legend takes its lines below the panels, not from them
-    figure.set_size_inches(width, height + math.ceil(len(labelled) / columns) * LINE_INCHES)
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=columns, fontsize=LEGEND_POINTS)
+    columns = max(1, int(LETTERS_PER_INCH * figure.get_figwidth() / (max(map(len, labelled)) + HANDLE_LETTERS)))
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": columns, "fontsize": LEGEND_POINTS}
+    figure.legend(labelled.values(), labelled.keys(), **below)
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format="png")
+    figure.savefig(picture, dpi=110, format="png", bbox_inches="tight")
     replace_file(path, picture.getvalue())
     return path

@@ -74,29 +74,6 @@ def mean_interval(values: Sequence[float], least: float = -math.inf, most: float
     return {"mean": significant(mean), "low": significant(low), "high": significant(high), "count": len(values)}
 
 
-def ratio_interval(logs: Sequence[float]) -> dict[str, float]:
-    """Geometric mean of ratios, given by their logarithms, with Student's 95 % interval, which is not symmetric.
-
-    >>> ratio_interval([0.0, 0.0, 0.0])["mean"]
-    1.0
-    """
-    interval = mean_interval(logs)
-    return {name: value if name == "count" else math.exp(value) for name, value in interval.items()}
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Return p-values of several tests, corrected for their number: the chance of any error stays below the level.
-
-    >>> holm([0.01, 0.5, 0.02])
-    [0.03, 0.5, 0.04]
-    """
-    corrected, largest = list(values), 0.0
-    for rank, index in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
-        corrected[index] = largest
-    return corrected
-
-
 def significant(value: float, digits: int = 4) -> float:
     """`value` rounded to significant digits.
 
@@ -389,11 +366,6 @@ def _tau(row: Record) -> str:
     return f"{row['tau']:.2f}" + ("" if interval is None else f" [{interval['low']:.2f}, {interval['high']:.2f}]")
 
 
-def _difference(row: Record) -> str:
-    gap = row["tau_difference"]
-    return "" if gap is None else estimate(gap, "+.2f")
-
-
 # Headings of the tables, with the cell below them.
 COLUMNS: dict[str, Column] = {
     "method": "method",
@@ -412,45 +384,34 @@ COLUMNS: dict[str, Column] = {
 BRIEF = ("method", "TTFT, s", "tokens/s", "x `generate`", "x plain loop", "tau", "peak memory, MiB", "text")
 SWEPT: dict[str, Column] = {
     **{name: COLUMNS[name] for name in ("method", "tau")},
-    "difference of tau to the first": _difference,
+    "difference of tau to the first": "{tau_difference:~+.2f}",
     **{name: COLUMNS[name] for name in ("tokens/s", "x plain loop")},
 }
 
 
 def by_category(records: Sequence[Record]) -> list[str]:
     """Return a table of tau by category for every cell, if the prompts have more than one."""
-    import pandas as pd
-
     parts = []
     for title, runs in grouped(of_kind(records, "run"), title_of).items():
-        rows = pd.DataFrame(
-            [
-                (run["method"], category, run["tokens"] / max(1, len(run["row_steps"])), steps)
-                for run in runs
-                if run["method"] not in (HF, PLAIN)
-                for category, steps in zip(run.get("categories", ()), run["row_steps"], strict=False)
-            ],
-            columns=["method", "category", "tokens", "steps"],
-        )
-        if rows.category.nunique() > 1:
-            sums = rows.groupby(["method", "category"], sort=False, as_index=False).sum().to_dict("records")
-            shown = pivot(sums, {"method": "method"}, "category", "{}", _tau_of_sums)
+        sums: dict[tuple[str, str], Record] = {}
+        for run in (run for run in runs if run["method"] not in (HF, PLAIN)):
+            for category, steps in zip(run.get("categories", ()), run["row_steps"], strict=False):
+                start = {"method": run["method"], "category": category, "tokens": 0, "steps": 0}
+                row = sums.setdefault((run["method"], category), start)
+                row["tokens"] += run["tokens"] / max(1, len(run["row_steps"]))
+                row["steps"] += steps
+        if len({category for _, category in sums}) > 1:
+            rows = [row | {"tau": row["tokens"] / max(1, row["steps"])} for row in sums.values()]
+            shown = pivot(rows, {"method": "method"}, "category", "{}", "{tau:.2f}".format_map)
             parts += [f"## tau by category: {title}", shown]
     return parts
 
 
-def _tau_of_sums(row: Record) -> str:
-    return f"{row['tokens'] / max(1, row['steps']):.2f}"
-
-
 def _left_out(records: Sequence[Record]) -> list[str]:
-    """List the missing calls with their reasons, except for those that a later part of the run measured."""
-    repeats = of_kind(records, "environment")[0]["settings"].get("repeats") or 0
+    """List the missing calls with their reasons."""
     lines: dict[str, dict[str, None]] = {}
     for record in of_kind(records, "skipped"):
-        runs = of_kind(records, "run", **{name: record[name] for name in (*CELL, "method")})
-        if record["reason"] != NO_TIME or len(runs) < repeats:
-            lines.setdefault(record["reason"], {})[f"{record['method']} ({title_of(record)})"] = None
+        lines.setdefault(record["reason"], {})[f"{record['method']} ({title_of(record)})"] = None
     missing = [f"- {reason}: {'; '.join(what)}" for reason, what in lines.items()]
     return ["## Left out", "\n".join(missing)] if missing else []
 

@@ -5,8 +5,7 @@ A suite is a list of cells, of methods and of turns: in code, or in a file such 
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -32,7 +31,7 @@ class Method:
 
     def with_settings(self) -> Any:
         """A context in which the draft has the settings of this point."""
-        return changed(self.how, dict(self.point)) if self.point else nullcontext()
+        return changed(self.how, dict(self.point))
 
     @property
     def max_batch(self) -> int | None:
@@ -96,7 +95,6 @@ class Runner:
         self.records = [record for record in before if record["kind"] not in ("end", "skipped")]
         self._known: dict[tuple[str, tuple[str, ...]], dict[str, Record]] = {}
         self._longest: dict[str, float] = {}  # seconds, by what is alike
-        self._refused: set[str] = set()
         self._left_out: set[str] = set()
         self._reported = self.elapsed
         write_anew(path, self.records)  # without a cut-off last line
@@ -142,17 +140,11 @@ class Runner:
         warm_up: Callable[[], object] | None = None,
         alike: Sequence[str] | None = None,
     ) -> Record | None:
-        """Write what `run` returns, unless the file has it, or it would not fit into the time, or is refused.
+        """Return the record at `place`, written from what `run` returns unless the file has it.
 
-        Args:
-            place (`Mapping`): The values that tell this record from all others of its kind.
-            warm_up (`Callable`, *optional*): Called before the first of those that are alike.
-            alike (`Sequence[str]`, *optional*): Names in `place` whose values are the same in measurements that take
-                about as long as each other; by default all but `turn`.
-
-        Returns:
-            The record; `None` if there is none, and a line of the file has the reason. After a ValueError, or without
-            memory, no other turn of it is measured.
+        There is none, and a line of the file has the reason, where it would not fit into the time, where memory is out,
+        and where a ValueError refuses it; other turns of it are not tried then. `warm_up` precedes the first of those
+        that are `alike`: the values of these names in `place`, by default all but `turn`, decide how long `run` takes.
         """
         names, key = tuple(place), _key(place, place)
         if (kind, names) not in self._known:
@@ -160,34 +152,27 @@ class Runner:
         known = self._known[kind, names]
         if key in known:
             return known[key]
-        without_turn = {name: value for name, value in place.items() if name != "turn"}
-        own = _key(place, without_turn)
-        like = own if alike is None else _key(place, alike)
-        if own in self._refused:
-            return None
-        if not self.fits(self._longest.get(like, 0.0)):
-            self.leave_out(NO_TIME, without_turn)
-            return None
-        try:
-            if warm_up is not None and like not in self._longest:
-                warm_up()
-            started = self.elapsed
-            found = run()
-        except torch.OutOfMemoryError:
-            reason = "out of memory"
-        except ValueError as error:  # a refusal, which names its rule and remedy
-            reason = str(error).split("\n")[0]
-        else:
-            self._longest[like] = max(self._longest.get(like, 0.0), self.elapsed - started)
-            known[key] = self.write(kind, **place, **found)
-            return known[key]
-        self._refused.add(own)
-        self.leave_out(reason, without_turn)
+        what = {name: value for name, value in place.items() if name != "turn"}
+        like, reason = _key(place, what if alike is None else alike), NO_TIME
+        if _key(what, what) not in self._left_out and self.fits(self._longest.get(like, 0.0)):
+            try:
+                if warm_up is not None and like not in self._longest:
+                    warm_up()
+                started = self.elapsed
+                found = run()
+                self._longest[like] = max(self._longest.get(like, 0.0), self.elapsed - started)
+                known[key] = self.write(kind, **place, **found)
+                return known[key]
+            except torch.OutOfMemoryError:
+                reason = "out of memory"
+            except ValueError as error:  # a refusal, which names its rule and remedy
+                reason = str(error).split("\n")[0]
+        self.leave_out(reason, what)
         return None
 
     def leave_out(self, reason: str, what: Mapping[str, Any]) -> None:
         """Record once that something is not measured, and the reason."""
-        if (key := _key({"reason": reason, **what}, ["reason", *what])) not in self._left_out:
+        if (key := _key(what, what)) not in self._left_out:
             self._left_out.add(key)
             self.skip(reason, **what)
 
@@ -209,17 +194,6 @@ class Runner:
 
 def _key(values: Mapping[str, Any], names: Any) -> str:
     return json.dumps([values.get(name) for name in names], sort_keys=True)
-
-
-def in_turns(names: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
-    """Pairs `(repeat, name)` with all names in every repeat, each repeat beginning with another one.
-
-    >>> [name for _, name in in_turns(["a", "b", "c"], 2)]
-    ['a', 'b', 'c', 'b', 'c', 'a']
-    """
-    for repeat in range(repeats):
-        for name in rotated(names, repeat):
-            yield repeat, name
 
 
 def rotated(names: Sequence[T], turn: int) -> list[T]:

@@ -20,7 +20,7 @@ from hf_longspec import __version__
 from ..bench.calls import Decoder, changed, endless, prefill
 from ..bench.prompts import cut_windows
 from ..bench.results import Record, check_resume, replace_file
-from ..bench.runner import Runner, in_turns
+from ..bench.runner import Runner, rotated
 from ..cli import CommandError, options
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
@@ -323,18 +323,19 @@ class Tuner:
         """Decode with `(step, draft, settings)` each in turns, after a warm-up; runs of an earlier part count."""
         self.progress.next(f"Measuring: {task}", len(methods) * repeats)
         runs: list[list[Record]] = [[] for _ in methods]
-        for turn, place in in_turns(range(len(methods)), repeats):
-            _, draft, settings = methods[place]
+        for turn in range(repeats):
+            for place in rotated(range(len(methods)), turn):
+                _, draft, settings = methods[place]
 
-            def decode(draft: Any = draft, settings: Settings = settings) -> Record:
-                return dict(zip(("tokens_per_second", "tau"), self._decode(draft, settings), strict=True))
+                def decode(draft: Any = draft, settings: Settings = settings) -> Record:
+                    return dict(zip(("tokens_per_second", "tau"), self._decode(draft, settings), strict=True))
 
-            where = {"task": task, "place": place, "settings": settings, "turn": turn}
-            record = self.file.measure("run", where, decode, decode)
-            if record is None:
-                raise CommandError(f"{shown(settings)}: {self.file.records[-1]['reason']}")
-            runs[place].append(record)
-            self.progress.step()
+                where = {"task": task, "place": place, "settings": settings, "turn": turn}
+                record = self.file.measure("run", where, decode, warm_up=decode)
+                if record is None:
+                    raise CommandError(f"{shown(settings)}: {self.file.records[-1]['reason']}")
+                runs[place].append(record)
+                self.progress.step()
         trials = [
             Trial(step, settings, known[-1]["tau"], statistics.median(run["tokens_per_second"] for run in known))
             for (step, _, settings), known in zip(methods, runs, strict=True)
