@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from benchmarks import read_yaml
 from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
 from benchmarks.random_inputs import random_tree
 from hf_longspec.bench.report import summarize
@@ -25,44 +26,8 @@ from hf_longspec.generation.target import TargetView
 CONTEXT, CHAIN, TREE = 4096, 5, 16
 ACCEPTED = 3  # nodes of the chain that a commit keeps
 PROMPT = 64  # tokens that the states are computed from; the keys of all others are random
-SHAPE = {
-    "vocab_size": 1024,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2 * CONTEXT,
-}
-# Model type: its recurrence, and settings beside those of the shape.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5_text": (
-        "gated delta rule",
-        {
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-        },
-    ),
-    "granitemoehybrid": (
-        "Mamba-2",
-        {
-            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
-            "mamba_n_heads": 16,
-            "mamba_d_head": 64,
-            "mamba_d_state": 64,
-            "num_local_experts": 0,
-            "shared_intermediate_size": 1536,
-        },
-    ),
-    "falcon_h1": (
-        "Mamba-2 beside attention",
-        {"mamba_d_ssm": 1024, "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64},
-    ),
-    "lfm2": ("convolution", {"layer_types": (["conv"] * 3 + ["full_attention"]) * 2}),
-}
+SUITE = read_yaml("suites/hybrid.yaml")
+SHAPE = SUITE["shape"]
 
 
 class HybridCase:
@@ -122,16 +87,14 @@ class HybridCase:
 
 
 @torch.no_grad()
-def measure(results: Run, models: Mapping[str, tuple[str, dict[str, Any]]], context: int, repeats: int) -> None:
+def measure(results: Run, models: Mapping[str, dict[str, Any]], context: int, repeats: int) -> None:
     """Measure one model after another."""
-    for kind, (recurrence, settings) in models.items():
-        results.say(f"{kind}: {recurrence}")
-        results.measure(
-            "hybrid", {"type": kind}, partial(timed, kind, recurrence, settings, context, repeats), alike=()
-        )
+    for kind, settings in models.items():
+        results.say(kind)
+        results.measure("hybrid", {"type": kind}, partial(timed, kind, context, repeats, **settings), alike=())
 
 
-def timed(kind: str, recurrence: str, settings: Mapping[str, Any], context: int, repeats: int) -> Record:
+def timed(kind: str, context: int, repeats: int, recurrence: str, **settings: Any) -> Record:
     """The times of one model in plain steps."""
     case = HybridCase(kind, SHAPE | settings, context, (repeats + 1) * (TREE + 3 * CHAIN))
     functions = case.functions()
@@ -151,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(0)
     settings = {"shape": SHAPE, "context": CONTEXT, "chain": CHAIN, "tree": TREE, "repeats": args.repeats}
     with start(args, "hybrid", settings) as results:
-        measure(results, MODELS, CONTEXT, args.repeats)
+        measure(results, SUITE["models"], CONTEXT, args.repeats)
 
 
 if __name__ == "__main__":
