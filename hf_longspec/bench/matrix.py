@@ -68,42 +68,39 @@ class Matrix:
                 usable.append(method)
             else:
                 reason = f"transformers decodes at most {limit} row at a time this way"
-                self.results.leave_out(reason, cell.key() | {"method": method.name})
+                self.results.leave_out(reason, **cell.key(), method=method.name)
         return usable
 
     def _measure(
         self, cell: Cell, method: Method, turn: int, prompts: list[Prompt], texts: dict[str, torch.Tensor]
     ) -> None:
         """One call, unless the file has it; its text is added to `texts`."""
-        rows = [prompt.ids for prompt in prompts]
+
+        def call(rows: list[torch.Tensor], tokens: int, seed: int) -> Call:
+            how: dict[str, Any] = {"decoding": cell.decoding, "tokens": tokens, "seed": seed, "memory": self.memory}
+            with method.with_settings():
+                return run_call(self.model, method.how, left_padded(rows, self._pad), **how)
 
         def warm_up() -> None:  # the first call is slow; on a GPU that depends on the length
             ends = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
-            self.call(cell, method, ends, min(self.tokens, WARM_UP_TOKENS), 0)
+            call(ends, min(self.tokens, WARM_UP_TOKENS), 0)
 
         def run() -> Record:
             started = self.results.elapsed
-            call = self.call(cell, method, rows, self.tokens, turn)
-            texts[method.name] = call.text
+            found = call(rows, self.tokens, turn)
+            texts[method.name] = found.text
             return {
                 "point": dict(method.point),
                 "prompt_tokens": sum(map(len, rows)) // len(rows),
                 "categories": [prompt.category for prompt in prompts],
                 "seconds": round(self.results.elapsed - started, 3),
-                **call.to_dict(),
-                "text": hashes(call.text),
+                **found.to_dict(),
+                "text": hashes(found.text),
                 "compared_with": truth_of(cell, method),
             }
 
+        rows = [prompt.ids for prompt in prompts]
         self.results.measure("run", cell.key() | {"method": method.name, "turn": turn}, run, warm_up)
-
-    def call(self, cell: Cell, method: Method, rows: Sequence[torch.Tensor], tokens: int, seed: int) -> Call:
-        """One timed call on a batch of prompts."""
-        prompt, memory = left_padded(rows, self._pad), self.memory
-        with method.with_settings():
-            return run_call(
-                self.model, method.how, prompt, decoding=cell.decoding, tokens=tokens, seed=seed, memory=memory
-            )
 
     def _audit(self, cell: Cell, turn: int, prompts: list[Prompt], texts: Mapping[str, torch.Tensor]) -> None:
         """Audit the first text of each method that is not that of plain `generate`."""

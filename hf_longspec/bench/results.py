@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,11 +12,6 @@ Record = dict[str, Any]
 
 # Parts of the environment that may differ between the parts of one benchmark.
 MAY_CHANGE = {"date", "command", "load_average", "kind", "benchmark", "settings"}
-
-
-def write_anew(path: Path, records: Iterable[Record]) -> None:
-    """Replace a file by JSON lines."""
-    replace_file(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def replace_file(path: Path, content: str | bytes, through_links: bool = True) -> None:

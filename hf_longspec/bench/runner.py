@@ -15,7 +15,7 @@ import torch
 from .calls import Decoding, changed
 from .machine import environment
 from .report import NO_TIME, title_of
-from .results import Record, check_resume, holds_something, of_kind, refuse_other, replace_file, results_in, write_anew
+from .results import Record, check_resume, holds_something, of_kind, refuse_other, replace_file, results_in
 
 T = TypeVar("T")
 Point = tuple[tuple[str, Any], ...]
@@ -93,11 +93,10 @@ class Runner:
             refuse_other(path, before[0], benchmark, settings, here)
         # what was left out is tried again
         self.records = [record for record in before if record["kind"] not in ("end", "skipped")]
-        self._known: dict[tuple[str, tuple[str, ...]], dict[str, Record]] = {}
         self._longest: dict[str, float] = {}  # seconds, by what is alike
-        self._left_out: set[str] = set()
         self._reported = self.elapsed
-        write_anew(path, self.records)  # without a cut-off last line
+        # without a cut-off last line
+        replace_file(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self._file = path.open("a", encoding="utf-8")
         if before:
             self.write("resumed", **{name: here[name] for name in ("date", "command", "load_average")})
@@ -146,34 +145,30 @@ class Runner:
         and where a ValueError refuses it; other turns of it are not tried then. `warm_up` precedes the first of those
         that are `alike`: the values of these names in `place`, by default all but `turn`, decide how long `run` takes.
         """
-        names, key = tuple(place), _key(place, place)
-        if (kind, names) not in self._known:
-            self._known[kind, names] = {_key(record, names): record for record in of_kind(self.records, kind)}
-        known = self._known[kind, names]
-        if key in known:
-            return known[key]
-        what = {name: value for name, value in place.items() if name != "turn"}
-        like, reason = _key(place, what if alike is None else alike), NO_TIME
-        if _key(what, what) not in self._left_out and self.fits(self._longest.get(like, 0.0)):
+        place = json.loads(json.dumps(place))  # as in the file, where tuples are lists
+        if known := of_kind(self.records, kind, **place):
+            return known[0]
+        what, reason = {name: value for name, value in place.items() if name != "turn"}, NO_TIME
+        like = json.dumps([place[name] for name in (what if alike is None else alike)])
+        if self.fits(self._longest.get(like, 0.0)) and not of_kind(self.records, "skipped", **what):
             try:
                 if warm_up is not None and like not in self._longest:
                     warm_up()
                 started = self.elapsed
                 found = run()
-                self._longest[like] = max(self._longest.get(like, 0.0), self.elapsed - started)
-                known[key] = self.write(kind, **place, **found)
-                return known[key]
             except torch.OutOfMemoryError:
                 reason = "out of memory"
             except ValueError as error:  # a refusal, which names its rule and remedy
                 reason = str(error).split("\n")[0]
-        self.leave_out(reason, what)
+            else:
+                self._longest[like] = max(self._longest.get(like, 0.0), self.elapsed - started)
+                return self.write(kind, **place, **found)
+        self.leave_out(reason, **what)
         return None
 
-    def leave_out(self, reason: str, what: Mapping[str, Any]) -> None:
-        """Record once that something is not measured, and the reason."""
-        if (key := _key(what, what)) not in self._left_out:
-            self._left_out.add(key)
+    def leave_out(self, reason: str, **what: Any) -> None:
+        """Record that something is not measured, and the reason; the first one counts."""
+        if not of_kind(self.records, "skipped", **what):
             self.skip(reason, **what)
 
     def __enter__(self) -> Self:
@@ -192,15 +187,7 @@ class Runner:
         self._reported = self.elapsed
 
 
-def _key(values: Mapping[str, Any], names: Any) -> str:
-    return json.dumps([values.get(name) for name in names], sort_keys=True)
-
-
 def rotated(names: Sequence[T], turn: int) -> list[T]:
-    """Return all names, each turn beginning with another one.
-
-    >>> rotated([], 3), rotated(["a", "b", "c"], 4)
-    ([], ['b', 'c', 'a'])
-    """
+    """Return all names, each turn beginning with another one."""
     first = turn % max(1, len(names))
     return [*names[first:], *names[:first]]
