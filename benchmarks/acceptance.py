@@ -85,10 +85,9 @@ def measure(
 
         def run(method: Method = method, cell: Cell = cell, where: Any = where) -> Record:
             taus: list[float] = []
-            most = min(batch, method.max_batch or batch)
             with method.with_settings():
-                for start in range(0, size, most):
-                    rows = slice(start, min(start + most, size))
+                for start in range(0, size, batch):
+                    rows = slice(start, min(start + batch, size))
                     call = decoder.run(method.how, rows, cell.context, cell.decoding, seed=start)
                     taus += [call.tokens // len(call.text) / count for count in call.row_steps]
             record: Record = {"tau": mean_interval(taus), "per_prompt": [significant(tau) for tau in taus]}

@@ -50,7 +50,8 @@ class Part:
 
     def calls(self, methods: Sequence[Method], modes: Sequence[str], block: range) -> Iterator[tuple[Record, Method]]:
         """Yield the place and the method of each call whose prompts all lie in a block."""
-        chosen = [method for method in methods if self.has(method.name) and method.max_batch in (None, self.batch)]
+        usable = [method for method in methods if getattr(method.how, "max_batch", None) in (None, self.batch)]
+        chosen = [method for method in usable if self.has(method.name)]
         for turn in range(block.start // self.batch, min(block.stop, self.prompts) // self.batch):
             for context, mode, method in product(self.contexts, modes, rotated(chosen, turn)):
                 place = {"dtype": self.dtype, "mode": mode, "context": context, "batch": self.batch}

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import read_yaml
 from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.bench.plots import by_context, make_panels
 from hf_longspec.bench.report import FEWEST, estimate, mean_interval, pivot, table
 from hf_longspec.bench.results import Record, of_kind, read_records
 
@@ -385,13 +386,11 @@ def _members(name: str) -> list[str]:
 
 def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path) -> None:
     import matplotlib
-    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and may look for a display
 
     if not panels:
         return
     with matplotlib.rc_context({"font.size": POINTS, "svg.hashsalt": path.stem}):
-        figure = Figure((WIDTH, PANEL_HEIGHT * len(panels)), layout="constrained")
-        axes = figure.subplots(len(panels), len(panels[0]), squeeze=False)
+        figure, axes = make_panels(len(panels), len(panels[0]), (WIDTH, PANEL_HEIGHT * len(panels)))
         labels = [
             (axis, _curves(axis, entries, panel))
             for line, row in zip(axes, panels, strict=True)
@@ -433,9 +432,7 @@ def _curves(axis: Any, entries: Sequence[Record], panel: Panel) -> list[Any]:
                 arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 2},
             )
         )
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(contexts, [f"{round(context / 1024)}K" for context in contexts])
-    axis.minorticks_off()
+    by_context(axis, {context: f"{round(context / 1024)}K" for context in contexts})
     axis.set_ylim(bottom=1 if key == "tau" else 0)
     axis.set(title=title, ylabel=AXES[key], xlabel="tokens of context")
     axis.grid(axis="y", alpha=0.25)

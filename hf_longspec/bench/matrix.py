@@ -16,6 +16,7 @@ from ..auditing import audit
 from .calls import HF, PLAIN, Call, Decoding, run_call
 from .machine import PeakMemory
 from .prompts import OWN_LENGTH, DocumentPrompts, Prompt, left_padded
+from .report import title_of
 from .results import Record, of_kind
 from .runner import Cell, Method, Point, Runner, rotated
 
@@ -44,7 +45,7 @@ class Matrix:
         for turn, prompts in enumerate(self.prompts_of(cell) if usable else []):
             texts: dict[str, torch.Tensor] = {}
             for method in rotated(usable, turn):
-                progress.say(f"{cell}: {method.name}, turn {turn + 1} of {self.repeats}")
+                progress.say(f"{title_of(cell.key())}: {method.name}, turn {turn + 1} of {self.repeats}")
                 self._measure(cell, method, turn, prompts, texts)
                 progress.step()
             self._audit(cell, turn, prompts, texts)
@@ -63,7 +64,7 @@ class Matrix:
         """The methods that decode the rows of a cell; the others are left out with the reason."""
         usable = []
         for method in self.methods:
-            limit = method.max_batch
+            limit = getattr(method.how, "max_batch", None)
             if limit is None or cell.batch <= limit:
                 usable.append(method)
             else:
@@ -106,8 +107,9 @@ class Matrix:
         """Audit the first text of each method that is not that of plain `generate`."""
         if not cell.decoding.greedy or cell.decoding.penalty is not None:
             return  # the audit compares with the argmax only
-        known = {r["method"] for r in self._of_cell(cell, "audit")}
-        expected = {r["method"]: r["text"] for r in self._of_cell(cell, "run") if r["turn"] == turn}.get(HF)
+        records = self.results.records
+        known = {r["method"] for r in of_kind(records, "audit", **cell.key())}
+        expected = {r["method"]: r["text"] for r in of_kind(records, "run", **cell.key(), turn=turn)}.get(HF)
         for name, text in texts.items():
             if name not in known and expected not in (None, hashes(text)):
                 ids, mask = left_padded([prompt.ids for prompt in prompts], self._pad)
@@ -115,9 +117,6 @@ class Matrix:
                 self.results.write(
                     "audit", **cell.key(), method=name, turn=turn, verdict=report.verdict, report=str(report)
                 )
-
-    def _of_cell(self, cell: Cell, kind: str) -> list[Record]:
-        return of_kind(self.results.records, kind, **cell.key())
 
 
 def truth_of(cell: Cell, method: Method) -> str | None:

@@ -418,8 +418,8 @@ def _left_out(records: Sequence[Record]) -> list[str]:
 
 def acceptance_table(records: Sequence[Record]) -> str:
     """One row per setting, one column per length: mean and interval, and the difference to the first setting."""
-    columns: dict[str, Column] = {"mode": "mode", "setting": _options}
-    return pivot(of_kind(records, "acceptance"), columns, "length", "tau at {}", _tau_of)
+    rows = of_kind(records, "acceptance")
+    return pivot(rows, {"mode": "mode", "setting": _options}, "length", "tau at {}", _tau_of)
 
 
 def _options(row: Record) -> str:

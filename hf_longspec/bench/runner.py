@@ -14,7 +14,7 @@ import torch
 
 from .calls import Decoding, changed
 from .machine import environment
-from .report import NO_TIME, title_of
+from .report import NO_TIME
 from .results import Record, check_resume, holds_something, of_kind, refuse_other, replace_file, results_in
 
 T = TypeVar("T")
@@ -33,11 +33,6 @@ class Method:
         """A context in which the draft has the settings of this point."""
         return changed(self.how, dict(self.point))
 
-    @property
-    def max_batch(self) -> int | None:
-        """Most rows that are decoded this way; `None` for any number."""
-        return getattr(self.how, "max_batch", None)
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -52,9 +47,6 @@ class Cell:
         """The values that all records of this cell have."""
         decoding = self.decoding.to_dict()
         return {"dtype": self.dtype, "context": self.context, "batch": self.batch, "decoding": decoding}
-
-    def __str__(self) -> str:
-        return title_of(self.key())
 
 
 class Runner:
