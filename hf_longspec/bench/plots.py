@@ -53,13 +53,12 @@ _LABELS = {
 def _plot(kind: str, rows: Sequence[Record], colours: Mapping[str, Any], results: Path) -> Path:
     """One line per method; a panel per cell, or, versus the context, per dtype, batch and way to choose tokens."""
     depth = kind == "depth"
-    without = {} if depth else {"context": 0}
-    groups = grouped(rows, lambda row: title_of(row | without).removeprefix("prompts of their own length, "))
+    prefix = "prompts of their own length, "
+    groups = grouped(rows, title_of if depth else lambda row: title_of(row | {"context": 0}).removeprefix(prefix))
     columns = 2 if len(groups) == 4 else min(COLUMNS, len(groups))
     lines = math.ceil(len(groups) / columns)
     figure, axes = make_panels(lines, columns, (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * lines + 0.3))
-    panels = list(axes.flat)
-    for panel, (title, members) in zip(panels, groups.items(), strict=False):
+    for panel, (title, members) in zip(axes.flat, groups.items(), strict=False):
         methods = grouped(members, lambda row: str(row["method"]))
         ticks: set[float] = set()
         for index, (method, own) in enumerate(methods.items()):
@@ -82,7 +81,7 @@ def _plot(kind: str, rows: Sequence[Record], colours: Mapping[str, Any], results
             panel.set_ylim(bottom=0 if kind == "speed" else 1)
         panel.set(title=title, xlabel=_LABELS[kind][0], ylabel=_LABELS[kind][1])
         panel.grid(alpha=0.3)
-    return _save(figure, panels, len(groups), _path_of(results, kind))
+    return _save(figure, list(axes.flat), len(groups), _path_of(results, kind))
 
 
 def _points(rows: Sequence[Record], kind: str) -> list[tuple[Any, Any, Any]]:
