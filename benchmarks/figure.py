@@ -5,30 +5,30 @@
 
 The short form has the usual settings of each draft. `full` also has other settings, drafts that were trained
 otherwise, batches of four, and bfloat16 where the processor has it. `--join` adds a run of the other mode, which had a
-core of its own. The report and the figures are written at the end. benchmarks/README.md describes the method.
+core of its own. The report and the figures are written at the end. benchmarks/README.md describes the method, and
+benchmarks/suites/figure.yaml has the cells and the systems.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
-import hf_longspec
 from benchmarks import harness
-from benchmarks.figure_report import TRAINED_OTHERWISE, draw
-from hf_longspec.bench.calls import HF, PLAIN, Decoder, HfMethod, endless, prefill
+from benchmarks.figure_report import SUITE, draw
+from hf_longspec.bench.calls import HF, PLAIN, Call, Decoder, HfMethod, PrefilledPrompts, endless, prefill
 from hf_longspec.bench.report import significant
-from hf_longspec.bench.results import Record, of_kind, read_records, refuse_other, rotated
+from hf_longspec.bench.results import Record, read_records, refuse_other
+from hf_longspec.bench.runner import Method, rotated
+from hf_longspec.modeling.register_draft import weightless_drafts
 
-GAMMA = 4
-CHAIN = [1] * GAMMA
-TREE = [4, 4, 4, 3]
-HEADS = {"self_draft": "verify_hidden", "tree_branching": CHAIN}
+WARM_UP_TOKENS = 8
 # Drafts that only comparisons use: trained with one thing left out, or other heads.
 VARIANTS = Path(__file__).parent / "drafts"
 
@@ -41,106 +41,59 @@ class Part:
     prompts: int
     dtype: str = "float32"
     batch: int = 1
-    systems: tuple[str, ...] = ()  # all by default; the two baselines always belong to them
+    systems: tuple[str, ...] = ()  # names or groups of them, all by default; the two baselines always belong to them
+
+    def has(self, name: str) -> bool:
+        """Whether a system is measured in this part."""
+        named = {system for group in self.systems for system in SUITE["groups"].get(group, [group])}
+        return not named or name in (HF, PLAIN) or name in named
+
+    def calls(self, methods: Sequence[Method], modes: Sequence[str], block: range) -> Iterator[tuple[Record, Method]]:
+        """Yield the place and the method of each call whose prompts all lie in a block."""
+        usable = [method for method in methods if getattr(method.how, "max_batch", None) in (None, self.batch)]
+        chosen = [method for method in usable if self.has(method.name)]
+        for turn in range(block.start // self.batch, min(block.stop, self.prompts) // self.batch):
+            for context, mode, method in product(self.contexts, modes, rotated(chosen, turn)):
+                place = {"dtype": self.dtype, "mode": mode, "context": context, "batch": self.batch}
+                yield place | {"system": method.name, "turn": turn}, method
 
 
-SHORT = (1024, 4096, 16128)
-# The usual settings of each kind of draft.
-MAIN = (
-    "LongSpec",
-    "LongSpec, tree",
-    "EAGLE-3, window",
-    "DFlash",
-    "TokenSwift",
-    "small model, window",
-    "SpecAttn",
-    "SpecAttn, window",
-    "Quest",
-    "n-grams",
-    "Token Recycling",
-)
-# Minutes that a run may take, and its parts.
-PRESETS: dict[str, tuple[float, tuple[Part, ...]]] = {
-    "short": (20, (Part(SHORT, 6, systems=MAIN),)),
-    "full": (
-        900,
-        (
-            Part(SHORT, 24, systems=(*MAIN, *TRAINED_OTHERWISE)),
-            Part((2048, 8192), 24, systems=MAIN),
-            Part(SHORT, 12),
-            Part(SHORT, 8, "bfloat16", systems=MAIN),
-            Part(SHORT, 8, batch=4, systems=MAIN),
-        ),
-    ),
-}
-# What tells one call from all others.
-PLACE = ("dtype", "mode", "context", "batch", "system", "turn")
-
-
-def systems(model: PreTrainedModel, cards: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return all systems by name: stock `generate`, the loop without a draft, trained and training-free drafts.
+def systems(model: PreTrainedModel, cards: Path) -> tuple[list[Method], list[str]]:
+    """Return all systems of the suite, and the names of those whose draft does not exist.
 
     Args:
         cards (`Path`): Folder of the trained drafts of the target, `tiny-longspec` and so on. `benchmarks/drafts` holds
             variants of them for comparisons.
-
-    Returns:
-        `tuple`: The systems, and the names of those whose draft does not exist.
     """
-    chain = {"num_assistant_tokens": GAMMA}
-    methods: dict[str, Any] = {HF: HfMethod(), PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
 
-    with_weights: dict[str, tuple[str, dict[str, Any]]] = {
-        "LongSpec": ("tiny-longspec", {"tree_widths": CHAIN}),
-        "LongSpec, tree": ("tiny-longspec", {"tree_widths": TREE}),
-        "LongSpec, last 1,020 keys": ("tiny-longspec", {"tree_widths": CHAIN, "cross_attention_window": 1020}),
-        "EAGLE-3, window": ("tiny-eagle3", {"tree_widths": CHAIN}),
-        "EAGLE-3, tree": ("tiny-eagle3", {"tree_widths": TREE}),
-        "EAGLE-3, all": ("tiny-eagle3", {"tree_widths": CHAIN, "window": None}),
-        "DFlash": ("tiny-dflash", {"num_tree_nodes": None}),
-        "TokenSwift": ("tiny-tokenswift", HEADS),
-        "TokenSwift, paper's heads": ("chained-heads", HEADS),
-        "LongSpec, a third": ("longspec-third", {"tree_widths": CHAIN}),
-        "LongSpec, no offsets": ("longspec-no-offsets", {"tree_widths": CHAIN}),
-        "LongSpec, no noise": ("longspec-no-noise", {"tree_widths": CHAIN}),
-        "LongSpec, uniform noise": ("longspec-uniform-noise", {"tree_widths": CHAIN}),
-        "LongSpec, no cross-attention": ("longspec-no-cross-attention", {"tree_widths": CHAIN}),
-        "small model": ("tiny-assistant", {**chain, "window": None}),
-        "small model, window": ("tiny-assistant", {**chain, "window": 512}),
-    }
-    missing = []
-    for name, (folder, settings) in with_weights.items():
-        path = (cards if folder.startswith("tiny-") else VARIANTS) / folder
-        if (path / "config.json").is_file():
-            methods[name] = AutoModel.from_pretrained(path, dtype=model.dtype)
-            methods[name].generation_config.update(**settings)
-        else:
-            missing.append(name)
-    specattn = hf_longspec.SpecAttnDraftModel
-    methods |= {
-        "SpecAttn": specattn.from_target(model, **chain),
-        "SpecAttn, weights": specattn.from_target(model, **chain, score="weights"),
-        "SpecAttn, all rows": specattn.from_target(model, **chain, selection="all_rows"),
-        "SpecAttn, last accepted": specattn.from_target(model, **chain, selection="last_accepted"),
-        "SpecAttn, window": specattn.from_target(model, **chain, selection="window"),
-        # every layer reads pages, as the other selections are made in every layer
-        "Quest": hf_longspec.QuestDraftModel.from_target(model, **chain, num_dense_layers=0),
-        "n-grams": hf_longspec.NgramDraftModel.from_target(model),
-        "Token Recycling": hf_longspec.TokenRecyclingDraftModel.from_target(model),
-        "hf prompt lookup": HfMethod({"prompt_lookup_num_tokens": GAMMA}, max_batch=1),
-    }
-    if "small model" in methods:
-        assistant = endless(methods["small model"].assistant)
-        constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0}
-        assistant.generation_config.update(num_assistant_tokens=GAMMA, **constant)
-        methods["hf assisted"] = HfMethod({"assistant_model": assistant}, max_batch=1)
+    @lru_cache(None)
+    def opened(name: str) -> Any:
+        folder = (cards if name.startswith("tiny-") else VARIANTS) / name
+        if name in weightless_drafts():
+            return harness.open_draft(name, model)
+        return harness.open_draft(str(folder), model) if (folder / "config.json").is_file() else None
+
+    methods, missing = [], []
+    for name, settings in SUITE["systems"].items():
+        match dict(settings):
+            case {"generate": options}:
+                methods.append(Method(name, HfMethod(options, max_batch=1 if options else None)))
+            case {"draft": draft, **point}:
+                methods.append(Method(name, opened(draft), tuple(point.items())))
+            case {"assistant": draft, **options}:
+                if (pair := opened(draft)) is not None:
+                    endless(pair.assistant).generation_config.update(**options)
+                    pair = HfMethod({"assistant_model": pair.assistant}, max_batch=1)
+                methods.append(Method(name, pair))
+        if methods[-1].how is None:
+            missing.append(methods.pop().name)
     return methods, missing
 
 
 def compare(
     results: harness.Run,
     parts: Sequence[Part],
-    targets: Mapping[str, tuple[PreTrainedModel, Mapping[str, Any]]],
+    targets: Mapping[str, tuple[PreTrainedModel, Sequence[Method]]],
     rows: torch.Tensor,
     *,
     modes: Sequence[str],
@@ -158,47 +111,46 @@ def compare(
         rows (`torch.Tensor`): Prompts `(P, T)`.
     """
     parts = [part for part in parts if part.dtype in targets]
-    known = {tuple(call[name] for name in PLACE) for call in of_kind(results.records, "call")}
-    size, warm = max(part.batch for part in parts), set()
+    size = max(part.batch for part in parts)
+
+    @lru_cache(1)
+    def prompts(first: int) -> PrefilledPrompts:
+        results.say(f"reading prompts from {first + 1} on")
+        return prefill(targets["float32"][0], rows[first : first + size])
+
+    @lru_cache(1)
+    def decoder(first: int, dtype: str) -> Decoder:
+        return Decoder(targets[dtype][0], prompts(first).to(getattr(torch, dtype)), tokens)
+
+    def measure(first: int, place: Record, method: Method) -> None:
+        start = place["turn"] * place["batch"] - first
+
+        def call(tokens: int | None = None) -> Call:
+            at = slice(start, start + place["batch"]), place["context"], place["mode"], place["turn"], tokens
+            with method.with_settings():
+                return decoder(first, place["dtype"]).run(method.how, *at)
+
+        # before the first: compilation, and the first touch of the buffers
+        results.measure("call", place, lambda: _record(call()), lambda: call(min(WARM_UP_TOKENS, tokens)))
+
     for first in range(0, len(rows), size):
-        block = rows[first : first + size]
-        planned: list[list[Record]] = [[] for _ in parts]
-        for part, cells in zip(parts, planned, strict=True):
-            for what in _cells(part, targets[part.dtype][1], modes, range(first, first + len(block))):
-                if (place := tuple(what.values())) not in known:
-                    known.add(place)
-                    cells.append(what)
-        if not any(planned):
-            continue
-        results.say(f"reading prompts {first + 1} to {first + len(block)}")
-        prompts = prefill(targets["float32"][0], block)
-        for part, cells in zip(parts, planned, strict=True):
-            model, methods = targets[part.dtype]
-            decoder = Decoder(model, prompts.to(model.dtype), tokens)
-            for what in cells:
-                if not results.has_time(**what):
-                    return
-                name, turn = what["system"], what["turn"]
-                start = turn * part.batch - first
-                at = methods[name], slice(start, start + part.batch), what["context"], what["mode"], turn
-                # compilation, and the first touch of the buffers
-                if (kind := tuple(what[key] for key in PLACE if key != "turn")) not in warm:
-                    decoder.run(*at, min(8, tokens))
-                    warm.add(kind)
-                call = decoder.run(*at)
-                results.write(
-                    "call",
-                    **what,
-                    tokens=call.tokens,
-                    steps=call.steps,
-                    seconds=significant(call.decode_seconds, 6),
-                    taus=[significant(call.tokens / len(call.text) / max(1, steps)) for steps in call.row_steps],
-                    shares={name: significant(share) for name, share in call.shares.items()},
-                    draft_state_bytes=call.draft_state_bytes,
-                    # by which greedy texts are compared
-                    text=hashlib.sha256(call.text.numpy().tobytes()).hexdigest()[:16],
-                )
-        results.say(f"prompts {first + 1} to {first + len(block)}: done")
+        for part in parts:
+            block = range(first, min(first + size, len(rows)))
+            for place, method in part.calls(targets[part.dtype][1], modes, block):
+                measure(first, place, method)
+
+
+def _record(call: Call) -> Record:
+    return {
+        "tokens": call.tokens,
+        "steps": call.steps,
+        "seconds": significant(call.decode_seconds, 6),
+        "taus": [significant(call.tokens / len(call.text) / max(1, steps)) for steps in call.row_steps],
+        "shares": {name: significant(share) for name, share in call.shares.items()},
+        "draft_state_bytes": call.draft_state_bytes,
+        # by which greedy texts are compared
+        "text": hashlib.sha256(call.text.numpy().tobytes()).hexdigest()[:16],
+    }
 
 
 def join(results: harness.Run, path: Path, settings: Mapping[str, Any]) -> None:
@@ -211,16 +163,6 @@ def join(results: harness.Run, path: Path, settings: Mapping[str, Any]) -> None:
             results.write(**record)
 
 
-def _cells(part: Part, methods: Mapping[str, Any], modes: Sequence[str], block: range) -> Iterator[Record]:
-    """Yield the place of each call of a part whose prompts all lie in a block."""
-    chosen = [name for name in methods if not part.systems or name in (HF, PLAIN, *part.systems)]
-    chosen = [name for name in chosen if getattr(methods[name], "max_batch", None) in (None, part.batch)]
-    for turn in range(block.start // part.batch, min(block.stop, part.prompts) // part.batch):
-        for context, mode, name in product(part.contexts, modes, rotated(chosen, turn)):
-            values = part.dtype, mode, context, part.batch, name, turn
-            yield dict(zip(PLACE, values, strict=True))
-
-
 def _reduced(part: Part, contexts: Sequence[int] | None, prompts: int | None) -> Part:
     """Return a part with no other contexts and no more prompts than these."""
     kept = tuple(context for context in part.contexts if contexts is None or context in contexts)
@@ -228,8 +170,8 @@ def _reduced(part: Part, contexts: Sequence[int] | None, prompts: int | None) ->
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = harness.parser(__doc__, "figure", minutes=0, prompts=True)
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="short", help="sizes (default: %(default)s)")
+    parser, presets = harness.parser(__doc__, "figure", minutes=0, prompts=True), SUITE["presets"]
+    parser.add_argument("--preset", choices=sorted(presets), default="short", help="sizes (default: %(default)s)")
     parser.add_argument("--cards", type=Path, default=harness.HUB_CARDS, help="folder of the trained drafts")
     parser.add_argument(
         "--system", dest="systems", action="append", help="only this, and the two baselines; repeatable"
@@ -242,29 +184,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--join", type=Path, help="result file whose calls are added, of the same settings and commit")
     parser.set_defaults(minutes=None)
     args = parser.parse_args(arguments)
-    minutes, parts = PRESETS[args.preset]
-    args.minutes = minutes if args.minutes is None else args.minutes
-    parts = tuple(reduced for part in parts if (reduced := _reduced(part, args.contexts, args.prompts)).contexts)
+    preset = presets[args.preset]
+    args.minutes = preset["minutes"] if args.minutes is None else args.minutes
+    parts = [_reduced(Part(**part), args.contexts, args.prompts) for part in preset["parts"]]
+    parts = [part for part in parts if part.contexts]
     if not parts:
         parser.error(f"--contexts {args.contexts}: the preset has none of them.")
 
     def wanted(name: str) -> bool:
-        in_parts = any(not part.systems or name in part.systems for part in parts)
-        return name in (HF, PLAIN) or (in_parts and (not args.systems or name in args.systems))
+        asked = name in (HF, PLAIN) or not args.systems or name in args.systems
+        return asked and any(part.has(name) for part in parts)
 
     window, count = max(max(part.contexts) for part in parts), max(part.prompts for part in parts)
     rows, origin = harness.load_prompts(args.target, args.data, window, count)
     contexts = sorted({context for part in parts for context in part.contexts})
     settings = {"preset": args.preset, "contexts": contexts, "tokens": args.tokens, **origin}
     with harness.start(args, "figure", settings, resume=args.resume or None) as run:
-        targets: dict[str, tuple[PreTrainedModel, dict[str, Any]]] = {}
+        targets: dict[str, tuple[PreTrainedModel, list[Method]]] = {}
         for dtype in dict.fromkeys(part.dtype for part in parts):
             if dtype == "bfloat16" and not run.records[0]["native_bfloat16"]:
                 run.skip("this processor has no instructions for it", dtype=dtype)
                 continue
             model = harness.load_target(args.target, getattr(torch, dtype))
             methods, missing = systems(model, args.cards)
-            targets[dtype] = model, {name: how for name, how in methods.items() if wanted(name)}
+            targets[dtype] = model, [method for method in methods if wanted(method.name)]
         for name in filter(wanted, missing):
             run.skip("no such draft", system=name)
         compare(run, parts, targets, rows, modes=args.modes, tokens=args.tokens)

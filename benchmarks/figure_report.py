@@ -8,23 +8,17 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks import read_yaml
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.report import FEWEST, estimate, holm, mean_interval, pivot, ratio_interval, table
+from hf_longspec.bench.plots import by_context, make_panels
+from hf_longspec.bench.report import FEWEST, estimate, mean_interval, pivot, table
 from hf_longspec.bench.results import Record, of_kind, read_records
 
-NOTE = (
-    "tau: tokens per verification, including the target's own. Cost: time of an iteration divided by that of a step of "
-    "the plain loop. Speed-ups: tokens per second from the first token to the last, divided by those of the plain loop "
-    "and of `generate` after the same prompt in the same turn. All values are means over prompts or turns with "
-    'Student\'s 95 % intervals, in brackets where they are not symmetric. "No draft" is the plain loop. The prefill is '
-    "not timed, except that of a small model without a window, which is part of its cost. Chains have 4 drafted "
-    "tokens; a tree has 4, 4, 4 and 3 nodes per level. A greedy text in float32 that differs from that of `generate` "
-    "is marked and has no speed."
-)
+SUITE = read_yaml("suites/figure.yaml")
 MODES = {"greedy": "Greedy", "sample": "Sampling at temperature 1"}
 SPEEDS = {"cost": "cost", "to_plain": "x plain loop", "to_generate": "x `generate`"}
 TITLES = ("Time of an iteration in plain steps", "Speed-up over the plain loop", "Speed-up over `generate`")
@@ -38,26 +32,9 @@ RATIOS = {
 }
 CELL = ["dtype", "mode", "batch", "context"]
 
-# Settings of a draft, or drafts of one kind, of which pictures and goals take the fastest.
-METHODS = {
-    "LongSpec": ("LongSpec", "LongSpec, tree", "LongSpec, last 1,020 keys"),
-    "EAGLE-3": ("EAGLE-3, window", "EAGLE-3, tree", "EAGLE-3, all"),
-    "DFlash": ("DFlash",),
-    "TokenSwift": ("TokenSwift", "TokenSwift, paper's heads"),
-    "SpecAttn": (
-        "SpecAttn",
-        "SpecAttn, weights",
-        "SpecAttn, all rows",
-        "SpecAttn, last accepted",
-        "SpecAttn, window",
-    ),
-    "Quest": ("Quest",),
-    "n-grams": ("n-grams",),
-    "small model": ("small model", "small model, window"),
-    "Token Recycling": ("Token Recycling",),
-}
+METHODS: dict[str, list[str]] = SUITE["methods"]
 # All settings of drafts; further systems are variants for comparisons and methods of transformers.
-SHIPPED = tuple(chain.from_iterable(METHODS.values()))
+SHIPPED = list(chain.from_iterable(METHODS.values()))
 
 
 def calls_of(records: Sequence[Record]) -> Any:
@@ -108,6 +85,23 @@ def rows(records: Sequence[Record]) -> list[Record]:
                 row[name] = mean_interval(values)
         entries.append(row)
     return sorted(entries, key=lambda row: row["system"] != PLAIN)
+
+
+def ratio_interval(logs: Sequence[float]) -> dict[str, float]:
+    """Geometric mean of ratios, given by their logarithms, with Student's 95 % interval, which is not symmetric."""
+    return {name: value if name == "count" else math.exp(value) for name, value in mean_interval(logs).items()}
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p-values of several tests, corrected for their number: the chance of any error stays below the level.
+
+    >>> holm([0.01, 0.5, 0.02])
+    [0.03, 0.5, 0.04]
+    """
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    raised = accumulate((min(1.0, (len(values) - rank) * values[index]) for rank, index in enumerate(order)), max)
+    corrected = dict(zip(order, raised, strict=True))
+    return [corrected[index] for index in range(len(values))]
 
 
 def name_of(row: Record) -> str:
@@ -165,21 +159,6 @@ def taus_of(records: Sequence[Record]) -> Any:
     return np.log(taus)
 
 
-LONGSPEC, EAGLE_WINDOW, SMALL_WINDOW = "LongSpec", "EAGLE-3, window", "small model, window"
-# The whole recipe on as many tokens as the drafts that leave one thing out.
-THIRD = "LongSpec, a third"
-
-
-# Drafts that are compared with each other, each on as many tokens.
-TRAINED_OTHERWISE = (
-    THIRD,
-    "LongSpec, no offsets",
-    "LongSpec, no noise",
-    "LongSpec, no cross-attention",
-    "LongSpec, uniform noise",
-)
-
-
 @dataclass(frozen=True)
 class Claim:
     """A claim of a paper: the ratio of two taus on the same prompts, all lengths together, is larger than `least`."""
@@ -207,30 +186,7 @@ class Claim:
         return list(np.polyfit(lengths, system.T, 1)[0] * np.ptp(lengths)) if len(lengths) > 1 and len(system) else []
 
 
-# Part of tau that may be lost where a claim is that nothing changes.
-SAME = 0.95
-CLAIMS = (
-    Claim("LongSpec: tau falls by less than 5 % with the context", "flat", LONGSPEC, least=SAME),
-    Claim("EAGLE-3 with a window: tau falls by less than 5 % with the context", "flat", EAGLE_WINDOW, least=SAME),
-    Claim("EAGLE-3 accepts more with a window than attending to all of the text", "more", EAGLE_WINDOW, "EAGLE-3, all"),
-    Claim("MagicDec: a small model accepts more with a window than without", "more", SMALL_WINDOW, "small model"),
-    Claim("Anchor-Offset Indices: LongSpec accepts more", "+4 to +5 %", THIRD, "LongSpec, no offsets"),
-    Claim("Flash Noisy Training: LongSpec accepts more", "+14.7 %", THIRD, "LongSpec, no noise"),
-    Claim(
-        "LongSpec accepts more if gaps are drawn by the chance of being reached than uniformly",
-        "not tested",
-        THIRD,
-        "LongSpec, uniform noise",
-    ),
-    Claim("Cross-attention: LongSpec accepts more", "more", THIRD, "LongSpec, no cross-attention"),
-    Claim("SpecAttn accepts more than Quest", "more", "SpecAttn", "Quest"),
-    Claim("SpecAttn accepts more than a window (StreamingLLM)", "more", "SpecAttn", "SpecAttn, window"),
-    Claim("SpecAttn: logits accept more than weights", "6.11 and 5.89 tokens", "SpecAttn", "SpecAttn, weights"),
-    Claim(
-        "SpecAttn: two query rows accept 95 % of all rows or more", "99 %", "SpecAttn", "SpecAttn, all rows", least=SAME
-    ),
-    Claim("SpecAttn accepts more than with the last accepted token", "more", "SpecAttn", "SpecAttn, last accepted"),
-)
+CLAIMS = [Claim(**claim) for claim in SUITE["claims"]]
 CLAIMS_NOTE = (
     "Differences of tau are ratios for the same prompt, as geometric means over all lengths. A change with the context "
     "is that of a line fitted through all lengths. Variants of LongSpec's draft are compared with the whole recipe "
@@ -268,12 +224,7 @@ def claims(records: Sequence[Record], only: str = "") -> str:
     return f"{table(lines, columns)}\n\n{CLAIMS_NOTE}" if lines else ""
 
 
-# Speed over the plain loop after the longest context, greedily and sampled; "" is the fastest of all methods.
-SPEED_GOALS = {"LongSpec": (1.35, 1.1), "TokenSwift": (1.6, 1.2), "": (1.8, 1.3)}
-# tau of LongSpec after the longest context over that after the shortest.
-TAU_GOAL = 0.97
-# Shortest context from which cross-attention is to accept more than none.
-LONG = 4096
+GOALS = SUITE["goals"]
 
 
 def goals(records: Sequence[Record], entries: Sequence[Record]) -> str:
@@ -289,28 +240,28 @@ def goals(records: Sequence[Record], entries: Sequence[Record]) -> str:
         met = "yes" if value["mean"] >= least else "no"
         lines.append({"goal": goal, "mode": mode, "at least": f"{least:g}", "measured": text, "met": met})
 
-    for method, leasts in SPEED_GOALS.items():
+    for method, leasts in GOALS["speed"].items():
         for mode, least in zip(MODES, leasts, strict=True):
             if best := fastest(at_longest(entries, mode), METHODS.get(method, SHIPPED)):
                 goal = f"{method or 'the fastest draft'}: x plain loop at {best['context']:,}"
                 add(goal, mode, least, best["to_plain"], best["system"])
     for mode in MODES:
-        longspec = taus.loc[mode].get(LONGSPEC) if len(taus) and mode in taus.index else None
+        longspec = taus.loc[mode].get("LongSpec") if len(taus) and mode in taus.index else None
         if longspec is None or len(longspec.columns) < 2:
             continue
         first, last = longspec.columns[0], longspec.columns[-1]
         change = (longspec[last] - longspec[first]).dropna()
-        add(f"LongSpec: tau at {last:,} over tau at {first:,}", mode, TAU_GOAL, ratio_interval(list(change)))
-        whole, without = taus.loc[mode].get(THIRD), taus.loc[mode].get("LongSpec, no cross-attention")
+        add(f"LongSpec: tau at {last:,} over tau at {first:,}", mode, GOALS["tau"], ratio_interval(list(change)))
+        whole, without = taus.loc[mode].get("LongSpec, a third"), taus.loc[mode].get("LongSpec, no cross-attention")
         if whole is None or without is None:
             continue
-        gains = (whole - without).loc[:, lambda gains: gains.columns >= LONG]
+        gains = (whole - without).loc[:, lambda gains: gains.columns >= GOALS["long"]]
         goal = "LongSpec: tau with cross-attention over tau without"
         for context in gains.columns:
             add(f"{goal} at {context:,}", mode, 1.0, ratio_interval(list(gains[context].dropna())))
         if len(gains.columns) > 1:
             together = gains.dropna().mean(axis=1)
-            add(f"{goal} from {LONG:,} on, all lengths together", mode, 1.0, ratio_interval(list(together)))
+            add(f"{goal} from {GOALS['long']:,} on, all lengths together", mode, 1.0, ratio_interval(list(together)))
     return table(lines) if lines else ""
 
 
@@ -392,24 +343,13 @@ def _by_context(entries: Sequence[Record], title: str, cell: Any) -> list[str]:
     ]
 
 
-# Curves of the first picture: colours that readers who see no red or green tell apart, and dashes.
-STYLES: dict[str, tuple[str, Any]] = {
-    "LongSpec": ("#0072b2", "-"),
-    "EAGLE-3": ("#d55e00", "--"),
-    "TokenSwift": ("#8e3a80", "-."),
-    "SpecAttn": ("#00795c", (0, (5, 1, 1, 1, 1, 1))),
-    "n-grams": ("#9c6f00", (0, (8, 2))),
+PICTURES = SUITE["pictures"]
+# Colour and dashes of a curve, which matplotlib takes as tuples.
+STYLES = {
+    method: (colour, (dashes[0], tuple(dashes[1])) if isinstance(dashes, list) else dashes)
+    for method, (colour, dashes) in PICTURES["styles"].items()
 }
 NO_DRAFT: tuple[str, Any] = ("black", (0, (1, 1.2)))
-# Panels of the pictures of settings, whose curves have the styles above in this order.
-SETTINGS = {
-    "LongSpec": METHODS["LongSpec"],
-    "LongSpec, trained otherwise": TRAINED_OTHERWISE,
-    "EAGLE-3": METHODS["EAGLE-3"],
-    "SpecAttn": METHODS["SpecAttn"],
-    "TokenSwift and tables of tokens": (*METHODS["TokenSwift"], "n-grams", "Token Recycling", "hf prompt lookup"),
-    "small models, DFlash and Quest": (*METHODS["small model"], "hf assisted", "DFlash", "Quest"),
-}
 AXES = {"tau": "tau, tokens per verification", "to_generate": "speed, times that of generate"}
 # A picture is 800 pixels wide at 100 per inch.
 WIDTH, PANEL_HEIGHT, POINTS = 8.0, 2.9, 9
@@ -430,23 +370,27 @@ def draw(records: Sequence[Record], path: Path) -> None:
         best[mode] = {row["system"]: STYLES[method] for method, row in rank.items() if row}
         panels: list[list[Panel]] = [
             [(title, mode, key, dict(zip(subset, STYLES.values(), strict=False))) for key in AXES]
-            for title, names in SETTINGS.items()
-            if (subset := [name for name in names if name in systems])
+            for title, names in PICTURES["settings"].items()
+            if (subset := [name for name in chain(*map(_members, names)) if name in systems])
         ]
         _draw(entries, panels, path.with_stem(f"{path.stem}-settings-{mode}"))
     if modes:
         _draw(entries, [[(MODES[mode], mode, key, best[mode]) for mode in modes] for key in AXES], path)
 
 
+def _members(name: str) -> list[str]:
+    """Return the systems of a method or of a group, or the one system of this name."""
+    members: list[str] = METHODS.get(name) or SUITE["groups"].get(name) or [name]
+    return members
+
+
 def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path) -> None:
     import matplotlib
-    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and may look for a display
 
     if not panels:
         return
     with matplotlib.rc_context({"font.size": POINTS, "svg.hashsalt": path.stem}):
-        figure = Figure((WIDTH, PANEL_HEIGHT * len(panels)), layout="constrained")
-        axes = figure.subplots(len(panels), len(panels[0]), squeeze=False)
+        figure, axes = make_panels(len(panels), len(panels[0]), (WIDTH, PANEL_HEIGHT * len(panels)))
         labels = [
             (axis, _curves(axis, entries, panel))
             for line, row in zip(axes, panels, strict=True)
@@ -488,9 +432,7 @@ def _curves(axis: Any, entries: Sequence[Record], panel: Panel) -> list[Any]:
                 arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 2},
             )
         )
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(contexts, [f"{round(context / 1024)}K" for context in contexts])
-    axis.minorticks_off()
+    by_context(axis, {context: f"{round(context / 1024)}K" for context in contexts})
     axis.set_ylim(bottom=1 if key == "tau" else 0)
     axis.set(title=title, ylabel=AXES[key], xlabel="tokens of context")
     axis.grid(axis="y", alpha=0.25)

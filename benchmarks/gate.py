@@ -7,12 +7,12 @@ benchmarks/README.md says why all of them advance through the same text in turns
     python -m benchmarks.gate
 """
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -22,7 +22,8 @@ from benchmarks.harness import Run
 from benchmarks.pages import GATED, UNGATED
 from hf_longspec.bench.calls import MODES, PLAIN, PrefilledPrompts
 from hf_longspec.bench.report import mean_interval, significant
-from hf_longspec.bench.results import rotated
+from hf_longspec.bench.results import Record
+from hf_longspec.bench.runner import rotated
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.call import Prompts, max_length_of
 from hf_longspec.generation.decoding import Session
@@ -35,16 +36,6 @@ PLAIN_STEP, CATCH_UP, SPECULATION = "plain", "catch-up", "speculation"
 
 Clocks = tuple[Callable[[], float], Callable[[], float]]
 CLOCKS: Clocks = (time.perf_counter, time.process_time)
-
-
-@dataclass(frozen=True)
-class TimedStep:
-    """One iteration of the loop."""
-
-    turn: int  # number of its turn
-    kind: str  # `plain`, `catch-up` or `speculation`
-    seconds: float  # by the wall clock
-    cpu_seconds: float  # CPU time of this process
 
 
 class SteppedRun:
@@ -78,7 +69,7 @@ class SteppedRun:
         self.session: Session = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), custom_generate=opened, **options
         )
-        self.steps: list[TimedStep] = []
+        self.steps: list[Record] = []  # turn, kind, and seconds by the wall clock and of processor time
         tails = self.session.prefill()
         with self.session.target.attention():
             self.session.seed(tails)
@@ -95,7 +86,8 @@ class SteppedRun:
             before = [clock() for clock in clocks]
             self.session.iterate()
             wall, cpu = (clock() - start for clock, start in zip(clocks, before, strict=True))
-            self.steps.append(TimedStep(turn, self._kind(speculated), wall, cpu))
+            step = {"turn": turn, "kind": self._kind(speculated), "seconds": wall, "cpu_seconds": cpu}
+            self.steps.append(step)
 
     def _kind(self, speculated: int) -> str:
         """Kind of the last step; `speculated` steps have speculated before it."""
@@ -114,33 +106,6 @@ def interleave(runs: Mapping[str, SteppedRun], tokens: int, clocks: Clocks = CLO
                 runs[name].advance(turn, min(reached, tokens), clocks)
 
 
-def accounted(
-    steps: Sequence[Sequence[TimedStep]], base: Sequence[Sequence[TimedStep]]
-) -> tuple[float, dict[str, Any]]:
-    """Time of runs over that of `base`, the loop without a draft in the same turns, and steps and cost of each kind.
-
-    A step's cost is its time over the median of the base's steps in the same turn: the unit follows the machine.
-    Medians leave out disturbances of single steps, so the result is the cost of the choice of steps.
-
-    >>> plain = [TimedStep(0, "plain", 1.0, 1.0)] * 4
-    >>> accounted([[TimedStep(0, "plain", 1.0, 1.0)] * 3 + [TimedStep(0, "speculation", 3.0, 3.0)]], [plain])[0]
-    1.5
-    """
-    costs: dict[str, list[float]] = {}
-    for run, base_run in zip(steps, base, strict=True):
-        turns: dict[int, list[float]] = {}
-        for step in base_run:
-            turns.setdefault(step.turn, []).append(step.seconds)
-        units = {turn: statistics.median(seconds) for turn, seconds in turns.items()}
-        for step in run:
-            costs.setdefault(step.kind, []).append(step.seconds / units[step.turn])
-    kinds = {
-        kind: {"steps": len(values) / len(steps), "cost": statistics.median(values)} for kind, values in costs.items()
-    }
-    total = sum(kind["steps"] * kind["cost"] for kind in kinds.values())
-    return total / (sum(map(len, base)) / len(base)), kinds
-
-
 WARM_UP_TOKENS = 24
 
 
@@ -155,30 +120,48 @@ class GateBenchmark:
     repeats: int  # texts per context
 
     def measure(self, context: int, results: Run) -> None:
-        """One record per way to decode."""
+        """One record per way to decode.
+
+        A step's cost is its time over the median of the plain loop's steps in the same turn: the unit follows the
+        machine. Medians of the costs leave out disturbances of single steps, so the accounted time, the number of steps
+        of each kind times their median cost, is that of the choice of steps.
+        """
         self._repeat(0, context, WARM_UP_TOKENS)
         repeats = [self._repeat(repeat, context, self.tokens) for repeat in range(self.repeats)]
-        plain = [runs[PLAIN].steps for runs in repeats]
-        wall, cpu = (
-            {name: [sum(getattr(step, clock) for step in runs[name].steps) for runs in repeats] for name in self.ways}
-            for clock in ("seconds", "cpu_seconds")
+        steps = pd.DataFrame(
+            {"text": text, "method": name, **step}
+            for text, runs in enumerate(repeats)
+            for name, run in runs.items()
+            for step in run.steps
         )
+        turn = ["text", "turn"]
+        steps = steps.join(steps[steps.method == PLAIN].groupby(turn).seconds.median().rename("unit"), on=turn)
+        steps["cost"] = steps.seconds / steps.unit
+        wall, cpu = (steps.pivot_table(clock, "text", "method", "sum") for clock in ("seconds", "cpu_seconds"))
         for name in self.ways:
-            steps = [runs[name].steps for runs in repeats]
-            last = repeats[-1][name].session.stats
-            ratio, costs = accounted(steps, plain)
-            kinds = {kind: {key: significant(value) for key, value in of.items()} for kind, of in costs.items()}
+            own, last = steps[steps.method == name], repeats[-1][name].session.stats
+            kinds = own.groupby("kind", sort=False).cost.agg(steps="size", cost="median")
+            accounted = (kinds.steps * kinds.cost).sum() / (steps.method == PLAIN).sum()
+            kinds.steps /= len(repeats)
             ungated = name.removesuffix(GATED) + UNGATED
             rivals = [PLAIN, ungated] if name.endswith(GATED) and ungated in wall else [PLAIN]
-            base = min(rivals, key=lambda way: sum(wall[way]))  # the choice of a perfect gate, as measured
-            record: dict[str, Any] = {"context": context, "method": name}
-            record |= {"tokens_per_second": significant(self.tokens * len(repeats) / sum(wall[name]))}
-            record |= {"time_over_plain": _over(wall[name], wall[PLAIN])}
-            record |= {"cpu_over_plain": _over(cpu[name], cpu[PLAIN]), "accounted_over_plain": significant(ratio)}
-            record |= {"kinds": kinds, "faster": base, "time_over_faster": _over(wall[name], wall[base])}
-            same = sum(runs[name].text == runs[PLAIN].text for runs in repeats)
-            record |= {"tau": significant(last.mean_acceptance_length), "same_texts": same, "texts": len(repeats)}
-            results.write("gate", **record, decisions=[asdict(decision) for decision in last.gate_decisions])
+            base = wall[rivals].sum().idxmin()  # the choice of a perfect gate, as measured
+            results.write(
+                "gate",
+                context=context,
+                method=name,
+                tokens_per_second=significant(self.tokens * len(repeats) / wall[name].sum()),
+                time_over_plain=mean_interval(list(wall[name] / wall[PLAIN])),
+                cpu_over_plain=mean_interval(list(cpu[name] / cpu[PLAIN])),
+                accounted_over_plain=significant(accounted),
+                kinds={kind: {key: significant(value) for key, value in of.items()} for kind, of in kinds.iterrows()},
+                faster=base,
+                time_over_faster=mean_interval(list(wall[name] / wall[base])),
+                tau=significant(last.mean_acceptance_length),
+                same_texts=sum(runs[name].text == runs[PLAIN].text for runs in repeats),
+                texts=len(repeats),
+                decisions=[asdict(decision) for decision in last.gate_decisions],
+            )
 
     def _repeat(self, repeat: int, context: int, tokens: int) -> dict[str, SteppedRun]:
         runs = {}
@@ -189,11 +172,6 @@ class GateBenchmark:
             runs[name] = SteppedRun(self.model, draft, self.prompts, row, context, repeat, tokens)
         interleave(runs, tokens)
         return runs
-
-
-def _over(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    """Mean ratio over texts with its interval."""
-    return mean_interval([a / b for a, b in zip(times, base, strict=True)])
 
 
 CHAIN, WIDE = [1, 1], [4, 4, 4, 3]

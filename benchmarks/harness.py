@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.pages import PAGES
 from hf_longspec.bench.calls import PrefilledPrompts, endless, prefill
 from hf_longspec.bench.machine import git_commit
 from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
-from hf_longspec.bench.report import summarize
-from hf_longspec.bench.results import ResultFile, in_turns
+from hf_longspec.bench.report import NO_TIME, summarize
+from hf_longspec.bench.runner import Runner, rotated
+from hf_longspec.modeling.register_draft import weightless_drafts
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,7 +30,7 @@ MIN_REPEATS = 5
 T = TypeVar("T")
 
 
-class Run(ResultFile):
+class Run(Runner):
     """The result file of a benchmark, with its progress. A context manager.
 
     The report is written beside the file at the end, also after an interruption.
@@ -37,7 +38,7 @@ class Run(ResultFile):
     Args:
         benchmark (`str`): Name of the benchmark in `benchmarks/pages.py`.
         quiet (`bool`, *optional*): Show no progress on standard error.
-        options: The other arguments of [`ResultFile`].
+        options: The other arguments of [`Runner`].
     """
 
     report_every = math.inf
@@ -62,22 +63,16 @@ class Run(ResultFile):
         super().skip(reason, **what)
         self.say(f"left out, {reason}: {', '.join(map(str, what.values()))}")
 
-    def has_time(self, expected: float = 0.0, **what: Any) -> bool:
-        """Return whether `expected` seconds are left; if not, add a line with the reason."""
-        if self.fits(expected):
-            return True
-        needed = f"it would take {expected:.0f} s and {self.left:.0f} s are left"
-        self.skip(needed if self.left else "no time left", **what)
-        return False
-
     def in_time(self, planned: Iterable[T], describe: Callable[[T], Mapping[str, Any]]) -> Iterator[T]:
         """Yield what there is time for, as long as the longest before took; add a line by `describe` for all else."""
         longest = 0.0
         for item in planned:
-            if self.has_time(longest, **describe(item)):
+            if self.fits(longest):
                 start = self.elapsed
                 yield item
                 longest = max(longest, self.elapsed - start)
+            else:
+                self.skip(NO_TIME, **describe(item))
 
     def say(self, text: str) -> None:
         """Show the present task, with the time since the start."""
@@ -94,8 +89,9 @@ class Run(ResultFile):
 def time_in_turns(functions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """Call functions that return their seconds in turns, each repeat beginning with another one; a list for each."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _, name in in_turns(list(functions), repeats):
-        seconds[name].append(functions[name]())
+    for turn in range(repeats):
+        for name in rotated(list(functions), turn):
+            seconds[name].append(functions[name]())
     return seconds
 
 
@@ -201,6 +197,12 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
     turns = torch.stack(parts, dim=1).flatten(0, 1)[:count]
     target_name = f"{Path(target).name}, {config.num_hidden_layers} layers"
     return turns, {"target": target_name, "sources": origins, "prompts": count, "window": window}
+
+
+def open_draft(name: str, model: PreTrainedModel) -> Any:
+    """A draft by its name on the command line, or from a folder or the Hub."""
+    made = weightless_drafts().get(name)
+    return AutoModel.from_pretrained(name, dtype=model.dtype) if made is None else made.from_target(model)
 
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:

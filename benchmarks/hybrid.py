@@ -8,14 +8,17 @@ commit. Times are processor time of one thread, so that other programs on the ma
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from benchmarks import read_yaml
 from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
 from benchmarks.random_inputs import random_tree
 from hf_longspec.bench.report import summarize
+from hf_longspec.bench.results import Record
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
@@ -23,44 +26,8 @@ from hf_longspec.generation.target import TargetView
 CONTEXT, CHAIN, TREE = 4096, 5, 16
 ACCEPTED = 3  # nodes of the chain that a commit keeps
 PROMPT = 64  # tokens that the states are computed from; the keys of all others are random
-SHAPE = {
-    "vocab_size": 1024,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2 * CONTEXT,
-}
-# Model type: its recurrence, and settings beside those of the shape.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5_text": (
-        "gated delta rule",
-        {
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-        },
-    ),
-    "granitemoehybrid": (
-        "Mamba-2",
-        {
-            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
-            "mamba_n_heads": 16,
-            "mamba_d_head": 64,
-            "mamba_d_state": 64,
-            "num_local_experts": 0,
-            "shared_intermediate_size": 1536,
-        },
-    ),
-    "falcon_h1": (
-        "Mamba-2 beside attention",
-        {"mamba_d_ssm": 1024, "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64},
-    ),
-    "lfm2": ("convolution", {"layer_types": (["conv"] * 3 + ["full_attention"]) * 2}),
-}
+SUITE = read_yaml("suites/hybrid.yaml")
+SHAPE = SUITE["shape"]
 
 
 class HybridCase:
@@ -120,26 +87,25 @@ class HybridCase:
 
 
 @torch.no_grad()
-def measure(results: Run, models: Mapping[str, tuple[str, dict[str, Any]]], context: int, repeats: int) -> None:
+def measure(results: Run, models: Mapping[str, dict[str, Any]], context: int, repeats: int) -> None:
     """Measure one model after another."""
-    for kind, (recurrence, settings) in results.in_time(models.items(), lambda item: {"type": item[0]}):
-        results.say(f"{kind}: {recurrence}")
-        case = HybridCase(kind, SHAPE | settings, context, (repeats + 1) * (TREE + 3 * CHAIN))
-        functions = case.functions()
-        for function in functions.values():  # the first call of each makes what later ones reuse
-            function()
-        seconds = time_in_turns(functions, repeats)
-        plain = seconds["plain"]
-        results.write(
-            "hybrid",
-            type=kind,
-            recurrence=recurrence,
-            plain_ms=summarize([value * 1e3 for value in plain]),
-            stock=ratios(plain, seconds["stock"]),
-            commit=ratios(seconds["commit"], plain),
-            chain=ratios(seconds["chain"], plain),
-            tree=ratios(seconds["tree"], seconds["chain"]),
-        )
+    for kind, settings in models.items():
+        results.say(kind)
+        results.measure("hybrid", {"type": kind}, partial(timed, kind, context, repeats, **settings), alike=())
+
+
+def timed(kind: str, context: int, repeats: int, recurrence: str, **settings: Any) -> Record:
+    """The times of one model in plain steps."""
+    case = HybridCase(kind, SHAPE | settings, context, (repeats + 1) * (TREE + 3 * CHAIN))
+    functions = case.functions()
+    for function in functions.values():  # the first call of each makes what later ones reuse
+        function()
+    seconds = time_in_turns(functions, repeats)
+    plain, chain = seconds["plain"], seconds["chain"]
+    pairs = {"stock": (plain, seconds["stock"]), "commit": (seconds["commit"], plain), "chain": (chain, plain)}
+    pairs["tree"] = seconds["tree"], chain
+    record: Record = {"recurrence": recurrence, "plain_ms": summarize([value * 1e3 for value in plain])}
+    return record | {name: ratios(*pair) for name, pair in pairs.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -148,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(0)
     settings = {"shape": SHAPE, "context": CONTEXT, "chain": CHAIN, "tree": TREE, "repeats": args.repeats}
     with start(args, "hybrid", settings) as results:
-        measure(results, MODELS, CONTEXT, args.repeats)
+        measure(results, SUITE["models"], CONTEXT, args.repeats)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import hf_longspec
 from benchmarks.harness import Run, parser, start
 from benchmarks.random_inputs import Shape, cache_bytes, dynamic_cache, full_cache, random_target
 from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.bench.results import Record
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 
@@ -101,13 +102,15 @@ class MemoryBenchmark:
             parts = [("decode", name, context - 1, decode) for name in (HF, *self.drafts)]
             parts += [("prefill", name, context - self.chunk - 1, prefill) for name in (HF, PLAIN)]
             for part, name, stored, options in parts:
-                if results.has_time(part=part, method=name, context=context):
-                    results.say(f"{part}, {name}, {context} tokens")
-                    peak_of = self.stock if name == HF else partial(self.ours, self.drafts[name])
-                    peak = peak_of(context, stored, options)
-                    record = {"extra_bytes": peak.total, "torch_bytes": peak.torch_bytes}
-                    record |= {"python_bytes": peak.python_bytes, "kv_bytes": self.kv_bytes(context)}
-                    results.write("memory", part=part, method=name, context=context, **record)
+                place = {"part": part, "method": name, "context": context}
+                peak_of = self.stock if name == HF else partial(self.ours, self.drafts[name])
+                results.say(f"{part}, {name}, {context} tokens")
+                results.measure("memory", place, partial(self._record, peak_of, context, stored, options))
+
+    def _record(self, peak_of: Callable[..., Peak], context: int, stored: int, options: Mapping[str, Any]) -> Record:
+        peak = peak_of(context, stored, options)
+        record = {"extra_bytes": peak.total, "torch_bytes": peak.torch_bytes}
+        return record | {"python_bytes": peak.python_bytes, "kv_bytes": self.kv_bytes(context)}
 
     def kv_bytes(self, context: int) -> int:
         """Keys and values of one row."""

@@ -17,11 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import integers
-from hf_longspec.bench.report import significant, table
-
-# Share of the rates in a data sheet that a long read and a large matrix product reach, as a rule of thumb. Measured
-# rates replace them: `--tbs` and `--tflops`, or the ceilings that benchmarks/gpu.py writes.
-SUSTAINED_BANDWIDTH, SUSTAINED_FLOPS = 0.9, 0.8
+from hf_longspec.bench.report import table
 
 
 @dataclass(frozen=True)
@@ -41,13 +37,11 @@ class Machine:
             )
 
 
-# NVIDIA's data sheets of the SXM modules: bandwidth, dense bfloat16 without sparsity, memory.
-DATA_SHEETS = {"H100": (3.35, 989, 80), "H200": (4.8, 989, 141), "A100-80G": (2.039, 312, 80)}
-# Two digits of what is sustained of the peak rates.
-MACHINES = {
-    name: Machine(name, significant(SUSTAINED_BANDWIDTH * peak, 2), significant(SUSTAINED_FLOPS * tflops, 2), memory)
-    for name, (peak, tflops, memory) in DATA_SHEETS.items()
-}
+# What a long read and a large matrix product sustain, as a rule of thumb: 0.9 of the bandwidth and 0.8 of the dense
+# bfloat16 rate in NVIDIA's data sheets of the SXM modules. Measured rates replace them: `--tbs` and `--tflops`, or the
+# ceilings that benchmarks/gpu.py writes. Memory in 10^9 bytes.
+RATES = {"H100": (3.0, 790, 80), "H200": (4.3, 790, 141), "A100-80G": (1.8, 250, 80)}
+MACHINES = {name: Machine(name, *rates) for name, rates in RATES.items()}
 
 
 @dataclass(frozen=True)
@@ -80,10 +74,6 @@ class TargetShape:
         """Weights that one token is multiplied with."""
         share = self.experts_per_token / self.experts if self.experts else 0.0
         return self.read_weights + share * self.expert_weights
-
-    def kv_numbers(self, context: int) -> int:
-        """Cached numbers of one row that a step reads: keys and values of all layers, windows applied."""
-        return 2 * self.kv_heads * self.head_dim * self.visible(context)
 
     def visible(self, context: int) -> int:
         """Entries that a query sees, summed over the layers."""
@@ -221,9 +211,9 @@ class Roofline:
     def attention_ms(self, queries: int, context: int | None = None) -> float:
         """Attention of all layers: `queries` per row over `context` entries, by default those of the cache."""
         context = self.context if context is None else context
-        seen = self.shape.visible(context)
-        flops = FLOPS_PER_SCORE * self.shape.heads * self.shape.head_dim * seen * queries * self.batch
-        return self._longer(self.batch * self.shape.kv_numbers(context) * self.kv_bytes, flops, self.attention_tflops)
+        seen = self.shape.head_dim * self.shape.visible(context) * self.batch
+        flops = FLOPS_PER_SCORE * self.shape.heads * seen * queries
+        return self._longer(2 * self.shape.kv_heads * seen * self.kv_bytes, flops, self.attention_tflops)
 
     def verify_ms(self, nodes: int) -> float:
         """One verification of `nodes` nodes per row."""

@@ -8,17 +8,31 @@ single node is what plain decoding runs: there transformers needs no mask. Needs
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import random_inputs
 from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
-from benchmarks.random_inputs import DeviceAttention, HfForward, Shape, block_mask, hf_attention, relative_error
+from benchmarks.random_inputs import (
+    LOGIT_BUDGET,
+    DeviceAttention,
+    HfForward,
+    Shape,
+    block_mask,
+    cast,
+    full_cache,
+    hf_attention,
+    random_target,
+    random_tree,
+    relative_error,
+)
 from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.bench.machine import read_gb_per_second
-from hf_longspec.bench.report import significant, summarize
+from hf_longspec.bench.report import NO_TIME, significant, summarize
+from hf_longspec.bench.results import Record
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
@@ -41,29 +55,31 @@ def measure(
 ) -> None:
     """Measure both parts in one dtype after another, with one copy of the weights; bandwidth in GB per second."""
     results.say("drawing random weights, keys and values")
-    model = random_inputs.random_target(shape, context + max(nodes), CPU, torch.bfloat16)
+    model = random_target(shape, context + max(nodes), CPU, torch.bfloat16)
     parts = {"attention": AttentionCase, "forward": ForwardCase}
     for name in dtypes:
-        random_inputs.cast(model, getattr(torch, name))  # from bfloat16 to float32 and back without loss
-        cache = random_inputs.full_cache(model, 1, context, 1, max(nodes))
+        cast(model, getattr(torch, name))  # from bfloat16 to float32 and back without loss
+        cache = full_cache(model, 1, context, 1, max(nodes))
         for part, count in product(parts, nodes):
             what = {"part": part, "dtype": name, "nodes": count, "context": context}
-            if not results.has_time(**what):
-                continue
-            case = parts[part](model, cache, random_inputs.random_tree(count, shape.vocab))
-            error, budget, once, others = case.check()
-            errors = {"error": significant(error), "budget": significant(budget), **others}
-            # reading these tensors once takes so long at least
-            errors["floor_ms"] = significant(sum(tensor.nbytes for tensor in case.read) / bandwidth / 1e6)
-            if not errors["error"] <= errors["budget"]:
-                results.skip("not timed: its error is over the budget", **what, **errors)
-            elif results.has_time(once * repeats, **what):
-                results.say(f"{what}: error {error:.1e} within {budget:.1e}, timing {once * repeats:.0f} s")
-                seconds = time_in_turns(
-                    {"hf": lambda case=case: case.hf()[0], "ours": lambda case=case: case.ours()[0]}, repeats
-                )
-                sides = {f"{side}_ms": summarize([value * 1e3 for value in times]) for side, times in seconds.items()}
-                results.write("verification", **what, **sides, ratio=ratios(seconds["hf"], seconds["ours"]), **errors)
+            case = parts[part](model, cache, random_tree(count, shape.vocab))
+            results.measure("verification", what, partial(timed, results, case, repeats, bandwidth))
+
+
+def timed(results: Run, case: Any, repeats: int, bandwidth: float) -> Record:
+    """The times of both sides, after a check; ValueError for a wrong result, and without time for the repeats."""
+    error, budget, once, others = case.check()
+    if not error <= budget:
+        raise ValueError(f"not timed: its error of {error:.1e} is over the budget of {budget:.1e}")
+    if not results.fits(once * repeats):
+        raise ValueError(NO_TIME)
+    results.say(f"error {error:.1e} within {budget:.1e}, timing {once * repeats:.0f} s")
+    seconds = time_in_turns({"hf": lambda: case.hf()[0], "ours": lambda: case.ours()[0]}, repeats)
+    record: Record = {f"{side}_ms": summarize([value * 1e3 for value in times]) for side, times in seconds.items()}
+    record |= {"ratio": ratios(seconds["hf"], seconds["ours"]), "error": significant(error), **others}
+    # reading these tensors once takes so long at least
+    floor_ms = sum(tensor.nbytes for tensor in case.read) / bandwidth / 1e6
+    return record | {"budget": significant(budget), "floor_ms": significant(floor_ms)}
 
 
 class AttentionCase:
@@ -134,7 +150,7 @@ class ForwardCase:
         (ours_seconds, ours), (hf_seconds, hf) = self.ours(), self.hf()
         return (
             relative_error(ours, hf.double()),
-            random_inputs.LOGIT_BUDGET[self.model.dtype],
+            LOGIT_BUDGET[self.model.dtype],
             ours_seconds + hf_seconds,
             {},
         )

@@ -95,7 +95,7 @@ def trained(target: Any, folder: Path, kind: str, overrides: dict[str, Any]) -> 
     if not (folder / "run" / "final").is_dir():
         draft = DRAFTS[kind][0].from_target(target, target_layer_ids=[1, 3, 5], **overrides)
         draft.save_pretrained(folder / "new")
-        command = [sys.executable, ROOT / "examples" / "train_tiny_draft.py", "--kind", kind, "--threads", "1"]
+        command = [sys.executable, ROOT / "recipes" / "train_tiny_draft.py", "--kind", kind, "--threads", "1"]
         command += ["--draft", folder / "new", "--streams", folder.parent / "stream", "--output", folder / "run"]
         subprocess.run([*command, "--tokens", str(TOKENS), "--length", "1024"], check=True)
     draft = AutoModel.from_pretrained(folder / "run" / "final", dtype=torch.float32)

@@ -1,12 +1,15 @@
-"""The script that writes a long text: what is in the file, what it says on the way, and Ctrl-C."""
+"""The script that writes a long text: the text in the file, its messages, Ctrl-C; and the count of n-grams."""
 
 from functools import cache
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.distinct_ngrams import ORDERS, distinct
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
-from tests import example_scripts
+from tests import scripts
 from tests.tiny_tokenizers import save_byte_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -23,13 +26,13 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(monkeypatch, folder, tmp_path, capsys):
     """`run(*arguments)`: exit status, text in the file, and what was printed."""
-    script = example_scripts.script("long_generation")
+    script = scripts.script("long_generation", "examples")
     monkeypatch.setattr(script, "MARK", 20)
 
     def call(*arguments):
         path = tmp_path / "story.txt"
         arguments = ["--target", folder, "--output", path, "--prompt", PROMPT, "--tokens", 70, *arguments]
-        status = example_scripts.run("long_generation", *arguments)
+        status = scripts.run("long_generation", *arguments, folder="examples")
         return status, path.read_text(encoding="utf-8"), capsys.readouterr()
 
     call.script = script
@@ -83,3 +86,22 @@ def test_control_c(run, folder, monkeypatch):
     monkeypatch.setattr(ContextualPenaltyLogitsProcessor, "__call__", interrupt)
     status, text, printed = run("--greedy", "--penalty", 2, "--endless", "--draft", "plain")
     assert status == 130 and text == "" and printed.err.endswith("Interrupted before the first token.\n")
+
+
+def share(tokens, n):
+    grams = [str(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams)
+
+
+def by_hand(tokens, n, window):
+    windows = []
+    while len(tokens) >= (len(windows) + 1) * window:
+        windows.append(tokens[len(windows) * window : (len(windows) + 1) * window])
+    shares = [share(part, n) for part in windows or [tokens]]
+    return {"windowed": sum(shares) / len(shares), "corpus": share(tokens, n)}
+
+
+@given(st.lists(st.integers(0, 5), min_size=4, max_size=60), st.integers(4, 25))
+def test_distinct_ngrams_equal_a_double_loop(tokens, window):
+    for n in ORDERS:
+        assert distinct(tokens, n, window) == pytest.approx(by_hand(tokens, n, window))

@@ -284,7 +284,7 @@ def endless(model: PreTrainedModel) -> PreTrainedModel:
 @contextmanager
 def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
     """Give a draft other settings while the context is open."""
-    if unknown := sorted(set(options) - set(draft.settings)):
+    if unknown := sorted(name for name in options if name not in draft.settings):
         raise ValueError(f"{type(draft).__name__} has no settings {unknown}; it has {sorted(draft.settings)}.")
     before = {name: draft.setting(name) for name in options}
     try:
@@ -341,10 +341,6 @@ class PrefilledPrompts:
         processor without such instructions.
         """
         return PrefilledPrompts(self.tokens, [(keys.to(dtype), values.to(dtype)) for keys, values in self.layers])
-
-    def first(self, count: int) -> "PrefilledPrompts":
-        """The first prompts."""
-        return PrefilledPrompts(self.tokens[:count], [(keys[:count], values[:count]) for keys, values in self.layers])
 
     def fill(self, cache: SpeculativeCache, rows: slice, stored: int) -> SpeculativeCache:
         """Replace the content of a cache with the first `stored` tokens of some prompts."""

@@ -5,98 +5,50 @@ At the end `--sweep key=v1,v2`: the values of settings that are compared, and th
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import groupby, product
+from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..auditing import audit
-from .calls import HF, PLAIN, Call, Decoding, changed, run_call
+from .calls import HF, PLAIN, Call, Decoding, run_call
 from .machine import PeakMemory
 from .prompts import OWN_LENGTH, DocumentPrompts, Prompt, left_padded
-from .report import NO_TIME, title_of
-from .results import Record, ResultFile, in_turns, of_kind
+from .report import title_of
+from .results import Record, of_kind
+from .runner import Cell, Method, Point, Runner, rotated
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
-Point = tuple[tuple[str, Any], ...]
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way to decode."""
-
-    name: str  # in the results
-    how: Any  # as [`run_call`] takes it
-    point: Point = ()  # settings of the draft that differ from its own
-
-    def with_settings(self) -> Any:
-        """A context in which the draft has the settings of this point."""
-        return changed(self.how, dict(self.point)) if self.point else nullcontext()
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One combination of the values that are varied; `context` 0 stands for prompts of their own length."""
-
-    dtype: str
-    context: int
-    batch: int
-    decoding: Decoding = field(default_factory=Decoding)
-
-    def key(self) -> dict[str, Any]:
-        """The values that all records of this cell have."""
-        decoding = self.decoding.to_dict()
-        return {"dtype": self.dtype, "context": self.context, "batch": self.batch, "decoding": decoding}
-
-    def __str__(self) -> str:
-        return title_of(self.key())
-
-
+@dataclass
 class Matrix:
     """Measure cells of one dtype one after another, and write every call as soon as it has ended."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        methods: Sequence[Method],
-        prompts: DocumentPrompts,
-        results: ResultFile,
-        *,
-        tokens: int,
-        repeats: int,
-    ):
-        self.model, self.methods, self.prompts, self.results = model, list(methods), prompts, results
-        self.tokens, self.repeats = tokens, repeats
-        self.memory = PeakMemory(model.device)
-        self._pad = model.generation_config.pad_token_id or 0
+    model: PreTrainedModel
+    methods: Sequence[Method]
+    prompts: DocumentPrompts
+    results: Runner
+    tokens: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        self.memory = PeakMemory(self.model.device)
+        self._pad = self.model.generation_config.pad_token_id or 0
 
     def measure(self, cell: Cell, progress: Any) -> None:
         """Run all methods in turns until the time is over, except for calls that are in the file already."""
-        done = {(r["method"], r["turn"]) for r in self._of_cell(cell, "run")}
-        methods = {method.name: method for method in self._usable(cell)}
-        missing = [(turn, name) for turn, name in in_turns(list(methods), self.repeats) if (name, turn) not in done]
-        progress.step(len(self.methods) * self.repeats - len(missing))
-        prompts = self.prompts_of(cell) if missing else []
-        longest: dict[str, float] = {}  # seconds of those that have run
-        for turn, names in groupby(missing, key=lambda pair: pair[0]):
+        usable = self._usable(cell)
+        progress.step((len(self.methods) - len(usable)) * self.repeats)
+        for turn, prompts in enumerate(self.prompts_of(cell) if usable else []):
             texts: dict[str, torch.Tensor] = {}
-            for _, name in names:
-                progress.say(f"{cell}: {name}, turn {turn + 1} of {self.repeats}")
-                if name in methods and not self.results.fits(longest.get(name, 0.0)):
-                    self._skip(cell, name, NO_TIME)
-                elif name in methods:
-                    result = self._guarded(cell, methods[name], turn, prompts[turn], name not in longest)
-                    if isinstance(result, str):
-                        self._skip(cell, name, result)
-                        del methods[name]
-                    else:
-                        texts[name] = result.text
-                        longest[name] = self.results.records[-1]["seconds"]
+            for method in rotated(usable, turn):
+                progress.say(f"{title_of(cell.key())}: {method.name}, turn {turn + 1} of {self.repeats}")
+                self._measure(cell, method, turn, prompts, texts)
                 progress.step()
-            self._audit(cell, turn, prompts[turn], texts)
+            self._audit(cell, turn, prompts, texts)
 
     def prompts_of(self, cell: Cell) -> list[list[Prompt]]:
         """The prompts of every turn."""
@@ -116,49 +68,48 @@ class Matrix:
             if limit is None or cell.batch <= limit:
                 usable.append(method)
             else:
-                self._skip(cell, method.name, f"transformers decodes at most {limit} row at a time this way")
+                reason = f"transformers decodes at most {limit} row at a time this way"
+                self.results.leave_out(reason, **cell.key(), method=method.name)
         return usable
 
-    def _guarded(self, cell: Cell, method: Method, turn: int, prompts: list[Prompt], warm_up: bool) -> Call | str:
-        """One measured call, written to the file, or why there is none."""
-        rows = [prompt.ids for prompt in prompts]
-        try:
-            with method.with_settings():
-                if warm_up:  # the first call is slow; on a GPU that depends on the length
-                    warm_up_rows = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
-                    self.call(cell, method, warm_up_rows, min(self.tokens, WARM_UP_TOKENS), 0)
-                started = self.results.elapsed
-                call = self.call(cell, method, rows, self.tokens, turn)
-        except torch.OutOfMemoryError:
-            return "out of memory"
-        except ValueError as error:  # a refusal, which names its rule and remedy
-            return str(error).split("\n")[0]
-        self.results.write(
-            "run",
-            **cell.key(),
-            method=method.name,
-            point=dict(method.point),
-            turn=turn,
-            prompt_tokens=sum(map(len, rows)) // len(rows),
-            categories=[prompt.category for prompt in prompts],
-            seconds=round(self.results.elapsed - started, 3),
-            **call.to_dict(),
-            text=hashes(call.text),
-            compared_with=truth_of(cell, method),
-        )
-        return call
+    def _measure(
+        self, cell: Cell, method: Method, turn: int, prompts: list[Prompt], texts: dict[str, torch.Tensor]
+    ) -> None:
+        """One call, unless the file has it; its text is added to `texts`."""
 
-    def call(self, cell: Cell, method: Method, rows: Sequence[torch.Tensor], tokens: int, seed: int) -> Call:
-        """One timed call on a batch of prompts, with the draft as it is set."""
-        prompt, decoding = left_padded(rows, self._pad), cell.decoding
-        return run_call(self.model, method.how, prompt, decoding=decoding, tokens=tokens, seed=seed, memory=self.memory)
+        def call(rows: list[torch.Tensor], tokens: int, seed: int) -> Call:
+            how: dict[str, Any] = {"decoding": cell.decoding, "tokens": tokens, "seed": seed, "memory": self.memory}
+            with method.with_settings():
+                return run_call(self.model, method.how, left_padded(rows, self._pad), **how)
+
+        def warm_up() -> None:  # the first call is slow; on a GPU that depends on the length
+            ends = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
+            call(ends, min(self.tokens, WARM_UP_TOKENS), 0)
+
+        def run() -> Record:
+            started = self.results.elapsed
+            found = call(rows, self.tokens, turn)
+            texts[method.name] = found.text
+            return {
+                "point": dict(method.point),
+                "prompt_tokens": sum(map(len, rows)) // len(rows),
+                "categories": [prompt.category for prompt in prompts],
+                "seconds": round(self.results.elapsed - started, 3),
+                **found.to_dict(),
+                "text": hashes(found.text),
+                "compared_with": truth_of(cell, method),
+            }
+
+        rows = [prompt.ids for prompt in prompts]
+        self.results.measure("run", cell.key() | {"method": method.name, "turn": turn}, run, warm_up)
 
     def _audit(self, cell: Cell, turn: int, prompts: list[Prompt], texts: Mapping[str, torch.Tensor]) -> None:
         """Audit the first text of each method that is not that of plain `generate`."""
         if not cell.decoding.greedy or cell.decoding.penalty is not None:
             return  # the audit compares with the argmax only
-        known = {r["method"] for r in self._of_cell(cell, "audit")}
-        expected = {r["method"]: r["text"] for r in self._of_cell(cell, "run") if r["turn"] == turn}.get(HF)
+        records = self.results.records
+        known = {r["method"] for r in of_kind(records, "audit", **cell.key())}
+        expected = {r["method"]: r["text"] for r in of_kind(records, "run", **cell.key(), turn=turn)}.get(HF)
         for name, text in texts.items():
             if name not in known and expected not in (None, hashes(text)):
                 ids, mask = left_padded([prompt.ids for prompt in prompts], self._pad)
@@ -166,13 +117,6 @@ class Matrix:
                 self.results.write(
                     "audit", **cell.key(), method=name, turn=turn, verdict=report.verdict, report=str(report)
                 )
-
-    def _of_cell(self, cell: Cell, kind: str) -> list[Record]:
-        return of_kind(self.results.records, kind, **cell.key())
-
-    def _skip(self, cell: Cell, method: str, reason: str) -> None:
-        if not of_kind(self.results.records, "skipped", **cell.key(), method=method, reason=reason):
-            self.results.skip(reason, **cell.key(), method=method)
 
 
 def truth_of(cell: Cell, method: Method) -> str | None:
@@ -198,14 +142,7 @@ def hashes(text: torch.Tensor) -> list[str]:
 
 
 # Keys that change how the target decodes, or after what; every other key is a setting of a draft.
-DECODING_KEYS: dict[str, type] = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "penalty": float,
-    "window": int,
-}
+DECODING_KEYS = {each.name: int if each.name in ("top_k", "window") else float for each in fields(Decoding)}
 CONTEXT_KEYS = ("context", "prefill")
 
 

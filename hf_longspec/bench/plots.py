@@ -13,8 +13,8 @@ from .results import Record, grouped, replace_file
 
 PANEL_INCHES = (5.2, 3.9)
 COLUMNS = 3
-# Sizes in the legend: of a letter, of a line, and of a handle with its margins.
-LEGEND_POINTS, LETTER_INCHES, LINE_INCHES, HANDLE_INCHES = 9, 0.078, 0.2, 0.65
+# In the legend below the panels; a handle with its margins is as wide as some letters.
+LEGEND_POINTS, LETTERS_PER_INCH, HANDLE_LETTERS = 9, 13, 8
 # Points of one context lie this factor apart, so that their spreads do not overlap.
 SPACING = 1.012
 
@@ -53,16 +53,19 @@ _LABELS = {
 def _plot(kind: str, rows: Sequence[Record], colours: Mapping[str, Any], results: Path) -> Path:
     """One line per method; a panel per cell, or, versus the context, per dtype, batch and way to choose tokens."""
     depth = kind == "depth"
-    groups = grouped(rows, title_of if depth else _title_without_length)
-    figure, panels = _figure(len(groups))
-    for panel, (title, members) in zip(panels, groups.items(), strict=False):
-        lines = grouped(members, lambda row: str(row["method"]))
+    prefix = "prompts of their own length, "
+    groups = grouped(rows, title_of if depth else lambda row: title_of(row | {"context": 0}).removeprefix(prefix))
+    columns = 2 if len(groups) == 4 else min(COLUMNS, len(groups))
+    lines = math.ceil(len(groups) / columns)
+    figure, axes = make_panels(lines, columns, (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * lines + 0.3))
+    for panel, (title, members) in zip(axes.flat, groups.items(), strict=False):
+        methods = grouped(members, lambda row: str(row["method"]))
         ticks: set[float] = set()
-        for index, (method, own) in enumerate(lines.items()):
+        for index, (method, own) in enumerate(methods.items()):
             points = _points(own, kind)
             places, middle = [place for place, *_ in points], [value for _, value, _ in points]
             ticks |= set(places)
-            aside = 1.0 if depth else SPACING ** (index - (len(lines) - 1) / 2)
+            aside = 1.0 if depth else SPACING ** (index - (len(methods) - 1) / 2)
             bars = [
                 [max(0.0, way * (part[end] - value)) if part else 0.0 for _, value, part in points]
                 for end, way in (("low", -1), ("high", 1))
@@ -74,17 +77,11 @@ def _plot(kind: str, rows: Sequence[Record], colours: Mapping[str, Any], results
             panel.set_xticks(range(1, int(max(ticks)) + 1, math.ceil(max(ticks) / 10)))
             panel.set_ylim(0, 1.03)
         else:
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
-            panel.minorticks_off()
+            by_context(panel, {tick: f"{tick:g}" for tick in sorted(ticks)})
             panel.set_ylim(bottom=0 if kind == "speed" else 1)
         panel.set(title=title, xlabel=_LABELS[kind][0], ylabel=_LABELS[kind][1])
         panel.grid(alpha=0.3)
-    return _save(figure, panels, len(groups), _path_of(results, kind))
-
-
-def _title_without_length(row: Record) -> str:
-    return title_of({**row, "context": 0}).removeprefix("prompts of their own length, ")
+    return _save(figure, list(axes.flat), len(groups), _path_of(results, kind))
 
 
 def _points(rows: Sequence[Record], kind: str) -> list[tuple[Any, Any, Any]]:
@@ -108,14 +105,20 @@ def _colours(rows: Sequence[Record]) -> dict[str, Any]:
     return {name: palette(index % palette.N) for index, name in enumerate(names)}
 
 
-def _figure(panels: int) -> tuple[Any, list[Any]]:
+def make_panels(lines: int, columns: int, inches: tuple[float, float]) -> tuple[Any, Any]:
+    """A figure of this size, and its panels."""
     # no pyplot: it keeps figures, and may look for a display
     from matplotlib.figure import Figure
 
-    columns = 2 if panels == 4 else min(COLUMNS, panels)
-    lines = math.ceil(panels / columns)
-    figure = Figure(figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * lines + 0.3), layout="constrained")
-    return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
+    figure = Figure(inches, layout="constrained")
+    return figure, figure.subplots(lines, columns, squeeze=False)
+
+
+def by_context(panel: Any, ticks: Mapping[float, str]) -> None:
+    """Give a panel an axis of contexts, each place twice the one before it."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(list(ticks), list(ticks.values()))
+    panel.minorticks_off()
 
 
 def _save(figure: Any, panels: Sequence[Any], used: int, path: Path) -> Path:
@@ -126,14 +129,10 @@ def _save(figure: Any, panels: Sequence[Any], used: int, path: Path) -> Path:
         for panel in panels[:used]
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    width, height = figure.get_size_inches()
-    entry = max(map(len, labelled)) * LETTER_INCHES + HANDLE_INCHES
-    width = max(width, entry)
-    columns = min(len(labelled), int(width / entry))
-    # the legend takes its lines below the panels, not from them
-    figure.set_size_inches(width, height + math.ceil(len(labelled) / columns) * LINE_INCHES)
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=columns, fontsize=LEGEND_POINTS)
+    columns = max(1, int(LETTERS_PER_INCH * figure.get_figwidth() / (max(map(len, labelled)) + HANDLE_LETTERS)))
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": columns, "fontsize": LEGEND_POINTS}
+    figure.legend(labelled.values(), labelled.keys(), **below)
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format="png")
+    figure.savefig(picture, dpi=110, format="png", bbox_inches="tight")
     replace_file(path, picture.getvalue())
     return path

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 BUILTIN = "builtin"
-# Modules of the standard library that examples/train_tiny_target.py leaves out of its training text.
+# Modules of the standard library that recipes/train_tiny_target.py leaves out of its training text.
 HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal", "mailbox")
 TEXT_SUFFIXES = {".txt", ".py", ".md", ".rst"}
 # Documents that are read; a benchmark needs some dozens of prompts.

@@ -74,29 +74,6 @@ def mean_interval(values: Sequence[float], least: float = -math.inf, most: float
     return {"mean": significant(mean), "low": significant(low), "high": significant(high), "count": len(values)}
 
 
-def ratio_interval(logs: Sequence[float]) -> dict[str, float]:
-    """Geometric mean of ratios, given by their logarithms, with Student's 95 % interval, which is not symmetric.
-
-    >>> ratio_interval([0.0, 0.0, 0.0])["mean"]
-    1.0
-    """
-    interval = mean_interval(logs)
-    return {name: value if name == "count" else math.exp(value) for name, value in interval.items()}
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Return p-values of several tests, corrected for their number: the chance of any error stays below the level.
-
-    >>> holm([0.01, 0.5, 0.02])
-    [0.03, 0.5, 0.04]
-    """
-    corrected, largest = list(values), 0.0
-    for rank, index in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
-        corrected[index] = largest
-    return corrected
-
-
 def significant(value: float, digits: int = 4) -> float:
     """`value` rounded to significant digits.
 
@@ -236,15 +213,48 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([first, "|" + "---|" * len(header), *others])
 
 
-# A column of a table: a key of the records, or a function of one.
+class Shown:
+    """A value of a record in a format such as `{ratio:~.2f}`; nothing for `None`.
+
+    Of a summary or an interval the format has the middle, and after `~` the range or the ends too.
+
+    >>> summary = {"median": 2.0, "low": 1.0, "high": 3.0}
+    >>> "{:.1f}, {:~.1f}".format(Shown(summary), Shown(summary))
+    '2.0, 2.0 (1.0-3.0)'
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __format__(self, form: str) -> str:
+        value, number = self.value, form.removeprefix("~")
+        if not isinstance(value, dict):
+            return "" if value is None else format(value, number)
+        middle = format(value["mean"] if "mean" in value else value["median"], number)
+        if number == form:
+            return middle
+        return (
+            estimate(value, number)
+            if "mean" in value
+            else f"{middle} ({value['low']:{number}}-{value['high']:{number}})"
+        )
+
+
+class _Fields(dict[str, Any]):
+    """The values of a record for `str.format_map`."""
+
+    def __getitem__(self, name: str) -> Shown:
+        return Shown(self.get(name))
+
+
+# A column of a table: a key of the records, a format of their values such as `{tau:.2f}`, or a function of one.
 Column = str | Callable[[Record], object]
 
 
 def table(rows: Sequence[Record], columns: Mapping[str, Column] | None = None) -> str:
     """A Markdown table with one line per record. Numbers have three significant digits; missing values are empty."""
     columns = {name: name for name in rows[0]} if columns is None else columns
-    lines = [[_cell(row.get(of) if isinstance(of, str) else of(row)) for of in columns.values()] for row in rows]
-    return markdown_table(list(columns), lines)
+    return markdown_table(list(columns), [[_cell(row, of) for of in columns.values()] for row in rows])
 
 
 def pivot(
@@ -253,13 +263,16 @@ def pivot(
     """A Markdown table with one line for all records with the same `columns`, and one cell per value of `across`."""
     lines: dict[tuple[str, ...], Record] = {}
     for row in rows:
-        named = {name: _cell(row[of] if isinstance(of, str) else of(row)) for name, of in columns.items()}
+        named = {name: _cell(row, of) for name, of in columns.items()}
         lines.setdefault(tuple(named.values()), named)[heading.format(row[across])] = cell(row)
     headings = [heading.format(value) for value in sorted({row[across] for row in rows})]
     return table(list(lines.values()), {name: name for name in (*columns, *headings)})
 
 
-def _cell(value: object) -> str:
+def _cell(row: Record, of: Column) -> str:
+    if isinstance(of, str) and "{" in of:
+        return of.format_map(_Fields(row))
+    value = row.get(of) if isinstance(of, str) else of(row)
     if value is None:
         return ""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -295,9 +308,7 @@ def with_defaults(note: str, records: Sequence[Record]) -> str:
 
 def range_of(summary: dict[str, Any] | None, digits: int = 2) -> str:
     """A median with its lowest and highest value; nothing for `None`."""
-    if summary is None:
-        return ""
-    return f"{summary['median']:.{digits}f} ({summary['low']:.{digits}f}-{summary['high']:.{digits}f})"
+    return format(Shown(summary), f"~.{digits}f")
 
 
 # Of the largest value of an interval whose three values have four significant digits, the most that rounding moves its
@@ -355,76 +366,60 @@ def _tau(row: Record) -> str:
     return f"{row['tau']:.2f}" + ("" if interval is None else f" [{interval['low']:.2f}, {interval['high']:.2f}]")
 
 
-def _difference(row: Record) -> str:
-    gap = row["tau_difference"]
-    return "" if gap is None else estimate(gap, "+.2f")
-
-
 # Headings of the tables, with the cell below them.
-COLUMNS: dict[str, Callable[[Record], str]] = {
-    "method": lambda row: str(row["method"]),
-    "turns": lambda row: str(row["repeats"]),
-    "TTFT, s": lambda row: range_of(row["ttft_seconds"], 3),
-    "tokens/s": lambda row: range_of(row.get("tokens_per_second"), 1),
-    "x `generate`": lambda row: range_of(row.get("ratio_to_hf")),
-    "x plain loop": lambda row: range_of(row.get("ratio_to_plain")),
+COLUMNS: dict[str, Column] = {
+    "method": "method",
+    "turns": "repeats",
+    "TTFT, s": "{ttft_seconds:~.3f}",
+    "tokens/s": "{tokens_per_second:~.1f}",
+    "x `generate`": "{ratio_to_hf:~.2f}",
+    "x plain loop": "{ratio_to_plain:~.2f}",
     "tau": _tau,
     "accepted at depth 1, 2, ...": lambda row: " ".join(f"{share:.2f}" for share in row["acceptance_by_depth"]),
     "peak memory, MiB": lambda row: "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
     "draft state, KiB": lambda row: f"{row['draft_state_bytes'] / 2**10:.0f}" if row["draft_state_bytes"] else "",
-    "share of floor": lambda row: f"{row['share_of_floor']:.0%}" if "share_of_floor" in row else "",
-    "text": lambda row: str(row["text"]),
+    "share of floor": "{share_of_floor:.0%}",
+    "text": "text",
 }
 BRIEF = ("method", "TTFT, s", "tokens/s", "x `generate`", "x plain loop", "tau", "peak memory, MiB", "text")
-SWEPT = {
+SWEPT: dict[str, Column] = {
     **{name: COLUMNS[name] for name in ("method", "tau")},
-    "difference of tau to the first": _difference,
+    "difference of tau to the first": "{tau_difference:~+.2f}",
     **{name: COLUMNS[name] for name in ("tokens/s", "x plain loop")},
 }
 
 
 def by_category(records: Sequence[Record]) -> list[str]:
     """Return a table of tau by category for every cell, if the prompts have more than one."""
-    import pandas as pd
-
     parts = []
     for title, runs in grouped(of_kind(records, "run"), title_of).items():
-        rows = pd.DataFrame(
-            [
-                (run["method"], category, run["tokens"] / max(1, len(run["row_steps"])), steps)
-                for run in runs
-                if run["method"] not in (HF, PLAIN)
-                for category, steps in zip(run.get("categories", ()), run["row_steps"], strict=False)
-            ],
-            columns=["method", "category", "tokens", "steps"],
-        )
-        if rows.category.nunique() > 1:
-            sums = rows.groupby(["method", "category"], sort=False, as_index=False).sum().to_dict("records")
-            shown = pivot(sums, {"method": "method"}, "category", "{}", _tau_of_sums)
+        sums: dict[tuple[str, str], Record] = {}
+        for run in (run for run in runs if run["method"] not in (HF, PLAIN)):
+            for category, steps in zip(run.get("categories", ()), run["row_steps"], strict=False):
+                start = {"method": run["method"], "category": category, "tokens": 0, "steps": 0}
+                row = sums.setdefault((run["method"], category), start)
+                row["tokens"] += run["tokens"] / max(1, len(run["row_steps"]))
+                row["steps"] += steps
+        if len({category for _, category in sums}) > 1:
+            rows = [row | {"tau": row["tokens"] / max(1, row["steps"])} for row in sums.values()]
+            shown = pivot(rows, {"method": "method"}, "category", "{}", "{tau:.2f}".format_map)
             parts += [f"## tau by category: {title}", shown]
     return parts
 
 
-def _tau_of_sums(row: Record) -> str:
-    return f"{row['tokens'] / max(1, row['steps']):.2f}"
-
-
 def _left_out(records: Sequence[Record]) -> list[str]:
-    """List the missing calls with their reasons, except for those that a later part of the run measured."""
-    repeats = of_kind(records, "environment")[0]["settings"].get("repeats") or 0
+    """List the missing calls with their reasons."""
     lines: dict[str, dict[str, None]] = {}
     for record in of_kind(records, "skipped"):
-        runs = of_kind(records, "run", **{name: record[name] for name in (*CELL, "method")})
-        if record["reason"] != NO_TIME or len(runs) < repeats:
-            lines.setdefault(record["reason"], {})[f"{record['method']} ({title_of(record)})"] = None
+        lines.setdefault(record["reason"], {})[f"{record['method']} ({title_of(record)})"] = None
     missing = [f"- {reason}: {'; '.join(what)}" for reason, what in lines.items()]
     return ["## Left out", "\n".join(missing)] if missing else []
 
 
 def acceptance_table(records: Sequence[Record]) -> str:
     """One row per setting, one column per length: mean and interval, and the difference to the first setting."""
-    columns: dict[str, Column] = {"mode": "mode", "setting": _options}
-    return pivot(of_kind(records, "acceptance"), columns, "length", "tau at {}", _tau_of)
+    rows = of_kind(records, "acceptance")
+    return pivot(rows, {"mode": "mode", "setting": _options}, "length", "tau at {}", _tau_of)
 
 
 def _options(row: Record) -> str:

@@ -1,112 +1,17 @@
-"""Result files: one JSON object per line, written as soon as it is known, and a Markdown report beside them."""
+"""Result files: one JSON object per line. [`Runner`] writes them."""
 
 import json
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self, TypeVar
-
-from .machine import environment
+from typing import Any
 
 Record = dict[str, Any]
-T = TypeVar("T")
 
 # Parts of the environment that may differ between the parts of one benchmark.
 MAY_CHANGE = {"date", "command", "load_average", "kind", "benchmark", "settings"}
-
-
-class ResultFile:
-    """Write `<name>.jsonl` line by line, and `<name>.md` every few seconds, so that the results of an interrupted run
-    can be used. It keeps the time limit, too: a measurement that would not fit is left out, and the result names it.
-
-    The first line has `kind` "environment", with the settings and further `facts`; the last one, `kind` "end", is
-    missing from a run that was interrupted. `resume` says whether an existing file is continued; `None` replaces it.
-    The time limit counts from `started`. Without a `report`, a function of all records, no `.md` is written.
-    """
-
-    report_every = 5.0  # seconds
-
-    def __init__(
-        self,
-        path: Path,
-        benchmark: str,
-        report: Callable[[list[Record]], str] | None,
-        seconds: float,
-        settings: Mapping[str, Any],
-        facts: Mapping[str, Any] | None = None,
-        resume: bool | None = None,
-        *,
-        now: Callable[[], float] = time.perf_counter,
-        started: float | None = None,
-    ):
-        self.path, self.seconds, self._report, self._now = path, seconds, report, now
-        self._started = now() if started is None else started
-        here = {**environment(), **(facts or {})}
-        if resume is False:
-            check_resume(path, resume)
-        before = _results_in(path) if resume and _holds_something(path) else []
-        if before:
-            refuse_other(path, before[0], benchmark, settings, here)
-        # what was left out is tried again
-        self.records = [record for record in before if record["kind"] not in ("end", "skipped")]
-        self._reported = self.elapsed
-        write_anew(path, self.records)  # without a cut-off last line
-        self._file = path.open("a", encoding="utf-8")
-        if before:
-            self.write("resumed", **{name: here[name] for name in ("date", "command", "load_average")})
-        else:
-            self.write("environment", benchmark=benchmark, **here, settings=dict(settings))
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return self._now() - self._started
-
-    @property
-    def left(self) -> float:
-        """Seconds that remain, 0 at least."""
-        return max(0.0, self.seconds - self.elapsed)
-
-    def fits(self, seconds: float = 0.0) -> bool:
-        """Whether there is time for a measurement that takes so long."""
-        return self.left > 0 and seconds <= self.left
-
-    def write(self, kind: str, **values: Any) -> Record:
-        """Add a record. The report, which is made of all records, follows at the end and every few seconds."""
-        record = {"kind": kind, **values}
-        self.records.append(record)
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        if self.elapsed - self._reported > self.report_every:
-            self._write_report()
-        return record
-
-    def skip(self, reason: str, **what: Any) -> None:
-        """Record a measurement that was left out, and the reason."""
-        self.write("skipped", reason=reason, **what)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.write("end", seconds=round(self.elapsed, 1))
-        self._file.close()
-        self._write_report()
-
-    def _write_report(self) -> None:
-        if self._report is None:
-            return
-        replace_file(self.path.with_suffix(".md"), self._report(self.records))
-        self._reported = self.elapsed
-
-
-def write_anew(path: Path, records: Iterable[Record]) -> None:
-    """Replace a file by JSON lines."""
-    replace_file(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def replace_file(path: Path, content: str | bytes, through_links: bool = True) -> None:
@@ -135,20 +40,20 @@ def replace_file(path: Path, content: str | bytes, through_links: bool = True) -
 
 def check_resume(path: Path, resume: bool) -> None:
     """Refuse to replace a result file, and to continue what does not exist or is none."""
-    there = _holds_something(path)
+    there = holds_something(path)
     if there and not resume:
         raise ValueError(f"{path} already exists. Pass --resume to continue it, or another file.")
     if resume and not there:
         raise ValueError(f"--resume: {path} does not exist. Drop --resume, or pass the file.")
     if resume:
-        _results_in(path)
+        results_in(path)
 
 
-def _holds_something(path: Path) -> bool:
+def holds_something(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def _results_in(path: Path) -> list[Record]:
+def results_in(path: Path) -> list[Record]:
     """The records of an interrupted run."""
     records = read_records(path)
     if not records or any("kind" not in record for record in records):
@@ -211,20 +116,3 @@ def grouped(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str
     for record in records:
         groups.setdefault(key(record), []).append(record)
     return groups
-
-
-def in_turns(names: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
-    """Pairs `(repeat, name)` with all names in every repeat, each repeat beginning with another one.
-
-    >>> [name for _, name in in_turns(["a", "b", "c"], 2)]
-    ['a', 'b', 'c', 'b', 'c', 'a']
-    """
-    for repeat in range(repeats):
-        for name in rotated(names, repeat):
-            yield repeat, name
-
-
-def rotated(names: Sequence[T], turn: int) -> list[T]:
-    """Return all names, each turn beginning with another one."""
-    first = turn % len(names)
-    return [*names[first:], *names[:first]]

@@ -331,7 +331,7 @@ def demo(
 
 @command
 def train(
-    config: Annotated[Path, typer.Option(help="YAML recipe, such as examples/longspec_pretrain.yaml.")],
+    config: Annotated[Path, typer.Option(help="YAML recipe, such as recipes/longspec_pretrain.yaml.")],
     data: Annotated[
         list[str] | None,
         typer.Argument(help="Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's."),
@@ -359,9 +359,9 @@ def train(
 
     Examples:
 
-    - hf-longspec train notes.txt --config examples/longspec_pretrain.yaml --target Qwen/Qwen3-8B
-    - hf-longspec train --config examples/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
-    - hf-longspec train --config examples/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
+    - hf-longspec train notes.txt --config recipes/longspec_pretrain.yaml --target Qwen/Qwen3-8B
+    - hf-longspec train --config recipes/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
+    - hf-longspec train --config recipes/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
 
     Exit status: 0; 1 if the loss is not finite; 2 for what cannot be run; 130 after Ctrl-C.
     """

@@ -20,11 +20,12 @@ from hf_longspec import __version__
 
 from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
-from ..bench.matrix import Cell, Matrix, Method, draft_points, grid, parse_sweeps, split_axes, written
+from ..bench.matrix import Matrix, draft_points, grid, parse_sweeps, split_axes, written
 from ..bench.plots import plot_all, plots_beside
 from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
 from ..bench.report import FAILED, matrix_report, rows_of
-from ..bench.results import ResultFile, check_resume, of_kind
+from ..bench.results import check_resume, of_kind
+from ..bench.runner import Cell, Method, Runner
 from ..cli import CommandError, models, options
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
@@ -84,7 +85,7 @@ class Bench:
 
     def measure(
         self, prompts: DocumentPrompts, output: Path, seconds: float, resume: bool | None
-    ) -> tuple[ResultFile, bool]:
+    ) -> tuple[Runner, bool]:
         """Measure all dtypes, with one model in memory at a time; returns also whether Ctrl-C ended the run."""
         model, methods, cells = self._prepare(self.dtypes[0], prompts)
         facts = {
@@ -93,7 +94,7 @@ class Bench:
             "hf_longspec": __version__,
         }
         settings = self._settings(cells, prompts)
-        file = ResultFile(output, "bench", matrix_report, seconds, settings, facts, resume)
+        file = Runner(output, "bench", matrix_report, seconds, settings, facts, resume)
         try:
             with file, Progress(len(cells) * len(methods) * self.repeats * len(self.dtypes)) as progress:
                 for name in self.dtypes:
@@ -242,7 +243,7 @@ def dtypes(text: str) -> list[str]:
     return names
 
 
-def _write_floor(file: ResultFile, model: PreTrainedModel, cell: Cell) -> None:
+def _write_floor(file: Runner, model: PreTrainedModel, cell: Cell) -> None:
     """Write the least time of a step once, and before the first the bandwidth, also for the parts of a resumed run."""
     place = {"dtype": cell.dtype, "context": cell.context, "batch": cell.batch}
     known = of_kind(file.records, "ceilings")
@@ -254,7 +255,7 @@ def _write_floor(file: ResultFile, model: PreTrainedModel, cell: Cell) -> None:
             file.write("floor", **place, seconds=seconds)
 
 
-def show(file: ResultFile, plots: bool, as_json: bool) -> None:
+def show(file: Runner, plots: bool, as_json: bool) -> None:
     """Print the table or the JSON object, and draw the plots."""
     records = file.records
     paths = [file.path, file.path.with_suffix(".md")]

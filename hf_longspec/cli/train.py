@@ -105,7 +105,7 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
         raise CommandError(f"{str(file)!r} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
         raise CommandError(
-            f"{str(file)!r} holds a {type(content).__name__}, expected a mapping. See examples/ for recipes."
+            f"{str(file)!r} holds a {type(content).__name__}, expected a mapping. See recipes/ for examples."
         )
     for path, value in overrides.items():
         *folders, name = path.split(".")

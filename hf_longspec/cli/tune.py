@@ -19,7 +19,8 @@ from hf_longspec import __version__
 
 from ..bench.calls import Decoder, changed, endless, prefill
 from ..bench.prompts import cut_windows
-from ..bench.results import Record, ResultFile, check_resume, in_turns, of_kind, replace_file
+from ..bench.results import Record, check_resume, replace_file
+from ..bench.runner import Runner, rotated
 from ..cli import CommandError, options
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
@@ -84,7 +85,7 @@ def run(args: SimpleNamespace) -> int:
         digest = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:16]
         settings = {**loaded.record(), "set": loaded.settings, **how, "text_sha256": digest}
         facts = {"device": describe_device(model.device), "hf_longspec": __version__}
-        file = ResultFile(args.results, "tune", None, math.inf, settings, facts, args.resume or None)
+        file = Runner(args.results, "tune", None, math.inf, settings, facts, args.resume or None)
         try:
             with file, Progress(len(windows), "Reading the prompts") as progress:
                 decoder = Decoder(model, prefill(model, windows, lambda index: progress.step()), args.max_new_tokens)
@@ -303,7 +304,7 @@ class Tuner:
     loaded: LoadedModels  # target and draft
     decoder: Decoder  # decodes after prompts that were read before
     progress: Progress  # advances by one for every run
-    file: ResultFile  # every run, for the next part of an interrupted measurement
+    file: Runner  # every run, for the next part of an interrupted measurement
     trials: list[Trial] = field(default_factory=list)
 
     def measure(self, step: str, candidates: Sequence[Settings], repeats: int | None = None) -> list[Trial]:
@@ -319,30 +320,28 @@ class Tuner:
         return self._in_turns("comparison with the present settings", methods, self.args.repeats)
 
     def _in_turns(self, task: str, methods: list[tuple[str, Any, Settings]], repeats: int) -> list[Trial]:
-        """Decode with `(step, draft, settings)` each in turns, after a warm-up."""
-        self.progress.next(f"Measuring: {task}", len(methods) * (repeats + 1))
-        runs = [self._measured(task, place, settings) for place, (_, _, settings) in enumerate(methods)]
-        for (_, draft, settings), known in zip(methods, runs, strict=True):
-            if len(known) < repeats:  # the first run is slow, and not measured
-                self._decode(draft, settings)
-            self.progress.step()
-        for turn, place in in_turns(range(len(methods)), repeats):
-            _, draft, settings = methods[place]
-            if len(runs[place]) <= turn:
-                speed, tau = self._decode(draft, settings)
-                run = {"task": task, "place": place, "settings": settings, "tokens_per_second": speed, "tau": tau}
-                runs[place].append(self.file.write("run", **run))
-            self.progress.step()
+        """Decode with `(step, draft, settings)` each in turns, after a warm-up; runs of an earlier part count."""
+        self.progress.next(f"Measuring: {task}", len(methods) * repeats)
+        runs: list[list[Record]] = [[] for _ in methods]
+        for turn in range(repeats):
+            for place in rotated(range(len(methods)), turn):
+                _, draft, settings = methods[place]
+
+                def decode(draft: Any = draft, settings: Settings = settings) -> Record:
+                    return dict(zip(("tokens_per_second", "tau"), self._decode(draft, settings), strict=True))
+
+                where = {"task": task, "place": place, "settings": settings, "turn": turn}
+                record = self.file.measure("run", where, decode, warm_up=decode)
+                if record is None:
+                    raise CommandError(f"{shown(settings)}: {self.file.records[-1]['reason']}")
+                runs[place].append(record)
+                self.progress.step()
         trials = [
             Trial(step, settings, known[-1]["tau"], statistics.median(run["tokens_per_second"] for run in known))
             for (step, _, settings), known in zip(methods, runs, strict=True)
         ]
         self.trials += trials
         return trials
-
-    def _measured(self, task: str, place: int, settings: Settings) -> list[Record]:
-        """The runs of a candidate in the part that was interrupted."""
-        return of_kind(self.file.records, "run", task=task, place=place, settings=json.loads(json.dumps(settings)))
 
     def _decode(self, draft: Any, settings: Settings) -> tuple[float, float]:
         """Tokens per second and tau over all prompts; random numbers are the same for every candidate."""

@@ -7,10 +7,11 @@ import torch
 
 import hf_longspec
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless, prefill
-from hf_longspec.bench.matrix import Cell, Matrix, Method
+from hf_longspec.bench.matrix import Matrix
 from hf_longspec.bench.prompts import Document, DocumentPrompts
 from hf_longspec.bench.report import matrix_report
-from hf_longspec.bench.results import ResultFile, read_records
+from hf_longspec.bench.results import read_records
+from hf_longspec.bench.runner import Cell, Method, Runner
 from tests.generation.conftest import widths  # noqa: F401 - a fixture
 from tests.tiny_targets import tiny_prompts, tiny_target
 
@@ -71,7 +72,7 @@ class Quiet:
 
 def opened(path, minutes=10.0, resume=False, settings=None, **facts):
     settings = {"repeats": REPEATS} | (settings or {})
-    return ResultFile(path, "bench", matrix_report, minutes * 60, settings, facts, resume)
+    return Runner(path, "bench", matrix_report, minutes * 60, settings, facts, resume)
 
 
 def measure(target, methods, documents, path, *cells, **options):

@@ -6,9 +6,9 @@ import torch
 import hf_longspec
 from hf_longspec.bench import matrix as module
 from hf_longspec.bench.calls import HF, PLAIN, Decoding, HfMethod, endless
-from hf_longspec.bench.matrix import Cell, Method
 from hf_longspec.bench.report import rows_of
 from hf_longspec.bench.results import of_kind, read_records
+from hf_longspec.bench.runner import Cell, Method
 from tests.bench.conftest import CELL, LOOKUP, REPEATS, measure, opened
 from tests.tiny_targets import tiny_target
 from tests.watching import after

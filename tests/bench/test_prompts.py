@@ -90,11 +90,11 @@ def test_disjoint_windows_are_counted_per_document():
     assert prompts.describe([10, 0]) == {"documents": 2, "tokens": 35, "disjoint_windows": {"10": 3}}
 
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tiny_target.py"
+SCRIPT = Path(__file__).parents[2] / "recipes" / "train_tiny_target.py"
 
 
 def test_held_out_modules_are_those_of_the_training_script():
-    assignments = [node for node in ast.parse(EXAMPLE.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
+    assignments = [node for node in ast.parse(SCRIPT.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
     named = {node.targets[0].id: node.value for node in assignments if isinstance(node.targets[0], ast.Name)}
     assert ast.literal_eval(named["HELD_OUT"]) == HELD_OUT
 

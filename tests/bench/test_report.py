@@ -81,7 +81,7 @@ def test_plots_are_pictures_with_labels_inside(records, tmp_path, monkeypatch):
     assert [path.name for path in paths] == ["b-speed.png", "b-tau.png", "b-depth.png"]
     assert all(path.read_bytes().startswith(PNG) and path.stat().st_size > 10_000 for path in paths)
     for figure in figures:
-        box, legend = figure.bbox, figure.legends[0].get_window_extent()
+        box, legend = figure.get_tightbbox().transformed(figure.dpi_scale_trans), figure.legends[0].get_window_extent()
         assert box.x0 <= legend.x0 and legend.x1 <= box.x1 and box.y0 <= legend.y0
         axes = figure.axes[0]
         assert axes.get_xlabel() and axes.get_ylabel() and axes.get_title()

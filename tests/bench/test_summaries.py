@@ -8,9 +8,10 @@ from itertools import combinations
 import pytest
 from scipy import stats
 
+from benchmarks.figure_report import holm, ratio_interval
 from benchmarks.harness import ratios, time_in_turns
-from hf_longspec.bench.report import estimate, holm, mean_interval, ratio_interval
-from hf_longspec.bench.results import ResultFile, in_turns
+from hf_longspec.bench.report import estimate, mean_interval
+from hf_longspec.bench.runner import Runner, rotated
 
 
 def test_ratios_are_taken_within_a_repeat():
@@ -107,17 +108,16 @@ def test_asymmetric_intervals_are_shown_with_both_ends(low, high, form, minus, s
 
 
 def test_turns_hold_every_name_once_and_rotate():
-    turns = list(in_turns(["a", "b", "c"], 4))
-    for repeat in range(4):
-        assert sorted(name for turn, name in turns if turn == repeat) == ["a", "b", "c"]
-    assert [turns[3 * repeat][1] for repeat in range(4)] == ["a", "b", "c", "a"]
+    turns = [rotated(["a", "b", "c"], turn) for turn in range(4)]
+    assert [sorted(turn) for turn in turns] == [["a", "b", "c"]] * 4
+    assert [turn[0] for turn in turns] == ["a", "b", "c", "a"]
     seconds = time_in_turns({"a": iter([1.0, 2.0]).__next__, "b": iter([3.0, 4.0]).__next__}, repeats=2)
     assert seconds == {"a": [1.0, 2.0], "b": [3.0, 4.0]}
 
 
 def test_what_does_not_fit_into_the_time_is_refused(tmp_path):
     seconds = [0.0]
-    with ResultFile(tmp_path / "r.jsonl", "bench", lambda records: "", 60, {}, now=lambda: seconds[-1]) as file:
+    with Runner(tmp_path / "r.jsonl", "bench", lambda records: "", 60, {}, now=lambda: seconds[-1]) as file:
         seconds.append(45.0)
         assert file.fits(15.0) and not file.fits(15.1)
         seconds.append(90.0)

@@ -1,9 +1,12 @@
 import pytest
 
-from benchmarks.acceptance import AcceptanceBenchmark, Setting
+from benchmarks import read_yaml
+from benchmarks.acceptance import measure, plan
 from benchmarks.harness import Run
-from hf_longspec.bench.calls import changed
+from hf_longspec.bench.calls import MODES, changed
 from hf_longspec.bench.results import of_kind, read_records
+from hf_longspec.bench.runner import Cell
+from hf_longspec.modeling.register_draft import DRAFTS
 from tests.bench.conftest import specattn
 
 
@@ -22,12 +25,11 @@ def test_settings_are_put_back_also_those_that_the_configuration_lacks(target):
 def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts, tmp_path):
     """Differences are to the first draft's result of the same setting; one clock watches over all drafts."""
     draft, other = specattn(target), specattn(target, num_assistant_tokens=1)
-    settings = [Setting.of("greedy", selection="two_rows"), Setting.of("greedy", selection="window")]
-    plan = [(name, setting, 40) for name in ("long", "short") for setting in settings]
-    benchmark = AcceptanceBenchmark(target, {"long": draft, "short": other}, prompts, tokens=9, batch=3)
+    drafts, cell = {"long": draft, "short": other}, Cell("float32", 40, 1, MODES["greedy"])
+    planned = [(name, cell, {"selection": selection}) for name in drafts for selection in ("two_rows", "window")]
     for name, seconds in (("a.jsonl", 60), ("b.jsonl", 0)):
         with Run(tmp_path / name, "acceptance", seconds) as results:
-            benchmark.run(plan, results)
+            measure(results, planned, drafts, target, prompts, tokens=9, batch=3)
     rows = of_kind(read_records(tmp_path / "a.jsonl"), "acceptance")
     assert [row["options"]["draft"] for row in rows] == ["long", "long", "short", "short"]
     assert ["difference" in row for row in rows] == [False, False, True, True]
@@ -36,3 +38,18 @@ def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts
         assert second["difference"]["mean"] == pytest.approx(gap, abs=1e-2)  # four significant digits are stored
     kinds = [record["kind"] for record in read_records(tmp_path / "b.jsonl")]
     assert kinds == ["environment", *["skipped"] * 4, "end"]
+
+
+def test_every_setting_of_the_suite_is_one_of_its_draft():
+    """The first of a kind has all settings, the second the first one alone, in both modes and at all lengths."""
+    kinds = {kind: draft.model for kind, draft in DRAFTS.items() if kind in read_yaml("suites/acceptance.yaml")}
+    planned = plan({f"{name} {kind}": kind for name in ("first", "second") for kind in kinds}, [10, 20, 30])
+    assert len(kinds) == len(read_yaml("suites/acceptance.yaml"))
+    for kind, model in kinds.items():
+        first, second = (
+            [(cell, options) for name, cell, options in planned if name == f"{place} {kind}"]
+            for place in ("first", "second")
+        )
+        assert second == first[: len(second)]
+        assert {cell.context for cell, _ in second} == {10, 20, 30}
+        assert all(set(options) <= set(model.settings) for _, options in first)

@@ -13,6 +13,7 @@ from benchmarks import figure, figure_report
 from benchmarks.harness import RESULTS, Run
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
 from hf_longspec.bench.results import of_kind, read_records
+from hf_longspec.bench.runner import Method
 from tests.bench.conftest import make_drafts
 from tests.tiny_targets import tiny_target
 from tests.watching import after
@@ -27,8 +28,9 @@ def measure(target, prompts, path, seconds=100, resume=None, modes=("greedy",), 
     targets = {}
     for dtype in ("float32", "bfloat16"):
         model = target if dtype == "float32" else tiny_target("llama", dtype=torch.bfloat16)
-        methods = {"hf prompt lookup": HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)}
-        targets[dtype] = endless(model), {HF: HfMethod(), **make_drafts(model)} | methods
+        methods = {HF: HfMethod(), **make_drafts(model)}
+        methods["hf prompt lookup"] = HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)
+        targets[dtype] = endless(model), [Method(*each) for each in methods.items()]
     with Run(path, "figure", seconds, resume=resume, quiet=True) as results:
         figure.compare(results, parts, targets, prompts.tokens, modes=modes, tokens=9)
     return read_records(path)
@@ -109,15 +111,17 @@ def test_parts_are_reduced_and_never_all_emptied(capsys):
 def test_drafts_that_do_not_exist_are_named(target, tmp_path, monkeypatch):
     monkeypatch.setattr(figure, "VARIANTS", tmp_path)
     hf_longspec.LongSpecDraftModel.from_target(target).save_pretrained(tmp_path / "longspec-third")
-    methods, missing = figure.systems(target, tmp_path)
-    assert methods["LongSpec, a third"].setting("tree_widths") == figure.CHAIN
-    assert {"LongSpec", "LongSpec, uniform noise", "small model"} <= set(missing) and not set(methods) & set(missing)
-    known = {HF, PLAIN, "hf assisted", *methods, *missing}
-    assert {name for names in figure_report.METHODS.values() for name in names} <= known
-    assert {
-        *figure.MAIN,
-        *(name for claim in figure_report.CLAIMS for name in (claim.system, claim.other) if name),
-    } <= known
+    found, missing = figure.systems(target, tmp_path)
+    methods = {method.name: method for method in found}
+    with methods["LongSpec, a third"].with_settings():
+        assert methods["LongSpec, a third"].how.setting("tree_widths") == [1, 1, 1, 1]
+    absent = {"LongSpec", "LongSpec, uniform noise", "small model", "hf assisted"}
+    assert absent <= set(missing) and not set(methods) & set(missing)
+    for method in found:
+        assert isinstance(method.how, HfMethod) or set(dict(method.point)) <= set(method.how.settings)
+    claimed = {name for claim in figure.SUITE["claims"] for name in (claim["system"], claim.get("other")) if name}
+    named = {name for part in ("groups", "methods") for names in figure.SUITE[part].values() for name in names}
+    assert claimed | named | {HF, PLAIN} <= {*methods, *missing} == set(figure.SUITE["systems"])
 
 
 def call(system, context, tau, turn=0, text="same", seconds=1.0, mode="greedy"):

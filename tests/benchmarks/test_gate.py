@@ -1,5 +1,7 @@
 """The gate: every way to decode runs as it is named, and changes no text; the account of times."""
 
+import pytest
+
 import hf_longspec
 from benchmarks.gate import GateBenchmark
 from benchmarks.harness import Run
@@ -20,6 +22,9 @@ def test_ways_run_as_named(target, prompts, tmp_path):
     assert list(rows) == WAYS
     assert all(row["same_texts"] == row["texts"] == 3 for row in rows.values())
     assert list(rows[PLAIN]["kinds"]) == ["plain"] and rows[PLAIN]["kinds"]["plain"]["steps"] == 30
+    for row in rows.values():  # in steps of the plain loop, which takes 30
+        cost = sum(kind["steps"] * kind["cost"] for kind in row["kinds"].values())
+        assert row["accounted_over_plain"] == pytest.approx(cost / 30, rel=5e-3)
     assert rows[PLAIN]["time_over_plain"] == {"mean": 1.0, "low": 1.0, "high": 1.0, "count": 3}
     assert rows["useless, gated"]["kinds"]["plain"]["steps"] >= 4  # a call begins with them
     assert list(rows["draft, ungated"]["kinds"]) == ["speculation"] and not rows["draft, ungated"]["decisions"]

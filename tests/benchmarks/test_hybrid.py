@@ -13,7 +13,7 @@ SMALL = hybrid.SHAPE | {"vocab_size": 50, "hidden_size": 64, "intermediate_size"
 def test_a_row_for_each_recurrence(tmp_path, monkeypatch):
     monkeypatch.setattr(hybrid, "SHAPE", SMALL)
     with Run(tmp_path / "hybrid.jsonl", "hybrid", 600, quiet=True) as results:
-        hybrid.measure(results, {"qwen3_5_text": hybrid.MODELS["qwen3_5_text"]}, 70, repeats=2)
+        hybrid.measure(results, {"qwen3_5_text": hybrid.SUITE["models"]["qwen3_5_text"]}, 70, repeats=2)
     (row,) = [record for record in read_records(tmp_path / "hybrid.jsonl") if record["kind"] == "hybrid"]
     assert row["recurrence"] == "gated delta rule"
     assert all(row[name]["count"] == 2 and row[name]["median"] > 0 for name in ("stock", "commit", "chain", "tree"))
@@ -22,7 +22,7 @@ def test_a_row_for_each_recurrence(tmp_path, monkeypatch):
 @torch.no_grad()
 def test_both_sides_continue_the_same_text():
     torch.manual_seed(0)
-    settings = hybrid.MODELS["qwen3_5_text"][1]
+    settings = {name: value for name, value in hybrid.SUITE["models"]["qwen3_5_text"].items() if name != "recurrence"}
     case = hybrid.HybridCase("qwen3_5_text", SMALL | settings, 70, 40)
     position = torch.tensor([[70]])
     stock = case.model(input_ids=case.token, position_ids=position, **{CACHE_NAME: case.stock}).logits

@@ -80,7 +80,7 @@ def test_measured_numbers_stand_in_blocks_alone():
 def test_pages_name_results_that_exist():
     """In documents, comments and docstrings."""
     sources = [*PROJECT.glob("*.md"), PROJECT / "Makefile"]
-    for folder in ("docs", "benchmarks", "examples", "hf_longspec", "hub_cards"):
+    for folder in ("docs", "benchmarks", "examples", "recipes", "hf_longspec", "hub_cards"):
         sources += [path for path in (PROJECT / folder).rglob("*") if path.suffix in (".md", ".py", ".mk")]
     names = [
         name for path in sources for name in re.findall(r"benchmarks/results/([\w-]+\.(?:md|jsonl))", path.read_text())

@@ -1,4 +1,4 @@
-"""Every recipe of examples/ for two steps, as it stands but for a tiny target, a small dataset, the processor."""
+"""Every YAML file of recipes/ for two steps, as it stands but for a tiny target, a small dataset, the processor."""
 
 import json
 
@@ -8,7 +8,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_longspec.cli import train
 from tests.cli.conftest import run_command
-from tests.cli.test_train import EXAMPLES
+from tests.cli.test_train import RECIPES as FOLDER
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import byte_tokenizer
 
@@ -56,7 +56,7 @@ def assert_as_written(recipe, folder, changed):
 
 def test_two_steps_of_the_recipe_of_ten_minutes(tiny, tmp_path):
     """With the bundled target and texts of its own, as in docs/training.md."""
-    file = EXAMPLES / "ten_minutes.yaml"
+    file = FOLDER / "ten_minutes.yaml"
     recipe = train.read_recipe(file, {"dataset": {}})
     (tmp_path / "module.py").write_text(tiny.notes.read_text() * 20)
     arguments = ["--target", tiny.target, "--max-steps", "2", "--output-dir", tmp_path / "draft"]
@@ -75,7 +75,7 @@ def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
     for name, (architecture, positions, kind, sizes) in RECIPES.items():
         if not name.startswith(family):
             continue
-        file = EXAMPLES / f"{name}.yaml"
+        file = FOLDER / f"{name}.yaml"
         recipe = train.read_recipe(file, {})
         (tmp_path / name).mkdir()
         target, rows = save_tiny(tmp_path / name, architecture, positions), save_rows(tmp_path, kind)

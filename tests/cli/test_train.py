@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 datasets = pytest.importorskip("datasets")
 
 PROJECT = Path(__file__).resolve().parents[2]
-EXAMPLES = PROJECT / "examples"
+RECIPES = PROJECT / "recipes"
 SHRUNK = ["--max-steps", "2", "--set", "training.bf16=false"]
 SHRUNK += ["--set", "training.per_device_train_batch_size=2", "--set", "training.gradient_accumulation_steps=1"]
 SHRUNK += ["--set", "dtype=float32", "--set", "training.disable_tqdm=true", "--set", "training.save_steps=1"]
@@ -63,14 +63,14 @@ def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch
     folder = tmp_path / "draft"
     folder.mkdir()
     (folder / "card.json").write_text('{"license": "mit", "base_model": "org/t"}')
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/hf-longspec", "train", "--config", f"{PROJECT}/examples/x.yaml"])
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/hf-longspec", "train", "--config", f"{PROJECT}/recipes/x.yaml"])
     arguments = ["--output-dir", folder, *SHRUNK, "--set", "pack=30"]
     arguments += ["--set", f"dataset={{path: json, data_files: {data}/text.jsonl, split: train}}"]
-    status, output = run("train", "--config", EXAMPLES / "longspec_pretrain.yaml", *arguments)
+    status, output = run("train", "--config", RECIPES / "longspec_pretrain.yaml", *arguments)
     assert status == 0, output
     facts = json.loads((folder / "card.json").read_text())
     assert facts["license"] == "mit" and facts["base_model"] == "org/t" and "datasets" not in facts
-    assert facts["command"] == "hf-longspec train --config examples/x.yaml"
+    assert facts["command"] == "hf-longspec train --config recipes/x.yaml"
     assert facts["training"].startswith("2 steps") and len(facts["commit"].rstrip("+")) == 12
     result = run_command("publish", folder, "--dry-run")
     assert result.exit_code == 0, result.output
@@ -90,7 +90,7 @@ def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch
 )
 def test_recipes_have_the_papers_numbers(name, rows, learning_rate, max_offset):
     """LongSpec: rows per step of Appendix D, offsets of Section 4.1. TokenSwift: books of the whole run."""
-    found = train.read_recipe(EXAMPLES / f"{name}.yaml", {}).training
+    found = train.read_recipe(RECIPES / f"{name}.yaml", {}).training
     assert (found["learning_rate"], found.get("max_offset")) == (learning_rate, max_offset)
     per_device = found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
     assert rows == per_device * (64 if max_offset is not None else 4 * found["max_steps"])
@@ -242,7 +242,7 @@ def test_a_diverged_run_has_its_own_exit_status(run, recipe, target, tmp_path):
 @pytest.mark.parametrize("name", ["multi_gpu", "fsdp", "deepspeed"])
 def test_accelerate_reads_its_configurations(name):
     config_args = pytest.importorskip("accelerate.commands.config.config_args")
-    config = config_args.load_config_from_file(str(EXAMPLES / "accelerate" / f"{name}.yaml"))
+    config = config_args.load_config_from_file(str(RECIPES / "accelerate" / f"{name}.yaml"))
     assert config.distributed_type.value == name.upper()
     assert config.num_processes == 8
     if name == "fsdp":

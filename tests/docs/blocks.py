@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
-ELSEWHERE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md")
+FOLDERS = ("benchmarks", "examples", "recipes")
+ELSEWHERE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"{folder}/README.md" for folder in FOLDERS))
 PAGES = [*ELSEWHERE, "hub_cards/README.md", *sorted(f"docs/{path.name}" for path in (PROJECT / "docs").glob("*.md"))]
 FENCE = re.compile(r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```", re.M | re.S)
 

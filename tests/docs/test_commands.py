@@ -135,7 +135,7 @@ def test_a_command_is_understood(line):
         ("pip install '.[everything]'", AssertionError),
         ("hf-longspec audit notes.txt --targets x", AssertionError),
         ("python -m benchmarks.tables a.jsonl --pages README.md", SystemExit),
-        ("accelerate launch --config_file examples/accelerate/multi_gpu.yaml -m hf_longspec.cli.app train --confg x",
+        ("accelerate launch --config_file recipes/accelerate/multi_gpu.yaml -m hf_longspec.cli.app train --confg x",
          AssertionError),
         ("torchrun --processes 8 generate.py", SystemExit),
     ],

@@ -48,7 +48,7 @@ def two_processes(tmp_path_factory):
     """Folder of the results of two processes, each with two rows of a step in each of two micro-batches."""
     yaml = pytest.importorskip("yaml")
     folder = tmp_path_factory.mktemp("two")
-    config = yaml.safe_load((ROOT / "examples/accelerate/fsdp.yaml").read_text(encoding="utf-8"))
+    config = yaml.safe_load((ROOT / "recipes/accelerate/fsdp.yaml").read_text(encoding="utf-8"))
     config |= {"num_processes": 2, "mixed_precision": "no", "use_cpu": True}
     (folder / "fsdp.yaml").write_text(yaml.safe_dump(config))
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "fsdp.yaml")]

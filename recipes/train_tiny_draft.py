@@ -1,9 +1,9 @@
 """Train a draft of the tiny target on a CPU: LongSpec, EAGLE-3, DFlash, TokenSwift's heads, or a model.
 
-    python examples/train_tiny_draft.py --streams runs/tiny-target --output runs/longspec-short --tokens 2.4e6
-    python examples/train_tiny_draft.py --streams runs/tiny-target --output runs/longspec-long --tokens 0.6e6 \\
+    python recipes/train_tiny_draft.py --streams runs/tiny-target --output runs/longspec-short --tokens 2.4e6
+    python recipes/train_tiny_draft.py --streams runs/tiny-target --output runs/longspec-long --tokens 0.6e6 \\
         --draft runs/longspec-short/final --length 8192 --batch 1 --max-offset 0
-    python examples/train_tiny_draft.py --streams runs/tiny-target-texts --output runs/longspec-texts --tokens 0.6e6 \\
+    python recipes/train_tiny_draft.py --streams runs/tiny-target-texts --output runs/longspec-texts --tokens 0.6e6 \\
         --draft runs/longspec-long/final --learning-rate 5e-4
 
 These are the three stages of LongSpec's paper (https://huggingface.co/papers/2502.17421, section 4.1): short rows with
@@ -182,7 +182,7 @@ def command(args: argparse.Namespace) -> str:
     parts = [f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None]
     parts += [f"--draft {folder_name(args.draft)}"] if args.draft else []
     return (
-        f"python examples/train_tiny_draft.py --kind {args.kind} {streams_command(args.streams)} \\\n"
+        f"python recipes/train_tiny_draft.py --kind {args.kind} {streams_command(args.streams)} \\\n"
         f"    --output {folder_name(args.output)} {' '.join(parts)} --seed {args.seed}\n"
     )
 

@@ -1,7 +1,7 @@
 """Write the folder of a draft of the tiny target in hub_cards: weights, settings, numbers and a generated card.
 
-    python examples/publish_tiny_draft.py --run runs/tiny-longspec
-    python examples/publish_tiny_draft.py --kind eagle3 --run runs/tiny-eagle3
+    python recipes/publish_tiny_draft.py --run runs/tiny-longspec
+    python recipes/publish_tiny_draft.py --kind eagle3 --run runs/tiny-eagle3
 
 `--run` is a folder written by `train_tiny_draft.py`. `--results` is a file written by `benchmarks/acceptance.py
 --draft`, with measurements under the name `--draft`. All numbers of the card come from these two. `--before` names
@@ -149,7 +149,7 @@ def parse_arguments() -> argparse.Namespace:
 def load_trained(source: Path, settings: dict[str, Any]) -> hf_longspec.DraftModel:
     """Load a trained draft and set the settings for drafting."""
     if missing := [name for name in FILES if not any(source.rglob(name))]:
-        raise SystemExit(f"{source} has no {', '.join(missing)}: train with examples/train_tiny_draft.py first")
+        raise SystemExit(f"{source} has no {', '.join(missing)}: train with recipes/train_tiny_draft.py first")
     if (size := sum(file.stat().st_size for file in source.rglob("*") if file.is_file())) >= MAX_BYTES:
         raise SystemExit(f"{source} takes {size:,} bytes, expected less than {MAX_BYTES:,}: train a smaller draft")
     draft = AutoModel.from_pretrained(source)

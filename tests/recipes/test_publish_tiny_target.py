@@ -1,4 +1,4 @@
-"""The script that publishes the tiny target, on a random model and on short texts; and the one that counts n-grams."""
+"""The script that publishes the tiny target, on a random model and on short texts."""
 
 import argparse
 import json
@@ -7,11 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
-from examples.distinct_ngrams import ORDERS, distinct
-from tests import example_scripts
+from tests import scripts
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import save_byte_target
 
@@ -42,7 +39,7 @@ TRAINING = {
 
 @pytest.fixture(scope="module")
 def script():
-    return example_scripts.script("publish_tiny_target")
+    return scripts.script("publish_tiny_target")
 
 
 @pytest.fixture(scope="module")
@@ -193,22 +190,3 @@ def test_what_does_not_fit_is_refused(script, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "MAX_BYTES", 1000)
     with pytest.raises(SystemExit, match="1,000"):
         script.check_files(trained)
-
-
-def share(tokens, n):
-    grams = [str(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
-    return len(set(grams)) / len(grams)
-
-
-def by_hand(tokens, n, window):
-    windows = []
-    while len(tokens) >= (len(windows) + 1) * window:
-        windows.append(tokens[len(windows) * window : (len(windows) + 1) * window])
-    shares = [share(part, n) for part in windows or [tokens]]
-    return {"windowed": sum(shares) / len(shares), "corpus": share(tokens, n)}
-
-
-@given(st.lists(st.integers(0, 5), min_size=4, max_size=60), st.integers(4, 25))
-def test_distinct_ngrams_equal_a_double_loop(tokens, window):
-    for n in ORDERS:
-        assert distinct(tokens, n, window) == pytest.approx(by_hand(tokens, n, window))

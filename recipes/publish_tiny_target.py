@@ -1,6 +1,6 @@
 """Evaluate the tiny target on held-out text and write its Hub folder: weights, tokenizer, numbers and a generated card.
 
-    python examples/publish_tiny_target.py --model runs/tiny-target/model --eval novels/eval
+    python recipes/publish_tiny_target.py --model runs/tiny-target/model --eval novels/eval
 
 Everything is measured in bfloat16 where the processor has it, else in float32, on windows of held-out novels, of
 standard-library modules and of packages that `train_tiny_target.py` leaves out. Every window is as long as the model's
@@ -86,7 +86,7 @@ def check_files(folder: Path) -> None:
     """Exit with an error unless the folder is complete, its weights are bfloat16 and it is within the size limit."""
     needed = [*FILES, "training.json"]
     if missing := [name for name in needed if not (folder / name).is_file()]:
-        raise SystemExit(f"{folder} has no {', '.join(missing)}: train with examples/train_tiny_target.py first")
+        raise SystemExit(f"{folder} has no {', '.join(missing)}: train with recipes/train_tiny_target.py first")
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
         kinds = {str(weights.get_slice(name).get_dtype()) for name in weights.keys()}  # noqa: SIM118 - not a dict
     if kinds != {"BF16"}:

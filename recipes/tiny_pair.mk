@@ -1,9 +1,9 @@
 # The bundled target and its drafts, from texts to hub_cards. Interrupt it and give the same command to continue.
 #
-#   make -f examples/tiny_pair.mk target NOVELS=novels             two core-hours with PARENT, six without
-#   make -f examples/tiny_pair.mk -j2 drafts variants              five core-hours and those of dflash, a core for each run
-#   make -f examples/tiny_pair.mk measure publish NOVELS=novels
-#   make -f examples/tiny_pair.mk -j2 figure NOVELS=novels         hours, on a machine with nothing else to do
+#   make -f recipes/tiny_pair.mk target NOVELS=novels             two core-hours with PARENT, six without
+#   make -f recipes/tiny_pair.mk -j2 drafts variants              five core-hours and those of dflash, a core for each run
+#   make -f recipes/tiny_pair.mk measure publish NOVELS=novels
+#   make -f recipes/tiny_pair.mk -j2 figure NOVELS=novels         hours, on a machine with nothing else to do
 #
 #   NOVELS  folder whose train/ and eval/ hold text files, with no document in both
 #   RUNS    folder of checkpoints, token streams and logs
@@ -17,7 +17,7 @@ RUNS ?= runs
 THREADS ?= 1
 
 export OMP_NUM_THREADS = $(THREADS)
-TRAIN = nice -n 19 $(PYTHON) examples/train_tiny_draft.py --threads $(THREADS)
+TRAIN = nice -n 19 $(PYTHON) recipes/train_tiny_draft.py --threads $(THREADS)
 STREAMS = --streams $(RUNS)/tiny-target
 TEXTS = --streams $(RUNS)/tiny-target-texts
 DRAFTS := longspec eagle3 dflash tokenswift assistant
@@ -40,17 +40,17 @@ help:
 	@sed -n '3,12s/^# \{0,1\}//p' $(lastword $(MAKEFILE_LIST))
 
 target: $(RUNS)/tiny-target/model/training.json
-	$(PYTHON) examples/publish_tiny_target.py --model $(RUNS)/tiny-target/model --eval $(NOVELS)/eval
+	$(PYTHON) recipes/publish_tiny_target.py --model $(RUNS)/tiny-target/model --eval $(NOVELS)/eval
 
 drafts: $(DRAFTS:%=$(RUNS)/%-own/final/config.json)
 variants: $(VARIANTS:%=$(RUNS)/longspec-%-own/final/config.json) $(RUNS)/paper-heads-own/final/config.json
 
 $(RUNS)/tiny-target/model/training.json:
-	nice -n 19 $(PYTHON) examples/train_tiny_target.py --novels $(NOVELS)/train --output $(RUNS)/tiny-target \
+	nice -n 19 $(PYTHON) recipes/train_tiny_target.py --novels $(NOVELS)/train --output $(RUNS)/tiny-target \
 		$(if $(PARENT),--parent $(PARENT))
 
 $(RUNS)/tiny-target-texts/greedy.npy $(RUNS)/tiny-target-texts/sampled.npy &:
-	nice -n 19 $(PYTHON) examples/write_target_texts.py $(STREAMS) --output $(RUNS)/tiny-target-texts --threads $(THREADS)
+	nice -n 19 $(PYTHON) recipes/write_target_texts.py $(STREAMS) --output $(RUNS)/tiny-target-texts --threads $(THREADS)
 
 # LongSpec: Anchor-Offset Indices on short rows, then long rows at their own positions, then texts of the target.
 $(RUNS)/longspec-short/final/config.json:
@@ -88,9 +88,9 @@ measure: $(DRAFTS:%=$(RUNS)/%-own/final/config.json)
 		--output benchmarks/results/drafts.jsonl
 
 publish: $(DRAFTS:%=$(RUNS)/%-own/final/config.json)
-	$(PYTHON) examples/publish_tiny_draft.py --kind longspec --run $(RUNS)/longspec-own --before $(RUNS)/longspec-short \
+	$(PYTHON) recipes/publish_tiny_draft.py --kind longspec --run $(RUNS)/longspec-own --before $(RUNS)/longspec-short \
 		--before $(RUNS)/longspec-long --before $(RUNS)/tiny-target-texts
-	for kind in eagle3 dflash tokenswift assistant; do $(PYTHON) examples/publish_tiny_draft.py --kind $$kind \
+	for kind in eagle3 dflash tokenswift assistant; do $(PYTHON) recipes/publish_tiny_draft.py --kind $$kind \
 		--run $(RUNS)/$$kind-own --before $(RUNS)/$$kind-long --before $(RUNS)/tiny-target-texts || exit; done
 	mkdir -p benchmarks/drafts
 	for name in $(VARIANTS); do rm -rf benchmarks/drafts/longspec-$$name && \

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tests import example_scripts
+from tests import scripts
 from tests.tiny_targets import tiny_target
 
 
 @pytest.fixture(scope="module")
 def script():
-    return example_scripts.script("train_tiny_target")
+    return scripts.script("train_tiny_target")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec.bench.machine import git_commit
 from tests.acceptance_lines import measured, write_lines
-from tests.example_scripts import EXAMPLES, run, script
+from tests.scripts import PROJECT, run, script
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 LENGTH, PROMPT = 24, 7
@@ -65,7 +65,7 @@ def test_from_training_to_the_card(longspec, tmp_path):
     assert draft.dtype == torch.bfloat16 and draft.config.target_name_or_path == "tiny-target"
     assert 0 < draft.config.trained_max_length <= 256
     assert draft.setting("tree_widths") == [1, 1, 1] and "a chain of 3 tokens" in text
-    assert (longspec / "commit.txt").read_text() == (git_commit(EXAMPLES) or "")
+    assert (longspec / "commit.txt").read_text() == (git_commit(PROJECT) or "")
 
 
 def test_a_draft_goes_on_from_its_weights_and_the_card_tells_what_came_before(longspec, places, tmp_path):
@@ -129,7 +129,7 @@ def test_other_kinds_are_published(kind, train, tmp_path):
     assert "steps of 2 rows" in text and f"--kind {kind}" in text and str(folder.parent) not in text
     assert text.count("| 3 | 0.") == (kind == "tokenswift")  # the accuracy of its third head
     (code,) = (tmp_path / "card").glob("*.py")
-    bundled = EXAMPLES.parent / "hub_cards" / f"tiny-{kind}" / code.name
+    bundled = PROJECT / "hub_cards" / f"tiny-{kind}" / code.name
     assert not bundled.parent.is_dir() or code.read_text() == bundled.read_text()
     target = tiny_target("llama", max_position_embeddings=256)
     draft = AutoModel.from_pretrained(tmp_path / "card")

@@ -4,8 +4,8 @@ A draft has to guess its target's tokens, and these differ from the tokens of bo
 Rows of `--length` tokens begin with `--prompt` tokens of a stream and continue with the target's own tokens. They are
 greedy in one file and sampled at temperature 1 in the other.
 
-    python examples/write_target_texts.py --streams runs/tiny-target --output runs/tiny-target-texts
-    python examples/train_tiny_draft.py --streams runs/tiny-target --streams runs/tiny-target-texts \
+    python recipes/write_target_texts.py --streams runs/tiny-target --output runs/tiny-target-texts
+    python recipes/train_tiny_draft.py --streams runs/tiny-target --streams runs/tiny-target-texts \
         --output runs/tiny-longspec
 """
 
@@ -60,7 +60,7 @@ def command(args: argparse.Namespace) -> str:
     """Return the command of this run, without the folders of this machine."""
     numbers = f"--rows {args.rows} --length {args.length} --prompt {args.prompt} --batch {args.batch}"
     return (
-        f"python examples/write_target_texts.py --streams {folder_name(args.streams)} "
+        f"python recipes/write_target_texts.py --streams {folder_name(args.streams)} "
         f"--output {folder_name(args.output)} \\\n    {numbers} --modes {' '.join(args.modes)} --seed {args.seed}\n"
     )
 

@@ -82,7 +82,7 @@ share of the rows contains passages that return, and tasks whose answer stands f
 {last:,} bytes; a stage with a recall to reach ends when it is reached. {deepened}
 
 ```
-python examples/train_tiny_target.py --novels novels/train --output runs/tiny-target{parent}
+python recipes/train_tiny_target.py --novels novels/train --output runs/tiny-target{parent}
 ```
 
 Matrices are trained with Muon (learning rate {matrix:g}, weight decay 0.01), embeddings and norms with AdamW

@@ -1,7 +1,7 @@
 """Train a small hybrid target on bytes: three layers of the gated delta rule for each layer of attention.
 
-    python examples/train_tiny_hybrid.py --streams runs/tiny-target --output runs/tiny-hybrid --tokens 3e6
-    python examples/train_tiny_draft.py --target runs/tiny-hybrid/final --streams runs/tiny-target \\
+    python recipes/train_tiny_hybrid.py --streams runs/tiny-target --output runs/tiny-hybrid --tokens 3e6
+    python recipes/train_tiny_draft.py --target runs/tiny-hybrid/final --streams runs/tiny-target \\
         --output runs/tiny-hybrid-longspec --tokens 1e6
     hf-longspec bench --target runs/tiny-hybrid/final --draft ngram --draft runs/tiny-hybrid-longspec/final \\
         --data novels/eval --context 1k,4k

@@ -17,7 +17,7 @@ def load_streams(*folders: Path) -> list[np.ndarray]:
     streams = []
     for folder in folders:
         if not (paths := sorted(folder.glob("*.npy"))):
-            raise SystemExit(f"{folder} has no *.npy: run examples/train_tiny_target.py with this --output first")
+            raise SystemExit(f"{folder} has no *.npy: run recipes/train_tiny_target.py with this --output first")
         streams += [np.load(path, mmap_mode="r") for path in paths]
     return streams
 

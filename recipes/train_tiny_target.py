@@ -1,7 +1,7 @@
 """Train a 12M-parameter Llama on bytes that uses 16K tokens of context: the model of `make demo` and of the benchmarks.
 
-    python examples/train_tiny_target.py --novels novels/train --output runs/tiny-target
-    python examples/train_tiny_target.py --novels novels/train --output runs/deep-target --parent hub_cards/tiny-target
+    python recipes/train_tiny_target.py --novels novels/train --output runs/tiny-target
+    python recipes/train_tiny_target.py --novels novels/train --output runs/deep-target --parent hub_cards/tiny-target
 
 The target learns to look back first, on short rows in which passages return (induction forms suddenly, after one to
 three million bytes), and the rows then grow: 128, 512, 2K, 8K, 16K. A stage that demands recall goes on until passages
