@@ -26,7 +26,7 @@ LOG2_E = constant(math.log2(math.e))
 LN_2 = constant(math.log(2.0))
 
 
-@jit(do_not_specialize=["stride_mb", "stride_mh", "stride_mn", "nodes", "keys", "slots", "parts", "splits", "window"])
+@jit(do_not_specialize=["stride_mb", "stride_mh", "stride_mn", "nodes", "keys", "slots", "splits", "window"])
 def attention_kernel(
     query,  # [B, H, N, D]
     key,  # [B, K, S, D]
@@ -35,8 +35,7 @@ def attention_kernel(
     positions,  # [B, N], with HAS_WINDOW
     last_node,  # [B], with SCORES
     mask,  # [B, H, N, M], uint8 or floating point, with TREE
-    out,  # [B, H, N, parts, Dv], float32
-    lse,  # [B, H, N, parts], float32, base 2
+    partial,  # float32: outputs [B, H, N, parts, Dv], then lse [B, H, N, parts] in base 2
     score,  # [B, K, S] or [B, K, 2, G, S], float32, with SCORES; base 2 if per row
     stride_qb,
     stride_qh,
@@ -55,7 +54,6 @@ def attention_kernel(
     nodes,
     keys,
     slots,
-    parts,
     splits,
     window,
     scale,
@@ -85,7 +83,7 @@ def attention_kernel(
     The tree is M keys under an explicit mask. With PREFIX they are the nodes where verification staged them, in the
     slots from `lengths[b]` on.
     """
-    tile, part = tl.program_id(0), tl.program_id(2)
+    tile, part, parts = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     # int64: a batch row of a long cache starts beyond 2^31 numbers
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -96,6 +94,7 @@ def attention_kernel(
     node = node_of_row(row, last, GROUPS) if SCORES else row // GROUPS
     head = kv_head * GROUPS + row % GROUPS
     state = ((batch * kv_heads * GROUPS + head) * nodes + node) * parts + part  # [rows], int64
+    lse = partial + tl.num_programs(1).to(tl.int64) * GROUPS * nodes * parts * VALUE_SIZE
 
     length, first, stop, end, seen_from = 0, 0, 0, 0, 0
     if PREFIX:
@@ -185,19 +184,18 @@ def attention_kernel(
 
     acc, row_lse = finish(acc, highest, total)
     where = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]
-    tl.store(out + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
+    tl.store(partial + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
     tl.store(lse + state, row_lse, mask=is_row)
 
 
-@jit(do_not_specialize=["nodes", "slots", "parts"])  # a tree or a selection of another size is no reason to recompile
+@jit(do_not_specialize=["nodes", "slots"])  # a tree or a selection of another size is no reason to recompile
 def sparse_kernel(
     query,  # [B, H, N, D]
     key,  # [B, K, S, D]
     value,  # [B, K, S, Dv]
     indices,  # [B, K, T]
     counts,  # [B]
-    out,  # [B, H, N, parts, Dv], float32
-    lse,  # [B, H, N, parts], float32, base 2
+    partial,  # float32: outputs [B, H, N, parts, Dv], then lse [B, H, N, parts] in base 2
     stride_qb,
     stride_qh,
     stride_qn,
@@ -217,7 +215,6 @@ def sparse_kernel(
     kv_heads,
     nodes,
     slots,
-    parts,
     scale,
     cap,
     GROUPS: tl.constexpr,
@@ -232,7 +229,7 @@ def sparse_kernel(
     UPCAST: tl.constexpr,
 ):
     """Attend a tile of rows to one part of the chosen slots, which are read where they lie in the cache."""
-    tile, part = tl.program_id(0), tl.program_id(1)
+    tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     # int64: a row of a long cache times its stride passes 2**31
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)
@@ -241,6 +238,7 @@ def sparse_kernel(
     node = (row // GROUPS).to(tl.int64)
     head = kv_head * GROUPS + row % GROUPS
     state = ((batch * kv_heads * GROUPS + head) * nodes + node) * parts + part  # [rows], int64
+    lse = partial + tl.num_programs(2).to(tl.int64) * GROUPS * nodes * parts * VALUE_SIZE
 
     count = tl.load(counts + batch * stride_cb).to(tl.int32)  # unmasked: one number per batch row
     first = part * SPLIT
@@ -277,14 +275,13 @@ def sparse_kernel(
 
     acc, row_lse = finish(acc, highest, total)
     where = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]
-    tl.store(out + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
+    tl.store(partial + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
     tl.store(lse + state, row_lse, mask=is_row)
 
 
 @jit(do_not_specialize=["states", "nodes", "parts"])
 def combine_kernel(
-    out,  # [B, H, N, parts, Dv], float32; not read where lse is -inf
-    lse,  # [B, H, N, parts], float32, base 2
+    partial,  # float32: outputs [B, H, N, parts, Dv], not read where lse is -inf; lse [B, H, N, parts] in base 2
     sinks,  # [H], with HAS_SINKS
     merged,  # [B, N, H, Dv]
     merged_lse,  # [B, H, N], float32, natural
@@ -305,6 +302,7 @@ def combine_kernel(
     state = tl.program_id(0).to(tl.int64) * BLOCK_STATES + tl.arange(0, BLOCK_STATES)  # [states]
     is_state = state < states
     head = state // nodes % heads
+    lse = partial + tl.cast(states, tl.int64) * parts * VALUE_SIZE
     value_dim, offset = tl.arange(0, BLOCK_VALUE), tl.arange(0, BLOCK_PARTS)
     is_value = value_dim < VALUE_SIZE
     acc = tl.zeros([BLOCK_STATES, BLOCK_VALUE], tl.float32)
@@ -321,7 +319,7 @@ def combine_kernel(
         part_lse = tl.load(lse + index, mask=is_part, other=float("-inf"))
         where = (part_lse > float("-inf"))[:, :, None] & is_value[None, None, :]
         cell = index[:, :, None] * VALUE_SIZE + value_dim[None, None, :]
-        part_out = tl.load(out + cell, mask=where, other=0.0)  # [states, parts, Dv]
+        part_out = tl.load(partial + cell, mask=where, other=0.0)  # [states, parts, Dv]
         new = tl.maximum(highest, tl.max(part_lse, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)
         weights = tl.exp2(part_lse - shift[:, None])  # [states, parts]
