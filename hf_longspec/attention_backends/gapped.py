@@ -1,7 +1,7 @@
 """Verification of texts with padding between their tokens (zeros inside of an attention mask).
 
-The cache holds tokens without padding, one slot each. Positions number them, and so do rotary embeddings. But windows of
-plain `generate` count the columns of the padded text, so a window may hide slots of a prefix that has fewer than it.
+The cache holds tokens without padding, one slot each, and positions number them. The windows of plain `generate` count
+the columns of the padded text instead, so a window may hide slots of a prefix that is shorter than it.
 """
 
 from dataclasses import dataclass, field

@@ -325,8 +325,8 @@ class TargetView:
             fixed_shape (`bool`, *optional*, defaults to `False`): Whether more steps with this number of nodes will
                 follow, so that compiling one is worth it.
             lowest (`Sequence[int]`, *optional*): Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
-            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`GappedContext`]. Such a step runs as it
-                is.
+            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`GappedContext`]. Such a step runs as
+                it is.
         """
         device = tree.tokens.device
         positions = cache.lengths.on(device)[:, None] + tree.depths

@@ -129,7 +129,8 @@ def _inputs(
         raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
     else:
         positions = positions.contiguous()
-    return *with_unit_stride(query, key, value), lengths.on(query.device).contiguous(), positions
+    query, key, value = with_unit_stride(query, key, value)
+    return query, key, value, lengths.on(query.device).contiguous(), positions
 
 
 # Above the torch backend where it runs compiled; interpreted, in tests, only for those who ask for it by name.

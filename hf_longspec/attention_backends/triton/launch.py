@@ -412,9 +412,7 @@ def _launch_of(
         parts = max(1, has_tree + most_splits(slots, wanted, config.split_keys, config.block_keys))
     else:
         config = tree_config(*of_tile)
-    tree, keys, mask_strides, lowest = NO_TREE, 0, (0, 0, 0, 1), 0.0
-    if mask is not None:
-        tree, keys, mask_strides, lowest = _tree_of(*mask)
+    tree, keys, lowest, mask_strides = (NO_TREE, 0, 0.0, (0, 0, 0, 1)) if mask is None else _tree_of(*mask)
     numbers = (
         *(*query_strides[:3], *key_strides[:3], *value_strides[:3], *mask_strides),
         *(kv_heads, nodes, keys, slots, wanted, sliding_window or 0),
@@ -438,14 +436,13 @@ def _launch_of(
 
 def _tree_of(
     dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
-) -> tuple[int, int, tuple[int, ...], float]:
-    """Return kind, keys, strides `(b, h, n, m)` and hiding number of a mask `(B, N, M)` or `(1 or B, 1 or H, N, M)`."""
-    if len(shape) == 3:
-        shape, strides = (shape[0], 1, *shape[1:]), (strides[0], 0, *strides[1:])
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(shape[:2], strides[:2])) + strides[2:]
+) -> tuple[int, int, float, tuple[int, ...]]:
+    """Return kind, keys, hiding number and strides `(b, h, n, m)` of a mask `(B, N, M)` or `(1 or B, 1 or H, N, M)`."""
+    heads = 0 if len(shape) == 3 or shape[1] == 1 else strides[1]
+    all_strides = (0 if shape[0] == 1 else strides[0], heads, *strides[-2:])
     if dtype == torch.uint8:
-        return BOOLEAN_TREE, shape[3], strides, 0.0
-    return ADDITIVE_TREE, shape[3], strides, torch.finfo(dtype).min
+        return BOOLEAN_TREE, shape[-1], 0.0, all_strides
+    return ADDITIVE_TREE, shape[-1], torch.finfo(dtype).min, all_strides
 
 
 def _empty_state(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
