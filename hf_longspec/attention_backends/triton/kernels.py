@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import math
 
-from .config import constant, jit, tl
+from .config import jit, tl
 
-LOG2_E = constant(math.log2(math.e))
-LN_2 = constant(math.log(2.0))
+# Kernels get these as defaults of parameters: Triton compares globals that a kernel reads in every launch of it.
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
 
 @jit(do_not_specialize=["stride_mb", "stride_mh", "stride_mn", "nodes", "keys", "slots", "splits", "window"])
@@ -75,6 +75,7 @@ def attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     SCORES: tl.constexpr,  # 0: none, 1: summed, 2: per row
     UPCAST: tl.constexpr,
+    LOG2_E: tl.constexpr = LOG2_E,
 ):
     """Attend a tile of rows to one part of the keys: a split of the prefix, or with TREE, as part 0, the tree.
 
@@ -294,6 +295,8 @@ def combine_kernel(
     BLOCK_STATES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    LOG2_E: tl.constexpr = LOG2_E,
+    LN_2: tl.constexpr = LN_2,
 ):
     """Merge the parts of several results, and their sinks:
 
@@ -349,6 +352,7 @@ def reduce_scores_kernel(
     WEIGHTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
+    LOG2_E: tl.constexpr = LOG2_E,
 ):
     """Sum the scores of several rows, slot by slot; with WEIGHTS their attention probabilities, exp(score - lse).
 
@@ -385,7 +389,7 @@ def score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
 
 
 @jit()
-def scores_of(query, key, scale, cap, HAS_SOFTCAP: tl.constexpr):
+def scores_of(query, key, scale, cap, HAS_SOFTCAP: tl.constexpr, LOG2_E: tl.constexpr = LOG2_E):
     """Return raw products `q . k` and scores in base 2, both [rows, keys], of `query` [rows, D] and `key` [keys, D]."""
     products = tl.dot(query, tl.trans(key), input_precision="ieee")  # tf32, the default, has 10 bits
     scores = products * scale
