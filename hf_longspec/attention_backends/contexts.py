@@ -33,9 +33,8 @@ class LayerAttention(NamedTuple):
 
     def attend_to_prefix(self, lengths: SeqLens, positions: torch.Tensor | None = None) -> AttentionState:
         """Attend to the slots below `lengths[b]`, with the window if given `positions` `(B, N)`, without the sinks."""
-        window = None if positions is None else self.sliding_window
-        inputs = self.query, self.key, self.value, lengths
-        return self.backend.prefix_attention(*inputs, positions=positions, sliding_window=window, **self.options)
+        window = {"positions": positions, "sliding_window": None if positions is None else self.sliding_window}
+        return self.backend.prefix_attention(self.query, self.key, self.value, lengths, **window, **self.options)
 
     def with_sinks(self, *parts: AttentionState) -> AttentionState:
         """Merge attention to different keys, and the sinks."""
@@ -158,7 +157,14 @@ class TreeContext(StepContext):
         return cls(step.layers[0], step.changing[0], step.mask[:, 0], capture, windows=windows)
 
     def state(self, layer: LayerAttention) -> AttentionState:
-        return self.hybrid(layer) if self.capture is None else self._captured(layer)
+        """Attend from the nodes, and pass scores, or what they are computed from, to the capture."""
+        if self.capture is None:
+            return self.hybrid(layer)
+        if (state := self._scored(layer)) is None:
+            state = self.hybrid(layer)
+            inputs = (layer.layer_idx, layer.query, layer.key, state[1])
+            self.capture.collect(*inputs, lengths=self.lengths, **layer.options)
+        return state
 
     def hybrid(self, layer: LayerAttention) -> AttentionState:
         """Attend from the nodes to the prefix, and to each other."""
@@ -179,15 +185,6 @@ class TreeContext(StepContext):
         inputs = layer.query, layer.key, layer.value, lengths, self.windowed_mask(layer.sliding_window), positions
         options = {"sliding_window": layer.sliding_window, "sinks": layer.sinks, "memo": self._memo}
         return layer.backend.hybrid_attention(*inputs, **options, **layer.options)
-
-    def _captured(self, layer: LayerAttention) -> AttentionState:
-        """Attend, and pass scores, or what they are computed from, to the capture."""
-        if (scored := self._scored(layer)) is not None:
-            return scored
-        state = self.hybrid(layer)
-        inputs = (layer.layer_idx, layer.query, layer.key, state[1])
-        self.capture.collect(*inputs, lengths=self.lengths, **layer.options)
-        return state
 
     def _scored(self, layer: LayerAttention) -> AttentionState | None:
         """Return the state, with the scores in the capture. None if it wants no scores or the backend writes none."""

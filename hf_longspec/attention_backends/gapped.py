@@ -32,9 +32,10 @@ class GappedContext(TreeContext):
         if sliding_window is None:
             return super().prefix_of(None)
         if (name := ("prefix", sliding_window)) not in self._memo:
-            hidden = self.columns.gather(1, self.positions) - sliding_window
-            positions = torch.searchsorted(self.columns, hidden, right=True) + sliding_window - 1
-            self._memo[name] = self.lengths.with_gaps(), positions
+            first = torch.searchsorted(
+                self.columns, self.columns.gather(1, self.positions) - sliding_window, right=True
+            )
+            self._memo[name] = self.lengths.with_gaps(), first + sliding_window - 1
         prefix: tuple[SeqLens, torch.Tensor] = self._memo[name]
         return prefix
 
@@ -47,16 +48,6 @@ class GappedContext(TreeContext):
         return columns[:, :, None] - columns[:, None]
 
 
-def tree_context(
-    lengths: SeqLens,
-    positions: torch.Tensor,
-    mask: torch.Tensor,
-    capture: Any = None,
-    *,
-    windows: tuple[int | None, ...],
-    columns: torch.Tensor | None = None,
-) -> TreeContext:
-    """Return the context of a verification, with `columns` a [`GappedContext`]."""
-    if columns is None:
-        return TreeContext(lengths, positions, mask, capture, windows=windows)
-    return GappedContext(lengths, positions, mask, capture, windows=windows, columns=columns)
+def tree_context(*step: Any, columns: torch.Tensor | None = None, **options: Any) -> TreeContext:
+    """Return the context of a verification: arguments as in [`TreeContext`], with `columns` a [`GappedContext`]."""
+    return TreeContext(*step, **options) if columns is None else GappedContext(*step, columns=columns, **options)

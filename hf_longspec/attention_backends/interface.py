@@ -94,8 +94,12 @@ def attention_forward(
     call = AttentionCall(query.device, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
     backend = (choose if torch.compiler.is_compiling() else select)(call, backend_name)
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
-    if not REFUSED.keys().isdisjoint(kwargs):
-        _refuse(kwargs)
+    for name, reason in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"hf_longspec attention does not support {name}: {reason}. "
+                'Load the model with another attn_implementation, such as "eager".'
+            )
     if tree is not None:
         out = tree.attend(backend, module.layer_idx, query, key, value, **options)
         return out.transpose(1, 2).contiguous(), None
@@ -113,15 +117,6 @@ def attention_forward(
         lengths = SeqLens.equal(key.shape[2], key.shape[0])
         state = backend.prefix_attention(query, key, value, lengths, scaling=scaling, softcap=softcap)
     return merge_attention_states([state], s_aux)[0].transpose(1, 2).contiguous(), None
-
-
-def _refuse(arguments: dict[str, Any]) -> None:
-    for name, reason in REFUSED.items():
-        if arguments.get(name) is not None:
-            raise ValueError(
-                f"hf_longspec attention does not support {name}: {reason}. "
-                'Load the model with another attn_implementation, such as "eager".'
-            )
 
 
 def differentiable_attention(
