@@ -32,12 +32,10 @@ class GappedContext(TreeContext):
         if sliding_window is None:
             return super().prefix_of(None)
         if (name := ("prefix", sliding_window)) not in self._memo:
-            first = torch.searchsorted(
-                self.columns, self.columns.gather(1, self.positions) - sliding_window, right=True
-            )
-            self._memo[name] = self.lengths.with_gaps(), first + sliding_window - 1
-        prefix: tuple[SeqLens, torch.Tensor] = self._memo[name]
-        return prefix
+            hidden = self.columns.gather(1, self.positions) - sliding_window
+            positions = torch.searchsorted(self.columns, hidden, right=True) + sliding_window - 1
+            self._memo[name] = self.lengths.with_gaps(), positions
+        return self._memo[name]  # type: ignore[no-any-return]
 
     def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
         """Return the tree mask without the ancestors that are outside the window of a node."""

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.soak  # `make test-torch-min` runs it
 
 TRITON = "hf_longspec_triton"
 KERNELS = "captures,features,kernels,baselines,tiles"
-MINUTES = 25  # of a run, on a machine that does other things; a minute or four on one that does not
+MINUTES = 25  # of a run at most, on a machine that does other things meanwhile
 
 
 def run(tmp_path, sections, dtype):
