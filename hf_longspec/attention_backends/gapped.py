@@ -35,7 +35,7 @@ class GappedContext(TreeContext):
             hidden = self.columns.gather(1, self.positions) - sliding_window
             positions = torch.searchsorted(self.columns, hidden, right=True) + sliding_window - 1
             self._memo[name] = self.lengths.with_gaps(), positions
-        return self._memo[name]  # type: ignore[no-any-return]
+        return self._memo[name]
 
     def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
         """Return the tree mask without the ancestors that are outside the window of a node."""
