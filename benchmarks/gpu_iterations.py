@@ -141,7 +141,7 @@ def other_drafts(target: Any, plan: Plan) -> dict[str, Any]:
     drafts = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), **_longspec(target, plan.trees[1:])}
     for self_draft in ("verify_hidden", "partial_kv"):
         drafts[f"TokenSwift, {self_draft}"] = heads = hf_longspec.TokenSwiftDraftModel.from_target(target)
-        heads.generation_config.self_draft = self_draft
+        heads.generation_config.update(self_draft=self_draft, tree_branching=list(plan.branching))
     return drafts | {"n-grams": hf_longspec.NgramDraftModel.from_target(target)}
 
 

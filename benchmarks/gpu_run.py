@@ -46,6 +46,7 @@ class Plan:
     # 64 and 16 nodes with the root, which fill whole tiles of the kernels, and the tree of the paper
     # widths of LongSpec's trees; the first is measured first
     trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 11), (4, 4, 4, 3), (4, 16, 16, 16, 16))
+    branching: tuple[int, ...] = (1, 3, 3, 3)  # of TokenSwift's tree, which is its default
 
 
 LLAMA_8B = Plan(
@@ -73,6 +74,7 @@ SMOKE = Plan(
     gamma=2,
     patience=20.0,  # the limits are those of a GPU
     trees=((2, 2), (2, 1)),
+    branching=(1, 2, 1, 1),
 )
 
 

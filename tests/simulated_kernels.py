@@ -11,9 +11,7 @@ from hf_longspec.attention_backends.triton.launch import LIBRARY
 from tests.attention_backends import reference
 
 
-def hybrid_attention(
-    query, key, value, lengths, positions, mask, sinks, last_node, scaling, window, softcap, weights, per_layer
-):
+def hybrid_attention(query, key, value, lengths, positions, mask, sinks, scaling, window, softcap):
     """Arguments and results of `hybrid_op`, for masks of bool. The output lies in memory as `(B, N, H, D)`."""
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 3):
         raise NotImplementedError("masks other than one of bool for all heads")
@@ -27,9 +25,14 @@ def hybrid_attention(
         visible = visible | (staged & mask.gather(2, node.clamp(0, mask.shape[2] - 1)[:, None].expand_as(visible)))
     state = reference.tree_attention(query, key, value, visible, scaling=scaling, softcap=softcap)
     out, lse = state if sinks is None else merge_attention_states([state], sinks)
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    if last_node is None:
-        return out, lse, torch.empty(0)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+def attention_with_scores(
+    query, key, value, lengths, positions, mask, sinks, last_node, scaling, window, softcap, weights, per_layer
+):
+    """Arguments and results of `scored_op`."""
+    out, lse = hybrid_attention(query, key, value, lengths, positions, mask, sinks, scaling, window, softcap)
     return out, lse, _scores(query, key, lengths, last_node, lse if weights else None, scaling, softcap, per_layer)
 
 
@@ -66,15 +69,16 @@ def move_nodes(buffers, path, lengths, counts):
             buffer[row, :, length : length + count] = buffer[row, :, length + path[row, :count]]
 
 
-def launches_of_hybrid(*arguments):
+def launches_with_scores(query, key, *others):
     """Splits and tree, the merge, and the sum of scores where several are summed."""
-    (_, key, *_), last_node, (weights, per_layer) = arguments, arguments[7], arguments[-2:]
-    return 2 + (last_node is not None and (weights or (per_layer and key.shape[1] > 1)))
+    weights, per_layer = others[-2:]
+    return 2 + (weights or (per_layer and key.shape[1] > 1))
 
 
 # Name of the operator: function, launches.
 KERNELS = {
-    f"{LIBRARY}::triton_hybrid_attention": (hybrid_attention, launches_of_hybrid),
+    f"{LIBRARY}::triton_hybrid_attention": (hybrid_attention, 2),
+    f"{LIBRARY}::triton_attention_with_scores": (attention_with_scores, launches_with_scores),
     f"{LIBRARY}::triton_tree_attention": (tree_attention, 2),
     f"{LIBRARY}::triton_sparse_attention": (sparse_attention, 2),
     f"{LIBRARY}::triton_move_nodes": (move_nodes, 1),

@@ -32,10 +32,13 @@ class LayerAttention(NamedTuple):
     options: dict[str, Any]  # the keywords `scaling`, a factor of the scores, and `softcap` of every attention function
 
     def attend_to_prefix(self, lengths: SeqLens, positions: torch.Tensor | None = None) -> AttentionState:
-        """Attend to the slots below `lengths[b]` with the sinks, and with the window if given `positions` `(B, N)`."""
+        """Attend to the slots below `lengths[b]`, with the window if given `positions` `(B, N)`, without the sinks."""
         window = {"positions": positions, "sliding_window": None if positions is None else self.sliding_window}
-        state = self.backend.prefix_attention(self.query, self.key, self.value, lengths, **window, **self.options)
-        return state if self.sinks is None else merge_attention_states([state], self.sinks)
+        return self.backend.prefix_attention(self.query, self.key, self.value, lengths, **window, **self.options)
+
+    def with_sinks(self, *parts: AttentionState) -> AttentionState:
+        """Merge attention to different keys, and the sinks."""
+        return parts[0] if len(parts) == 1 and self.sinks is None else merge_attention_states(parts, self.sinks)
 
 
 class GraphStep(NamedTuple):
@@ -134,13 +137,10 @@ class TreeContext(StepContext):
             `last_node`, a backend with `attention_with_scores` computes the scores itself. Then `keep_scores(layer_idx,
             scores)` is called instead.
         windows: See [`StepContext`].
-        columns (`torch.LongTensor` of shape `(B, T)`, *optional*): Place by which windows count the token at each
-            position, increasing in every row. Positions by default. A step with columns is not run in a graph.
     """
 
     mask: torch.Tensor
     capture: Any = None
-    columns: torch.Tensor | None = field(default=None, kw_only=True)
 
     def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
         """Return positions, and the last nodes if a backend writes scores; the kind of capture and the windows."""
@@ -157,14 +157,34 @@ class TreeContext(StepContext):
         return cls(step.layers[0], step.changing[0], step.mask[:, 0], capture, windows=windows)
 
     def state(self, layer: LayerAttention) -> AttentionState:
-        """Attend from the staged nodes, and pass scores, or what they are computed from, to the capture."""
-        if self.capture is not None and (scored := self._scored(layer)) is not None:
-            return scored
-        state = self._unscored(layer)
-        if self.capture is not None:
+        """Attend from the nodes, and pass scores, or what they are computed from, to the capture."""
+        if self.capture is None:
+            return self.hybrid(layer)
+        if (state := self._scored(layer)) is None:
+            state = self.hybrid(layer)
             inputs = (layer.layer_idx, layer.query, layer.key, state[1])
             self.capture.collect(*inputs, lengths=self.lengths, **layer.options)
         return state
+
+    def hybrid(self, layer: LayerAttention) -> AttentionState:
+        """Attend from the nodes to the prefix, and to each other."""
+        if (state := self.at_once(layer)) is not None:
+            return state
+        prefix = layer.attend_to_prefix(*self.prefix_of(layer.sliding_window))
+        nodes = layer.query, self.staged(layer.key), self.staged(layer.value)
+        tree = layer.backend.tree_attention(*nodes, self.windowed_mask(layer.sliding_window), **layer.options)
+        return layer.with_sinks(prefix, tree)
+
+    def at_once(self, layer: LayerAttention) -> AttentionState | None:
+        """Attend as above in one call: from a lone root, or by a backend that can. `None` if there are two."""
+        lengths, positions = self.prefix_of(layer.sliding_window)
+        if self.mask.shape[-1] == 1:  # its own slot is the end of the prefix
+            return layer.with_sinks(layer.attend_to_prefix(lengths.plus(1), positions))
+        if layer.backend.hybrid_attention is None:
+            return None
+        inputs = layer.query, layer.key, layer.value, lengths, self.windowed_mask(layer.sliding_window), positions
+        options = {"sliding_window": layer.sliding_window, "sinks": layer.sinks, "memo": self._memo}
+        return layer.backend.hybrid_attention(*inputs, **options, **layer.options)
 
     def _scored(self, layer: LayerAttention) -> AttentionState | None:
         """Return the state, with the scores in the capture. None if it wants no scores or the backend writes none."""
@@ -173,7 +193,7 @@ class TreeContext(StepContext):
         attention = getattr(layer.backend, "attention_with_scores", None)
         if rows is None or attention is None or layer.layer_idx in rows.skipped_layers:
             return None
-        last_node, (lengths, positions) = self.capture.last_node, self.hidden_by(layer.sliding_window, self.lengths)
+        last_node, (lengths, positions) = self.capture.last_node, self.prefix_of(layer.sliding_window)
         window = {"positions": positions, "sliding_window": layer.sliding_window}
         tree = {"mask": self.windowed_mask(layer.sliding_window), "sinks": layer.sinks}
         kind = {"weights": rows.weights, "per_layer": rows.per_layer}
@@ -185,58 +205,25 @@ class TreeContext(StepContext):
         self.capture.keep_scores(layer.layer_idx, scores)
         return out, lse
 
-    def _unscored(self, layer: LayerAttention) -> AttentionState:
-        backend, lengths, positions = layer.backend, self.lengths, self.positions
-        is_lone = self.mask.shape[-1] == 1
-        if is_lone:  # its own slot is the end of the prefix
-            lengths = lengths.plus(1)
-        if self.columns is not None:
-            lengths, positions = self.hidden_by(layer.sliding_window, lengths)
-        if is_lone:
-            return layer.attend_to_prefix(lengths, positions)
-        mask = self.mask if layer.sliding_window is None else self.windowed_mask(layer.sliding_window)
-        where = (layer.query, layer.key, layer.value, lengths)
-        options = {"sliding_window": layer.sliding_window, **layer.options}
-        if backend.hybrid_attention is not None and mask.shape[1] == mask.shape[2]:  # the nodes of whole trees
-            more = {"sinks": layer.sinks, "memo": self._memo}
-            hybrid = backend.hybrid_attention(*where, mask, positions, **more, **options)
-            if hybrid is not None:
-                return hybrid
-        prefix = backend.prefix_attention(*where, positions=positions, **options)
-        nodes = self.staged(layer.key), self.staged(layer.value)
-        tree = backend.tree_attention(layer.query, *nodes, mask, **layer.options)
-        return merge_attention_states([prefix, tree], layer.sinks)
+    def prefix_of(self, sliding_window: int | None) -> tuple[SeqLens, torch.Tensor]:
+        """Return the lengths of the prefix, and the positions `(B, N)` whose windows hide slots of it."""
+        return self.lengths, self.positions
 
     def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
         """Return the tree mask without the ancestors that are outside the window of a node."""
-        if sliding_window is None:
+        if sliding_window is None or sliding_window >= self.mask.shape[-1]:  # no path is longer than the tree
             return self.mask
-        if self.columns is None and sliding_window >= self.mask.shape[-1]:  # no path is longer than the tree
-            return self.mask
+        return self._mask_within(sliding_window)
+
+    def _mask_within(self, sliding_window: int) -> torch.Tensor:
         if sliding_window not in self._memo:
-            places, ancestors = self.positions, self._ancestor_positions()
-            if self.columns is not None:
-                places = ancestors = self.columns.gather(1, self.positions)
-            distance = places[:, :, None] - ancestors[:, None]
-            self._memo[sliding_window] = self.mask & (distance < sliding_window)
+            self._memo[sliding_window] = self.mask & (self._distances() < sliding_window)
         mask: torch.Tensor = self._memo[sliding_window]
         return mask
 
-    def hidden_by(self, sliding_window: int | None, lengths: SeqLens) -> tuple[SeqLens, torch.Tensor]:
-        """Return the lengths and positions `(B, N)` by which a backend hides slots of a prefix of these lengths.
-
-        A backend counts slots. With columns, the first slot that a query sees is looked up, and the backend gets the
-        position whose window begins there.
-        """
-        if self.columns is None or sliding_window is None:
-            return lengths, self.positions
-        if (name := ("columns", sliding_window)) not in self._memo:
-            hidden = self.columns.gather(1, self.positions) - sliding_window
-            self._memo[name] = torch.searchsorted(self.columns, hidden, right=True) + sliding_window - 1
-        return lengths.with_gaps(), self._memo[name]
-
-    def _ancestor_positions(self) -> torch.Tensor:
-        return self.positions
+    def _distances(self) -> torch.Tensor:
+        """Return how far the nodes of the mask are apart, in the places that windows count."""
+        return self.positions[:, :, None] - self.positions[:, None]
 
     def staged(self, cached: torch.Tensor) -> torch.Tensor:
         """Return the nodes' part of a key or value buffer, `(B, K, N, D)`: a view if all rows are equally long."""
@@ -268,8 +255,12 @@ class LevelContext(TreeContext):
         prefix = step.layers[0].plus(mask.shape[1] - mask.shape[2])
         return cls(prefix, positions, mask, windows=windows, node_positions=node_positions)
 
-    def _ancestor_positions(self) -> torch.Tensor:
-        return self.node_positions
+    def at_once(self, layer: LayerAttention) -> AttentionState | None:
+        """Attend in one call to a first level, which is a whole tree."""
+        return super().at_once(layer) if self.mask.shape[1] == self.mask.shape[2] else None
+
+    def _distances(self) -> torch.Tensor:
+        return self.positions[:, :, None] - self.node_positions[:, None]
 
 
 @dataclass
@@ -298,5 +289,5 @@ class SparseContext(StepContext):
 
     def state(self, layer: LayerAttention) -> AttentionState:
         if layer.layer_idx in self.dense_layers:
-            return layer.attend_to_prefix(self.dense_lengths, self.positions)
-        return layer.attend_to_prefix(self.lengths)
+            return layer.with_sinks(layer.attend_to_prefix(self.dense_lengths, self.positions))
+        return layer.with_sinks(layer.attend_to_prefix(self.lengths))

@@ -16,7 +16,7 @@ from torch.nn.modules import module as of_torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ..attention_backends.contexts import TreeContext
+from ..attention_backends.gapped import tree_context
 from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
 from .cache import CACHE_NAME, SpeculativeCache
@@ -317,7 +317,7 @@ class TargetView:
 
         The model's own attention has one length for all rows, and its windows count slots. Call it inside of
         [`TargetView.attention`]. No forward has more tokens than `chunk_size`, or than the cache has slots for a tree.
-        See [`TreeContext`] for `columns`.
+        See [`GappedContext`] for `columns`.
         """
         tokens = pad_sequence(list(prompts), batch_first=True)
         size = min(chunk_size or cache.tree_slots, cache.tree_slots)
@@ -328,7 +328,7 @@ class TargetView:
         for begin in range(0, tokens.shape[1], size):
             tree = DraftTree.chain(tokens[:, begin : begin + size])
             positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
-            context = TreeContext(cache.lengths, positions, tree.mask, windows=self.windows, columns=columns)
+            context = tree_context(cache.lengths, positions, tree.mask, windows=self.windows, columns=columns)
             cache.stage(tree.num_nodes, tree)
             # a model with a table of positions would index beyond its end where a short row is padded
             inputs = tree.tokens, cache.position_ids(positions.clamp_max(last)), cache, tree.mask[:, None]
@@ -358,12 +358,12 @@ class TargetView:
             fixed_shape (`bool`, *optional*, defaults to `False`): Whether more steps with this number of nodes will
                 follow, so that compiling one is worth it.
             lowest (`Sequence[int]`, *optional*): Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
-            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`TreeContext`]. Such a step runs as it
-                is.
+            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`GappedContext`]. Such a step runs as
+                it is.
         """
         device = tree.tokens.device
         positions = cache.lengths.on(device)[:, None] + tree.depths
-        context = TreeContext(cache.lengths, positions, tree.mask, capture, windows=self.windows, columns=columns)
+        context = tree_context(cache.lengths, positions, tree.mask, capture, windows=self.windows, columns=columns)
         fixed_shape = fixed_shape and columns is None
         if lowest is not None:
             positions = torch.maximum(positions, on_device(lowest, device)[:, None])

@@ -32,7 +32,7 @@ OTHER_WINGS = "padding", "user_caches", "masked", "images", "rotary_limit", "gat
 # Files of the copy, by the modules that are joined in them. The modules of a method, modeling/<method>/, become
 # <method>.py.
 FILES: dict[str, tuple[str, ...]] = {
-    "attention": tuple(f"attention_backends/{name}" for name in ("registry", "lengths", "contexts")),
+    "attention": tuple(f"attention_backends/{name}" for name in ("registry", "lengths", "contexts", "gapped")),
     "attention_scores": ("attention_backends/scores",),
     "attention_torch": ("attention_backends/torch_backend",),
     "attention_interface": ("attention_backends/interface",),

@@ -1,7 +1,7 @@
 """Fixtures of the attention tests: backends in small tiles, the machine of flash-attn, Triton's kernels."""
 
-import inspect
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +16,7 @@ from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton import config, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.flash_standins import PACKAGES, Machine
-from tests.attention_backends.triton.machine import BROKEN_INTERPRETER, DEVICE
+from tests.attention_backends.triton.machine import BROKEN_INTERPRETER, DEVICE, language_listed_once
 from tests.simulated_cuda import SimulatedCuda
 
 # A program that tests start.
@@ -41,23 +41,8 @@ def kernel_device():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_listed_once():
-    """Triton's interpreter lists its whole language for every call of a function in a kernel, a third of its time."""
-    if not config.INTERPRETED:
-        yield
-        return
-    interpreter, names = import_module("triton.runtime.interpreter"), {}
-
-    def patch_builtin(package, builder, *scope):
-        if package not in names:  # before anything in it is replaced
-            listed = inspect.getmembers(package)
-            names[package] = [name for name, member in listed if interpreter.tl.core.is_builtin(member)]
-        for name in names[package]:
-            if interpreter.tl.core.is_builtin(member := getattr(package, name)):
-                interpreter._patch_attr(package, name, member, builder, *scope)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+def faster_interpreter():
+    with language_listed_once() if config.INTERPRETED else nullcontext():
         yield
 
 

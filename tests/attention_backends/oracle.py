@@ -191,7 +191,7 @@ def tree_case(lengths, nodes, kv_heads=2, groups=3, size=16, value_size=16, dtyp
 def visible_slots(context, slots, window):
     """`(B, 1, N, slots)`: the prefix and the path of every node, as far as the window reaches."""
     batch, nodes = context.positions.shape
-    columns = context.columns if context.columns is not None else torch.arange(slots).expand(batch, -1)
+    columns = getattr(context, "columns", torch.arange(slots).expand(batch, -1))
     visible = torch.zeros(batch, 1, nodes, slots, dtype=torch.bool)
     for b, length in enumerate(context.lengths.host):
         for n in range(nodes):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import torch_backend
+from hf_longspec.attention_backends.gapped import GappedContext
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends import reference
@@ -213,7 +214,8 @@ def test_windows_that_count_gaps_between_tokens(prepared, monkeypatch, name, len
     steps = torch.ones(len(lengths), key.shape[2], dtype=torch.long)
     for row, length in enumerate(lengths):
         steps[row, length // 3], steps[row, length // 2], steps[row, length + 2] = 30, 7 + row, 60
-    context.columns = steps.cumsum(1)
+    options = {"windows": None, "columns": steps.cumsum(1)}
+    context = GappedContext(context.lengths, context.positions, context.mask, **options)
     exact, plain = expected_tree(context, query, key, value, window, None, None)
     backend, device = prepared(name)
     for _ in range(2):  # two layers

@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import contextmanager
+from functools import partial
 from statistics import mean
 from types import MethodType
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from tests.tiny_targets import made_for, randomize, tiny_prompts, tiny_target
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 from triton.runtime.interpreter import GridExecutor
 
+from tests.generation.test_fused_layers import VARIANTS
 from tests.simulated_kernels import KERNELS
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -315,6 +317,7 @@ def test_launches_of_fused_drafts(kind, monkeypatch):
 ONE = {"num_hidden_layers": 1}
 KINDS = {
     **dict.fromkeys(("phi3", "olmo2", "granite", "glm4", "gemma2"), ONE),
+    "olmo3": {},
     "gemma3": ONE | {"layer_types": ["sliding_attention"]},
     "smollm3": {},
     "cohere2": {},
@@ -327,7 +330,8 @@ KINDS = {
 @pytest.mark.parametrize("name", list(KINDS))
 def test_text_of_fused_kinds_of_layers(name):
     """By default, with two rows whose nodes go to different slots."""
-    model, prompts = tiny_target(name, vocab_size=24, **KINDS[name]), tiny_prompts(24, (9, 16))
+    tiny = VARIANTS.get(name, partial(tiny_target, name))
+    model, prompts = tiny(vocab_size=24, **KINDS[name]), tiny_prompts(24, (9, 16))
     if name in ("gpt_oss", "deepseek_v3"):
         model.set_experts_implementation("batched_mm")
     expected = generate(model, None, *prompts, False, max_new_tokens=4)

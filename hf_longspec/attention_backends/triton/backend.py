@@ -19,16 +19,25 @@ from ..registry import (
 )
 from ..torch_backend import causal_attention, short_buffer, with_unit_stride
 from .config import INTERPRETED, largest_rows
-from .launch import DTYPES, gpu_of, hybrid_op, sparse_op, tree_op, why_not_device
+from .launch import DTYPES, gpu_of, hybrid_op, scored_op, sparse_op, tree_op, why_not_device
 
 MAX_SIZE = 256
 
 
 def prefix_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: SeqLens, **options: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: SeqLens,
+    *,
+    scaling: float,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> AttentionState:
     """Attend N queries to the committed prefix. Lengths are read on the device."""
-    return _attend(query, key, value, lengths, **options)[:2]
+    inputs = _inputs(query, key, value, lengths, None, positions, sliding_window)
+    return hybrid_op(*inputs, None, None, scaling, sliding_window, softcap)
 
 
 def hybrid_attention(
@@ -39,11 +48,15 @@ def hybrid_attention(
     mask: torch.Tensor,
     positions: torch.Tensor,
     *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     memo: dict[Any, Any] | None = None,
-    **options: Any,
 ) -> AttentionState:
     """Attend N staged nodes to the prefix and each other; see torch_backend.py. Lengths are read on the device."""
-    return _attend(query, key, value, lengths, mask=mask, positions=positions, **options)[:2]
+    inputs = _inputs(query, key, value, lengths, mask, positions, sliding_window)
+    return hybrid_op(*inputs, mask, sinks, scaling, sliding_window, softcap)
 
 
 def attention_with_scores(
@@ -52,7 +65,15 @@ def attention_with_scores(
     value: torch.Tensor,
     lengths: SeqLens,
     last_node: torch.Tensor,
-    **options: Any,
+    *,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    weights: bool = False,
+    per_layer: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Attend as above, and compute the scores that SpecAttn selects by from the same pass over the keys.
 
@@ -74,7 +95,9 @@ def attention_with_scores(
     groups = query.shape[1] // key.shape[1]
     if 2 * groups > largest_rows(query.shape[3], value.shape[3], query.element_size(), gpu_of(query.device)):
         return None
-    return _attend(query, key, value, lengths, last_node=last_node.to(query.device), **options)
+    inputs = _inputs(query, key, value, lengths, mask, positions, sliding_window)
+    last_node = last_node.to(query.device)
+    return scored_op(*inputs, mask, sinks, last_node, scaling, sliding_window, softcap, weights, per_layer)
 
 
 def why_not(call: AttentionCall) -> str | None:
@@ -86,23 +109,16 @@ def why_not(call: AttentionCall) -> str | None:
     return why_not_device(call.device)
 
 
-def _attend(
+def _inputs(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     lengths: SeqLens,
-    *,
-    scaling: float,
-    mask: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    last_node: torch.Tensor | None = None,
-    weights: bool = False,
-    per_layer: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend to the prefix, with `mask` to the staged nodes as well; the scores are empty without `last_node`."""
+    mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    sliding_window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return queries, keys, values, lengths and positions as the kernels read them."""
     if lengths.longest is not None:
         stop = lengths.longest + (0 if mask is None else mask.shape[-1])
         if stop > key.shape[2]:
@@ -114,8 +130,7 @@ def _attend(
     else:
         positions = positions.contiguous()
     query, key, value = with_unit_stride(query, key, value)
-    tensors = (lengths.on(query.device).contiguous(), positions, mask, sinks, last_node)
-    return hybrid_op(query, key, value, *tensors, scaling, sliding_window, softcap, weights, per_layer)
+    return query, key, value, lengths.on(query.device).contiguous(), positions
 
 
 # Above the torch backend where it runs compiled; interpreted, in tests, only for those who ask for it by name.

@@ -31,11 +31,6 @@ def jit(**options: Any) -> Callable[[Any], Any]:
     return (lambda function: function) if triton is None else triton.jit(**options)
 
 
-def constant(number: float) -> Any:
-    """Return a number that kernels may use by its name: a compiled kernel reads no other globals."""
-    return number if triton is None else tl.constexpr(number)
-
-
 # For every kernel: a product and a sum are one instruction. It is the default up to triton 3.9, which warns about it.
 OPTIONS = {"enable_fp_fusion": True}
 

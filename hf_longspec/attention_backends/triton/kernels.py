@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import math
 
-from .config import constant, jit, tl
+from .config import jit, tl
 
-LOG2_E = constant(math.log2(math.e))
-LN_2 = constant(math.log(2.0))
+# Kernels get these as defaults of parameters: Triton compares globals that a kernel reads in every launch of it.
+LOG2_E, LN_2 = math.log2(math.e), math.log(2.0)
 
 
-@jit(do_not_specialize=["stride_mb", "stride_mh", "stride_mn", "nodes", "keys", "slots", "parts", "splits", "window"])
+@jit(do_not_specialize=["stride_mb", "stride_mh", "stride_mn", "nodes", "keys", "slots", "splits", "window"])
 def attention_kernel(
     query,  # [B, H, N, D]
     key,  # [B, K, S, D]
@@ -35,8 +35,7 @@ def attention_kernel(
     positions,  # [B, N], with HAS_WINDOW
     last_node,  # [B], with SCORES
     mask,  # [B, H, N, M], uint8 or floating point, with TREE
-    out,  # [B, H, N, parts, Dv], float32
-    lse,  # [B, H, N, parts], float32, base 2
+    partial,  # float32: outputs [B, H, N, parts, Dv], then lse [B, H, N, parts] in base 2
     score,  # [B, K, S] or [B, K, 2, G, S], float32, with SCORES; base 2 if per row
     stride_qb,
     stride_qh,
@@ -55,7 +54,6 @@ def attention_kernel(
     nodes,
     keys,
     slots,
-    parts,
     splits,
     window,
     scale,
@@ -77,6 +75,7 @@ def attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     SCORES: tl.constexpr,  # 0: none, 1: summed, 2: per row
     UPCAST: tl.constexpr,
+    LOG2_E: tl.constexpr = LOG2_E,
 ):
     """Attend a tile of rows to one part of the keys: a split of the prefix, or with TREE, as part 0, the tree.
 
@@ -85,7 +84,7 @@ def attention_kernel(
     The tree is M keys under an explicit mask. With PREFIX they are the nodes where verification staged them, in the
     slots from `lengths[b]` on.
     """
-    tile, part = tl.program_id(0), tl.program_id(2)
+    tile, part, parts = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     # int64: a batch row of a long cache starts beyond 2^31 numbers
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -96,6 +95,7 @@ def attention_kernel(
     node = node_of_row(row, last, GROUPS) if SCORES else row // GROUPS
     head = kv_head * GROUPS + row % GROUPS
     state = ((batch * kv_heads * GROUPS + head) * nodes + node) * parts + part  # [rows], int64
+    lse = partial + tl.num_programs(1).to(tl.int64) * GROUPS * nodes * parts * VALUE_SIZE
 
     length, first, stop, end, seen_from = 0, 0, 0, 0, 0
     if PREFIX:
@@ -185,19 +185,18 @@ def attention_kernel(
 
     acc, row_lse = finish(acc, highest, total)
     where = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]
-    tl.store(out + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
+    tl.store(partial + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
     tl.store(lse + state, row_lse, mask=is_row)
 
 
-@jit(do_not_specialize=["nodes", "slots", "parts"])  # a tree or a selection of another size is no reason to recompile
+@jit(do_not_specialize=["nodes", "slots"])  # a tree or a selection of another size is no reason to recompile
 def sparse_kernel(
     query,  # [B, H, N, D]
     key,  # [B, K, S, D]
     value,  # [B, K, S, Dv]
     indices,  # [B, K, T]
     counts,  # [B]
-    out,  # [B, H, N, parts, Dv], float32
-    lse,  # [B, H, N, parts], float32, base 2
+    partial,  # float32: outputs [B, H, N, parts, Dv], then lse [B, H, N, parts] in base 2
     stride_qb,
     stride_qh,
     stride_qn,
@@ -217,7 +216,6 @@ def sparse_kernel(
     kv_heads,
     nodes,
     slots,
-    parts,
     scale,
     cap,
     GROUPS: tl.constexpr,
@@ -232,7 +230,7 @@ def sparse_kernel(
     UPCAST: tl.constexpr,
 ):
     """Attend a tile of rows to one part of the chosen slots, which are read where they lie in the cache."""
-    tile, part = tl.program_id(0), tl.program_id(1)
+    tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     # int64: a row of a long cache times its stride passes 2**31
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)
@@ -241,6 +239,7 @@ def sparse_kernel(
     node = (row // GROUPS).to(tl.int64)
     head = kv_head * GROUPS + row % GROUPS
     state = ((batch * kv_heads * GROUPS + head) * nodes + node) * parts + part  # [rows], int64
+    lse = partial + tl.num_programs(2).to(tl.int64) * GROUPS * nodes * parts * VALUE_SIZE
 
     count = tl.load(counts + batch * stride_cb).to(tl.int32)  # unmasked: one number per batch row
     first = part * SPLIT
@@ -277,14 +276,13 @@ def sparse_kernel(
 
     acc, row_lse = finish(acc, highest, total)
     where = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]
-    tl.store(out + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
+    tl.store(partial + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
     tl.store(lse + state, row_lse, mask=is_row)
 
 
 @jit(do_not_specialize=["states", "nodes", "parts"])
 def combine_kernel(
-    out,  # [B, H, N, parts, Dv], float32; not read where lse is -inf
-    lse,  # [B, H, N, parts], float32, base 2
+    partial,  # float32: outputs [B, H, N, parts, Dv], not read where lse is -inf; lse [B, H, N, parts] in base 2
     sinks,  # [H], with HAS_SINKS
     merged,  # [B, N, H, Dv]
     merged_lse,  # [B, H, N], float32, natural
@@ -297,6 +295,8 @@ def combine_kernel(
     BLOCK_STATES: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    LOG2_E: tl.constexpr = LOG2_E,
+    LN_2: tl.constexpr = LN_2,
 ):
     """Merge the parts of several results, and their sinks:
 
@@ -305,6 +305,7 @@ def combine_kernel(
     state = tl.program_id(0).to(tl.int64) * BLOCK_STATES + tl.arange(0, BLOCK_STATES)  # [states]
     is_state = state < states
     head = state // nodes % heads
+    lse = partial + tl.cast(states, tl.int64) * parts * VALUE_SIZE
     value_dim, offset = tl.arange(0, BLOCK_VALUE), tl.arange(0, BLOCK_PARTS)
     is_value = value_dim < VALUE_SIZE
     acc = tl.zeros([BLOCK_STATES, BLOCK_VALUE], tl.float32)
@@ -321,7 +322,7 @@ def combine_kernel(
         part_lse = tl.load(lse + index, mask=is_part, other=float("-inf"))
         where = (part_lse > float("-inf"))[:, :, None] & is_value[None, None, :]
         cell = index[:, :, None] * VALUE_SIZE + value_dim[None, None, :]
-        part_out = tl.load(out + cell, mask=where, other=0.0)  # [states, parts, Dv]
+        part_out = tl.load(partial + cell, mask=where, other=0.0)  # [states, parts, Dv]
         new = tl.maximum(highest, tl.max(part_lse, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)
         weights = tl.exp2(part_lse - shift[:, None])  # [states, parts]
@@ -351,6 +352,7 @@ def reduce_scores_kernel(
     WEIGHTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
+    LOG2_E: tl.constexpr = LOG2_E,
 ):
     """Sum the scores of several rows, slot by slot; with WEIGHTS their attention probabilities, exp(score - lse).
 
@@ -387,7 +389,7 @@ def score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
 
 
 @jit()
-def scores_of(query, key, scale, cap, HAS_SOFTCAP: tl.constexpr):
+def scores_of(query, key, scale, cap, HAS_SOFTCAP: tl.constexpr, LOG2_E: tl.constexpr = LOG2_E):
     """Return raw products `q . k` and scores in base 2, both [rows, keys], of `query` [rows, D] and `key` [keys, D]."""
     products = tl.dot(query, tl.trans(key), input_precision="ieee")  # tf32, the default, has 10 bits
     scores = products * scale

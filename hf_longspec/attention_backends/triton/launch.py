@@ -128,41 +128,52 @@ def hybrid_op(
     positions: torch.Tensor | None,
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    last_node: torch.Tensor | None,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the prefix, and with `mask` to the staged nodes after it."""
+    return _attend(query, key, value, lengths, positions, mask, sinks, None, None, scaling, sliding_window, softcap)
+
+
+@hybrid_op.operator.register_fake
+def _(query, key, value, lengths, positions, mask, sinks, scaling, sliding_window, softcap):
+    return _empty_state(query, value)
+
+
+@operator("triton_attention_with_scores")
+def scored_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    last_node: torch.Tensor,
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
     weights: bool,
     per_layer: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend to the prefix, with `mask` to the staged nodes after it, and with `last_node` compute the scores.
-
-    Returns:
-        `(out, lse, scores)`; see backend.py for the shapes.
-    """
+    """Attend as above, and compute the scores of node 0 and of `last_node`; see backend.py for the shapes."""
     batch, kv_heads, slots = key.shape[:3]
-    rows, has_tree = query.shape[1] // kv_heads * query.shape[2], mask is not None
-    sizes = (query.shape[3], value.shape[3], query.element_size())
-    features = has_tree, last_node is not None, sliding_window is not None or softcap is not None
-    config = hybrid_config(rows, *sizes, gpu_of(query.device), *features)
-    wanted = wanted_splits(max(1, -(-rows // config.block_rows)), max(1, batch) * kv_heads, has_tree)
-    parts = max(1, has_tree + most_splits(slots, wanted, config.split_keys, config.block_keys))
     score_rows = (2, query.shape[1] // kv_heads) if weights else ()
-    scores = None if last_node is None else query.new_empty(batch, kv_heads, *score_rows, slots, dtype=torch.float32)
-    prefix = (lengths, wanted, positions, sliding_window, last_node, scores)
-    out, lse = _attend(config, parts, query, key, value, mask, scaling, softcap, sinks, *prefix)
-    if last_node is None or scores is None:
-        return out, lse, lse.new_empty(0)
+    scores = query.new_empty((batch, kv_heads, *score_rows, slots), dtype=torch.float32)
+    options = last_node, scores, scaling, sliding_window, softcap
+    out, lse = _attend(query, key, value, lengths, positions, mask, sinks, *options)
     if weights or (per_layer and kv_heads > 1):
         scores = launch_reduce(scores, lse, last_node, lengths, per_layer)
     return out, lse, scores
 
 
-@hybrid_op.operator.register_fake
+@scored_op.operator.register_fake
 def _(
     query, key, value, lengths, positions, mask, sinks, last_node, scaling, sliding_window, softcap, weights, per_layer
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return *_empty_state(query, value), _empty_scores(query, key, last_node, per_layer)
+):
+    shape = key.shape[0], 1 if per_layer else key.shape[1], key.shape[2]
+    return *_empty_state(query, value), query.new_empty(shape, dtype=torch.float32)
 
 
 @operator("triton_tree_attention")
@@ -176,9 +187,7 @@ def tree_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend N queries to M keys under an explicit mask."""
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-    rows = query.shape[1] // key.shape[1] * query.shape[2]
-    config = tree_config(rows, query.shape[3], value.shape[3], query.element_size(), gpu_of(query.device))
-    return _attend(config, 1, query, key, value, mask, scaling, softcap)
+    return _attend(query, key, value, None, None, mask, None, None, None, scaling, None, softcap)
 
 
 @tree_op.operator.register_fake
@@ -204,21 +213,22 @@ def sparse_op(
     kv_heads, nodes, slots = key.shape[1], query.shape[2], indices.shape[2]
     config = sparse_config(query.shape[3], value.shape[3], query.element_size())
     parts = max(1, -(-slots // SPARSE_SPLIT))
-    out, lse = _partial_results(query, value, parts)
+    merge = merge_of((*query.shape[:3], parts, value.shape[3]), False, BLOCK_STATES, BLOCK_PARTS)
+    partial = torch.empty(merge.partial, dtype=torch.float32, device=query.device)
     index_strides = (indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0, indices.stride(2))
     strides = (*query.stride(), *key.stride(), *value.stride(), *index_strides, counts.stride(0))
     groups = query.shape[1] // kv_heads
     grid = (-(-(groups * nodes) // config.block_rows), parts, query.shape[0] * kv_heads)
-    if 0 not in grid:
-        with launching_on(query):
+    with launching_on(query):
+        if 0 not in grid:
             sparse_kernel[grid](
-                *(query, key, value, indices, counts, out, lse),
-                *(*strides, kv_heads, nodes, slots, parts),
+                *(query, key, value, indices, counts, partial),
+                *(*strides, kv_heads, nodes, slots),
                 *score_factors(scaling, softcap),
                 SPLIT=SPARSE_SPLIT,
                 **tile_options(config, groups, query.shape[3], value.shape[3], softcap is not None, upcast(query)),
             )
-    return launch_combine(out, lse, value)
+        return launch_merge(merge, partial, value)
 
 
 @sparse_op.operator.register_fake
@@ -226,58 +236,55 @@ def _(query, key, value, indices, counts, scaling, softcap=None) -> tuple[torch.
     return _empty_state(query, value)
 
 
-def launch_combine(
-    out: torch.Tensor, lse: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge partial results.
-
-    Args:
-        out (`torch.Tensor` of shape `(B, H, N, parts, Dv)`): Partial outputs; not read where `lse` is -inf. float32.
-        lse (`torch.Tensor` of shape `(B, H, N, parts)`): Log-sum-exp in base 2. float32.
-        value (`torch.Tensor`): Its dtype is that of the result.
-        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
-
-    Returns:
-        `(out, lse)` of shapes `(B, H, N, Dv)`, `(B, N, H, Dv)` in memory as a model needs it next, and `(B, H, N)`.
-    """
-    launch = _combine_of(out.shape, sinks is not None, BLOCK_PARTS)
-    merged = torch.empty(launch.merged, dtype=output_dtype(value), device=out.device)
-    merged_lse = torch.empty(launch.merged_lse, dtype=torch.float32, device=out.device)
-    if launch.grid[0]:
-        with launching_on(out):
-            combine_kernel[launch.grid](
-                *(out, lse, lse if sinks is None else sinks, merged, merged_lse), *launch.numbers, **launch.constants
-            )
-    return (merged if merged.dtype == value.dtype else merged.to(value.dtype)).transpose(1, 2), merged_lse
-
-
-class Combine(NamedTuple):
+class Merge(NamedTuple):
     """What launches that merge partial results of the same shape have in common."""
 
+    partial: int  # float32 numbers of the partial results: outputs (B, H, N, parts, Dv), then lse (B, H, N, parts)
+    out: tuple[int, int, int, int]  # shape of the merged outputs, (B, N, H, Dv)
+    lse: tuple[int, int, int]  # (B, H, N)
     grid: tuple[int]
-    merged: tuple[int, int, int, int]  # shape of the outputs, (B, N, H, Dv)
-    merged_lse: tuple[int, int, int]  # (B, H, N)
     numbers: tuple[int, ...]  # arguments of the kernel after the tensors
     constants: dict[str, Any]  # keywords of the kernel
 
 
-@lru_cache(maxsize=1024)  # as for `_launch_of`
-def _combine_of(shape: torch.Size, has_sinks: bool, most_parts: int) -> Combine:
+@lru_cache(maxsize=1024)
+def merge_of(shape: tuple[int, ...], has_sinks: bool, block_states: int, most_parts: int) -> Merge:
     """Return how to merge partial results `(B, H, N, parts, Dv)`, up to `most_parts` of which are read at once."""
     batch, heads, nodes, parts, size = shape
     states = batch * heads * nodes
     constants = {
         "VALUE_SIZE": size,
         "BLOCK_VALUE": power_of_two(size),
-        "BLOCK_STATES": BLOCK_STATES,
+        "BLOCK_STATES": block_states,
         "BLOCK_PARTS": min(most_parts, power_of_two(parts)),
         "HAS_SINKS": has_sinks,
         "num_warps": 4,
         **OPTIONS,
     }
-    grid = (-(-states // BLOCK_STATES),)
     merged = (batch, nodes, heads, size), (batch, heads, nodes)
-    return Combine(grid, *merged, (states, heads, nodes, parts), constants)
+    grid = (-(-states // block_states),)
+    return Merge(states * parts * (size + 1), *merged, grid, (states, heads, nodes, parts), constants)
+
+
+def launch_merge(
+    merge: Merge, partial: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge partial results.
+
+    Args:
+        partial (`torch.Tensor` of shape `(merge.partial,)`):
+            Partial outputs, which are not read where the log-sum-exp is -inf, and log-sum-exp in base 2. float32.
+        value (`torch.Tensor`): Its dtype is that of the result.
+        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
+
+    Returns:
+        `(out, lse)` of shapes `(B, H, N, Dv)`, `(B, N, H, Dv)` in memory as a model needs it next, and `(B, H, N)`.
+    """
+    out = value.new_empty(merge.out, dtype=output_dtype(value))
+    lse = partial.new_empty(merge.lse)
+    if merge.grid[0]:
+        combine_kernel[merge.grid](partial, sinks, out, lse, *merge.numbers, **merge.constants)
+    return (out if out.dtype == value.dtype else out.to(value.dtype)).transpose(1, 2), lse
 
 
 def launch_reduce(
@@ -315,103 +322,100 @@ def launch_reduce(
 
 
 def _attend(
-    config: TileConfig,
-    parts: int,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    lengths: torch.Tensor | None,
+    positions: torch.Tensor | None,
     mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    last_node: torch.Tensor | None,
+    scores: torch.Tensor | None,
     scaling: float,
+    sliding_window: int | None,
     softcap: float | None,
-    sinks: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    wanted: int = 1,
-    positions: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    last_node: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute all parts and merge them; see backend.py for the other arguments.
 
     Args:
-        parts (`int`): Partial results of a row: the tree, which is part 0, and the splits of the prefix.
-        mask (`torch.Tensor`, *optional*): Without it there is no tree.
         lengths (`torch.LongTensor` of shape `(B,)`, *optional*):
             Without it there is no prefix, and the tree is all keys; with it, the slots from `lengths[b]` on.
-        wanted (`int`, *optional*, defaults to 1): Splits that a long prefix is cut into.
+        mask (`torch.Tensor`, *optional*): Without it there is no tree.
         scores (`torch.Tensor` of shape `(B, K, S)` or `(B, K, 2, G, S)`, *optional*):
             Written with `last_node` alone, in the slots below `lengths[b]`: the sums, or the single scores in base 2.
     """
-    tree, lowest, mask_place = NO_TREE, 0.0, None
-    if mask is not None:
-        mask, lowest = _readable(mask)
-        mask = (mask[:, None] if mask.dim() == 3 else mask).expand(query.shape[0], query.shape[1], -1, -1)
-        tree = BOOLEAN_TREE if mask.dtype == torch.uint8 else ADDITIVE_TREE
-        mask_place = mask.stride(), mask.shape[3]
-    mode = NO_SCORES
-    if last_node is not None and scores is not None:
-        mode = SUMMED_SCORES if scores.dim() == 3 else ROW_SCORES
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    elif mask is not None and mask.dtype == torch.float64:
+        mask = mask.float()
     launch = _launch_of(
-        *(config, parts, wanted, _place(query), _place(key), _place(value), mask_place, tree, lengths is not None),
-        *(mode, sliding_window, scaling, softcap, lowest, upcast(query)),
+        *(hybrid_config, tree_config, wanted_splits, BLOCK_STATES, BLOCK_PARTS),
+        *(query.device, query.dtype, query.shape, query.stride()),
+        *(key.shape, key.stride(), value.shape, value.stride()),
+        None if mask is None else (mask.dtype, mask.shape, mask.stride()),
+        *(lengths is not None, sinks is not None, 0 if scores is None else scores.dim()),
+        *(scaling, sliding_window, softcap),
     )
-    device = query.device
-    out = torch.empty(launch.parts, dtype=torch.float32, device=device)
-    lse = torch.empty(launch.parts[:-1], dtype=torch.float32, device=device)
-    if mask is None and key.shape[2] == 0:  # a cache without slots
-        lse.fill_(-torch.inf)
-    elif 0 not in launch.grid:
-        with launching_on(query):
+    partial = query.new_empty(launch.merge.partial, dtype=torch.float32)
+    with launching_on(query):
+        if mask is None and key.shape[2] == 0:  # a cache without slots
+            partial.fill_(-torch.inf)
+        elif 0 not in launch.grid:
             attention_kernel[launch.grid](
-                *(query, key, value),
-                *[lse if x is None else x for x in (lengths, positions, last_node, mask)],  # None: not used
-                *(out, lse, lse if mode == NO_SCORES else scores),
+                *(query, key, value, lengths, positions, last_node, mask, partial, scores),
                 *launch.numbers,
                 **launch.constants,
             )
-    return launch_combine(out, lse, value, sinks)
-
-
-Place = tuple[torch.Size, tuple[int, ...]]
-
-
-def _place(tensor: torch.Tensor) -> Place:
-    return tensor.shape, tensor.stride()
+        return launch_merge(launch.merge, partial, value, sinks)
 
 
 class Launch(NamedTuple):
     """What launches of the attention kernel on tensors of the same shapes and strides have in common."""
 
     grid: tuple[int, int, int]
-    parts: tuple[int, int, int, int, int]  # shape of the partial results, (B, H, N, parts, Dv)
     numbers: tuple[float, ...]  # arguments of the kernel after the tensors
     constants: dict[str, Any]  # keywords of the kernel
+    merge: Merge  # the launch after it
 
 
 @lru_cache(maxsize=1024)  # computed once for all layers and steps, as it takes longer than to launch the kernel
 def _launch_of(
-    config: TileConfig,
-    parts: int,
-    wanted: int,
-    query: Place,
-    key: Place,
-    value: Place,
-    mask: tuple[tuple[int, ...], int] | None,
-    tree: int,
+    hybrid_config: Callable[..., TileConfig],  # functions and sizes of this module, which tests replace
+    tree_config: Callable[..., TileConfig],
+    wanted_splits: Callable[..., int],
+    block_states: int,
+    most_parts: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    query: torch.Size,
+    query_strides: tuple[int, ...],
+    key: torch.Size,
+    key_strides: tuple[int, ...],
+    value: torch.Size,
+    value_strides: tuple[int, ...],
+    mask: tuple[torch.dtype, torch.Size, tuple[int, ...]] | None,
     has_prefix: bool,
-    mode: int,
-    sliding_window: int | None,
+    has_sinks: bool,
+    score_dims: int,
     scaling: float,
+    sliding_window: int | None,
     softcap: float | None,
-    lowest: float,
-    upcast: bool,
 ) -> Launch:
     """Return how to launch the attention kernel; see `_attend` for the arguments."""
-    (batch, heads, nodes, size), (kv_heads, slots), value_size = query[0], key[0][1:3], value[0][3]
-    groups, (mask_strides, keys) = heads // kv_heads, mask or ((0, 0, 0, 1), 0)
+    (batch, heads, nodes, size), (kv_heads, slots), value_size = query, key[1:3], value[3]
+    groups, has_tree, has_scores = heads // kv_heads, mask is not None, score_dims > 0
+    of_tile = groups * nodes, size, value_size, dtype.itemsize, gpu_of(device)
+    parts = wanted = 1
+    if has_prefix:
+        config = hybrid_config(*of_tile, has_tree, has_scores, sliding_window is not None or softcap is not None)
+        wanted = wanted_splits(max(1, -(-of_tile[0] // config.block_rows)), max(1, batch) * kv_heads, has_tree)
+        parts = max(1, has_tree + most_splits(slots, wanted, config.split_keys, config.block_keys))
+    else:
+        config = tree_config(*of_tile)
+    tree, keys, lowest, mask_strides = (NO_TREE, 0, 0.0, (0, 0, 0, 1)) if mask is None else _tree_of(*mask)
     numbers = (
-        *(*query[1][:3], *key[1][:3], *value[1][:3], *mask_strides),
-        *(kv_heads, nodes, keys, slots, parts, wanted, sliding_window or 0),
+        *(*query_strides[:3], *key_strides[:3], *value_strides[:3], *mask_strides),
+        *(kv_heads, nodes, keys, slots, wanted, sliding_window or 0),
         *score_factors(scaling, softcap),
         lowest,
     )
@@ -422,26 +426,23 @@ def _launch_of(
         "PREFIX": has_prefix,
         "TREE": tree,
         "HAS_WINDOW": sliding_window is not None,
-        "SCORES": mode,
-        **tile_options(config, groups, size, value_size, softcap is not None, upcast),
+        "SCORES": {0: NO_SCORES, 3: SUMMED_SCORES, 5: ROW_SCORES}[score_dims],
+        **tile_options(config, groups, size, value_size, softcap is not None, INTERPRETED and dtype == torch.bfloat16),
     }
     grid = (-(-(groups * nodes) // config.block_rows), batch * kv_heads, parts)
-    return Launch(grid, (batch, heads, nodes, parts, value_size), numbers, constants)
+    merge = merge_of((batch, heads, nodes, parts, value_size), has_sinks, block_states, most_parts)
+    return Launch(grid, numbers, constants, merge)
 
 
-def _readable(mask: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return the mask as bytes or floating point, and the number that hides a key: the lowest of its dtype, or -inf."""
-    if mask.dtype == torch.bool:
-        return mask.view(torch.uint8), 0.0
-    lowest = torch.finfo(mask.dtype).min
-    if mask.dtype == torch.float64:
-        return mask.float(), max(lowest, torch.finfo(torch.float32).min)
-    return mask, lowest
-
-
-def _partial_results(query: torch.Tensor, value: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (*query.shape[:3], parts)
-    return query.new_empty(*shape, value.shape[3], dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
+def _tree_of(
+    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
+) -> tuple[int, int, float, tuple[int, ...]]:
+    """Return kind, keys, hiding number and strides `(b, h, n, m)` of a mask `(B, N, M)` or `(1 or B, 1 or H, N, M)`."""
+    heads = 0 if len(shape) == 3 or shape[1] == 1 else strides[1]
+    all_strides = (0 if shape[0] == 1 else strides[0], heads, *strides[-2:])
+    if dtype == torch.uint8:
+        return BOOLEAN_TREE, shape[-1], 0.0, all_strides
+    return ADDITIVE_TREE, shape[-1], torch.finfo(dtype).min, all_strides
 
 
 def _empty_state(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -449,10 +450,3 @@ def _empty_state(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor
     batch, heads, nodes, _ = query.shape
     out = value.new_empty(batch, nodes, heads, value.shape[3]).transpose(1, 2)
     return out, query.new_empty(batch, heads, nodes, dtype=torch.float32)
-
-
-def _empty_scores(
-    query: torch.Tensor, key: torch.Tensor, last_node: torch.Tensor | None, per_layer: bool
-) -> torch.Tensor:
-    shape = (0,) if last_node is None else (key.shape[0], 1 if per_layer else key.shape[1], key.shape[2])
-    return query.new_empty(shape, dtype=torch.float32)

@@ -80,13 +80,13 @@ def hybrid(size, rows, dtype, features):
     query, key = torch.empty(1, 2 * GROUPS, nodes, size, dtype=dtype), torch.empty(1, 2, 2000, size, dtype=dtype)
     numbers, sinks = torch.zeros(1, nodes, dtype=torch.long), torch.zeros(2 * GROUPS)
     lengths, mask = numbers[:, 0].contiguous(), torch.ones(1, nodes, nodes, dtype=torch.bool)
-    options = {
-        "plain": (None, mask, sinks, None, 0.1, None, None, False, False),
-        "scores": (None, mask, sinks, lengths, 0.1, None, None, False, True),
-        "all": (numbers, mask, sinks, lengths, 0.1, 100, 3.0, True, True),
-        "none": (None, None, sinks, None, 0.1, None, None, False, False),
-    }
-    launch.hybrid_op(query, key, key, lengths, *options[features])
+    op, *options = {
+        "plain": (launch.hybrid_op, None, mask, sinks, 0.1, None, None),
+        "scores": (launch.scored_op, None, mask, sinks, lengths, 0.1, None, None, False, True),
+        "all": (launch.scored_op, numbers, mask, sinks, lengths, 0.1, 100, 3.0, True, True),
+        "none": (launch.hybrid_op, None, None, sinks, 0.1, None, None),
+    }[features]
+    op(query, key, key, lengths, *options)
 
 
 def tree(size, rows, dtype):

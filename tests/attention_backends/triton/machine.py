@@ -1,9 +1,13 @@
 """Where the tests of Triton kernels run, and processes of their own."""
 
+import inspect
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import torch
@@ -38,6 +42,23 @@ def counted(kernel, launches):
             return run
 
     return Counted()
+
+
+@contextmanager
+def language_listed_once():
+    """Triton's interpreter lists its whole language for every call of a function in a kernel, a third of its time."""
+    interpreter, names = import_module("triton.runtime.interpreter"), {}
+
+    def patch_builtin(package, builder, *scope):
+        if package not in names:  # before anything in it is replaced
+            listed = inspect.getmembers(package)
+            names[package] = [name for name, member in listed if interpreter.tl.core.is_builtin(member)]
+        for name in names[package]:
+            if interpreter.tl.core.is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, *scope)
+
+    with mock.patch.object(interpreter, "_patch_builtin", patch_builtin):
+        yield
 
 
 def python(*arguments, **environment):

@@ -15,7 +15,7 @@ from hf_longspec.attention_backends.registry import AttentionCall
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
-from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
+from hf_longspec.attention_backends.triton.launch import hybrid_op, scored_op, tree_op
 from hf_longspec.generation import decoding
 from hf_longspec.generation.fast import compiled_steps
 from hf_longspec.generation.target import TargetView
@@ -35,15 +35,17 @@ def arguments(device, lengths=(40, 70), dtype=torch.float32):
     return context, *on(device, query, key.nan_to_num(), value.nan_to_num())
 
 
-@pytest.mark.parametrize(("with_tree", "with_scores"), [(True, True), (False, False)])
-def test_operators(kernel_device, small_tiles, monkeypatch, with_tree, with_scores):
+@pytest.mark.parametrize("with_tree", [True, False])
+def test_operators(kernel_device, small_tiles, monkeypatch, with_tree):
     """Two runs are compared: what is not written, the scores after a prefix, has to be the same."""
     monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     context, query, key, value = arguments(kernel_device)
     sinks = torch.linspace(-2, 3, 6, device=kernel_device)
-    last = torch.tensor([4, 2], device=kernel_device) if with_scores else None
-    place = (context.lengths.on(kernel_device), context.positions, context.mask if with_tree else None, sinks, last)
-    torch.library.opcheck(hybrid_op.operator, (query, key, value, *place, 0.3, 50, 3.0, with_tree, with_tree))
+    last = torch.tensor([4, 2], device=kernel_device)
+    place = (context.lengths.on(kernel_device), context.positions, context.mask if with_tree else None, sinks)
+    torch.library.opcheck(hybrid_op.operator, (query, key, value, *place, 0.3, 50, 3.0))
+    for scores in (True, False):
+        torch.library.opcheck(scored_op.operator, (query, key, value, *place, last, 0.3, 50, 3.0, scores, scores))
     if with_tree:
         half = [x.half() for x in (query, context.staged(key), context.staged(value))]
         torch.library.opcheck(tree_op.operator, (*half, context.mask, 0.3, None))
@@ -114,8 +116,8 @@ def test_a_second_copy_has_operators_of_its_own(kernel_device, kernel_copy):
     assert hybrid_op.operator._qualname == "hf_longspec::triton_hybrid_attention"
     assert copy.operator._qualname == "hf_longspec_hub_copy_launch::triton_hybrid_attention"
     _, query, key, value = arguments(kernel_device)
-    inputs = (query, key, value, torch.tensor([9, 5], device=kernel_device), None, None, None, None, 0.3, None, None)
-    for one, other in zip(hybrid_op(*inputs, False, False), copy(*inputs, False, False), strict=True):
+    inputs = (query, key, value, torch.tensor([9, 5], device=kernel_device), None, None, None, 0.3, None, None)
+    for one, other in zip(hybrid_op(*inputs), copy(*inputs), strict=True):
         assert torch.equal(one, other)
 
 

@@ -27,6 +27,8 @@ if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     STACK_BYTES |= {(80, "hybrid", 64): 16, (80, "hybrid", 128): 40, (80, "tree", 128): 8}
     STACK_BYTES |= {(89, "tree", 64): 16, (89, "hybrid", 128): 32}
     STACK_BYTES |= {(90, "hybrid", 128): 32}  # 64 rows with scores: faster than 32 keys, which do not spill
+    STACK_BYTES |= {(80, "hybrid", 256): 8}  # 16 rows of 16 bits with all features
+    STACK_BYTES |= {(100, "hybrid", 128): 184}  # 64 rows with scores, as on sm_90
     STACK_BYTES |= {(90, "hybrid", 256): 128}  # 64 rows of 16 bits with all features; 16 bytes with a tree alone
 
 

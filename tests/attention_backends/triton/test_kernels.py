@@ -4,6 +4,8 @@ their tiles: plain functions against counting, and every shipped tile against th
 Interpreted on a CPU, compiled on a GPU.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -19,7 +21,6 @@ from hf_longspec.attention_backends.triton.config import (
     most_splits,
     wanted_splits,
 )
-from hf_longspec.attention_backends.triton.launch import launch_combine
 from tests.attention_backends.oracle import (
     SCALING,
     assert_within_budget,
@@ -74,8 +75,10 @@ def test_combine(kernel_device, small, monkeypatch, parts, with_sinks):
     sinks = torch.linspace(-9.0, 9.0, 4) if with_sinks else None
     states = [(out[..., p, :].double().masked_fill(empty[..., p, None], 0), lse[..., p].double()) for p in range(parts)]
     exact = merge_attention_states(states, None if sinks is None else sinks.double())
-    inputs = (out.masked_fill(empty[..., None], torch.nan), lse / torch.tensor(2.0).log())
-    state = on("cpu", *launch_combine(*on(kernel_device, *inputs, out[:, :, 0], sinks)))
+    partial = torch.cat([out.masked_fill(empty[..., None], torch.nan).flatten(), (lse / math.log(2.0)).flatten()])
+    merge = launch.merge_of(out.shape, with_sinks, launch.BLOCK_STATES, launch.BLOCK_PARTS)
+    assert merge.partial == partial.numel()
+    state = on("cpu", *launch.launch_merge(merge, *on(kernel_device, partial, out[:, :, 0], sinks)))
     torch.testing.assert_close(state[0].double(), exact[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(state[1].double(), exact[1], rtol=1e-6, atol=1e-5)
     assert state[0].transpose(1, 2).is_contiguous()
