@@ -13,12 +13,12 @@ from transformers.utils import cached_file, logging
 from yaml import YAMLError
 
 from .generation.drafter import Binding, Drafter
-from .generation.saved_config import read_config, shortened
 from .generation.sequences import SpeculationStats
 from .generation.target import TargetView
 from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig, text_config
 from .modeling.register_draft import DRAFTS, reader_of
+from .modeling.saved_config import read_config, shortened
 
 logger = logging.get_logger(__name__)
 

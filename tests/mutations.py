@@ -40,7 +40,7 @@ ROWS = (
     ("The noise of a position is used once", "generation/sampling.py", "            del of_row[:count]\n",
      "            del of_row[:0]\n", "tests/generation/test_noise.py"),
     ("Candidates are ranked with the target's noise", "generation/sampling.py",
-     "SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if rule.do_sample else scores", "scores",
+     "scores if noise is None else SHARPNESS * perturbed_log_probs(scores, noise[:, depth, None])", "scores",
      "tests/generation/test_coupling.py"),
     ("Accepted nodes move to the end of the prefix", "generation/cache.py",
      "            self._move(path[:, : counts.longest], counts)\n", "            pass\n",

@@ -34,11 +34,11 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..auto import AutoDraft
 from ..cli import CommandError, one_line, options
-from ..generation.saved_config import read_config
 from ..generation.target import TargetView
 from ..modeling.assistant.modeling_assistant import AssistantDraftModel
 from ..modeling.loading import refuse_missing_weights
 from ..modeling.register_draft import reader_of, weightless_drafts
+from ..modeling.saved_config import read_config
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The folder that holds the package, which in a checkout holds the tiny models too.

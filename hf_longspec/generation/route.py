@@ -12,21 +12,18 @@ import functools
 import os
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin
+from transformers import GenerationMixin
 from transformers.pipelines import base as pipelines
 
 from .call import USER_CACHE, refuse
-from .saved_config import read_config
 from .target import TargetView
 from .wing import WINGS
 
 _STOCK = "_longspec_stock"
-# Functions of a config.json that return the class of draft that reads it. The registry of drafts adds its own.
-readers: list[Callable[[dict[str, Any]], Any]] = []
-# Drafts that calls gave by their names, for each target.
-_named: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+# A function of a name and a target that loads the draft of a folder or Hub id. With `or_none=True`, it returns `None`
+# for other repositories. The storage of drafts adds it.
+loaders: list[Callable[..., Any]] = []
 _OWNERS = {"_assisted_decoding": GenerationMixin, "_validate_generation_mode": GenerationMixin}
 _OWNERS |= {"load_assistant_model": pipelines}
 
@@ -45,7 +42,7 @@ def install() -> None:
     def validate_generation_mode(self: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) -> None:
         assistant: Any = mode_kwargs.get("assistant_model")
         if isinstance(assistant, str | os.PathLike | type):
-            assistant = mode_kwargs["assistant_model"] = _draft_of(assistant, self)
+            assistant = mode_kwargs["assistant_model"] = loaders[-1](assistant, self)
         if getattr(assistant, "_is_longspec_draft", False):
             if assistant.setting("on_unsupported") == "error" and USER_CACHE in WINGS:
                 # before generate() makes such a cache
@@ -62,7 +59,7 @@ def install() -> None:
     @functools.wraps(load)
     def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> Any:
         is_name = isinstance(assistant_model, str | os.PathLike)
-        draft = _draft_of(assistant_model, model, or_none=True) if is_name else assistant_model
+        draft = loaders[-1](assistant_model, model, or_none=True) if is_name else assistant_model
         if getattr(draft, "_is_longspec_draft", False):  # its vocabulary is that of the model
             return draft, None
         return load(model, assistant_model, assistant_tokenizer)
@@ -87,41 +84,6 @@ def is_installed() -> bool:
 def stock_assisted_decoding() -> Any:
     """Return the function of transformers, which this or another copy may have wrapped."""
     return _stock("_assisted_decoding")
-
-
-def _draft_of(name: str | os.PathLike | type, target: Any, or_none: bool = False) -> Any:
-    """Return the draft of a folder or Hub id, loaded once for each target. No code of a repository is run.
-
-    It is a saved one, or a checkpoint of another project that a draft of the installed package reads. A repository that
-    is no draft is refused, or with `or_none` the result is `None`.
-    """
-    if isinstance(name, type):
-        raise ValueError(
-            f"assistant_model is the class {name.__name__}. Pass a draft, such as "
-            "SpecAttnDraftModel.from_target(model)."
-        )
-    drafts = _named.setdefault(target, {})
-    if (name := os.fspath(name)) not in drafts:
-        try:
-            config = read_config(name)
-        except OSError as error:
-            raise OSError(
-                f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}). Pass a draft, or the "
-                "folder or Hub id of a saved or published one."
-            ) from error
-        kind = config.get("model_type")
-        draft: Any = MODEL_MAPPING.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
-        if not getattr(draft, "_is_longspec_draft", False):
-            draft = next((found for reader in readers if (found := reader(config)) is not None), None)
-        if draft is None and or_none:
-            return None
-        if draft is None:
-            raise ValueError(
-                f"assistant_model={name!r} has model_type={kind!r} and is not a draft. For a small language model, "
-                "pass AssistantDraftModel.from_pretrained(name, target=model)."
-            )
-        drafts[name] = draft.from_pretrained(name, target=target, trust_remote_code=False)
-    return drafts[name]
 
 
 def _stock(name: str) -> Any:

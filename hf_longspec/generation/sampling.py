@@ -472,17 +472,20 @@ class Coupling:
         if rule is None:
             return logits
         logits = logits.to(self._device)  # from the device of the head, if the target is sharded
+        noise = known[0] if rule.do_sample else None
+        recent = known[-1] if len(known) > rule.do_sample else None  # last tokens `(B, window)`
         if rule.history_free:
             scores = warped(rule.processors, logits)
         else:
             tokens = paths() if callable(paths) else paths
             logits = logits.expand(-1, tokens.shape[1], -1)
-            in_windows = len(known) > rule.do_sample
-            is_asked = None if in_windows and rule.takes_any_text else self._can_be_accepted(rule, tokens, depth)
-            if in_windows:
-                texts = torch.cat([known[-1][:, None].expand(-1, logits.shape[1], -1), tokens], 2)[..., depth:]
+            is_asked = (
+                None if recent is not None and rule.takes_any_text else self._can_be_accepted(rule, tokens, depth)
+            )
+            if recent is not None:
+                texts = torch.cat([recent[:, None].expand(-1, logits.shape[1], -1), tokens], 2)[..., depth:]
                 if is_asked is not None:  # in place of others, the text of a row that grows
-                    texts = torch.where(is_asked[..., None], texts, known[-1][rule.sequences.done.index(False)])
+                    texts = torch.where(is_asked[..., None], texts, recent[rule.sequences.done.index(False)])
                 scores = warped(rule.processors, logits, texts)
             else:
                 assert is_asked is not None
@@ -490,7 +493,7 @@ class Coupling:
                 scores = torch.stack([rule.scores_after(*node) for node in nodes], 1)
             if is_asked is not None:
                 self._level = tokens, is_asked, ~scores.isneginf()
-        return SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if rule.do_sample else scores
+        return scores if noise is None else SHARPNESS * perturbed_log_probs(scores, noise[:, depth, None])
 
     def _can_be_accepted(self, rule: TokenRule, paths: torch.Tensor, depth: int) -> torch.Tensor:
         """Return which paths `(B, n, depth)` can be accepted, as `(B, n)`, by the scores of the level above.

@@ -24,7 +24,15 @@ LEFT_OUT = (
     "training",
 )
 
-DRAFT = "settings", "configuration_base", "loading", "base", "families/self_drafter", "families/self_drafts"
+DRAFT = (
+    "settings",
+    "saved_config",
+    "configuration_base",
+    "loading",
+    "base",
+    "families/self_drafter",
+    "families/self_drafts",
+)
 USER_CODE = "user_state", "hooks", "processors"
 FIRST_CHECKS = "trial", "forward_check"
 RECURRENCES = "plain_forwards", "recurrences", "recurrent_states"
@@ -43,7 +51,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "target_modules": ("generation/target_modules", "generation/wing"),
     "target": ("generation/target", "generation/sparse_caches"),
     "drafter": ("generation/drafter", "modeling/families/beams", "modeling/families/cache_readers"),
-    "decoding": ("generation/call", "generation/decoding", "generation/route", "generation/saved_config"),
+    "decoding": ("generation/call", "generation/decoding", "generation/route"),
     "user_code": tuple(f"generation/wings/{name}" for name in USER_CODE),
     "first_checks": tuple(f"generation/wings/{name}" for name in FIRST_CHECKS),
     "recurrences": tuple(f"generation/wings/{name}" for name in RECURRENCES),
@@ -246,7 +254,9 @@ def _joined(file: str, modules: Sequence[Module], file_of: Mapping[str, str]) ->
         """Return whether a name is new in the file."""
         is_new = name not in meaning
         if meaning.setdefault(name, value) != value:
-            raise ValueError(f"{name} in {module.name} is something else in another module of {file}.py: rename one.")
+            raise ValueError(
+                f"two modules joined in {file}.py define {name} differently, {module.name} among them: rename one."
+            )
         return is_new
 
     imports: dict[str, set[str]] = {}

@@ -16,14 +16,14 @@ from ..generation.cache import SpeculativeCache
 from ..generation.call import refuse_target
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
-from ..generation.route import install
-from ..generation.saved_config import read_config
+from ..generation.route import install, loaders
 from ..generation.sequences import SpeculationStats
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from ..generation.wings.register import register_wings
 from .configuration_base import DraftConfig, is_packaged
-from .loading import of_hub, read_settings, readable_errors, require_complete
+from .loading import draft_by_name, of_hub, read_settings, readable_errors, require_complete
+from .saved_config import read_config
 from .settings import COMMON, NGRAMS, Setting
 
 try:
@@ -38,6 +38,7 @@ except ImportError:  # a published draft has n-grams if its own method uses them
 
 register()
 register_wings()
+loaders[:] = [draft_by_name]
 install()
 
 # Maximum number of nodes of a tree. Its mask has an entry for each pair of nodes.

@@ -10,8 +10,8 @@ from huggingface_hub.dataclasses import type_validator
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from ..generation.saved_config import readable
 from ..generation.target_modules import shape_of
+from .saved_config import readable
 
 # Fields that a draft copies from the target's text config. A target that differs in one of them is refused.
 TARGET_SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

@@ -14,11 +14,10 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from ..generation.route import readers
-from ..generation.saved_config import readable
 from .base import DraftModel
 from .configuration_base import DraftConfig
-from .loading import WEIGHT_FILES, Checkpoint
+from .loading import WEIGHT_FILES, Checkpoint, readers
+from .saved_config import readable
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ CACHES = {
     "other": (lambda model: OtherCache(), "a OtherCache, whose way of"),
     "quantized": (quantized, "QuantizedCache"),
     "offloaded": (offloaded, "offloading=True"),
-    "other-layers": (foreign_layers, "a DynamicCache, with layers of the kind OtherLayer"),
+    "other-layers": (foreign_layers, "a DynamicCache; layers of the kind OtherLayer"),
 }
 
 

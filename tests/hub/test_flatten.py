@@ -98,7 +98,7 @@ def test_an_import_of_what_is_left_out_is_refused(package):
 def test_a_name_with_two_meanings_in_one_file_is_refused(package, second):
     root = package({"room/a.py": "from .e import g\n\nvalue = 1\n\n\ndef f():\n    return g, value\n"})
     (root / "room" / "e.py").write_text(second + "\n\ndef g():\n    return value\n")
-    with pytest.raises(ValueError, match="value in room/a is something else"):
+    with pytest.raises(ValueError, match="define value differently, room/a among them"):
         flat(root, {"both": ("room/a", "room/e")})
 
 

@@ -82,7 +82,7 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     if is_own(cache) or user_cache_of(cache) is None or (reason := _why_not(cache)) is None:
         return None
     return (
-        f"{CACHE_NAME} is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which is "
+        f"{CACHE_NAME} is a {type(cache).__name__}; {reason}. Pass a DynamicCache, or a SpeculativeCache, which is "
         "allocated in advance, or leave the argument out."
     )
 
@@ -206,12 +206,12 @@ def _point(
 def _why_not(cache: Any) -> str | None:
     """Return why the layers of this cache cannot be read and written; `None` if they can."""
     if type(cache) is not DynamicCache:
-        return "whose way of storing keys and values the loop cannot keep up"
+        return "only DynamicCache and SpeculativeCache work with a draft"
     if cache.offloading:
-        return "with offloading=True, and the loop keeps keys and values on the device of the model"
+        return "offloading=True moves keys and values away from the device of the model, where the loop needs them"
     kinds = {type(layer) for layer in cache.layers if not _is_dummy(layer)}
     if other := kinds - KNOWN_LAYERS:
-        return f"with layers of the kind {', '.join(sorted(kind.__name__ for kind in other))}"
+        return f"layers of the kind {', '.join(sorted(kind.__name__ for kind in other))} are not supported with a draft"
     return None
 
 

@@ -10,11 +10,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.utils import logging
 
 from ...generation.drafter import Binding, Drafter
-from ...generation.saved_config import read_config, readable
 from ...generation.target import TargetView
 from ..base import DraftModel, refuse_masked
 from ..configuration_base import DraftConfig, check_sizes, text_config
 from ..loading import HUB_KWARGS, of_hub, readable_errors, refuse_missing_weights
+from ..saved_config import read_config, readable
 from ..settings import ACCEPTANCE, WIDTHS, Setting
 from .generation_assistant import AssistantDrafter, Shape, Translation, size_of
 

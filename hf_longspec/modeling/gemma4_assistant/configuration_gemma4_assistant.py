@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
-from ...generation.saved_config import readable
 from ...generation.target_modules import last_layer, shape_of
 from ..configuration_base import DraftConfig, check_sizes, text_config
+from ..saved_config import readable
 
 # Parts of Gemma 4 that no assistant has, and the values of their fields that leave them out.
 WITHOUT = {"hidden_size_per_layer_input": 0, "enable_moe_block": False, "use_double_wide_mlp": False}

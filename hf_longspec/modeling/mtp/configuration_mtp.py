@@ -4,9 +4,9 @@ from typing import Any, ClassVar, Self
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ...generation.saved_config import readable
 from ...generation.target_modules import last_full_layer
 from ..configuration_base import DraftConfig, check_sizes, text_config
+from ..saved_config import readable
 
 
 class MtpConfig(DraftConfig):

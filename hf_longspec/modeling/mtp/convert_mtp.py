@@ -137,8 +137,8 @@ class MtpCheckpoint:
             _refuse_none(checkpoint.source, stripped)
         if depth > 1 and family is not FAMILIES["DeepSeek"]:
             raise ValueError(
-                f"{checkpoint.source} has {depth} MTP layers: how several layers are run in turn is known for the "
-                "names of DeepSeek alone. Use another draft."
+                f"{checkpoint.source} has {depth} MTP layers; more than one is supported only for DeepSeek "
+                "checkpoints. Use another draft."
             )
         fields = family.fields | {"num_mtp_layers": depth}
         return cls(checkpoint, names, fields | {"layer_idx": _kind_of_layer(target, set(names.values()))})

@@ -53,8 +53,8 @@ def decoder_like(config: MtpConfig) -> PreTrainedModel:
             reason = _why_not(decoder, config.layer_idx)
     if reason is not None:
         raise ValueError(
-            f"a layer of model_type={layer_config.model_type!r} cannot be an MTP layer, which stores keys and values "
-            f"and gets states and positions alone: {reason}. Use another draft, such as NgramDraftModel."
+            f"a layer of model_type={layer_config.model_type!r} cannot be used as an MTP layer: "
+            f"{reason}. Use another draft, such as NgramDraftModel."
         )
     return decoder
 

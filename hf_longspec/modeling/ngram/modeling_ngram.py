@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import cached_file
 
 from ...generation.drafter import Binding, Drafter
-from ...generation.saved_config import shortened
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
 from ..families.ngrams import SEPARATOR, NgramDrafter, TextMemory
 from ..loading import of_hub, readable_errors
+from ..saved_config import shortened
 from ..settings import NGRAMS, Setting
 
 # File of a saved draft with the texts that it remembers.
