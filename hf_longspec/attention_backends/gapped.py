@@ -5,7 +5,6 @@ the columns of the padded text instead, so a window may hide slots of a prefix t
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -44,8 +43,3 @@ class GappedContext(TreeContext):
     def _distances(self) -> torch.Tensor:
         columns = self.columns.gather(1, self.positions)
         return columns[:, :, None] - columns[:, None]
-
-
-def tree_context(*step: Any, columns: torch.Tensor | None = None, **options: Any) -> TreeContext:
-    """Return the context of a verification: arguments as in [`TreeContext`], with `columns` a [`GappedContext`]."""
-    return TreeContext(*step, **options) if columns is None else GappedContext(*step, columns=columns, **options)

@@ -5,7 +5,7 @@ they fit and only this call cannot use the draft. The setting `on_unsupported` o
 then runs without the draft or is an error. What only some calls need is a wing, see `wing.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..attention_backends.contexts import TreeContext
 from .cache import CACHE_NAME, SpeculativeCache
 from .sampling import is_history_free
 from .target import Known, TargetView
@@ -257,12 +258,16 @@ class Prompts:
         """Return the columns of all tokens of padded texts that fit in a cache; `None` without padding."""
         return None if self.mask is None else columns_of(self.mask, cache.max_length + cache.tree_slots)
 
+    def context_of(self, cache: SpeculativeCache) -> Callable[..., TreeContext]:
+        """Return the class of the contexts of verifications, which a wing replaces where windows count padding too."""
+        return WINGS[GAPS].context_of(self.columns(cache)) if self.counts_gaps else TreeContext
+
     def prefill(
-        self, cache: SpeculativeCache, seed_tokens: int, columns: torch.Tensor | None = None
+        self, cache: SpeculativeCache, seed_tokens: int, context_of: Callable[..., TreeContext] = TreeContext
     ) -> list[torch.Tensor]:
         """Run all but the last tokens of every row under the model's own attention, right-padded, possibly in chunks.
 
-        With `columns`, see [`TreeContext`], and on a cache with rows of different lengths, chains are verified instead.
+        If rows differ (`by_chains`), chains are verified instead; see [`TargetView.verify`] for `context_of`.
 
         Returns:
             `list[torch.LongTensor]`: Last tokens of every row, which are not in the cache: `seed_tokens` at most, or
@@ -270,7 +275,7 @@ class Prompts:
         """
         sizes = self.tails(seed_tokens)
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self.new, sizes, strict=True)]
-        self.run(cache, heads, columns)
+        self.run(cache, heads, context_of)
         cache.set_lengths([count + len(head) for count, head in zip(self.held, heads, strict=True)])
         return [prompt[len(head) :] for prompt, head in zip(self.new, heads, strict=True)]
 
@@ -278,11 +283,11 @@ class Prompts:
         """Return how many last tokens of each row run as a verification."""
         return self.target.mode.tails(self, [min(seed_tokens, size) for size in self.text_sizes])
 
-    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor], columns: torch.Tensor | None) -> None:
+    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor], context_of: Callable[..., TreeContext]) -> None:
         """Append keys and values of the beginnings of prompts to a cache."""
         if self.by_chains:
             with self.target.attention():
-                self.target.prefill_rows(heads, cache, self.chunk_size, columns)
+                self.target.prefill_rows(heads, cache, self.chunk_size, context_of)
         elif max(map(len, heads)):
             tokens = pad_sequence(self.new if self.is_whole else heads, batch_first=True)
             self.target.prefill(tokens, cache, self.chunk_size)

@@ -124,8 +124,7 @@ class Session:
         keeps_buffers = target.captures and not call.store.is_users
         self.workspace = target.runner.workspace(batch_size, self.max_length) if keeps_buffers else None
         self.cache = call.store.open(call, nodes, None if self.workspace is None else self.workspace.cache)
-        # the place of every token, where windows count the padding between tokens too
-        self.columns = self.prompts.columns(self.cache) if self.prompts.counts_gaps else None
+        self.context_of = self.prompts.context_of(self.cache)
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
@@ -141,7 +140,7 @@ class Session:
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
         with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.held):
-            tails = self.prompts.prefill(self.cache, self.seed_tokens, self.columns)
+            tails = self.prompts.prefill(self.cache, self.seed_tokens, self.context_of)
         if self.checks_target and self.draft.setting("check_target") and FIRST_CHECKS in WINGS:
             WINGS[FIRST_CHECKS].check(self)
         return tails
@@ -196,7 +195,7 @@ class Session:
     def verify(self, tree: DraftTree, fixed_shape: bool = False) -> Step:
         """Run the target over all nodes of a tree."""
         capture, hidden = self.drafter.capture(tree), self.drafter.wants_hidden
-        options = self.position_limit(), hidden, fixed_shape, self.lowest_positions(), self.columns
+        options = self.position_limit(), hidden, fixed_shape, self.lowest_positions(), self.context_of
         return self.target.verify(tree, self.cache, capture, *options)
 
     def emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:

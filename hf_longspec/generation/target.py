@@ -16,7 +16,7 @@ from torch.nn.modules import module as of_torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ..attention_backends.gapped import tree_context
+from ..attention_backends.contexts import TreeContext
 from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
 from .cache import CACHE_NAME, SpeculativeCache
@@ -297,7 +297,7 @@ class TargetView:
             chunk = input_ids[:, begin : begin + (chunk_size or total)]
             end = start + begin + chunk.shape[1]
             positions = torch.arange(start + begin, end, device=chunk.device).repeat(chunk.shape[0], 1)
-            with self.mode.around_prefill(cache, positions, end):
+            with self.declared_mode.around_prefill(cache, positions, end):
                 self.model(
                     input_ids=chunk,
                     position_ids=cache.position_ids(positions),
@@ -311,13 +311,13 @@ class TargetView:
         prompts: Sequence[torch.Tensor],
         cache: SpeculativeCache,
         chunk_size: int | None,
-        columns: torch.Tensor | None = None,
+        context_of: Callable[..., TreeContext] = TreeContext,
     ) -> None:
         """Append keys and values of prompts to rows of any lengths, as chains that are verified.
 
         The model's own attention has one length for all rows, and its windows count slots. Call it inside of
         [`TargetView.attention`]. No forward has more tokens than `chunk_size`, or than the cache has slots for a tree.
-        See [`GappedContext`] for `columns`.
+        See `verify` for `context_of`.
         """
         tokens = pad_sequence(list(prompts), batch_first=True)
         size = min(chunk_size or cache.tree_slots, cache.tree_slots)
@@ -328,7 +328,7 @@ class TargetView:
         for begin in range(0, tokens.shape[1], size):
             tree = DraftTree.chain(tokens[:, begin : begin + size])
             positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
-            context = tree_context(cache.lengths, positions, tree.mask, windows=self.windows, columns=columns)
+            context = context_of(cache.lengths, positions, tree.mask, windows=self.windows)
             cache.stage(tree.num_nodes, tree)
             # a model with a table of positions would index beyond its end where a short row is padded
             inputs = tree.tokens, cache.position_ids(positions.clamp_max(last)), cache, tree.mask[:, None]
@@ -344,7 +344,7 @@ class TargetView:
         with_hidden: bool | tuple[int, ...] = False,
         fixed_shape: bool = False,
         lowest: Sequence[int] | None = None,
-        columns: torch.Tensor | None = None,
+        context_of: Callable[..., TreeContext] = TreeContext,
     ) -> "Step":
         """Run all nodes of the tree in one forward, and stage their keys and values in `cache`.
 
@@ -358,13 +358,13 @@ class TargetView:
             fixed_shape (`bool`, *optional*, defaults to `False`): Whether more steps with this number of nodes will
                 follow, so that compiling one is worth it.
             lowest (`Sequence[int]`, *optional*): Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
-            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*): See [`GappedContext`]. Such a step runs as
-                it is.
+            context_of (`Callable`, *optional*): Makes the context of the attention layers; a [`TreeContext`] by
+                default. A step with another one runs as it is.
         """
         device = tree.tokens.device
         positions = cache.lengths.on(device)[:, None] + tree.depths
-        context = tree_context(cache.lengths, positions, tree.mask, capture, windows=self.windows, columns=columns)
-        fixed_shape = fixed_shape and columns is None
+        context = context_of(cache.lengths, positions, tree.mask, capture, windows=self.windows)
+        fixed_shape = fixed_shape and context_of is TreeContext
         if lowest is not None:
             positions = torch.maximum(positions, on_device(lowest, device)[:, None])
         if limit is not None and cache.lengths.longest + tree.max_depth >= limit:

@@ -24,19 +24,7 @@ LEFT_OUT = (
     "training",
 )
 
-DRAFT = (
-    "settings",
-    "saved_config",
-    "configuration_base",
-    "loading",
-    "base",
-    "families/self_drafter",
-    "families/self_drafts",
-)
-USER_CODE = "user_state", "hooks", "processors"
-FIRST_CHECKS = "trial", "forward_check"
-RECURRENCES = "plain_forwards", "recurrences", "recurrent_states"
-OTHER_WINGS = "padding", "user_caches", "masked", "images", "rotary_limit", "gate", "register"
+DRAFTERS = "beams", "cache_readers", "self_drafter"
 # Files of the copy, by the modules that are joined in them. The modules of a method, modeling/<method>/, become
 # <method>.py.
 FILES: dict[str, tuple[str, ...]] = {
@@ -50,15 +38,21 @@ FILES: dict[str, tuple[str, ...]] = {
     "sampling": ("generation/sampling",),
     "target_modules": ("generation/target_modules", "generation/wing"),
     "target": ("generation/target", "generation/sparse_caches"),
-    "drafter": ("generation/drafter", "modeling/families/beams", "modeling/families/cache_readers"),
-    "decoding": ("generation/call", "generation/decoding", "generation/route"),
-    "user_code": tuple(f"generation/wings/{name}" for name in USER_CODE),
-    "first_checks": tuple(f"generation/wings/{name}" for name in FIRST_CHECKS),
-    "recurrences": tuple(f"generation/wings/{name}" for name in RECURRENCES),
-    "wings": tuple(f"generation/wings/{name}" for name in OTHER_WINGS),
+    "drafter": ("generation/drafter", *(f"modeling/families/{name}" for name in DRAFTERS)),
+    "call": ("generation/call",),
+    "decoding": ("generation/decoding", "generation/route"),
+    "user_code": tuple(f"generation/wings/{name}" for name in ("user_state", "hooks", "processors")),
+    "first_checks": tuple(f"generation/wings/{name}" for name in ("trial", "forward_check")),
+    "recurrences": tuple(f"generation/wings/{name}" for name in ("plain_forwards", "recurrences")),
+    "recurrent_states": ("generation/wings/recurrent_states",),
+    "masked": ("generation/wings/masked",),
+    "images": ("generation/wings/images",),
+    "gate": ("generation/wings/gate",),
+    "wings": tuple(f"generation/wings/{name}" for name in ("padding", "user_caches", "rotary_limit", "register")),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "ngrams": ("modeling/families/ngrams",),
-    "draft": tuple(f"modeling/{name}" for name in DRAFT),
+    "settings": ("modeling/settings", "modeling/saved_config"),
+    "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "base", "families/self_drafts")),
     "aux_hidden_states": tuple(f"modeling/families/aux_{name}" for name in ("hidden_states", "layers", "drafter")),
 }
 

@@ -38,7 +38,7 @@ except ImportError:  # a published draft has n-grams if its own method uses them
 
 register()
 register_wings()
-loaders[:] = [draft_by_name]
+loaders.append(draft_by_name)
 install()
 
 # Maximum number of nodes of a tree. Its mask has an entry for each pair of nodes.

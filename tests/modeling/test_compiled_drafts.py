@@ -5,6 +5,7 @@ import torch
 
 from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
 from hf_longspec.generation.fast import compiled_steps as compiled
+from hf_longspec.generation.fast.fixed_steps import _forwards
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.calls import generate
 from tests.tiny_targets import randomize, tiny_target
@@ -36,9 +37,9 @@ CALLS = ({}, {"do_sample": True, "top_p": 0.95}, {"do_sample": True, "repetition
 def steps_of(*modules):
     """Names of compiled functions, and in place of the model's step the contexts that it was compiled for."""
     made = [key for module in modules for key in compiled._compiled.get(module, {})]
-    forwards = [shape for function, shape in made if function is compiled._forwards]
+    forwards = [shape for function, shape in made if function is _forwards]
     contexts = {part for shape in forwards for part in shape if isinstance(part, type)}
-    return contexts | {function.__name__ for function, _ in made if function is not compiled._forwards}
+    return contexts | {function.__name__ for function, _ in made if function is not _forwards}
 
 
 @pytest.mark.parametrize(

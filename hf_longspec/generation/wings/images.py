@@ -12,7 +12,7 @@ prompt, and counts on from those of its last token.
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -130,10 +130,10 @@ class PromptsWithInputs(Prompts):
         # one forward ends in the same column of all rows
         return [min(sizes)] * len(sizes) if self.target.has_states else sizes
 
-    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor], columns: torch.Tensor | None) -> None:
+    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor], context_of: Callable[..., Any]) -> None:
         """Run prompts in one forward, with their last tokens, which will run again, except with recurrent states."""
         if not self.inputs:
-            super().run(cache, heads, columns)
+            super().run(cache, heads, context_of)
         else:
             self._run_with_inputs(cache, heads if self.target.has_states else self.new)
 
