@@ -26,6 +26,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_longspec
 from hf_longspec import LongSpecDraftModel, MtpDraftModel
+from hf_longspec.generation import decoding
+from hf_longspec.modeling import base
 
 ROOT = Path(hf_longspec.__file__).parent
 GENERATION = "generation"
@@ -33,36 +35,37 @@ FIXTURE = Path(__file__).parent / "modeling/mtp/fixtures/qwen3_5"
 # Names by which code mentions a rare case, and the files that are its own. Docstrings and comments do not count.
 RARE = {
     "recurrent states": (
-        r"has_states|[Rr]ecurren(t|ce)|StateLayer|state_layers|OF_STATES|StagedNodes|Accepted\b|_STATES?\b"
-        r"|limits_steps|ignores_earlier_states|has_previous_state|HybridLayer|RecurrentMode",
-        ("recurren", "fused_layers"),
+        r"has_states|[Rr]ecurrent|[Rr]ecurrence|StateLayer|STATE_LAYERS|StagedNodes|limits_steps|HybridLayer"
+        r"|ignores_earlier_states|has_previous_state",
+        ("recurren", "fused"),
     ),
     "verification by masks": (
-        r"MASKED|[Mm]asked(?!_fill)|IndexedLayer|[Ii]ndexer|choices_of|PlainForwards|rows\.plain|\.plain\b"
-        r"|CHUNKED|first_count_that_matters",
-        ("masked", "recurren", "traits", "trial"),
+        r"MASKED|[Mm]askedMode|masked_logits|IndexedLayer|[Ii]ndexer|INDEXED|choices_of|PlainForwards|\.plain\b"
+        r"|CHUNKED|takes_contexts|takes_unreached",
+        ("masked", "plain_forwards"),
     ),
     "images": (
-        r"prompts\.inputs|self\.inputs\b|TOKEN_TYPES|mm_|rope_deltas|\.axes\b|offsets\b|text_sizes|inputs_beside"
-        r"|names_of|\bimage|Image",
-        ("images", "inputs"),
+        r"rows\.offsets|self\.offsets|prompts\.offsets|TOKEN_TYPES|mm_\w+|rope_deltas|\.axes\b|text_sizes|inputs_beside"
+        r"|names_of\(|IMAGES|call\.inputs|takes_inputs",
+        ("images",),
     ),
     "rotary limit": (
-        r"[Rr]otary_?[Ll]imit|\.rotary\b|changes_of|FrequencyChange|RECOMPUTES|_highest|waiting\(",
-        ("rotary_limit", "traits"),
+        r"rotary_limit|RotaryLimit|changes_of|FrequencyChange|ROTARY_LIMIT|position_limit|lowest_positions|is_limited",
+        ("rotary_limit",),
     ),
-    "user caches": (
-        r"user_cache|is_own|take_over|bring_up_to_date|held_by|why_not_stored|refuse_cache|UserCache",
-        ("user_cache",),
+    "caches of the user": (
+        r"is_own\(|take_over|bring_up_to_date|held_by|why_not_stored|refuse_cache|UserCache|USER_CACHE|is_users"
+        r"|_is_user_defined|\badopt\b|give_back",
+        ("user_caches",),
     ),
     "zeros between tokens": (
-        r"has_gaps|counts_gaps|\.columns\b|columns=|columns_of|with_gaps|_columns\b",
-        ("padding",),
+        r"has_gaps|counts_gaps|GAPS|\.columns\b|columns_of|with_gaps|context_of\b|Gapped",
+        ("padding", "gapped"),
     ),
-    "tensor parallelism": (r"\branks\b|Ranks|sum_ranks|\.ranks\.", ("parallel",)),
+    "tensor parallelism": (r"\bself\.ranks|target\.ranks|_ranks\b|Ranks|TENSOR_PARALLELISM|_tp_size", ("parallel",)),
     "captured steps": (
-        r"runner|captur(es|ed)|replay|graph_of|in_graph|fits_graphs|of_step|workspace|fixed_shape|reuse_graph|graphs?\b",
-        ("compiled", "cuda_graphs", "graphs", "fused", "step_cache", "/fast/", "triton/"),
+        r"runner|captur(es|ed)\b|replay|in_graph|of_graph|fits_graphs|of_step|workspace|fixed_shape|reuse_graph",
+        ("/fast/", "triton/"),
     ),
 }
 # Rare cases are counted where models run; parts about commands, training and pages use the words for other things.
@@ -133,7 +136,7 @@ class Walk:
         return f"{len(self.rooms)} files, {len(self.calls)} functions, {sum(self.calls.values())} calls"
 
 
-class _Forward(Exception):
+class _ForwardError(Exception):
     """The first forward of the target has begun."""
 
 
@@ -160,8 +163,6 @@ def call(model: Any, draft: Any) -> None:
 
 def iteration(model: Any, draft: Any) -> Walk:
     """Return the walk of the fifth iteration of a second call."""
-    from hf_longspec.generation import decoding
-
     draft.generation_config.gate = False
     call(model, draft)
     walk, count, iterate = Walk(), 0, decoding.Session.iterate
@@ -187,23 +188,22 @@ def iteration(model: Any, draft: Any) -> Walk:
 def hall(model: Any, draft: Any) -> Walk:
     """Return the walk of a second call from `decode` to the first forward of the target."""
     call(model, draft)
-    walk = Walk()
+    walk, decode, forward = Walk(), base.decode, type(model).forward
+
+    def walked(*args: Any, **kwargs: Any) -> Any:
+        with walk:
+            return decode(*args, **kwargs)
 
     def stop(*_: Any, **__: Any) -> None:
-        raise _Forward
+        raise _ForwardError
 
-    handle = model.register_forward_pre_hook(stop)
-    handle.remove()
-    forward = type(model).forward
-    type(model).forward = stop  # a hook would be a rare case of its own
+    base.decode, type(model).forward = walked, stop  # a hook would be a rare case of its own
     try:
-        with walk:
-            call(model, draft)
-    except _Forward:
+        call(model, draft)
+    except _ForwardError:
         pass
     finally:
-        sys.setprofile(None)
-        type(model).forward = forward
+        base.decode, type(model).forward = decode, forward
     return walk
 
 
