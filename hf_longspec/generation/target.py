@@ -21,7 +21,7 @@ from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
 from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
-from .target_modules import LayerInputs, passed_on, shape_of
+from .target_modules import LayerInputs, keywords_forwarded, shape_of
 from .wing import DECLARED, MODES, WINGS, LayerTraits, VerificationMode
 
 ATTENTION_NAME = "hf_longspec"
@@ -268,13 +268,13 @@ class TargetView:
         """
         with self.lock():  # before the implementation is read: another thread may have switched it
             if self._has_our_attention:
-                with passed_on(self.model):
+                with keywords_forwarded(self.model):
                     yield
                 return
             configs = _attention_configs(self.model)
             try:
                 self.model.set_attn_implementation(name_beside(self.config._attn_implementation))
-                with passed_on(self.model):
+                with keywords_forwarded(self.model):
                     yield
             finally:
                 for config, implementation in configs:

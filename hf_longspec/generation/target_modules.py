@@ -49,9 +49,9 @@ def before_forward(module: nn.Module, hook: Callable[[Any, dict[str, Any]], Any]
 
 
 @contextmanager
-def passed_on(model: nn.Module) -> Iterator[None]:
+def keywords_forwarded(model: nn.Module) -> Iterator[None]:
     """Pass `KEYWORDS` of this thread's forwards on to every attention layer of `model` while the context is open."""
-    pairs = withheld(model)
+    pairs = layers_dropping_keywords(model)
     if not pairs:
         yield
         return
@@ -70,7 +70,7 @@ def passed_on(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def withheld(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+def layers_dropping_keywords(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """Return the decoder layers that do not pass keywords on, each with its attention layer."""
     return [
         (layer, child)

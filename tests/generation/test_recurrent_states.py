@@ -16,7 +16,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.wings.forward_check import _checked
 from hf_longspec.generation.wings.masked import PlainForwards
-from hf_longspec.generation.wings.recurrences import RECURRENCES, _functions, reached
+from hf_longspec.generation.wings.recurrences import RECURRENCES, _functions, recurrences_replaced
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
 from tests.generation.drafted_calls import (
     MODES,
@@ -220,7 +220,7 @@ def test_the_functions_of_transformers_are_replaced_for_a_call_only(made):
     module = type(model).__module__
     before = _functions(module)
     assert set(before) & set(RECURRENCES)
-    with reached(model), reached(model):
+    with recurrences_replaced(model), recurrences_replaced(model):
         assert all(_functions(module)[name] is not function for name, function in before.items())
     assert _functions(module) == before
 

@@ -15,11 +15,11 @@ from hf_longspec.generation.target_modules import (
     TargetParts,
     attention_layers,
     final_norm_of,
+    keywords_forwarded,
     last_full_layer,
-    passed_on,
+    layers_dropping_keywords,
     rotates,
     with_final_norm_input,
-    withheld,
 )
 from tests.robustness.enumeration import build
 from tests.robustness.test_threads import in_threads
@@ -163,8 +163,8 @@ def test_a_forward_of_another_thread_is_not_caught():
     ("context", "module_of"),
     [
         (lambda model: LayerInputs(model, True), final_norm_of),
-        (passed_on, lambda model: withheld(model)[0][0]),
-        (passed_on, lambda model: withheld(model)[0][1]),
+        (keywords_forwarded, lambda model: layers_dropping_keywords(model)[0][0]),
+        (keywords_forwarded, lambda model: layers_dropping_keywords(model)[0][1]),
     ],
     ids=["norm", "layer", "attention"],
 )
@@ -223,7 +223,7 @@ def test_the_hook_goes_when_the_forward_fails():
 def test_layers_of_most_models_are_found_and_withhold_nothing(target, name):
     model = target(name)
     assert sorted(attention_layers(model)) == list(range(model.config.num_hidden_layers))
-    assert withheld(model) == []
+    assert layers_dropping_keywords(model) == []
 
 
 @pytest.mark.parametrize("name", ["stablelm", "nemotron"])
@@ -243,18 +243,18 @@ class TestLayersThatKeepKeywords:
 
     def test_keywords_are_passed_on_while_the_context_is_open(self, name):
         model = build(name)
-        assert len(withheld(model)) == model.config.num_hidden_layers
+        assert len(layers_dropping_keywords(model)) == model.config.num_hidden_layers
         context = object()
         assert set(self.seen(model, tree=context)) == {None}
         hooks = {module: len(module._forward_pre_hooks) for module in model.modules()}
-        with passed_on(model):
+        with keywords_forwarded(model):
             assert set(self.seen(model, tree=context)) == {context}
             assert set(self.seen(model)) == {None}  # nothing is left of the forward before
         assert hooks == {module: len(module._forward_pre_hooks) for module in model.modules()}
 
     def test_forwards_of_another_thread_keep_theirs(self, name):
         model, other = build(name), []
-        with passed_on(model):
+        with keywords_forwarded(model):
             self.seen(model, tree="mine")
             in_threads(lambda: other.extend(self.seen(model, tree="other")))
             assert set(self.seen(model, tree="mine")) == {"mine"}

@@ -1,9 +1,9 @@
 """Recurrences and short convolutions of hybrid targets, over the nodes of a draft tree.
 
-The mixers of transformers call few functions of their module. While a call decodes, [`reached`] replaces these names of
-the modules of a target by wrappers. A wrapper calls the function of transformers unless a layer of the cache has just
-handed over the inputs of staged nodes. It then computes the outputs of all nodes from the committed state, and leaves
-with the layer what a commit needs: [`RECURRENCES`] names the function for each function of transformers.
+The mixers of transformers call few functions of their module. While a call decodes, [`recurrences_replaced`] replaces
+these names of the modules of a target by wrappers. A wrapper calls the function of transformers unless a layer of the
+cache has just got inputs of staged nodes. It then computes the outputs of all nodes from the committed state, and
+leaves with the layer what a commit needs: [`RECURRENCES`] names the function for each function of transformers.
 
 A delta rule or Mamba-2 state after node i of a tree is a sum over the path to i. With the decays `g` added up along the
 path, `G_i`, the state is `exp(G_i) S + sum_j exp(G_i - G_j) left_j right_j^T` for the ancestors j of i and i itself. S
@@ -40,7 +40,7 @@ NORM_EPSILON = 1e-6
 # Bounds of Mamba-2's step sizes, which are positive, that change nothing.
 NO_LIMIT = (0.0, float("inf"))
 
-_handed = threading.local()
+_expected = threading.local()
 
 
 class StagedNodes:
@@ -164,14 +164,14 @@ class PerNode:
         return kept.choose(state, torch.zeros_like(state) if before is None else before)
 
 
-def hand_over(layer: Any) -> None:
+def expect_nodes_of(layer: Any) -> None:
     """Let the next convolution of this thread, and the recurrence after it, be those of a layer with staged nodes."""
-    _handed.convolution, _handed.recurrence = layer, None
+    _expected.convolution, _expected.recurrence = layer, None
 
 
 def _take(name: str) -> Any:
-    layer = getattr(_handed, name, None)
-    setattr(_handed, name, None)
+    layer = getattr(_expected, name, None)
+    setattr(_expected, name, None)
     return layer
 
 
@@ -349,7 +349,7 @@ _replaced: dict[str, tuple[int, dict[str, Callable]]] = {}
 
 
 @contextmanager
-def reached(model: nn.Module) -> Iterator[None]:
+def recurrences_replaced(model: nn.Module) -> Iterator[None]:
     """Replace the functions of the modules of a target while the context is open, in any number of threads."""
     names = sorted({kind.__module__ for kind in map(type, model.modules()) if _functions(kind.__module__)})
     with _guard:
@@ -370,7 +370,7 @@ def reached(model: nn.Module) -> Iterator[None]:
                     vars(sys.modules[name]).update(originals)
 
 
-def why_not_reached(model: nn.Module, config: Any) -> list[str]:
+def why_not_replaceable(model: nn.Module, config: Any) -> list[str]:
     """Return why the states of a model cannot be verified and rolled back; empty if they can."""
     reasons = []
     functions = {name for kind in {type(module).__module__ for module in model.modules()} for name in _functions(kind)}
@@ -415,7 +415,7 @@ def _wrapped(name: str, original: Callable) -> Callable:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         layer = None if torch.compiler.is_compiling() else _take(kind)
         if kind == "convolution":
-            _handed.recurrence = layer
+            _expected.recurrence = layer
         return original(*args, **kwargs) if layer is None else ours(layer, original, *args, **kwargs)
 
     return wrapper

@@ -24,12 +24,12 @@ from .recurrences import (
     StagedNodes,
     Stepped,
     Window,
-    hand_over,
+    expect_nodes_of,
     has_input_bias,
     ignores_earlier_states,
     limits_steps,
-    reached,
-    why_not_reached,
+    recurrences_replaced,
+    why_not_replaceable,
 )
 from .trial import CHUNKED_LAYER, HybridMode
 
@@ -201,7 +201,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
             self.convolution = inputs[..., -size:].clone()
         else:
             self._staged["convolution"] = Window(inputs, size)
-            hand_over(self)
+            expect_nodes_of(self)
         return inputs
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
@@ -330,7 +330,7 @@ class RecurrentMode(HybridMode):
 
     @contextmanager
     def attention(self, target: Any) -> Iterator[None]:
-        with target.lock(), reached(target.model), target.switched():
+        with target.lock(), recurrences_replaced(target.model), target.switched():
             yield
 
     def kinds(self) -> set[str]:
@@ -340,7 +340,7 @@ class RecurrentMode(HybridMode):
         return f"recurrent states, which {name} has"
 
     def why_not(self, target: Any) -> list[str]:
-        reasons, config = why_not_reached(target.model, target.config), target.config
+        reasons, config = why_not_replaceable(target.model, target.config), target.config
         kinds = set(config.layer_types)
         if kinds <= STATE_LAYERS | NO_CACHE:
             reasons.append("it has no attention layers, and the loop runs recurrent layers beside attention only")
