@@ -70,8 +70,6 @@ KNOWN_MODEL_KWARGS = {
 # Names of rare cases, in the order in which their reasons are looked for.
 USER_CACHE, GAPS, PROCESSORS = f"{CACHE_NAME} with tokens", "zeros between tokens", "logits processors"
 IMAGES, HOOKS = "inputs beside the tokens", "forward hooks"
-
-
 # The targets and settings for which drafts were last checked.
 _checked: WeakKeyDictionary[torch.nn.Module, tuple[Known, dict[str, Any]]] = WeakKeyDictionary()
 
@@ -138,11 +136,13 @@ class Call:
         self._refuse_unsupported()
         if (reason := why_not_begun(self.tokens, self.config, self.model_kwargs)) is not None:
             return reason
+        self._refuse_mask()
         for name in self.rare:
             if name not in WINGS:
                 return f"{name}: this is not in this copy. Install the package hf_longspec."
             WINGS[name].change(self)
-        self._refuse_positions()
+        if self.position_ids is not None:
+            refuse_positions(self.position_ids, self.tokens, self.mask)
         self.store.refuse(self)
         self.prompts = self.prompts_class(self)
         return next(self._reasons(), None)
@@ -171,8 +171,8 @@ class Call:
             self.draft.check(self.target)
             _checked[self.draft] = state
 
-    def _refuse_positions(self) -> None:
-        """Refuse masks and positions that do not fit the prompts."""
+    def _refuse_mask(self) -> None:
+        """Refuse a mask that does not fit the prompts."""
         mask, tokens = self.mask, self.tokens
         if mask is not None and mask.shape != tokens.shape:
             raise ValueError(
@@ -191,8 +191,6 @@ class Call:
                 "position_ids or widens the mask, so plain generate counts the padding. Pass one prompt, or prompts of "
                 "equal length."
             )
-        if self.position_ids is not None:
-            refuse_positions(self.position_ids, tokens, mask)
 
 
 def refuse_positions(positions: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None, first: Any = 0) -> None:
@@ -209,9 +207,9 @@ def refuse_positions(positions: torch.Tensor, tokens: torch.Tensor, mask: torch.
 def _runner(draft: Any, model: PreTrainedModel, device: torch.device) -> Any:
     """Return what compiles or captures the steps of a call; `None` if they run as they are."""
     mode = draft.setting("compile")
-    return (
-        None if mode == "off" or (mode == "auto" and device.type != "cuda") else runner_of(mode, model, draft, device)
-    )
+    if mode == "off" or (mode == "auto" and device.type != "cuda"):
+        return None
+    return runner_of(mode, model, draft, device)
 
 
 class Prompts:
