@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "AuditReport": "auditing",
     "AutoDraft": "auto",
+    "Binding": "generation.drafter",
     "ContextualPenaltyLogitsProcessor": "generation.sampling",
     "DraftTree": "generation.draft_tree",
     "Drafter": "generation.drafter",
@@ -23,6 +24,7 @@ _LAZY = {
     "audit_sampling": "auditing",
     "SpeculationStats": "generation.sequences",
     "SpeculativeCache": "generation.cache",
+    "Verification": "generation.drafter",
 }
 
 # The script `hf-longspec` shows its version and help without torch and transformers; a command that runs imports them.

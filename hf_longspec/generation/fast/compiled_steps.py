@@ -99,7 +99,7 @@ class CompiledRunner:
             code = function.__code__.replace(co_name=f"{function.__name__}_{len(functions)}")
             copy = FunctionType(code, function.__globals__)
             functions[key] = torch.compile(copy, fullgraph=True, backend=BACKEND)
-            logger.info("longspec: compiling step %d of %s, up to a minute", len(functions), type(module).__name__)
+            logger.info("hf_longspec: compiling step %d of %s, up to a minute", len(functions), type(module).__name__)
         if functions[key] is _FAILED:
             return None
         try:

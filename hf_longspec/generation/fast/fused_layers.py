@@ -317,7 +317,7 @@ def _once(decisions: dict[tuple, Any], key: tuple, decide: Callable[[], Any]) ->
         try:
             decision = decide()
         except Exception as error:  # of a module of another form, or of Triton, whose errors share no class
-            logger.info("longspec: %s has no fused kernel: %s", key[0], error)
+            logger.info("hf_longspec: %s has no fused kernel: %s", key[0], error)
             decision = None
         if decision is _UNDECIDED:
             return None

@@ -376,7 +376,7 @@ def message_of(decision: GateDecision) -> str:
         speeds = f"at most {draft:.3g} tokens/s if every draft were accepted, {plain:.3g} without"
     else:
         speeds = f"{draft:.3g} vs {plain:.3g} tokens/s"
-    return f"longspec: drafting paused, plain decoding is faster here ({speeds}); see docs/gate.md"
+    return f"hf_longspec: drafting paused, plain decoding is faster here ({speeds}); see docs/gate.md"
 
 
 class Gate(Wing):
