@@ -25,7 +25,7 @@ from hf_longspec.bench.report import mean_interval, significant
 from hf_longspec.bench.results import Record
 from hf_longspec.bench.runner import rotated
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
-from hf_longspec.generation.call import Prompts, max_length_of
+from hf_longspec.generation.call import Call
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.target import TargetView
 
@@ -59,10 +59,10 @@ class SteppedRun:
         options: dict[str, Any] = {**MODES["greedy"].options(), "max_new_tokens": tokens + 1, CACHE_NAME: cache}
 
         def opened(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Session:
-            target = TargetView(model)
-            longest = max_length_of(generation_config, target, input_ids.shape[1])
-            prompts = Prompts(target, input_ids, generation_config, model_kwargs, longest)
-            return Session(draft, prompts, logits_processor, stopping_criteria, None)
+            processing = logits_processor, stopping_criteria, generation_config
+            call = Call(model, draft, input_ids, *processing, None, model_kwargs)
+            assert call.why_not() is None
+            return Session(call)
 
         torch.manual_seed(seed)
         # generate() prepares processors and criteria, and returns what it is given

@@ -13,9 +13,8 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.sampling import TokenRule
+from hf_longspec.generation.sampling import HISTORY_FREE, TokenRule
 from hf_longspec.generation.sequences import Sequences
-from hf_longspec.generation.wings.processors import HISTORY_FREE
 from tests.distributions import random_tree
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")

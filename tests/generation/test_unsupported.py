@@ -122,12 +122,15 @@ def offloaded(model):
 
 
 CACHES = {
-    "static": (lambda model: StaticCache(config=model.config, max_cache_len=32), "a StaticCache, whose way of"),
+    "static": (
+        lambda model: StaticCache(config=model.config, max_cache_len=32),
+        "a StaticCache; only Dynamic",
+    ),
     "static-filled": (
         lambda model: filled(model, StaticCache(config=model.config, max_cache_len=32), 4),
-        "a StaticCache, whose way of.*Pass a DynamicCache",
+        "a StaticCache; only DynamicCache.*Pass a DynamicCache",
     ),
-    "other": (lambda model: OtherCache(), "a OtherCache, whose way of"),
+    "other": (lambda model: OtherCache(), "a OtherCache; only DynamicCache and"),
     "quantized": (quantized, "QuantizedCache"),
     "offloaded": (offloaded, "offloading=True"),
     "other-layers": (foreign_layers, "a DynamicCache; layers of the kind OtherLayer"),

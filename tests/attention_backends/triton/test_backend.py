@@ -16,7 +16,7 @@ from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
 from hf_longspec.attention_backends.triton.launch import hybrid_op, scored_op, tree_op
-from hf_longspec.generation import decoding
+from hf_longspec.generation import call as call_module
 from hf_longspec.generation.fast import compiled_steps
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
@@ -231,7 +231,7 @@ def test_compiled_steps(kernel_device, small_tiles, lengths, monkeypatch):
     graphs = CompileCounterWithBackend("eager")
     monkeypatch.setattr(compiled_steps, "BACKEND", graphs)
     runner = compiled_steps.CompiledRunner()
-    monkeypatch.setattr(decoding, "runner_of", lambda *_: runner)
+    monkeypatch.setattr(call_module, "_runner", lambda *_: runner)
     fixed = Watched(target, lengths)
     torch._dynamo.reset()
     assert torch.equal(fixed.text, loose.text) and fixed.passes == loose.passes and graphs.frame_count >= 2
