@@ -35,6 +35,18 @@ def blocks_of(page: str) -> list[Block]:
     ]
 
 
+# What differs from run to run in a line about a call: its speed, and the counts where the gate pauses drafting.
+TAU = re.compile(r"(?<=tau )\d+\.\d+")
+CHANGING = re.compile(
+    r" *\d+ plain steps,| *(?<![\w.])\d[\d./]*(?= verifications| drafted tokens| tokens/s|x generate| s of prefill)"
+)
+
+
+def lasting(output: str) -> tuple[str, list[float]]:
+    """The words of an output that every run prints, and its taus, which rounding may change a little."""
+    return CHANGING.sub("", TAU.sub("", output)), [float(tau) for tau in TAU.findall(output)]
+
+
 def prose_of(page: str) -> str:
     """A page without its blocks."""
     return FENCE.sub("", read(page))

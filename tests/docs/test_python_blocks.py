@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from itertools import pairwise
 
 import huggingface_hub.constants as hub_constants
 import pytest
@@ -11,8 +12,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import hf_longspec
 from hf_longspec.generation.decoding import decode
 from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.wings import gate
 from hf_longspec.modeling import base, register_draft
-from tests.docs.blocks import PAGES, PROJECT, blocks_of
+from tests.docs.blocks import PAGES, PROJECT, blocks_of, lasting
 
 HUB = {"Qwen/Qwen3-0.6B": "tiny-target", "Qwen/Qwen3-8B": "tiny-target", "org/model": "tiny-target"}
 HUB |= {"org/longspec-draft": "tiny-longspec", "org/tokenswift-heads": "tiny-tokenswift"}
@@ -88,6 +90,19 @@ def test_the_blocks_of_a_page_run(page, checkout, monkeypatch):
     if isinstance(draft := names.get("draft"), hf_longspec.DraftModel):
         draft.check(TargetView(names["target"]))  # settings that the page made exist and are in range
     assert len(calls) == sum(len(DRAFTED.findall(block.code)) for block in runnable(page))  # our loop ran every time
+
+
+def test_the_quick_tour_shows_what_its_blocks_print(checkout, monkeypatch, capsys):
+    """At their sizes; without the gate, whose pauses depend on the speed of the machine."""
+    monkeypatch.setattr(gate, "gate_of", lambda *inputs: None)
+    names, count = {}, 0
+    for block, shown in pairwise(blocks_of("docs/quicktour.md")):
+        if (block.language, shown.language) == ("python", "text"):
+            exec(compile("\n" * (block.line - 1) + block.code, block.page, "exec"), names)  # noqa: S102 - our own page
+            (words, taus), (printed, measured) = map(lasting, (shown.code, capsys.readouterr().out))
+            assert words == printed and taus == pytest.approx(measured, rel=0.05)
+            count += 1
+    assert count == 2
 
 
 def test_every_page_is_run_somewhere():
