@@ -71,7 +71,7 @@ def generate(
     device: options.Device = None,
     seed: options.Seed = None,
     data: Annotated[
-        str | None, typer.Option(help="Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
+        str | None, options.source("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
     ] = None,
     column: Annotated[str | None, typer.Option(help="Key or column of the prompts in --data. Default: prompt.")] = None,
     output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
@@ -245,9 +245,7 @@ def bench(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin (default). Repeatable."
-        ),
+        options.source("Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin (default). Repeatable."),
     ] = None,
     column: Annotated[str | None, typer.Option(help="Key or column of the texts in --data. Default: text.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template of the target to each text.")] = False,
@@ -334,7 +332,9 @@ def train(
     config: Annotated[Path, typer.Option(help="YAML recipe, such as recipes/longspec_pretrain.yaml.")],
     data: Annotated[
         list[str] | None,
-        typer.Argument(help="Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's."),
+        options.source(
+            "Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's.", typer.Argument
+        ),
     ] = None,
     column: Annotated[str | None, typer.Option(help="Key or column of the texts. Default: text.")] = None,
     target: Annotated[str | None, typer.Option(help="Hub id or folder of the target.")] = None,

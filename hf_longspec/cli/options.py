@@ -42,6 +42,9 @@ def training_free() -> list[str]:
 BY_NAME = ", ".join(training_free())
 # The draft that chooses another one.
 AUTO = "auto"
+# Endings of files with texts, tables or weights. Names of Hub repositories have others, such as those of versions.
+FILE_SUFFIXES = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip"}
+FILE_SUFFIXES |= {".html", ".pdf", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".pth", ".npy"}
 
 
 def number(
@@ -102,6 +105,29 @@ def output(help: str, check: Callable[..., None] = require_writable_file, **how:
         return path
 
     return typer.Option(help=help, callback=checked)
+
+
+def source(help: str, make: Callable[..., Any] = typer.Option) -> Any:
+    """An option or argument for files, folders and datasets of the Hub; the Hub is not asked for a missing file."""
+
+    def checked(value: Any) -> Any:
+        for name in [value] if isinstance(value, str) else value or ():
+            _require_file_or_dataset(name)
+        return value
+
+    return make(help=help, callback=checked)
+
+
+def _require_file_or_dataset(name: str) -> None:
+    """Refuse the name of a file that does not exist: it has the suffix of one, or lies in a folder."""
+    path = Path(name.partition(":")[0])  # a dataset may have a configuration
+    if Path(name).exists() or path.exists():
+        return
+    remedy = "Check the path; datasets of the Hub are named owner/name."
+    if path.suffix.lower() in FILE_SUFFIXES or name.startswith((".", "/", "~")):
+        raise typer.BadParameter(f"the file {name!r} does not exist. {remedy}")
+    if path.parent.name and path.parent.is_dir():
+        raise typer.BadParameter(f"the folder {str(path.parent)!r} has no {path.name!r}. {remedy}")
 
 
 Target = Annotated[str, typer.Option(help="Hub id or folder of the model.", show_default=False)]

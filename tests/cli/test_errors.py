@@ -109,6 +109,38 @@ class TestMistypedNames:
 
 
 @pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("generate --output out.jsonl --data missing.jsonl", "the file 'missing.jsonl' does not exist. Check the path;"),
+        ("bench --data {notes} --data missing.txt", "the file 'missing.txt' does not exist."),
+        ("bench --data here/books", "the folder 'here' has no 'books'. Check the path;"),
+        ("bench --data ./books", "the file './books' does not exist."),
+        ("train --config recipe.yaml missing.CSV", "the file 'missing.CSV' does not exist."),
+    ],
+)
+def test_a_missing_file_is_not_looked_for_on_the_hub(main, tiny, tmp_path, monkeypatch, line, named):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    Path("here").mkdir()
+    status, output, errors = main(*line.format(notes=tiny.notes).split(), "--target", tiny.target)
+    assert (status, output) == (2, "") and named in errors and len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["org/books", "org/books-2.5", "org/books:en", "books"])
+def test_a_dataset_of_the_hub_is_asked_for(main, tiny, tmp_path, monkeypatch, name):
+    asked = []
+
+    def load_dataset(*arguments, **_):
+        asked.append(arguments)
+        raise ConnectionError("no route")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    status, _, errors = main("bench", "--data", name, "--target", tiny.target)
+    assert status == 2 and "no route" in errors and asked == [(name.split(":")[0], "en" if ":" in name else None)]
+
+
+@pytest.mark.parametrize(
     ("name", "kind", "share"), [("audit", "target", 0.5), ("tune", "longspec", 0.5), ("generate", "target", 0)]
 )
 def test_truncated_weights(fails, copy_of, name, kind, share):
