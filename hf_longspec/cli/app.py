@@ -1,7 +1,7 @@
 """The command `hf-longspec`: the options of each command and their checks.
 
 The work of a command is the function `run` of the module with its name. That module imports torch and transformers, so
-it is imported when the options have been read: `--help`, `--version` and wrong options do without.
+it is imported when the options have been checked: `--help`, `--version`, wrong options and wrong prompts do without.
 """
 
 import sys
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 try:
     import typer
 
-    from . import options
+    from . import checks, options
     from .options import INPUT_ERROR, INTERRUPTED, number, output
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
@@ -35,21 +35,32 @@ app = typer.Typer(
 )
 
 
-def command(signature: Callable[..., None]) -> Callable[..., None]:
-    """Register a command. `run` of the module with its name gets the options as one object, returns the exit status."""
-    name = signature.__name__
+def command(check: Callable[[SimpleNamespace], None] | None = None) -> Callable[..., Any]:
+    """Register a command. `run` of the module with its name gets the options as one object, returns the exit status.
 
-    @wraps(signature)
-    def run(debug: bool = False, **values: Any) -> None:
-        with options.one_line_errors(debug):
-            status = import_module(f"{__package__}.{name}").run(SimpleNamespace(**values))
-        raise typer.Exit(status or 0)
+    `check` gets them first, before torch and transformers are imported.
+    """
 
-    app.command()(run)
-    return run
+    def register(signature: Callable[..., None]) -> Callable[..., None]:
+        name = signature.__name__
+
+        @wraps(signature)
+        def run(debug: bool = False, **values: Any) -> None:
+            args = SimpleNamespace(**values)
+            with options.one_line_errors(debug):
+                if check is not None:
+                    check(args)
+                import_module("hf_longspec.drafts")  # registers them
+                status = import_module(f"{__package__}.{name}").run(args)
+            raise typer.Exit(status or 0)
+
+        app.command()(run)
+        return run
+
+    return register
 
 
-@command
+@command(checks.generate)
 def generate(
     target: options.Target,
     file: Annotated[Path | None, typer.Argument(help="Text to continue; - for standard input.")] = None,
@@ -104,7 +115,7 @@ def generate(
     """
 
 
-@command
+@command(checks.audit)
 def audit(
     target: options.Target,
     files: Annotated[list[Path] | None, typer.Argument(help="Texts to continue; - for standard input.")] = None,
@@ -145,7 +156,7 @@ def audit(
     """
 
 
-@command
+@command(checks.tune)
 def tune(
     target: options.Target,
     file: Annotated[Path | None, typer.Argument(help="Sample text of your use; - for standard input.")] = None,
@@ -191,7 +202,7 @@ def tune(
     """
 
 
-@command
+@command()
 def serve(
     target: options.Target,
     draft: options.Draft = "ngram",
@@ -220,7 +231,7 @@ def serve(
     """
 
 
-@command
+@command()
 def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """Describe this installation for a bug report.
 
@@ -236,7 +247,7 @@ def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """
 
 
-@command
+@command()
 def bench(
     target: options.Target,
     draft: Annotated[
@@ -245,7 +256,9 @@ def bench(
     ] = None,
     data: Annotated[
         list[str] | None,
-        options.source("Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin (default). Repeatable."),
+        options.source(
+            "Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin, the default. Repeatable."
+        ),
     ] = None,
     column: Annotated[str | None, typer.Option(help="Key or column of the texts in --data. Default: text.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template of the target to each text.")] = False,
@@ -296,7 +309,7 @@ def bench(
     """
 
 
-@command
+@command(checks.demo)
 def demo(
     target: Annotated[
         str | None, typer.Option(help="Hub id or folder of the model. Default: the tiny target of the repository.")
@@ -327,7 +340,7 @@ def demo(
     """
 
 
-@command
+@command()
 def train(
     config: Annotated[Path, typer.Option(help="YAML recipe, such as recipes/longspec_pretrain.yaml.")],
     data: Annotated[
@@ -367,7 +380,7 @@ def train(
     """
 
 
-@command
+@command()
 def convert(
     source: Annotated[str, typer.Argument(help="Hub id, folder or weight file of the authors' draft.")],
     output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
@@ -390,7 +403,7 @@ def convert(
     """
 
 
-@command
+@command()
 def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
     repo: Annotated[str | None, typer.Option(help="Repository to upload to, owner/name.")] = None,

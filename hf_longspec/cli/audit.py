@@ -23,7 +23,7 @@ from ..auditing import (
     audit_sampling,
     compare,
 )
-from ..cli import CommandError, options
+from ..cli import CommandError
 from .models import LoadedModels, Progress, load_models, say
 
 # From best to worst.
@@ -32,8 +32,6 @@ STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}
 
 def run(args: SimpleNamespace) -> bool:
     """Audit; returns whether the draft is not lossless."""
-    texts = [options.read_text(file, None) for file in args.files or []]
-    texts += [options.read_text(None, args.prompt)] if args.prompt is not None or not args.files else []
     # the variance of a count is a quarter of the drawn tokens at most
     if args.samples and args.samples * args.sample_tokens < (fewest := 4 * MIN_EXPECTED):
         raise CommandError(
@@ -43,7 +41,7 @@ def run(args: SimpleNamespace) -> bool:
     with load_models(args) as loaded:
         loaded.draft.generation_config.on_unsupported = "error"  # plain text would be compared with itself
         room = max(args.max_new_tokens, args.sample_tokens)
-        prompts = [(name, loaded.encode(name, text, last=args.context, room=room)) for name, text in texts]
+        prompts = [(name, loaded.encode(name, text, last=args.context, room=room)) for name, text in args.texts]
         with Progress(2 * len(prompts) + math.ceil(args.samples / args.batch), "Decoding") as progress:
             audits = [
                 (name, *audit_prompt(loaded, name, ids, args.max_new_tokens, args.eps, progress))

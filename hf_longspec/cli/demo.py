@@ -37,7 +37,7 @@ def run(args: SimpleNamespace) -> bool:
     """Measure and show; returns whether a text is wrong."""
     console = Console(highlight=False)
     target, context = models.find_target(args.target), args.context
-    name, document = read_document(args.file)
+    name, document = read_document() if args.text is None else (args.file.name, args.text)
     with models.quiet(progress_bars=not Path(target).is_dir()):
         tokenizer = models.load_tokenizer(target)
         room = models.max_positions(target) - args.max_new_tokens
@@ -76,10 +76,8 @@ def run(args: SimpleNamespace) -> bool:
     return any(text in FAILED for text in texts.values())
 
 
-def read_document(file: Path | None) -> tuple[str, str]:
-    """Name and text of `file`, or of a module of the standard library."""
-    if file is not None:
-        return file.name, options.read_text(file, None)[1]
+def read_document() -> tuple[str, str]:
+    """Name and text of a module of the standard library."""
     modules = read_source(BUILTIN)
     if not modules:  # a distribution may leave sources out
         raise CommandError("this Python has no sources of its library. Pass a text with --file.")

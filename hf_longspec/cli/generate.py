@@ -23,7 +23,6 @@ from ..generation.sequences import SpeculationStats
 from ..generation.wings.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
 from .models import LoadedModels, PromptProgress, load_models, say
-from .outputs import claim
 from .rows import continue_rows
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
@@ -37,22 +36,9 @@ def run(args: SimpleNamespace) -> int:
     how: dict[str, Any] = {"do_sample": bool(args.temperature), "repetition_penalty": args.repetition_penalty}
     if args.temperature:
         how |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-    elif (args.top_p, args.top_k) != (1.0, 0):
-        raise CommandError("--top-p and --top-k need sampling. Pass a --temperature above 0, such as 1.")
-    if args.samples > 1 and not args.temperature:
-        raise CommandError(f"--samples {args.samples} needs sampling. Pass a --temperature above 0.")
-    if args.samples > 1 and (args.show_drafts or args.html is not None):
-        raise CommandError(
-            f"--samples {args.samples} cannot be combined with --show-drafts or --html. Drop one of them."
-        )
     if args.data is not None:
-        if args.file or args.prompt or args.samples > 1 or args.as_json or args.show_drafts or args.html:
-            raise CommandError("--data cannot be combined with a text, --samples, --json, --show-drafts or --html.")
         return continue_rows(args, how)
-    if args.output is not None or args.resume or args.column is not None:
-        raise CommandError("--output, --resume and --column are for --data. Pass --data, or drop them.")
-    claim([args.html] if args.html is not None else [], [args.file], overwrite=args.overwrite)
-    name, text = options.read_text(args.file, args.prompt)
+    name, text = args.name, args.text
     with load_models(args) as loaded:
         if args.chat and not getattr(loaded.tokenizer, "chat_template", None):
             raise CommandError(f"--chat: the tokenizer of {args.target} has no chat template. Drop --chat.")

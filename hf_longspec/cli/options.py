@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,9 +152,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
-    """Import the package, and end the command with one line for an error that the user can correct."""
+    """End the command with one line for an error that the user can correct."""
     try:
-        import_module("hf_longspec.drafts")  # registers them
         yield
     except KeyboardInterrupt as error:
         print("\nInterrupted.", file=sys.stderr)

@@ -19,15 +19,14 @@ from hf_longspec import __version__
 
 from ..bench.calls import Decoder, changed, endless, prefill
 from ..bench.prompts import cut_windows
-from ..bench.results import Record, check_resume, replace_file
+from ..bench.results import Record, replace_file
 from ..bench.runner import Runner, rotated
 from ..cli import CommandError, options
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
-from ..modeling.register_draft import DRAFTS, weightless_drafts
+from ..modeling.register_draft import DRAFTS
 from .models import LoadedModels, Progress, describe_device, load_models, say
-from .outputs import claim
 
 Settings = dict[str, Any]
 
@@ -61,14 +60,7 @@ MEASURED = ("context", "prompts", "batch", "max_new_tokens", "repeats", "sample"
 
 def run(args: SimpleNamespace) -> int:
     """Measure, show and write the choice; returns the exit status."""
-    read = [args.file, args.draft, args.target]
-    claim([args.results], read, overwrite=args.overwrite, resume=args.resume)
-    if args.resume:
-        check_resume(args.results, args.resume)
-    if not args.dry_run:
-        check_destination(args.draft, args.output)
-        claim([args.output] if args.output is not None else [], read, overwrite=args.overwrite)
-    name, text = options.read_text(args.file, args.prompt)
+    name, text = args.name, args.text
     with load_models(args) as loaded:
         plan = plan_for(loaded.draft)
         loaded.require_room(f"a prompt of --context {args.context}", args.context, args.max_new_tokens + 1)
@@ -283,17 +275,6 @@ def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
     # not through a link: a cache may share the file with other drafts
     replace_file(path, json.dumps(content | settings, indent=2, sort_keys=True) + "\n", through_links=False)
     return path
-
-
-def check_destination(draft: str, output: Path | None) -> None:
-    """Refuse, before anything is measured, a draft that could not be written."""
-    if output is not None:
-        return  # checked with the options
-    if draft in weightless_drafts() or not Path(draft).is_dir():
-        raise CommandError(
-            f"the draft {draft} is not a local folder. Pass --output FOLDER for the tuned draft, or --dry-run."
-        )
-    options.require_writable_folder(Path(draft))
 
 
 @dataclass

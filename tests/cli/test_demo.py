@@ -53,7 +53,7 @@ def test_the_text_the_table_and_the_verdict(run, dtype, verdicts):
         speed, tokens, accepted, text = table[name]
         assert float(speed.rstrip("x")) > 0 and float(tokens) > 0 and text in verdicts
         assert accepted == "" if name == "no draft" else 0 <= int(accepted.rstrip("%")) <= 100
-    name, text = demo.read_document(None)
+    name, text = demo.read_document()
     assert name in out and demo.CUT.match(text[:300])[0][-100:] in out.split("┏")[0]  # a token is a byte here
     words = " ".join(out.split("┘")[1].split())
     best = max(("ngram", "specattn"), key=lambda name: float(table[name][0].rstrip("x")))
@@ -62,7 +62,7 @@ def test_the_text_the_table_and_the_verdict(run, dtype, verdicts):
 
 def test_a_terminal_shows_the_text_as_a_file_does(run, monkeypatch):
     """A bar comes before it, and while rich shows one, sys.stdout is another file."""
-    document = demo.read_document(None)[1]
+    document = demo.read_document()[1]
 
     def after_the_prompt():
         out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", run(*SMALL)[1]).split("┏")[0]
@@ -135,10 +135,10 @@ def test_the_verdict_and_what_loses_follow_from_the_speeds(capsys, speeds, texts
 
 def test_modules_without_sources_are_skipped(monkeypatch):
     monkeypatch.setattr(prompts, "HELD_OUT", ("sys", "no_such_module", "tarfile"))
-    assert demo.read_document(None)[0] == "tarfile.py of the standard library"
+    assert demo.read_document()[0] == "tarfile.py of the standard library"
     monkeypatch.setattr(prompts, "HELD_OUT", ("sys",))
     with pytest.raises(CommandError, match="--file"):
-        demo.read_document(None)
+        demo.read_document()
 
 
 def test_an_installed_package_finds_the_tiny_target_in_the_current_folder(monkeypatch, tmp_path):

@@ -111,7 +111,10 @@ class TestMistypedNames:
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("generate --output out.jsonl --data missing.jsonl", "the file 'missing.jsonl' does not exist. Check the path;"),
+        (
+            "generate --output out.jsonl --data missing.jsonl",
+            "the file 'missing.jsonl' does not exist. Check the path;",
+        ),
         ("bench --data {notes} --data missing.txt", "the file 'missing.txt' does not exist."),
         ("bench --data here/books", "the folder 'here' has no 'books'. Check the path;"),
         ("bench --data ./books", "the file './books' does not exist."),
@@ -371,9 +374,17 @@ def script(tmp_path):
     return run
 
 
-def test_version_help_and_wrong_numbers_import_neither_torch_nor_transformers(script):
+def test_version_help_and_wrong_options_and_prompts_import_neither_torch_nor_transformers(script, tmp_path):
     lines = [["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)]
     wrong = [["generate", "--target", "x", "--samples", "0"], ["tune", "--target", "x", "--output", __file__]]
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
+    for place in (str(tmp_path / name) for name in ("missing", "empty", "binary")):
+        wrong += [[name, place, "--target", "x"] for name in ("generate", "audit", "tune")]
+        wrong += [["demo", "--file", place]]
+    wrong += [["generate", "--target", "x"], ["audit", "--target", "x", "--prompt", ""]]
+    wrong += [["generate", "--target", "x", "--prompt", "x", "--top-p", "0.5"]]
+    wrong += [["bench", "--target", "x", "--data", "missing.txt"]]
     output = script(LIGHT.format(lines=lines + wrong))
     for line, status in [(line, 0) for line in lines] + [(line, 2) for line in wrong]:
         assert f"{line} {status} []\n" in output
