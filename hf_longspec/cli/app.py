@@ -161,7 +161,7 @@ def tune(
     target: options.Target,
     file: Annotated[Path | None, typer.Argument(help="Sample text of your use; - for standard input.")] = None,
     prompt: options.Prompt = None,
-    draft: options.Draft = "specattn",
+    draft: Annotated[str, options.named("Hub id or folder of a draft, or specattn or quest.")] = "specattn",
     output: Annotated[Path | None, output("New folder for the tuned draft.", options.require_writable_folder)] = None,
     results: Annotated[Path, output("File for results until the command is done.", suffix=".jsonl")] = Path(
         "tune.jsonl"
@@ -252,7 +252,7 @@ def bench(
     target: options.Target,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help=f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
+        options.named(f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -275,7 +275,7 @@ def bench(
     ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, such as 1,4.")] = "1",
     dtype: Annotated[str, typer.Option(help="auto, or one or more of float32,bfloat16,float16.")] = "auto",
-    assistant: Annotated[str | None, typer.Option(help="Small model for transformers' assisted generation.")] = None,
+    assistant: Annotated[str | None, options.named("Small model for transformers' assisted generation.")] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(help="key=v1,v2: values of a draft setting, temperature, penalty, window or context. Repeatable."),
@@ -283,7 +283,7 @@ def bench(
     max_new_tokens: Annotated[int, number(2, "Tokens per row and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
     temperature: Annotated[float, number(0, "0 is greedy.", float)] = 0.0,
-    minutes: Annotated[float | None, number(0, "Time limit: start no call that would end later.", float)] = None,
+    minutes: Annotated[float | None, number(0, "Limit: start no call that would end later.", float, above=True)] = None,
     output: Annotated[Path, output("Result file; the table and plots are written next to it.", suffix=".jsonl")] = Path(
         "bench.jsonl"
     ),
@@ -312,9 +312,9 @@ def bench(
 @command(checks.demo)
 def demo(
     target: Annotated[
-        str | None, typer.Option(help="Hub id or folder of the model. Default: the tiny target of the repository.")
+        str | None, options.named("Hub id or folder of the model. Default: the tiny target of the repository.")
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft. Default: every kind.")] = None,
+    draft: Annotated[str | None, options.named("Hub id or folder of a draft. Default: every kind.")] = None,
     file: Annotated[
         Path | None, typer.Option(help="Text to continue. Default: a module of the standard library.")
     ] = None,
@@ -350,8 +350,8 @@ def train(
         ),
     ] = None,
     column: Annotated[str | None, typer.Option(help="Key or column of the texts. Default: text.")] = None,
-    target: Annotated[str | None, typer.Option(help="Hub id or folder of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft to continue.")] = None,
+    target: Annotated[str | None, options.named("Hub id or folder of the target.")] = None,
+    draft: Annotated[str | None, options.named("Hub id or folder of a draft to continue.")] = None,
     output_dir: Annotated[
         Path | None,
         output("Folder for checkpoints and the draft.", options.require_writable_folder),
@@ -382,9 +382,9 @@ def train(
 
 @command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Hub id, folder or weight file of the authors' draft.")],
+    source: Annotated[str, options.named("Hub id, folder or weight file of the authors' draft.", make=typer.Argument)],
     output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
-    target: Annotated[str | None, typer.Option(help="Hub id, folder or config.json of its target.")] = None,
+    target: Annotated[str | None, options.named("Hub id, folder or config.json of its target.")] = None,
     overwrite: options.Overwrite = False,
     debug: options.Debug = False,
 ) -> None:

@@ -43,6 +43,10 @@ def audit(args: SimpleNamespace) -> None:
 
 def tune(args: SimpleNamespace) -> None:
     """Check `hf-longspec tune`; adds `name` and `text` of the sample."""
+    if args.draft == options.AUTO:
+        raise CommandError(
+            f"--draft {options.AUTO} chooses a draft for a text, and tune measures the settings of one. Name the draft."
+        )
     read = [args.file, args.draft, args.target]
     claim([args.results], read, overwrite=args.overwrite, resume=args.resume)
     if args.resume:

@@ -129,7 +129,16 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
 def load_tokenizer(target: str) -> Any:
     """The tokenizer of `target`."""
     with loading(target, "tokenizer of", from_hub=True):
-        return AutoTokenizer.from_pretrained(target)
+        try:
+            return AutoTokenizer.from_pretrained(target)
+        except ImportError:
+            raise  # names the package that is missing
+        except Exception as error:  # of formats, which lists ways to read one, or names a key
+            if not Path(target).is_dir():
+                raise
+            files = sorted(file.name for file in Path(target).glob("*token*"))
+            what = f"{' and '.join(files)} cannot be read" if files else "it has no file of one, such as tokenizer.json"
+            raise ValueError(f"{what}. Save the tokenizer of the model there, with save_pretrained") from error
 
 
 def max_positions(target: str) -> int:

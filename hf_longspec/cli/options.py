@@ -106,19 +106,15 @@ def output(help: str, check: Callable[..., None] = require_writable_file, **how:
     return typer.Option(help=help, callback=checked)
 
 
-def source(help: str, make: Callable[..., Any] = typer.Option) -> Any:
-    """An option or argument for files, folders and datasets of the Hub; the Hub is not asked for a missing file."""
-
-    def checked(value: Any) -> Any:
-        for name in [value] if isinstance(value, str) else value or ():
-            _require_file_or_dataset(name)
-        return value
-
-    return make(help=help, callback=checked)
+def _require_name(name: str) -> None:
+    """Refuse an empty name, which `Path` takes for the current folder."""
+    if not name.strip():
+        raise typer.BadParameter("the name is empty. Pass a Hub id, a file or a folder.")
 
 
 def _require_file_or_dataset(name: str) -> None:
     """Refuse the name of a file that does not exist: it has the suffix of one, or lies in a folder."""
+    _require_name(name)
     path = Path(name.partition(":")[0])  # a dataset may have a configuration
     if Path(name).exists() or path.exists():
         return
@@ -129,12 +125,30 @@ def _require_file_or_dataset(name: str) -> None:
         raise typer.BadParameter(f"the folder {str(path.parent)!r} has no {path.name!r}. {remedy}")
 
 
-Target = Annotated[str, typer.Option(help="Hub id or folder of the model.", show_default=False)]
+def named(
+    help: str, check: Callable[[str], None] = _require_name, make: Callable[..., Any] = typer.Option, **how: Any
+) -> Any:
+    """An option or argument for names of models, or several; `check(name)` refuses one."""
+
+    def checked(value: Any) -> Any:
+        for name in [value] if isinstance(value, str) else value or ():
+            check(name)
+        return value
+
+    return make(help=help, callback=checked, **how)
+
+
+def source(help: str, make: Callable[..., Any] = typer.Option) -> Any:
+    """An option or argument for files, folders and datasets of the Hub; the Hub is not asked for a missing file."""
+    return named(help, _require_file_or_dataset, make)
+
+
+Target = Annotated[str, named("Hub id or folder of the model.", show_default=False)]
 Draft = Annotated[
     str,
-    typer.Option(
-        help=f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}; or {AUTO}: the "
-        "fastest of n-grams, the model's MTP layers and the draft that its card names."
+    named(
+        f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}; or {AUTO}: the fastest of "
+        "n-grams, the model's MTP layers and the draft that its card names."
     ),
 ]
 Prompt = Annotated[str | None, typer.Option(help="Text to continue, instead of a file.", show_default=False)]

@@ -156,6 +156,23 @@ def test_truncated_weights(fails, copy_of, name, kind, share):
 
 
 @pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "it has no file of one, such as tokenizer.json. Save the tokenizer of the model there, with save_pre"),
+        ("{}", "tokenizer.json and tokenizer_config.json cannot be read. Save the tokenizer"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_loaded(fails, copy_of, content, complaint):
+    folder = copy_of("target")
+    if content is None:
+        (folder / "tokenizer_config.json").unlink()
+        (folder / "tokenizer.json").unlink()
+    else:
+        (folder / "tokenizer.json").write_text(content)
+    assert f"cannot load the tokenizer of '{folder}': {complaint}" in fails("generate", target=folder)
+
+
+@pytest.mark.parametrize(
     ("name", "other", "complaint"),
     [
         ("generate", "lama", "`lama`"),
@@ -210,6 +227,12 @@ EARLY = [
     ("audit --batch 0", "'--batch': 0 is not an integer of at least 1 and at most 1024."),
     ("generate --temperature inf", "'--temperature': inf is not a number of at least 0."),
     ("generate --top-p 1.5", "'--top-p': 1.5 is not a number above 0 and at most 1."),
+    ("generate --target= --prompt x", "'--target': the name is empty. Pass a Hub id, a file or a folder."),
+    ("generate TARGET --prompt x --draft=", "'--draft': the name is empty."),
+    ("bench TARGET --draft ngram --draft=", "'--draft': the name is empty."),
+    ("bench TARGET --data=", "'--data': the name is empty."),
+    ("bench TARGET --minutes 0", "'--minutes': 0 is not a number above 0."),
+    ("tune TARGET notes.txt --draft auto --dry-run", "--draft auto chooses a draft for a text, and tune measures"),
     ("train --learning-rate nan", "'--learning-rate': nan is not a number above 0."),
     ("tune --dtype int3", "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
     ("generate TARGET notes.txt --prompt text", "pass one prompt"),
@@ -348,7 +371,8 @@ def test_version_help_and_tracebacks(main, tmp_path):
     assert status == 2 and "Traceback" in errors  # 1 is a verdict
 
 
-COMMANDS = sorted(typer.main.get_command(app.app).commands)
+COMMANDS_BY_NAME = typer.main.get_command(app.app).commands
+COMMANDS = sorted(COMMANDS_BY_NAME)
 LIGHT = """
 import sys
 from hf_longspec.cli.app import main
@@ -412,6 +436,12 @@ def test_the_script_registers_the_drafts_before_a_command_runs(script, tiny):
     )
     text, names = output.strip().splitlines()
     assert json.loads(text)["new_tokens"] == 4 and names == "0 LongSpecDraftModel audit"
+
+
+def test_the_help_of_tune_does_not_offer_auto():
+    """`auto` chooses a draft; its settings cannot be tuned."""
+    helped = {name: {one.name: one.help for one in command.params} for name, command in COMMANDS_BY_NAME.items()}
+    assert "auto" in helped["generate"]["draft"] and "auto" not in helped["tune"]["draft"]
 
 
 def test_the_help_names_every_draft_without_training():
