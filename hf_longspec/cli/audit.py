@@ -23,6 +23,7 @@ from ..auditing import (
     audit_sampling,
     compare,
 )
+from ..bench.calls import TokenClock
 from ..cli import CommandError
 from .models import LoadedModels, Progress, load_models, say
 
@@ -42,7 +43,8 @@ def run(args: SimpleNamespace) -> bool:
         loaded.draft.generation_config.on_unsupported = "error"  # plain text would be compared with itself
         room = max(args.max_new_tokens, args.sample_tokens)
         prompts = [(name, loaded.encode(name, text, last=args.context, room=room)) for name, text in args.texts]
-        with Progress(2 * len(prompts) + math.ceil(args.samples / args.batch), "Decoding") as progress:
+        total = 2 * len(prompts) * args.max_new_tokens + args.samples * args.sample_tokens
+        with Progress(total, "Decoding", tokens=True) as progress:
             audits = [
                 (name, *audit_prompt(loaded, name, ids, args.max_new_tokens, args.eps, progress))
                 for name, ids in prompts
@@ -70,9 +72,10 @@ def audit_prompt(
     texts: list[torch.Tensor] = []
     for draft in (None, loaded.draft):
         progress.say(f"{name}: {'plain generate' if draft is None else loaded.draft_name}")
+        clock = TokenClock(on_arrival=lambda count: progress.step())
         how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        texts.append(loaded.model.generate(ids, assistant_model=draft, **how))
-        progress.step()
+        texts.append(loaded.model.generate(ids, assistant_model=draft, streamer=clock, **how))
+        progress.step(max_new_tokens - clock.total)  # a text may end early
     compared = compare(loaded.model, texts[0], texts[1], ids.shape[1], max_new_tokens, eps)
     return compared, loaded.draft.last_speculation.mean_acceptance_length
 
@@ -88,7 +91,7 @@ def draw_samples(loaded: LoadedModels, ids: torch.Tensor, args: SimpleNamespace,
         rows = ids.expand(min(args.batch, args.samples - start), -1)
         how |= {"attention_mask": torch.ones_like(rows), "assistant_model": loaded.draft}
         drawn.append(loaded.model.generate(rows, do_sample=True, **how)[:, ids.shape[1] :])
-        progress.step()
+        progress.step(drawn[-1].numel())
     return torch.cat(drawn)
 
 

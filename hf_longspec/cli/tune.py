@@ -26,7 +26,7 @@ from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
-from .models import LoadedModels, Progress, describe_device, load_models, say
+from .models import LoadedModels, Progress, PromptProgress, describe_device, load_models, say
 
 Settings = dict[str, Any]
 
@@ -79,8 +79,8 @@ def run(args: SimpleNamespace) -> int:
         facts = {"device": describe_device(model.device), "hf_longspec": __version__}
         file = Runner(args.results, "tune", None, math.inf, settings, facts, args.resume or None)
         try:
-            with file, Progress(len(windows), "Reading the prompts") as progress:
-                decoder = Decoder(model, prefill(model, windows, lambda index: progress.step()), args.max_new_tokens)
+            with file, PromptProgress(model, windows.numel(), "Reading the prompts") as progress:
+                decoder = Decoder(model, prefill(model, windows), args.max_new_tokens)
                 tuner = Tuner(args, loaded, decoder, progress, file)
                 best = plan(loaded.draft, TargetView(model), args.context, tuner.measure)
                 chosen, present, plain = tuner.confirm(best)
@@ -317,6 +317,7 @@ class Tuner:
                     raise CommandError(f"{shown(settings)}: {self.file.records[-1]['reason']}")
                 runs[place].append(record)
                 self.progress.step()
+                self.progress.say(f"Measuring: {task}, {record['tokens_per_second']:.1f} tokens/s in the last run")
         trials = [
             Trial(step, settings, known[-1]["tau"], statistics.median(run["tokens_per_second"] for run in known))
             for (step, _, settings), known in zip(methods, runs, strict=True)
