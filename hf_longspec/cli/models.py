@@ -143,13 +143,14 @@ def load_tokenizer(target: str) -> Any:
     with loading(target, "tokenizer of", from_hub=True):
         try:
             return AutoTokenizer.from_pretrained(target)
-        except ImportError:
-            raise  # names the package that is missing
+        except (ImportError, OSError):
+            raise  # names the package or the file
         except Exception as error:  # of formats, which lists ways to read one, or names a key
             if not Path(target).is_dir():
                 raise
             files = sorted(file.name for file in Path(target).glob("*token*"))
-            what = f"{' and '.join(files)} cannot be read" if files else "it has no file of one, such as tokenizer.json"
+            what = f"{' and '.join(files)} cannot be read ({one_line(error).rstrip('.')})"
+            what = what if files else "it has no file of one, such as tokenizer.json"
             raise ValueError(f"{what}. Save the tokenizer of the model there, with save_pretrained") from error
 
 

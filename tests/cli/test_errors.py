@@ -159,7 +159,7 @@ def test_truncated_weights(fails, copy_of, name, kind, share):
     ("content", "complaint"),
     [
         (None, "it has no file of one, such as tokenizer.json. Save the tokenizer of the model there, with save_pre"),
-        ("{}", "tokenizer.json and tokenizer_config.json cannot be read. Save the tokenizer"),
+        ("{}", "tokenizer.json and tokenizer_config.json cannot be read (KeyError: 'added_tokens'). Save the tokenizer"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_loaded(fails, copy_of, content, complaint):
