@@ -321,6 +321,9 @@ def demo(
     context: Annotated[
         int | None, number(1, f"Maximum tokens of the prompt. Default: {options.DEMO_CONTEXT}, or what fits.")
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Read all of the text that fits, even if that takes more than a minute.")
+    ] = False,
     max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
     dtype: options.Dtype = options.DtypeName.float32,
     debug: options.Debug = False,
@@ -328,7 +331,7 @@ def demo(
     """Compare decoding with and without drafts on one long document.
 
     Streams the text, then prints a table of speed, acceptance, and whether each text equals that of plain generate.
-    Each method runs once, measured as in bench.
+    Each method runs once, measured as in bench. A prompt that would take more than a minute is shortened.
 
     Examples:
 

@@ -59,6 +59,8 @@ def tune(args: SimpleNamespace) -> None:
 
 def demo(args: SimpleNamespace) -> None:
     """Check `hf-longspec demo`; adds `text`, that of `--file`."""
+    if args.whole and args.context is not None:
+        raise CommandError(f"--whole and --context {args.context} are two lengths. Pass one of them.")
     args.text = None if args.file is None else options.read_text(args.file, None)[1]
 
 

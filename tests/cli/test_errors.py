@@ -159,7 +159,10 @@ def test_truncated_weights(fails, copy_of, name, kind, share):
     ("content", "complaint"),
     [
         (None, "it has no file of one, such as tokenizer.json. Save the tokenizer of the model there, with save_pre"),
-        ("{}", "tokenizer.json and tokenizer_config.json cannot be read (KeyError: 'added_tokens'). Save the tokenizer"),
+        (
+            "{}",
+            "tokenizer.json and tokenizer_config.json cannot be read (KeyError: 'added_tokens'). Save the tokenizer",
+        ),
     ],
 )
 def test_a_tokenizer_that_cannot_be_loaded(fails, copy_of, content, complaint):
@@ -251,6 +254,7 @@ EARLY = [
     ("tune TARGET notes.txt --draft locked", "locked cannot be written to"),
     ("bench TARGET --output bench.txt", "bench.txt does not end with .jsonl"),
     ("demo TARGET --file none.txt", "cannot read none.txt"),
+    ("demo TARGET --whole --context 64", "--whole and --context 64 are two lengths."),
     ("train --config none.yaml --output-dir locked/run", "locked cannot be written to"),
     ("convert TARGET notes.txt --output notes.txt/out", "notes.txt is a file."),
     ("publish notes.txt --dry-run --output locked/out", "locked cannot be written to"),
