@@ -5,6 +5,10 @@ class CommandError(Exception):
     """Ends a command: the message is one line that names what is wrong and the remedy."""
 
 
+# Before the message of a `ValueError` that a validator raised.
+PYDANTIC = "Value error, "
+
+
 def one_line(error: BaseException) -> str:
     """The message of an error up to the end of a sentence that ends a line, as one line; with its type if it is a word.
 
@@ -12,9 +16,12 @@ def one_line(error: BaseException) -> str:
     'no backend: a: no GPU; b: too old; Take another.'
     >>> one_line(KeyError("int8"))
     "KeyError: 'int8'"
+    >>> one_line(ValueError("1 error for dtype:\\n  Value error, 'int8' is not a type."))
+    "1 error for dtype: 'int8' is not a type."
     """
     text = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
+        line = line.removeprefix(PYDANTIC)
         text += line if not text else f" {line}" if text.endswith((":", ",", ";")) else f"; {line}"
         if text.endswith((".", "?", "!")):
             break

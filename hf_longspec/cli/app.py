@@ -1,7 +1,7 @@
 """The command `hf-longspec`: the options of each command and their checks.
 
 The work of a command is the function `run` of the module with its name. That module imports torch and transformers, so
-it is imported when the options have been read: `--help`, `--version` and wrong options do without.
+it is imported when the options have been checked: `--help`, `--version`, wrong options and wrong prompts do without.
 """
 
 import sys
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 try:
     import typer
 
-    from . import options
+    from . import checks, options
     from .options import INPUT_ERROR, INTERRUPTED, number, output
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
@@ -35,21 +35,32 @@ app = typer.Typer(
 )
 
 
-def command(signature: Callable[..., None]) -> Callable[..., None]:
-    """Register a command. `run` of the module with its name gets the options as one object, returns the exit status."""
-    name = signature.__name__
+def command(check: Callable[[SimpleNamespace], None] | None = None) -> Callable[..., Any]:
+    """Register a command. `run` of the module with its name gets the options as one object, returns the exit status.
 
-    @wraps(signature)
-    def run(debug: bool = False, **values: Any) -> None:
-        with options.one_line_errors(debug):
-            status = import_module(f"{__package__}.{name}").run(SimpleNamespace(**values))
-        raise typer.Exit(status or 0)
+    `check` gets them first, before torch and transformers are imported.
+    """
 
-    app.command()(run)
-    return run
+    def register(signature: Callable[..., None]) -> Callable[..., None]:
+        name = signature.__name__
+
+        @wraps(signature)
+        def run(debug: bool = False, **values: Any) -> None:
+            args = SimpleNamespace(**values)
+            with options.one_line_errors(debug):
+                if check is not None:
+                    check(args)
+                import_module("hf_longspec.drafts")  # registers them
+                status = import_module(f"{__package__}.{name}").run(args)
+            raise typer.Exit(status or 0)
+
+        app.command()(run)
+        return run
+
+    return register
 
 
-@command
+@command(checks.generate)
 def generate(
     target: options.Target,
     file: Annotated[Path | None, typer.Argument(help="Text to continue; - for standard input.")] = None,
@@ -71,7 +82,7 @@ def generate(
     device: options.Device = None,
     seed: options.Seed = None,
     data: Annotated[
-        str | None, typer.Option(help="Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
+        str | None, options.source("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
     ] = None,
     column: Annotated[str | None, typer.Option(help="Key or column of the prompts in --data. Default: prompt.")] = None,
     output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
@@ -104,7 +115,7 @@ def generate(
     """
 
 
-@command
+@command(checks.audit)
 def audit(
     target: options.Target,
     files: Annotated[list[Path] | None, typer.Argument(help="Texts to continue; - for standard input.")] = None,
@@ -145,12 +156,12 @@ def audit(
     """
 
 
-@command
+@command(checks.tune)
 def tune(
     target: options.Target,
     file: Annotated[Path | None, typer.Argument(help="Sample text of your use; - for standard input.")] = None,
     prompt: options.Prompt = None,
-    draft: options.Draft = "specattn",
+    draft: Annotated[str, options.named("Hub id or folder of a draft, or specattn or quest.")] = "specattn",
     output: Annotated[Path | None, output("New folder for the tuned draft.", options.require_writable_folder)] = None,
     results: Annotated[Path, output("File for results until the command is done.", suffix=".jsonl")] = Path(
         "tune.jsonl"
@@ -191,7 +202,7 @@ def tune(
     """
 
 
-@command
+@command()
 def serve(
     target: options.Target,
     draft: options.Draft = "ngram",
@@ -220,7 +231,7 @@ def serve(
     """
 
 
-@command
+@command()
 def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """Describe this installation for a bug report.
 
@@ -236,17 +247,17 @@ def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """
 
 
-@command
+@command()
 def bench(
     target: options.Target,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help=f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
+        options.named(f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin (default). Repeatable."
+        options.source(
+            "Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin, the default. Repeatable."
         ),
     ] = None,
     column: Annotated[str | None, typer.Option(help="Key or column of the texts in --data. Default: text.")] = None,
@@ -264,7 +275,7 @@ def bench(
     ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, such as 1,4.")] = "1",
     dtype: Annotated[str, typer.Option(help="auto, or one or more of float32,bfloat16,float16.")] = "auto",
-    assistant: Annotated[str | None, typer.Option(help="Small model for transformers' assisted generation.")] = None,
+    assistant: Annotated[str | None, options.named("Small model for transformers' assisted generation.")] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(help="key=v1,v2: values of a draft setting, temperature, penalty, window or context. Repeatable."),
@@ -272,7 +283,7 @@ def bench(
     max_new_tokens: Annotated[int, number(2, "Tokens per row and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
     temperature: Annotated[float, number(0, "0 is greedy.", float)] = 0.0,
-    minutes: Annotated[float | None, number(0, "Time limit: start no call that would end later.", float)] = None,
+    minutes: Annotated[float | None, number(0, "Limit: start no call that would end later.", float, above=True)] = None,
     output: Annotated[Path, output("Result file; the table and plots are written next to it.", suffix=".jsonl")] = Path(
         "bench.jsonl"
     ),
@@ -298,18 +309,21 @@ def bench(
     """
 
 
-@command
+@command(checks.demo)
 def demo(
     target: Annotated[
-        str | None, typer.Option(help="Hub id or folder of the model. Default: the tiny target of the repository.")
+        str | None, options.named("Hub id or folder of the model. Default: the tiny target of the repository.")
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft. Default: every kind.")] = None,
+    draft: Annotated[str | None, options.named("Hub id or folder of a draft. Default: every kind.")] = None,
     file: Annotated[
         Path | None, typer.Option(help="Text to continue. Default: a module of the standard library.")
     ] = None,
     context: Annotated[
         int | None, number(1, f"Maximum tokens of the prompt. Default: {options.DEMO_CONTEXT}, or what fits.")
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Read all of the text that fits, even if that takes more than a minute.")
+    ] = False,
     max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
     dtype: options.Dtype = options.DtypeName.float32,
     debug: options.Debug = False,
@@ -317,7 +331,7 @@ def demo(
     """Compare decoding with and without drafts on one long document.
 
     Streams the text, then prints a table of speed, acceptance, and whether each text equals that of plain generate.
-    Each method runs once, measured as in bench.
+    Each method runs once, measured as in bench. A prompt that would take more than a minute is shortened.
 
     Examples:
 
@@ -329,16 +343,18 @@ def demo(
     """
 
 
-@command
+@command()
 def train(
     config: Annotated[Path, typer.Option(help="YAML recipe, such as recipes/longspec_pretrain.yaml.")],
     data: Annotated[
         list[str] | None,
-        typer.Argument(help="Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's."),
+        options.source(
+            "Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's.", typer.Argument
+        ),
     ] = None,
     column: Annotated[str | None, typer.Option(help="Key or column of the texts. Default: text.")] = None,
-    target: Annotated[str | None, typer.Option(help="Hub id or folder of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft to continue.")] = None,
+    target: Annotated[str | None, options.named("Hub id or folder of the target.")] = None,
+    draft: Annotated[str | None, options.named("Hub id or folder of a draft to continue.")] = None,
     output_dir: Annotated[
         Path | None,
         output("Folder for checkpoints and the draft.", options.require_writable_folder),
@@ -367,11 +383,11 @@ def train(
     """
 
 
-@command
+@command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Hub id, folder or weight file of the authors' draft.")],
+    source: Annotated[str, options.named("Hub id, folder or weight file of the authors' draft.", make=typer.Argument)],
     output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
-    target: Annotated[str | None, typer.Option(help="Hub id, folder or config.json of its target.")] = None,
+    target: Annotated[str | None, options.named("Hub id, folder or config.json of its target.")] = None,
     overwrite: options.Overwrite = False,
     debug: options.Debug = False,
 ) -> None:
@@ -390,7 +406,7 @@ def convert(
     """
 
 
-@command
+@command()
 def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
     repo: Annotated[str | None, typer.Option(help="Repository to upload to, owner/name.")] = None,

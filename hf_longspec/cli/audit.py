@@ -23,7 +23,8 @@ from ..auditing import (
     audit_sampling,
     compare,
 )
-from ..cli import CommandError, options
+from ..bench.calls import TokenClock
+from ..cli import CommandError
 from .models import LoadedModels, Progress, load_models, say
 
 # From best to worst.
@@ -32,8 +33,6 @@ STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}
 
 def run(args: SimpleNamespace) -> bool:
     """Audit; returns whether the draft is not lossless."""
-    texts = [options.read_text(file, None) for file in args.files or []]
-    texts += [options.read_text(None, args.prompt)] if args.prompt is not None or not args.files else []
     # the variance of a count is a quarter of the drawn tokens at most
     if args.samples and args.samples * args.sample_tokens < (fewest := 4 * MIN_EXPECTED):
         raise CommandError(
@@ -43,8 +42,9 @@ def run(args: SimpleNamespace) -> bool:
     with load_models(args) as loaded:
         loaded.draft.generation_config.on_unsupported = "error"  # plain text would be compared with itself
         room = max(args.max_new_tokens, args.sample_tokens)
-        prompts = [(name, loaded.encode(name, text, last=args.context, room=room)) for name, text in texts]
-        with Progress(2 * len(prompts) + math.ceil(args.samples / args.batch), "Decoding") as progress:
+        prompts = [(name, loaded.encode(name, text, last=args.context, room=room)) for name, text in args.texts]
+        total = 2 * len(prompts) * args.max_new_tokens + args.samples * args.sample_tokens
+        with Progress(total, "Decoding", tokens=True) as progress:
             audits = [
                 (name, *audit_prompt(loaded, name, ids, args.max_new_tokens, args.eps, progress))
                 for name, ids in prompts
@@ -72,9 +72,10 @@ def audit_prompt(
     texts: list[torch.Tensor] = []
     for draft in (None, loaded.draft):
         progress.say(f"{name}: {'plain generate' if draft is None else loaded.draft_name}")
+        clock = TokenClock(on_arrival=lambda count: progress.step())
         how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        texts.append(loaded.model.generate(ids, assistant_model=draft, **how))
-        progress.step()
+        texts.append(loaded.model.generate(ids, assistant_model=draft, streamer=clock, **how))
+        progress.step(max_new_tokens - clock.total)  # a text may end early
     compared = compare(loaded.model, texts[0], texts[1], ids.shape[1], max_new_tokens, eps)
     return compared, loaded.draft.last_speculation.mean_acceptance_length
 
@@ -90,7 +91,7 @@ def draw_samples(loaded: LoadedModels, ids: torch.Tensor, args: SimpleNamespace,
         rows = ids.expand(min(args.batch, args.samples - start), -1)
         how |= {"attention_mask": torch.ones_like(rows), "assistant_model": loaded.draft}
         drawn.append(loaded.model.generate(rows, do_sample=True, **how)[:, ids.shape[1] :])
-        progress.step()
+        progress.step(drawn[-1].numel())
     return torch.cat(drawn)
 
 

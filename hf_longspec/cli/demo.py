@@ -27,6 +27,8 @@ GENERATE, NO_DRAFT = "generate", "no draft"
 # Without bfloat16 instructions reading a prompt takes 10 times as long as in float32, and every method reads it.
 EMULATED_CONTEXT = 2048
 WARM_UP_PROMPT, WARM_UP_TOKENS, SHORTEST_PROMPT = 64, 8, 32
+# A prompt is shortened to what takes so many seconds in all, estimated from a call with a piece of so many tokens.
+MOST_SECONDS, PIECE = 60, 512
 # A prompt is cut after the third of at least six words of a line, so that the continuation is the rest of a sentence.
 CUT = re.compile(r".*\n(?:[^\n]*?\b[A-Za-z]{2,}\b){3}(?=(?:[^\n]*?\b[A-Za-z]{2,}\b){3})", re.DOTALL)
 TAIL_CHARACTERS = 300  # of the prompt, shown before its continuation
@@ -37,7 +39,7 @@ def run(args: SimpleNamespace) -> bool:
     """Measure and show; returns whether a text is wrong."""
     console = Console(highlight=False)
     target, context = models.find_target(args.target), args.context
-    name, document = read_document(args.file)
+    name, document = read_document() if args.text is None else (args.file.name, args.text)
     with models.quiet(progress_bars=not Path(target).is_dir()):
         tokenizer = models.load_tokenizer(target)
         room = models.max_positions(target) - args.max_new_tokens
@@ -49,9 +51,19 @@ def run(args: SimpleNamespace) -> bool:
             )
         console.print(f"Loading {target}.", markup=False)
         model = models.load_target(target, models.dtype_of(args.dtype, models.default_device()))
+        if args.whole:
+            context = room
         if context is None and model.dtype == torch.bfloat16 and native_bfloat16(model.device) is False:
             context = EMULATED_CONTEXT
+        drafts = load_drafts(draft_names(target, args.draft), model)
         text, ids = make_prompt(tokenizer, name, document, min(context or options.DEMO_CONTEXT, room))
+        if (read := ids.shape[1]) > PIECE:
+            with console.status("Estimating the time"):
+                needed, fitting = estimate(model, ids, args.max_new_tokens, 2 + len(drafts))
+            console.print(f"{read:,} tokens of {name} take about {models.duration(needed)} or more.", markup=False)
+            if context is None and fitting < read:
+                text, ids = make_prompt(tokenizer, name, document, fitting)
+                console.print("The prompt is shortened to what takes about a minute; --whole or --context read more.")
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         console.print(
             f"{type(model).__name__}, {size:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, "
@@ -59,7 +71,6 @@ def run(args: SimpleNamespace) -> bool:
             markup=False,
         )
         plain = {GENERATE: HfMethod(), NO_DRAFT: PlainDraftModel.from_target(model)}
-        drafts = load_drafts(draft_names(target, args.draft), model)
         try:
             # the last draft first, because its text is the one to show
             calls = {
@@ -76,10 +87,8 @@ def run(args: SimpleNamespace) -> bool:
     return any(text in FAILED for text in texts.values())
 
 
-def read_document(file: Path | None) -> tuple[str, str]:
-    """Name and text of `file`, or of a module of the standard library."""
-    if file is not None:
-        return file.name, options.read_text(file, None)[1]
+def read_document() -> tuple[str, str]:
+    """Name and text of a module of the standard library."""
     modules = read_source(BUILTIN)
     if not modules:  # a distribution may leave sources out
         raise CommandError("this Python has no sources of its library. Pass a text with --file.")
@@ -101,6 +110,23 @@ def make_prompt(tokenizer: Any, name: str, text: str, max_tokens: int) -> tuple[
             "--file, or a larger --context."
         )
     return text, torch.tensor([ids])
+
+
+def estimate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, calls: int) -> tuple[float, int]:
+    """Seconds of so many calls, and the prompt with which they take a minute, from a call with a piece of the prompt.
+
+    Attention takes more than its share of a long prompt, and drafts save a part of the decoding.
+    """
+
+    def call(ids: torch.Tensor) -> Call:
+        prompt = ids, torch.ones_like(ids)
+        return run_call(model, HfMethod(), prompt, decoding=Decoding(), tokens=WARM_UP_TOKENS, seed=0)
+
+    call(ids[:, -WARM_UP_PROMPT:])  # the first call is slow
+    piece = call(ids[:, :PIECE])
+    reading = calls * piece.ttft_seconds / PIECE  # per token
+    decoding = calls * new_tokens / piece.tokens_per_second if piece.tokens_per_second else 0.0
+    return ids.shape[1] * reading + decoding, max(PIECE, int((MOST_SECONDS - decoding) / reading))
 
 
 def draft_names(target: str, draft: str | None) -> list[str]:

@@ -2,11 +2,11 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from jinja2 import Environment
@@ -23,7 +23,6 @@ from ..generation.sequences import SpeculationStats
 from ..generation.wings.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
 from .models import LoadedModels, PromptProgress, load_models, say
-from .outputs import claim
 from .rows import continue_rows
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
@@ -37,22 +36,9 @@ def run(args: SimpleNamespace) -> int:
     how: dict[str, Any] = {"do_sample": bool(args.temperature), "repetition_penalty": args.repetition_penalty}
     if args.temperature:
         how |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-    elif (args.top_p, args.top_k) != (1.0, 0):
-        raise CommandError("--top-p and --top-k need sampling. Pass a --temperature above 0, such as 1.")
-    if args.samples > 1 and not args.temperature:
-        raise CommandError(f"--samples {args.samples} needs sampling. Pass a --temperature above 0.")
-    if args.samples > 1 and (args.show_drafts or args.html is not None):
-        raise CommandError(
-            f"--samples {args.samples} cannot be combined with --show-drafts or --html. Drop one of them."
-        )
     if args.data is not None:
-        if args.file or args.prompt or args.samples > 1 or args.as_json or args.show_drafts or args.html:
-            raise CommandError("--data cannot be combined with a text, --samples, --json, --show-drafts or --html.")
         return continue_rows(args, how)
-    if args.output is not None or args.resume or args.column is not None:
-        raise CommandError("--output, --resume and --column are for --data. Pass --data, or drop them.")
-    claim([args.html] if args.html is not None else [], [args.file], overwrite=args.overwrite)
-    name, text = options.read_text(args.file, args.prompt)
+    name, text = args.name, args.text
     with load_models(args) as loaded:
         if args.chat and not getattr(loaded.tokenizer, "chat_template", None):
             raise CommandError(f"--chat: the tokenizer of {args.target} has no chat template. Drop --chat.")
@@ -82,7 +68,8 @@ def run(args: SimpleNamespace) -> int:
             if stats.interrupted:
                 print("Interrupted.", file=sys.stderr)
         else:
-            print("\n\n".join(texts) if args.samples > 1 else "")
+            if args.samples == 1:
+                print()
             if args.show_drafts:
                 coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
                 piped = "Drafted tokens are coloured only in a terminal; --html FILE writes them to a page."
@@ -152,6 +139,52 @@ class DraftedTextStreamer(BaseStreamer):
             self._report(StepText("".join(pieces[:-1]), pieces[-1], count - 1, proposed))
 
 
+class TextsStreamer(BaseStreamer):
+    """Write the texts of several rows one after another, each line as soon as it is known, with a free line between.
+
+    Args:
+        rows (`int`): Number of texts.
+        ends (`Collection[int | None]`): Tokens that end a text; padding follows them.
+        file (`TextIO`): Where to write.
+    """
+
+    def __init__(self, tokenizer: Any, rows: int, ends: Collection[int | None], file: TextIO):
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
+        self._ends, self._file = ends, file
+        self._waiting: list[list[int]] = [[] for _ in range(rows)]  # tokens of each row that were not decoded
+        self._has_ended = [False] * rows
+        self._row, self._line = 0, ""  # the row that is being written, and its line so far
+        self._expects_prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._expects_prompt:
+            self._expects_prompt = False
+            return
+        for row, token in enumerate(value.flatten().tolist()):
+            if not self._has_ended[row]:
+                self._waiting[row].append(token)
+                self._has_ended[row] = token in self._ends
+        self._write()
+
+    def end(self) -> None:
+        self._has_ended = [True] * len(self._waiting)
+        self._write()
+
+    def _write(self) -> None:
+        """Write the lines that are complete. While a bar is shown, a part of one would end with a new line."""
+        while self._row < len(self._waiting):
+            tokens, self._waiting[self._row] = self._waiting[self._row], []
+            self._line += "".join(map(self._decoder.feed, tokens))
+            if not self._has_ended[self._row]:
+                break
+            self._row += 1
+            self._line += self._decoder.end() + ("\n\n" if self._row < len(self._waiting) else "\n")
+        lines, newline, self._line = self._line.rpartition("\n")
+        if newline:
+            self._file.write(lines + newline)
+            self._file.flush()
+
+
 def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[str, str]) -> str:
     """The text as a page that needs no other file."""
     verified = [(step.num_drafted, step.num_accepted) for step in steps if step.num_drafted]
@@ -167,8 +200,9 @@ def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[st
 def decode(
     loaded: LoadedModels, ids: torch.Tensor, steps: list[StepText] | None, args: SimpleNamespace, **how: Any
 ) -> tuple[list[list[int]], SpeculationStats]:
-    """Generate, with a bar while the prompt is read, and until the end if nothing else is shown."""
-    quiet = args.as_json or args.samples > 1  # nothing goes to standard output meanwhile
+    """Generate, with a bar while the prompt is read, and until the end unless the text itself shows the progress."""
+    quiet = args.as_json  # nothing goes to standard output meanwhile
+    is_seen = not quiet and args.samples == 1 and sys.stdout.isatty()
     draft, tokenizer = loaded.draft, loaded.tokenizer
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
 
@@ -184,14 +218,16 @@ def decode(
     if steps is not None:
         text = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, report)
     with PromptProgress(loaded.model, ids.shape[1], "Reading the prompt") as progress:
+        if args.samples > 1 and not quiet:
+            ends = loaded.model.generation_config.eos_token_id
+            text = TextsStreamer(tokenizer, args.samples, ends if isinstance(ends, list) else [ends], sys.stdout)
 
         def arrived(tokens: int) -> None:
-            if tokens == 1 and quiet:  # the prefill is over
-                progress.next("Generating", args.max_new_tokens)
-            elif tokens == 1:
+            if tokens == 1 and is_seen:  # the prefill is over
                 progress.stop()
-            if quiet:
-                progress.step()
+            elif tokens == 1:
+                progress.next("Generating", args.samples * args.max_new_tokens, tokens=True)
+            progress.step(args.samples)
 
         rows = ids.repeat_interleave(args.samples, 0)
         mask, clock = torch.ones_like(rows), TokenClock(args.samples, on_arrival=arrived, text=text)
@@ -201,6 +237,8 @@ def decode(
             sequences = getattr(draft.last_speculation, "partial_sequences", None)
             if sequences is None:
                 raise
+            if text is not None:
+                text.end()
     return sequences[:, ids.shape[1] :].tolist(), draft.last_speculation
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any, Self
@@ -19,8 +20,17 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as RichProgress
+from rich.text import Text
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -44,6 +54,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 # The folder that holds the package, which in a checkout holds the tiny models too.
 HOME = Path(__file__).resolve().parents[2]
 TINY_TARGET, TINY_DRAFTS = "tiny-target", ("tiny-tokenswift", "tiny-longspec")
+# Between two lines about progress where there is no terminal; a step that takes longer has no estimate of its time.
+LINE_SECONDS, SLOWEST_STEP = 10, 600
 # Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
 NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
 
@@ -129,7 +141,17 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
 def load_tokenizer(target: str) -> Any:
     """The tokenizer of `target`."""
     with loading(target, "tokenizer of", from_hub=True):
-        return AutoTokenizer.from_pretrained(target)
+        try:
+            return AutoTokenizer.from_pretrained(target)
+        except (ImportError, OSError):
+            raise  # names the package or the file
+        except Exception as error:  # of formats, which lists ways to read one, or names a key
+            if not Path(target).is_dir():
+                raise
+            files = sorted(file.name for file in Path(target).glob("*token*"))
+            what = f"{' and '.join(files)} cannot be read ({one_line(error).rstrip('.')})"
+            what = what if files else "it has no file of one, such as tokenizer.json"
+            raise ValueError(f"{what}. Save the tokenizer of the model there, with save_pretrained") from error
 
 
 def max_positions(target: str) -> int:
@@ -300,58 +322,121 @@ def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | Non
 
 
 class Progress:
-    """A bar on a terminal that is removed in the end, and silent elsewhere."""
+    """A bar on a terminal that is removed in the end; elsewhere a line on standard error every ten seconds.
 
-    def __init__(self, total: int, text: str = "", console: Console | None = None):
+    Args:
+        total (`int`): Number of steps; 0 if it is unknown.
+        text (`str`, *optional*): What is done.
+        console (`Console`, *optional*): Where the bar is shown; by default on standard error.
+        tokens (`bool`, *optional*): Whether steps are tokens, whose speed is shown.
+    """
+
+    def __init__(self, total: int, text: str = "", console: Console | None = None, tokens: bool = False):
         console = console or Console(stderr=True, highlight=False)
-        columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+        columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), SpeedColumn()]
         columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-        self._bar = RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task(escape(text), total=total or None)
+        self._bar = RichProgress(
+            *columns,
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file must not go to the console
+            speed_estimate_period=SLOWEST_STEP,
+        )
+        self._ended = Event()
+        self.next(text, total, tokens)
 
     def say(self, text: str) -> None:
         """Show a description of the present task."""
+        self._text = text
         self._bar.update(self._task, description=escape(text))
 
-    def step(self, count: int = 1) -> None:
+    def step(self, count: float = 1) -> None:
         """Advance by so many steps."""
         self._bar.advance(self._task, count)
 
-    def next(self, text: str, total: int) -> None:
-        """Begin another task in place of this one."""
-        self._bar.remove_task(self._task)
-        self._task = self._bar.add_task(escape(text), total=total or None)
+    def next(self, text: str, total: int, tokens: bool = False) -> None:
+        """Begin a task, in place of the present one."""
+        before = self._bar.task_ids
+        self._text = text
+        self._task = self._bar.add_task(escape(text), total=total or None, tokens=tokens)
+        for task in before:
+            self._bar.remove_task(task)
+
+    def line(self) -> str:
+        """The present task: steps of all, tokens per second and the time left, as far as they are known."""
+        task = self._bar.tasks[-1]
+        unit = " tokens" if task.fields["tokens"] else ""
+        parts = [f"{int(task.completed):,}{'' if task.total is None else f' of {int(task.total):,}'}{unit}"]
+        parts += [text] if (text := SpeedColumn.text(task)) else []
+        if task.total is not None and task.completed and task.elapsed:
+            left = round(task.elapsed * (task.total - task.completed) / task.completed)
+            parts.append(f"{duration(left)} left")
+        return ": ".join(filter(None, [self._text, ", ".join(parts)]))
+
+    def _tell(self) -> None:
+        while not self._ended.wait(LINE_SECONDS):
+            print(self.line(), file=sys.stderr, flush=True)
 
     def stop(self) -> None:
-        """Remove the bar."""
+        """Remove the bar, and end the lines."""
+        self._ended.set()
         self._bar.stop()
 
     def __enter__(self) -> Self:
         self._bar.start()
+        if self._bar.disable:
+            Thread(target=self._tell, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
 
+class SpeedColumn(ProgressColumn):
+    """Tokens per second, if the steps of a task are tokens."""
+
+    def render(self, task: Task) -> Text:
+        return Text(self.text(task))
+
+    @staticmethod
+    def text(task: Task) -> str:
+        """The mean speed of a task so far."""
+        speed = task.completed / task.elapsed if task.fields["tokens"] and task.elapsed else 0
+        return f"{speed:,.{1 if speed < 100 else 0}f} tokens/s" if speed else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> [duration(seconds) for seconds in (9, 80, 7260)]
+    ['9 s', '1 min 20 s', '2 h 1 min']
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 class PromptProgress(Progress):
-    """A bar that advances with every decoder layer that reads a prompt, until it is stopped or another task begins."""
+    """A bar that counts the tokens that the decoder layers have read, until it is stopped or another task begins."""
 
     def __init__(self, model: PreTrainedModel, num_tokens: int, text: str, console: Console | None = None):
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-        layers = next((list(layers) for layers in lists if len(layers) == count), [])
-        super().__init__(len(layers) * num_tokens, text, console)
-        self._hooks = [layer.register_forward_hook(self._has_run, with_kwargs=True) for layer in layers]
+        self._layers: list[Any] = next((list(layers) for layers in lists if len(layers) == count), [])
+        self._hooks: list[Any] = []
+        super().__init__(num_tokens if self._layers else 0, text, console, tokens=True)
+        self._hooks = [layer.register_forward_hook(self._has_run, with_kwargs=True) for layer in self._layers]
 
     def _has_run(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         states = args[0] if args else kwargs.get("hidden_states")
         if torch.is_tensor(states):
-            self.step(states.shape[1])
+            self.step(states.shape[1] / len(self._layers))
 
-    def next(self, text: str, total: int) -> None:
+    def next(self, text: str, total: int, tokens: bool = False) -> None:
         self._unhook()
-        super().next(text, total)
+        super().next(text, total, tokens)
 
     def stop(self) -> None:
         self._unhook()

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +41,9 @@ def training_free() -> list[str]:
 BY_NAME = ", ".join(training_free())
 # The draft that chooses another one.
 AUTO = "auto"
+# Endings of files with texts, tables or weights. Names of Hub repositories have others, such as those of versions.
+FILE_SUFFIXES = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip"}
+FILE_SUFFIXES |= {".html", ".pdf", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".pth", ".npy"}
 
 
 def number(
@@ -104,12 +106,49 @@ def output(help: str, check: Callable[..., None] = require_writable_file, **how:
     return typer.Option(help=help, callback=checked)
 
 
-Target = Annotated[str, typer.Option(help="Hub id or folder of the model.", show_default=False)]
+def _require_name(name: str) -> None:
+    """Refuse an empty name, which `Path` takes for the current folder."""
+    if not name.strip():
+        raise typer.BadParameter("the name is empty. Pass a Hub id, a file or a folder.")
+
+
+def _require_file_or_dataset(name: str) -> None:
+    """Refuse the name of a file that does not exist: it has the suffix of one, or lies in a folder."""
+    _require_name(name)
+    path = Path(name.partition(":")[0])  # a dataset may have a configuration
+    if Path(name).exists() or path.exists():
+        return
+    remedy = "Check the path; datasets of the Hub are named owner/name."
+    if path.suffix.lower() in FILE_SUFFIXES or name.startswith((".", "/", "~")):
+        raise typer.BadParameter(f"the file {name!r} does not exist. {remedy}")
+    if path.parent.name and path.parent.is_dir():
+        raise typer.BadParameter(f"the folder {str(path.parent)!r} has no {path.name!r}. {remedy}")
+
+
+def named(
+    help: str, check: Callable[[str], None] = _require_name, make: Callable[..., Any] = typer.Option, **how: Any
+) -> Any:
+    """An option or argument for names of models, or several; `check(name)` refuses one."""
+
+    def checked(value: Any) -> Any:
+        for name in [value] if isinstance(value, str) else value or ():
+            check(name)
+        return value
+
+    return make(help=help, callback=checked, **how)
+
+
+def source(help: str, make: Callable[..., Any] = typer.Option) -> Any:
+    """An option or argument for files, folders and datasets of the Hub; the Hub is not asked for a missing file."""
+    return named(help, _require_file_or_dataset, make)
+
+
+Target = Annotated[str, named("Hub id or folder of the model.", show_default=False)]
 Draft = Annotated[
     str,
-    typer.Option(
-        help=f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}; or {AUTO}: the "
-        "fastest of n-grams, the model's MTP layers and the draft that its card names."
+    named(
+        f"Hub id or folder of a draft or a small model, or a training-free draft: {BY_NAME}; or {AUTO}: the fastest of "
+        "n-grams, the model's MTP layers and the draft that its card names."
     ),
 ]
 Prompt = Annotated[str | None, typer.Option(help="Text to continue, instead of a file.", show_default=False)]
@@ -127,9 +166,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
-    """Import the package, and end the command with one line for an error that the user can correct."""
+    """End the command with one line for an error that the user can correct."""
     try:
-        import_module("hf_longspec.drafts")  # registers them
         yield
     except KeyboardInterrupt as error:
         print("\nInterrupted.", file=sys.stderr)

@@ -13,18 +13,14 @@ from transformers import set_seed
 from ..bench.prompts import around_a_message, left_padded, read_rows
 from ..cli import CommandError, one_line
 from .models import LoadedModels, Progress, default_device, dtype_of, find_device, load_models, say
-from .outputs import claim
-from .work import Part, Work, folder_of
+from .work import Part, Work
 
 
 def continue_rows(args: SimpleNamespace, how: dict[str, Any]) -> int:
     """Continue all rows of `--data`; returns the exit status."""
-    if args.output is None:
-        raise CommandError("--data needs --output FILE.jsonl for the texts.")
     state = processes()
     if state.num_processes > 1 and args.device is None:
         args.device = str(state.device)
-    claim([args.output, folder_of(args.output)], [args.data], overwrite=args.overwrite, resume=args.resume)
     prompts = list(texts_of(args.data, args.column))
     work = Work(args.output, args.data, prompts, settings_of(args, how))
     done = work.finished() if args.resume else {}

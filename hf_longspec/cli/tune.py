@@ -19,15 +19,14 @@ from hf_longspec import __version__
 
 from ..bench.calls import Decoder, changed, endless, prefill
 from ..bench.prompts import cut_windows
-from ..bench.results import Record, check_resume, replace_file
+from ..bench.results import Record, replace_file
 from ..bench.runner import Runner, rotated
 from ..cli import CommandError, options
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
-from ..modeling.register_draft import DRAFTS, weightless_drafts
-from .models import LoadedModels, Progress, describe_device, load_models, say
-from .outputs import claim
+from ..modeling.register_draft import DRAFTS
+from .models import LoadedModels, Progress, PromptProgress, describe_device, load_models, say
 
 Settings = dict[str, Any]
 
@@ -61,14 +60,7 @@ MEASURED = ("context", "prompts", "batch", "max_new_tokens", "repeats", "sample"
 
 def run(args: SimpleNamespace) -> int:
     """Measure, show and write the choice; returns the exit status."""
-    read = [args.file, args.draft, args.target]
-    claim([args.results], read, overwrite=args.overwrite, resume=args.resume)
-    if args.resume:
-        check_resume(args.results, args.resume)
-    if not args.dry_run:
-        check_destination(args.draft, args.output)
-        claim([args.output] if args.output is not None else [], read, overwrite=args.overwrite)
-    name, text = options.read_text(args.file, args.prompt)
+    name, text = args.name, args.text
     with load_models(args) as loaded:
         plan = plan_for(loaded.draft)
         loaded.require_room(f"a prompt of --context {args.context}", args.context, args.max_new_tokens + 1)
@@ -87,8 +79,8 @@ def run(args: SimpleNamespace) -> int:
         facts = {"device": describe_device(model.device), "hf_longspec": __version__}
         file = Runner(args.results, "tune", None, math.inf, settings, facts, args.resume or None)
         try:
-            with file, Progress(len(windows), "Reading the prompts") as progress:
-                decoder = Decoder(model, prefill(model, windows, lambda index: progress.step()), args.max_new_tokens)
+            with file, PromptProgress(model, windows.numel(), "Reading the prompts") as progress:
+                decoder = Decoder(model, prefill(model, windows), args.max_new_tokens)
                 tuner = Tuner(args, loaded, decoder, progress, file)
                 best = plan(loaded.draft, TargetView(model), args.context, tuner.measure)
                 chosen, present, plain = tuner.confirm(best)
@@ -285,17 +277,6 @@ def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
     return path
 
 
-def check_destination(draft: str, output: Path | None) -> None:
-    """Refuse, before anything is measured, a draft that could not be written."""
-    if output is not None:
-        return  # checked with the options
-    if draft in weightless_drafts() or not Path(draft).is_dir():
-        raise CommandError(
-            f"the draft {draft} is not a local folder. Pass --output FOLDER for the tuned draft, or --dry-run."
-        )
-    options.require_writable_folder(Path(draft))
-
-
 @dataclass
 class Tuner:
     """Measure candidates; the trials so far."""
@@ -336,6 +317,7 @@ class Tuner:
                     raise CommandError(f"{shown(settings)}: {self.file.records[-1]['reason']}")
                 runs[place].append(record)
                 self.progress.step()
+                self.progress.say(f"Measuring: {task}, {record['tokens_per_second']:.1f} tokens/s in the last run")
         trials = [
             Trial(step, settings, known[-1]["tau"], statistics.median(run["tokens_per_second"] for run in known))
             for (step, _, settings), known in zip(methods, runs, strict=True)

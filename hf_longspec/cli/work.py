@@ -70,6 +70,8 @@ class Work:
     def end(self) -> list[Record]:
         """Write all rows in the order of the prompts to the output, and remove the folder."""
         found = {record["row"]: record for part in self._parts() for record in self._read_part(part)}
+        if any(record["digest"] != self._digest_of(row) for row, record in found.items()):
+            raise CommandError(f"{self._name}: another run writes to it. Pass another --output.")
         if missing := len(self._prompts) - len(found):
             raise CommandError(
                 f"{missing} of {len(self._prompts)} rows are missing, since a process ended early. Pass --resume."

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from hf_longspec.cli import app
+from hf_longspec.cli import app, models
 from tests.hub.conftest import hub  # noqa: F401 - a fixture
 
 HUB_CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
@@ -16,6 +16,12 @@ HUB_CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
 def run_command(*arguments, **options):
     """The result of one run of the application, in this process; `options` are those of invoke."""
     return CliRunner().invoke(app.app, list(map(str, arguments)), **options)
+
+
+@pytest.fixture(autouse=True)
+def no_lines_about_progress(monkeypatch):
+    """On a busy machine a command of a test may take ten seconds, too."""
+    monkeypatch.setattr(models, "LINE_SECONDS", 3600)
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def test_an_interrupted_run_keeps_its_lines_and_is_gone_on_with(here, monkeypatc
 
 
 def test_other_settings_and_another_environment_are_not_resumed(here, monkeypatch):
-    assert invoke("--minutes", "0").exit_code == 0
+    assert invoke("--minutes", "1e-9").exit_code == 0
     written = (here / "bench.jsonl").read_bytes()
     settings = invoke("--resume", "--max-new-tokens", "9", "--draft", "specattn")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
@@ -144,7 +144,7 @@ def test_other_settings_and_another_environment_are_not_resumed(here, monkeypatc
     assert "drafts was ['ngram'], now ['specattn']" in settings.output
     assert "threads was" in environment.output and "now 77" in environment.output
     assert (here / "bench.jsonl").read_bytes() == written
-    assert invoke("--minutes", "0", "--overwrite").exit_code == 0 and (here / "bench.jsonl").read_bytes() != written
+    assert invoke("--minutes", "1e-9", "--overwrite").exit_code == 0 and (here / "bench.jsonl").read_bytes() != written
 
 
 def test_a_wrong_text_is_the_exit_status(monkeypatch):

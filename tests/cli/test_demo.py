@@ -1,6 +1,7 @@
 """The demo from its arguments to its table, verdict and exit status, on a random model and a tokenizer of bytes."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_the_text_the_table_and_the_verdict(run, dtype, verdicts):
         speed, tokens, accepted, text = table[name]
         assert float(speed.rstrip("x")) > 0 and float(tokens) > 0 and text in verdicts
         assert accepted == "" if name == "no draft" else 0 <= int(accepted.rstrip("%")) <= 100
-    name, text = demo.read_document(None)
+    name, text = demo.read_document()
     assert name in out and demo.CUT.match(text[:300])[0][-100:] in out.split("┏")[0]  # a token is a byte here
     words = " ".join(out.split("┘")[1].split())
     best = max(("ngram", "specattn"), key=lambda name: float(table[name][0].rstrip("x")))
@@ -62,7 +63,7 @@ def test_the_text_the_table_and_the_verdict(run, dtype, verdicts):
 
 def test_a_terminal_shows_the_text_as_a_file_does(run, monkeypatch):
     """A bar comes before it, and while rich shows one, sys.stdout is another file."""
-    document = demo.read_document(None)[1]
+    document = demo.read_document()[1]
 
     def after_the_prompt():
         out = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", run(*SMALL)[1]).split("┏")[0]
@@ -96,6 +97,36 @@ def test_emulated_bfloat16_gets_a_shorter_prompt_unless_a_length_was_asked_for(
     monkeypatch.setattr(demo, "make_prompt", lambda *args: asked.append(args[-1]) or make_prompt(*args))
     status, _, err = run("--max-new-tokens", 4, "--draft", "ngram", "--dtype", "bfloat16", *options)
     assert (status, asked) == (0, [length]), err
+
+
+@pytest.mark.parametrize(
+    ("most", "options", "length", "said"),
+    [
+        (1000, (), 400, "400 tokens of notes.txt take about 1 min 56 s or more."),
+        (41, (), 100, "400 tokens of notes.txt take about 1 min 56 s or more."),
+        (0, (), 64, "400 tokens of notes.txt take about 1 min 56 s or more."),
+        (0, ("--whole",), 496, "496 tokens of notes.txt take about 2 min 20 s or more."),
+        (0, ("--context", "300"), 300, "300 tokens of notes.txt take about 1 min 31 s or more."),
+    ],
+)
+def test_a_long_text_says_how_long_it_takes_and_is_shortened(run, monkeypatch, tmp_path, most, options, length, said):
+    """Each of four calls reads 16 tokens per second, which is 0.25 s for a token, and writes 16 tokens in 4 s."""
+    (tmp_path / "notes.txt").write_text("x" * 1000)  # a token is a byte
+    lengths, run_call = [], demo.run_call
+
+    def timed(model, method, prompt, **how):
+        lengths.append(prompt[0].shape[1])
+        return replace(run_call(model, method, prompt, **how), ttft_seconds=4.0, decode_seconds=0.25, tokens=1)
+
+    monkeypatch.setattr(demo, "run_call", timed)
+    monkeypatch.setattr(demo, "PIECE", 64)
+    monkeypatch.setattr(demo, "MOST_SECONDS", most)
+    monkeypatch.setattr(demo.options, "DEMO_CONTEXT", 400)
+    status, out, err = run("--max-new-tokens", 16, "--file", tmp_path / "notes.txt", *options)
+    assert status == 0, err
+    words = " ".join(out.split())
+    assert said in words and ("shortened" in words) == (length in (64, 100)) and f"Prompt: {length} tokens" in words
+    assert max(lengths) == length and lengths[1] == 64
 
 
 @pytest.mark.parametrize(("dtype", "check"), [("float32", "differs"), ("bfloat16", "NOT lossless")])
@@ -135,10 +166,10 @@ def test_the_verdict_and_what_loses_follow_from_the_speeds(capsys, speeds, texts
 
 def test_modules_without_sources_are_skipped(monkeypatch):
     monkeypatch.setattr(prompts, "HELD_OUT", ("sys", "no_such_module", "tarfile"))
-    assert demo.read_document(None)[0] == "tarfile.py of the standard library"
+    assert demo.read_document()[0] == "tarfile.py of the standard library"
     monkeypatch.setattr(prompts, "HELD_OUT", ("sys",))
     with pytest.raises(CommandError, match="--file"):
-        demo.read_document(None)
+        demo.read_document()
 
 
 def test_an_installed_package_finds_the_tiny_target_in_the_current_folder(monkeypatch, tmp_path):

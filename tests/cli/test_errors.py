@@ -109,6 +109,41 @@ class TestMistypedNames:
 
 
 @pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (
+            "generate --output out.jsonl --data missing.jsonl",
+            "the file 'missing.jsonl' does not exist. Check the path;",
+        ),
+        ("bench --data {notes} --data missing.txt", "the file 'missing.txt' does not exist."),
+        ("bench --data here/books", "the folder 'here' has no 'books'. Check the path;"),
+        ("bench --data ./books", "the file './books' does not exist."),
+        ("train --config recipe.yaml missing.CSV", "the file 'missing.CSV' does not exist."),
+    ],
+)
+def test_a_missing_file_is_not_looked_for_on_the_hub(main, tiny, tmp_path, monkeypatch, line, named):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    Path("here").mkdir()
+    status, output, errors = main(*line.format(notes=tiny.notes).split(), "--target", tiny.target)
+    assert (status, output) == (2, "") and named in errors and len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["org/books", "org/books-2.5", "org/books:en", "books"])
+def test_a_dataset_of_the_hub_is_asked_for(main, tiny, tmp_path, monkeypatch, name):
+    asked = []
+
+    def load_dataset(*arguments, **_):
+        asked.append(arguments)
+        raise ConnectionError("no route")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    status, _, errors = main("bench", "--data", name, "--target", tiny.target)
+    assert status == 2 and "no route" in errors and asked == [(name.split(":")[0], "en" if ":" in name else None)]
+
+
+@pytest.mark.parametrize(
     ("name", "kind", "share"), [("audit", "target", 0.5), ("tune", "longspec", 0.5), ("generate", "target", 0)]
 )
 def test_truncated_weights(fails, copy_of, name, kind, share):
@@ -118,6 +153,26 @@ def test_truncated_weights(fails, copy_of, name, kind, share):
         assert "cannot load the model of" in line and line.endswith(" Check its files.")
     else:  # our own error has its remedy
         assert "cannot load the draft '" in line and line.endswith(" Download or save the draft again.")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "it has no file of one, such as tokenizer.json. Save the tokenizer of the model there, with save_pre"),
+        (
+            "{}",
+            "tokenizer.json and tokenizer_config.json cannot be read (KeyError: 'added_tokens'). Save the tokenizer",
+        ),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_loaded(fails, copy_of, content, complaint):
+    folder = copy_of("target")
+    if content is None:
+        (folder / "tokenizer_config.json").unlink()
+        (folder / "tokenizer.json").unlink()
+    else:
+        (folder / "tokenizer.json").write_text(content)
+    assert f"cannot load the tokenizer of '{folder}': {complaint}" in fails("generate", target=folder)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +230,12 @@ EARLY = [
     ("audit --batch 0", "'--batch': 0 is not an integer of at least 1 and at most 1024."),
     ("generate --temperature inf", "'--temperature': inf is not a number of at least 0."),
     ("generate --top-p 1.5", "'--top-p': 1.5 is not a number above 0 and at most 1."),
+    ("generate --target= --prompt x", "'--target': the name is empty. Pass a Hub id, a file or a folder."),
+    ("generate TARGET --prompt x --draft=", "'--draft': the name is empty."),
+    ("bench TARGET --draft ngram --draft=", "'--draft': the name is empty."),
+    ("bench TARGET --data=", "'--data': the name is empty."),
+    ("bench TARGET --minutes 0", "'--minutes': 0 is not a number above 0."),
+    ("tune TARGET notes.txt --draft auto --dry-run", "--draft auto chooses a draft for a text, and tune measures"),
     ("train --learning-rate nan", "'--learning-rate': nan is not a number above 0."),
     ("tune --dtype int3", "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
     ("generate TARGET notes.txt --prompt text", "pass one prompt"),
@@ -193,6 +254,7 @@ EARLY = [
     ("tune TARGET notes.txt --draft locked", "locked cannot be written to"),
     ("bench TARGET --output bench.txt", "bench.txt does not end with .jsonl"),
     ("demo TARGET --file none.txt", "cannot read none.txt"),
+    ("demo TARGET --whole --context 64", "--whole and --context 64 are two lengths."),
     ("train --config none.yaml --output-dir locked/run", "locked cannot be written to"),
     ("convert TARGET notes.txt --output notes.txt/out", "notes.txt is a file."),
     ("publish notes.txt --dry-run --output locked/out", "locked cannot be written to"),
@@ -313,7 +375,8 @@ def test_version_help_and_tracebacks(main, tmp_path):
     assert status == 2 and "Traceback" in errors  # 1 is a verdict
 
 
-COMMANDS = sorted(typer.main.get_command(app.app).commands)
+COMMANDS_BY_NAME = typer.main.get_command(app.app).commands
+COMMANDS = sorted(COMMANDS_BY_NAME)
 LIGHT = """
 import sys
 from hf_longspec.cli.app import main
@@ -339,9 +402,17 @@ def script(tmp_path):
     return run
 
 
-def test_version_help_and_wrong_numbers_import_neither_torch_nor_transformers(script):
+def test_version_help_and_wrong_options_and_prompts_import_neither_torch_nor_transformers(script, tmp_path):
     lines = [["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)]
     wrong = [["generate", "--target", "x", "--samples", "0"], ["tune", "--target", "x", "--output", __file__]]
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
+    for place in (str(tmp_path / name) for name in ("missing", "empty", "binary")):
+        wrong += [[name, place, "--target", "x"] for name in ("generate", "audit", "tune")]
+        wrong += [["demo", "--file", place]]
+    wrong += [["generate", "--target", "x"], ["audit", "--target", "x", "--prompt", ""]]
+    wrong += [["generate", "--target", "x", "--prompt", "x", "--top-p", "0.5"]]
+    wrong += [["bench", "--target", "x", "--data", "missing.txt"]]
     output = script(LIGHT.format(lines=lines + wrong))
     for line, status in [(line, 0) for line in lines] + [(line, 2) for line in wrong]:
         assert f"{line} {status} []\n" in output
@@ -369,6 +440,12 @@ def test_the_script_registers_the_drafts_before_a_command_runs(script, tiny):
     )
     text, names = output.strip().splitlines()
     assert json.loads(text)["new_tokens"] == 4 and names == "0 LongSpecDraftModel audit"
+
+
+def test_the_help_of_tune_does_not_offer_auto():
+    """`auto` chooses a draft; its settings cannot be tuned."""
+    helped = {name: {one.name: one.help for one in command.params} for name, command in COMMANDS_BY_NAME.items()}
+    assert "auto" in helped["generate"]["draft"] and "auto" not in helped["tune"]["draft"]
 
 
 def test_the_help_names_every_draft_without_training():

@@ -223,6 +223,15 @@ def test_rows_of_other_prompts_or_settings_are_not_kept(tmp_path, prompts, setti
     assert len(work_of(tmp_path, [*TEXTS, "one more"]).finished()) == len(TEXTS)
 
 
+def test_rows_of_a_run_that_writes_to_the_same_file_at_the_same_time_are_not_taken(tmp_path):
+    """Of more prompts, or of as many others; what is missing is not counted."""
+    for prompts in (TEXTS[:2], ["other"] * 5):
+        interrupted(tmp_path)
+        with pytest.raises(CommandError, match="another run writes to it"):
+            work_of(tmp_path, prompts).end()
+        assert not (tmp_path / "out.jsonl").exists()
+
+
 # Forks of one process without threads that has imported torch and transformers, which takes seconds.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])

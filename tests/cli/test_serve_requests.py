@@ -120,7 +120,7 @@ REFUSED = [
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template: the chat template"),
     ({"messages": []}, "messages=[]"),
     ({"messages": [0] * 1000}, "messages.0=0"),
-    ({"messages": [{"role": "user"}]}, "needs `content`"),
+    ({"messages": [{"role": "user"}]}, ": a message needs `content`."),
     ({"messages": [{"role": "nobody", "content": "one"}]}, "messages.0.role='nobody'"),
     ({"messages": [{"role": "user", "content": "one", "name": "x"}]}, "messages.0.name"),
     ({"messages": [{"role": "user", "content": [TEXT_PART, {"type": "input_audio"}]}]}, "messages.0.content"),

@@ -18,7 +18,7 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 
-from ...cli import one_line
+from ...cli import PYDANTIC, one_line
 from .decoding import Cancelled, Decoder, Job
 from .requests import ChatRequest, CompletionRequest, ImagePart, Sampling
 
@@ -202,4 +202,4 @@ async def malformed(http: Request, error: Any) -> Response:
         return _error(400, f"{name}: this server has no such field. Leave it out.")
     if first["type"] == "json_invalid":
         return _error(400, f"The body is not JSON: {first['ctx']['error']} at character {name}.")
-    return _error(400, f"{name}={first['input']!a:.60}: {first['msg']}.")
+    return _error(400, f"{name}={first['input']!a:.60}: {first['msg'].removeprefix(PYDANTIC)}.")

@@ -1,0 +1,75 @@
+"""What is wrong with the options of a command together, said before torch and transformers are imported.
+
+A function has the name of its command. It refuses what cannot be run, and adds the texts to continue to the options.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from ..bench.results import check_resume
+from ..cli import CommandError, options
+from .outputs import claim
+from .work import folder_of
+
+
+def generate(args: SimpleNamespace) -> None:
+    """Check `hf-longspec generate`; adds `name` and `text` of the prompt, unless there is `--data`."""
+    if not args.temperature and (args.top_p, args.top_k) != (1.0, 0):
+        raise CommandError("--top-p and --top-k need sampling. Pass a --temperature above 0, such as 1.")
+    if args.samples > 1 and not args.temperature:
+        raise CommandError(f"--samples {args.samples} needs sampling. Pass a --temperature above 0.")
+    if args.samples > 1 and (args.show_drafts or args.html is not None):
+        raise CommandError(
+            f"--samples {args.samples} cannot be combined with --show-drafts or --html. Drop one of them."
+        )
+    if args.data is not None:
+        if args.file or args.prompt or args.samples > 1 or args.as_json or args.show_drafts or args.html:
+            raise CommandError("--data cannot be combined with a text, --samples, --json, --show-drafts or --html.")
+        if args.output is None:
+            raise CommandError("--data needs --output FILE.jsonl for the texts.")
+        claim([args.output, folder_of(args.output)], [args.data], overwrite=args.overwrite, resume=args.resume)
+        return
+    if args.output is not None or args.resume or args.column is not None:
+        raise CommandError("--output, --resume and --column are for --data. Pass --data, or drop them.")
+    claim([args.html] if args.html is not None else [], [args.file], overwrite=args.overwrite)
+    args.name, args.text = options.read_text(args.file, args.prompt)
+
+
+def audit(args: SimpleNamespace) -> None:
+    """Check `hf-longspec audit`; adds `texts`, the name and text of each prompt."""
+    args.texts = [options.read_text(file, None) for file in args.files or []]
+    args.texts += [options.read_text(None, args.prompt)] if args.prompt is not None or not args.files else []
+
+
+def tune(args: SimpleNamespace) -> None:
+    """Check `hf-longspec tune`; adds `name` and `text` of the sample."""
+    if args.draft == options.AUTO:
+        raise CommandError(
+            f"--draft {options.AUTO} chooses a draft for a text, and tune measures the settings of one. Name the draft."
+        )
+    read = [args.file, args.draft, args.target]
+    claim([args.results], read, overwrite=args.overwrite, resume=args.resume)
+    if args.resume:
+        check_resume(args.results, args.resume)
+    if not args.dry_run:
+        _require_destination(args.draft, args.output)
+        claim([args.output] if args.output is not None else [], read, overwrite=args.overwrite)
+    args.name, args.text = options.read_text(args.file, args.prompt)
+
+
+def demo(args: SimpleNamespace) -> None:
+    """Check `hf-longspec demo`; adds `text`, that of `--file`."""
+    if args.whole and args.context is not None:
+        raise CommandError(f"--whole and --context {args.context} are two lengths. Pass one of them.")
+    args.text = None if args.file is None else options.read_text(args.file, None)[1]
+
+
+def _require_destination(draft: str, output: Path | None) -> None:
+    """Refuse, before anything is measured, a draft that could not be written."""
+    if output is not None:
+        return  # checked with the options
+    if draft in options.training_free() or not Path(draft).is_dir():
+        raise CommandError(
+            f"the draft {draft} is not a local folder. Pass --output FOLDER for the tuned draft, or --dry-run."
+        )
+    options.require_writable_folder(Path(draft))
