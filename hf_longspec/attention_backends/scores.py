@@ -294,7 +294,7 @@ class PageContext(StepContext):
         bounds = self.pages.bounds.get(layer.layer_idx)
         # jetmoe repeats keys after it has cached them, in an order of its own
         if bounds is None or bounds[0].shape[1] != layer.key.shape[1]:
-            return layer.attend_to_prefix(self.lengths, self.positions)
+            return layer.with_sinks(layer.attend_to_prefix(self.lengths, self.positions))
         slots, counts = self.slots(layer.layer_idx, layer.query)
         tensors = (layer.query, layer.key, layer.value, slots, counts)
         state = layer.backend.sparse_attention(*tensors, **layer.options)

@@ -37,7 +37,7 @@ class PrefixContext(StepContext):
     def state(self, layer: LayerAttention) -> AttentionState:
         where = layer.key.device
         moved = layer._replace(query=layer.query.to(where))
-        outputs, lse = moved.attend_to_prefix(self.lengths, self.positions.to(where))
+        outputs, lse = moved.with_sinks(moved.attend_to_prefix(self.lengths, self.positions.to(where)))
         return outputs.to(layer.query.device), lse
 
 
