@@ -82,7 +82,7 @@ def generate(
     device: options.Device = None,
     seed: options.Seed = None,
     data: Annotated[
-        str | None, options.source("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
+        str | None, options.named("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
     ] = None,
     column: Annotated[str | None, typer.Option(help="Key or column of the prompts in --data. Default: prompt.")] = None,
     output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
@@ -247,7 +247,7 @@ def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
     """
 
 
-@command()
+@command(checks.bench)
 def bench(
     target: options.Target,
     draft: Annotated[
@@ -256,7 +256,7 @@ def bench(
     ] = None,
     data: Annotated[
         list[str] | None,
-        options.source(
+        options.named(
             "Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin, the default. Repeatable."
         ),
     ] = None,
@@ -343,12 +343,12 @@ def demo(
     """
 
 
-@command()
+@command(checks.train)
 def train(
     config: Annotated[Path, typer.Option(help="YAML recipe, such as recipes/longspec_pretrain.yaml.")],
     data: Annotated[
         list[str] | None,
-        options.source(
+        options.named(
             "Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's.", typer.Argument
         ),
     ] = None,

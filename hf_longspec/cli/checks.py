@@ -27,6 +27,7 @@ def generate(args: SimpleNamespace) -> None:
             raise CommandError("--data cannot be combined with a text, --samples, --json, --show-drafts or --html.")
         if args.output is None:
             raise CommandError("--data needs --output FILE.jsonl for the texts.")
+        options.require_sources("--data: ", [args.data])
         claim([args.output, folder_of(args.output)], [args.data], overwrite=args.overwrite, resume=args.resume)
         return
     if args.output is not None or args.resume or args.column is not None:
@@ -55,6 +56,16 @@ def tune(args: SimpleNamespace) -> None:
         _require_destination(args.draft, args.output)
         claim([args.output] if args.output is not None else [], read, overwrite=args.overwrite)
     args.name, args.text = options.read_text(args.file, args.prompt)
+
+
+def bench(args: SimpleNamespace) -> None:
+    """Check `hf-longspec bench`."""
+    options.require_sources("--data: ", args.data or [])
+
+
+def train(args: SimpleNamespace) -> None:
+    """Check `hf-longspec train`."""
+    options.require_sources("", args.data or [])
 
 
 def demo(args: SimpleNamespace) -> None:

@@ -61,7 +61,7 @@ def run(args: SimpleNamespace) -> bool:
             with console.status("Estimating the time"):
                 needed, fitting = estimate(model, ids, args.max_new_tokens, 2 + len(drafts))
             console.print(f"{read:,} tokens of {name} take about {models.duration(needed)} or more.", markup=False)
-            if context is None and fitting < read:
+            if args.context is None and not args.whole and fitting < read:
                 text, ids = make_prompt(tokenizer, name, document, fitting)
                 console.print("The prompt is shortened to what takes about a minute; --whole or --context read more.")
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6

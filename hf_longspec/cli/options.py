@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -112,35 +112,28 @@ def _require_name(name: str) -> None:
         raise typer.BadParameter("the name is empty. Pass a Hub id, a file or a folder.")
 
 
-def _require_file_or_dataset(name: str) -> None:
-    """Refuse the name of a file that does not exist: it has the suffix of one, or lies in a folder."""
-    _require_name(name)
-    path = Path(name.partition(":")[0])  # a dataset may have a configuration
-    if Path(name).exists() or path.exists():
-        return
+def require_sources(option: str, names: Iterable[str]) -> None:
+    """Refuse names of missing files, which have a suffix or lie in a folder, before the Hub is asked for them."""
     remedy = "Check the path; datasets of the Hub are named owner/name."
-    if path.suffix.lower() in FILE_SUFFIXES or name.startswith((".", "/", "~")):
-        raise typer.BadParameter(f"the file {name!r} does not exist. {remedy}")
-    if path.parent.name and path.parent.is_dir():
-        raise typer.BadParameter(f"the folder {str(path.parent)!r} has no {path.name!r}. {remedy}")
+    for name in names:
+        path = Path(name.partition(":")[0])  # a dataset may have a configuration
+        if Path(name).exists() or path.exists():
+            continue
+        if path.suffix.lower() in FILE_SUFFIXES or name.startswith((".", "/", "~")):
+            raise CommandError(f"{option}the file {name!r} does not exist. {remedy}")
+        if path.parent.name and path.parent.is_dir():
+            raise CommandError(f"{option}the folder {str(path.parent)!r} has no {path.name!r}. {remedy}")
 
 
-def named(
-    help: str, check: Callable[[str], None] = _require_name, make: Callable[..., Any] = typer.Option, **how: Any
-) -> Any:
-    """An option or argument for names of models, or several; `check(name)` refuses one."""
+def named(help: str, make: Callable[..., Any] = typer.Option, **how: Any) -> Any:
+    """An option or argument for one name or several of models and data; none may be empty."""
 
     def checked(value: Any) -> Any:
         for name in [value] if isinstance(value, str) else value or ():
-            check(name)
+            _require_name(name)
         return value
 
     return make(help=help, callback=checked, **how)
-
-
-def source(help: str, make: Callable[..., Any] = typer.Option) -> Any:
-    """An option or argument for files, folders and datasets of the Hub; the Hub is not asked for a missing file."""
-    return named(help, _require_file_or_dataset, make)
 
 
 Target = Annotated[str, named("Hub id or folder of the model.", show_default=False)]

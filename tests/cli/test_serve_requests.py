@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from threading import Event
 
 import openai
@@ -325,7 +326,10 @@ def test_ctrl_c_ends_the_process_in_the_middle_of_an_answer(folder):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "hf_longspec.cli.app", "serve", "--target", str(folder), "--port", str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    # a shell lets commands in the background ignore SIGINT, and so do the tests that run there
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, preexec_fn=heed)
     try:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         until = time.monotonic() + 300

@@ -214,6 +214,7 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--draft", "examples"], "cannot load the draft 'examples'"),
         (["--set", "lora={rank: 3}"], "unknown key 'rank' in lora"),
         (["--resume"], "has no complete checkpoint to resume from"),
+        (["none.txt"], "the file 'none.txt' does not exist."),
         (["no-such-set"], "cannot load the dataset 'no-such-set'"),
         (["DATA", "--column", "body"], "the dataset has the columns ['text']"),
     ],
