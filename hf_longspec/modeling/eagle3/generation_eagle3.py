@@ -136,7 +136,7 @@ class ParallelEagle3Drafter(Eagle3Drafter):
             ring.stage(key[:, :, length:], value[:, :, length:], 0)
             of_entries = ring.visible(end if index == last_layer else positions)
             of_rows = ring.visible(end).expand(-1, count, -1)
-            if windows[index] is not None:  # it moves with the rows, but never leaves the last entry behind
+            if windows[index] is not None:  # it moves with the rows, and always holds the last entry
                 newest = ring.positions[:, None, : ring.size] == end[..., None]
                 of_rows = ring.visible(row_positions) | newest
             seen = torch.nn.functional.pad(rows[:, None] >= rows, (0, 0, of_entries.shape[1], 0))
