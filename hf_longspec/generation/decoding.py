@@ -121,8 +121,8 @@ class Session:
         nodes = target.mode.tree_slots(self.draft.num_tree_nodes(target))
         if self.prompts.by_chains:
             nodes = max(nodes, target.mode.chain_tokens)
-        keeps_buffers = target.captures and not call.store.is_users
-        self.workspace = target.runner.workspace(batch_size, self.max_length) if keeps_buffers else None
+        # buffers of an earlier call, if steps are captured
+        self.workspace = None if call.store.is_users else target.steps.workspace(batch_size, self.max_length)
         self.cache = call.store.open(call, nodes, None if self.workspace is None else self.workspace.cache)
         self.context_of = self.prompts.context_of(self.cache)
         binding = Binding(target, self.cache, self.rule, self.max_length)
@@ -230,7 +230,9 @@ class Session:
 
     def _accept(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor | None, torch.Tensor]:
         """Return the accepted nodes, processed scores along the path if they are wanted, and what the host reads."""
-        if not self.outputs.wants_scores and (captured := self.target.accept(tree, logits, self.rule, self.cache)):
+        if not self.outputs.wants_scores and (
+            captured := self.target.steps.accept(tree, logits, self.rule, self.cache)
+        ):
             acceptance, whole = captured
             return acceptance, None, whole
         acceptance, scores = self.rule.accept(tree, logits, with_scores=self.outputs.wants_scores)
@@ -252,7 +254,7 @@ class Session:
         self.sequences.end()
         result = self.outputs.result(self.sequences, self.call.store.returned(self.cache), self.stats)
         if self.workspace is not None and not self.outputs.as_dict:  # a cache that was returned is the caller's
-            self.target.runner.keep(self.workspace, self.cache)
+            self.target.steps.keep(self.workspace, self.cache)
         return result
 
     def keep_partial(self) -> None:

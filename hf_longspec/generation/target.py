@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..attention_backends.contexts import TreeContext
 from ..attention_backends.interface import name_beside
-from ..attention_backends.lengths import on_device
+from ..attention_backends.lengths import SeqLens, on_device
 from .cache import CACHE_NAME, SpeculativeCache
 from .draft_tree import DraftTree
 from .target_modules import LayerInputs, keywords_forwarded, shape_of
@@ -74,7 +74,7 @@ class TargetView:
 
     Args:
         runner ([`CompiledRunner`] or [`CapturedRunner`], *optional*):
-            Compiles or captures steps of fixed shapes. Not used under tensor parallelism.
+            Compiles or captures steps, see [`Steps`]. Not used under tensor parallelism.
     """
 
     def __init__(self, model: PreTrainedModel, runner: Any = None):
@@ -400,57 +400,133 @@ class TargetView:
             layers that `with_hidden` names, one after another, or `None`.
         """
         with LayerInputs(self.model, with_hidden) if with_hidden else nullcontext() as caught:
-            if fixed_shape and self._fixed is not None:
-                result = self._fixed.run(tokens, positions, cache, mask, context, with_hidden)
-                if result is not None:
-                    return result
+            inputs = tokens, positions, cache, mask, context
+            if fixed_shape and (result := self.steps.verify(*inputs, with_hidden)) is not None:
+                return result
             logits = self.mode.logits(context, self.model, tokens, positions, cache, mask)
         return logits.to(tokens.device), None if caught is None else caught.hidden
 
     def clock(self) -> float:
         """Return a time in seconds, without the time that captures took, which serve many steps."""
-        return time.perf_counter() - getattr(self.runner, "seconds", 0.0)
+        return time.perf_counter() - self.steps.seconds
 
     @cached_property
-    def runner(self) -> Any:
-        """What compiles or captures the steps of this target; `None` if they run as they are."""
+    def steps(self) -> "Steps":
+        """How the steps of this target run."""
         # collectives inside a graph are untested
         is_fixed = self._runner is not None and self.ranks is None and self.mode.has_fixed_shapes
-        return self._runner if is_fixed else None
+        steps: Steps = self._runner.steps_of(self.model) if is_fixed else Steps()
+        return steps
 
-    @cached_property
-    def _fixed(self) -> Any:
-        return None if self.runner is None else self.runner.steps_of(self.model)
+    def run(self, function: Callable[..., Any], holder: Any, *inputs: torch.Tensor, **settings: Any) -> Any:
+        """Return `function(*inputs, **settings)`, by a captured graph if steps are captured; see [`Function`]."""
+        return self.run_step(Function(self.model, holder, function, settings), *inputs)
+
+    def run_step(self, step: "FixedStep", *inputs: torch.Tensor) -> Any:
+        """Return the result of a step, by a captured graph if steps are captured."""
+        result = self.steps.run(step, *inputs) if self.steps.captures else None
+        return step.run(*inputs) if result is None else result
+
+
+@dataclass(eq=False)
+class FixedStep:
+    """A part of an iteration in which only some tensors change, so that it may be compiled, or captured as a graph.
+
+    Subclasses hold what stays the same as fields: modules, settings, and the buffers that are read and written.
+    """
+
+    module: Any  # owner of the weights. Its graphs are dropped with it
+    holder: Any  # owner of the buffers. Its graphs are dropped with it, too
 
     @property
-    def captures(self) -> bool:
-        """Whether steps are captured as CUDA graphs."""
-        return self.runner is not None and self.runner.captures
+    def key(self) -> tuple:
+        """What tells graphs apart, hashable, beside the class and the shapes of the inputs."""
+        return ()
 
-    def replayed(
-        self, function: Any, changing: tuple[torch.Tensor, ...], fixed: tuple, holder: Any, settings: tuple = ()
-    ) -> Any:
-        """Return `function(changing, *fixed, *settings)`, by a captured graph if steps are captured.
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Numbers that change when a buffer is replaced."""
+        return ()
 
-        See [`CapturedRunner`] for the arguments. `settings` are hashable.
+    def run(self, *inputs: torch.Tensor) -> Any:
+        """Compute from tensors. It may run several times with the same ones, with the same result."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Function(FixedStep):
+    """A function of tensors, or a method that may read and write buffers of its object; the settings are hashable."""
+
+    function: Callable[..., Any]
+    settings: dict[str, Any]
+
+    @property
+    def key(self) -> tuple:
+        return getattr(self.function, "__func__", self.function), *self.settings.items()
+
+    def run(self, *inputs: torch.Tensor) -> Any:
+        return self.function(*inputs, **self.settings)
+
+
+# Runs tokens, positions, mask and context, staged in the slots from some lengths on, one for each group of layers;
+# returns logits.
+Forward = Callable[..., torch.Tensor]
+
+
+@dataclass(eq=False)
+class Forwards:
+    """Forwards of one model over a cache, which together are a [`FixedStep`]."""
+
+    @property
+    def key(self) -> tuple:
+        """See [`FixedStep`]."""
+        return ()
+
+    def run(self, forward: Forward, starts: Sequence[SeqLens], *inputs: torch.Tensor) -> Any:
+        """Compute from tensors.
+
+        `starts` are the lengths of the cache: one [`SeqLens`], or two for a compact cache with dense layers, that of
+        layer 0 first.
         """
-        if self.runner is not None and self.runner.captures:
-            shape = *(x.shape for x in changing), settings
-            result = self.runner(function, shape, changing, (*fixed, *settings), self.model, holder)
-            if result is not None:
-                return result
-        return function(changing, *fixed, *settings)
+        raise NotImplementedError
 
-    def forwards_replayed(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of several forwards by one graph; `None`, with nothing done, if they are not captured.
 
-        See [`FixedSteps.forwards`] for the arguments.
+class Steps:
+    """Run the steps of one target as they are. [`FixedSteps`] compiles or captures them.
+
+    Every method returns `None`, with nothing done, for what runs as it is.
+
+    Attributes:
+        runner ([`CompiledRunner`] or [`CapturedRunner`], *optional*): Compiles or captures.
+        captures (`bool`): Whether steps are captured as CUDA graphs.
+        compiles (`bool`): Whether steps are compiled.
+        seconds (`float`): Time that captures took.
+    """
+
+    runner: Any = None
+    captures = compiles = False
+    seconds = 0.0
+
+    def run(self, step: FixedStep, *inputs: torch.Tensor) -> Any:
+        """Return the result of a step."""
+
+    def verify(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return the result of [`TargetView.step`]."""
+
+    def forwards(self, forwards: Forwards, cache: Any, room: int, *inputs: torch.Tensor, may_compile: bool) -> Any:
+        """Return the result of several forwards, which use `room` slots after the prefix.
+
+        `may_compile` tells whether all of them may be compiled together.
         """
-        return None if self._fixed is None else self._fixed.forwards(*args, **kwargs)
 
     def accept(self, tree: DraftTree, logits: torch.Tensor, rule: Any, cache: SpeculativeCache) -> Any:
-        """Return acceptance and [`packed`] result by a captured graph; `None` if the acceptance is not captured."""
-        return None if self._fixed is None else self._fixed.accept(tree, logits, rule, cache)
+        """Return acceptance and [`packed`] result, as [`TokenRule.accept`] does."""
+
+    def workspace(self, batch_size: int, max_length: int) -> Any:
+        """Return buffers that an earlier call has left."""
+
+    def keep(self, workspace: Any, cache: SpeculativeCache) -> None:
+        """Keep the buffers of a call for the next one."""
 
 
 @dataclass

@@ -24,6 +24,6 @@ def llama():
 def run_as_they_are(monkeypatch):
     """Names of functions that could not be compiled."""
     failed = []
-    note = lambda result, _, function, *__: result is None and failed.append(function.__name__)  # noqa: E731
+    note = lambda result, _, step, *__: result is None and failed.append(type(step).__name__)  # noqa: E731
     after(monkeypatch, compiled.CompiledRunner, "__call__", note)
     return failed

@@ -5,7 +5,7 @@ import torch
 
 from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
 from hf_longspec.generation.fast import compiled_steps as compiled
-from hf_longspec.generation.fast.fixed_steps import _forwards
+from hf_longspec.generation.fast.fixed_steps import ForwardsOnCache
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.calls import generate
 from tests.tiny_targets import randomize, tiny_target
@@ -16,17 +16,17 @@ DFLASH = {"num_tree_nodes": 12, "block_size": 4, "markov_rank": 16, "window": 9}
 # The draft, and its compiled parts: its own functions, once of a whole tree and once where processors rank each level,
 # and the forwards by their contexts. Random heads are wide, so that some of what they say is accepted.
 STEPS = {
-    "eagle3": ("longspec_eagle3", {"tree_widths": [7, 5], "draft_vocab_size": 11}, {"_grow", "_level"}),
+    "eagle3": ("longspec_eagle3", {"tree_widths": [7, 5], "draft_vocab_size": 11}, {"Tree", "Level"}),
     "dflash": (
         "longspec_dflash",
         DFLASH | {"confidence_head": "markov", "confidence_threshold": 0.1},
-        {"_grow", "_level"},
+        {"Tree", "Level"},
     ),
-    "gemma4_assistant": ("longspec_gemma4_assistant", {"tree_widths": [7, 5]}, {"_grow", "_level"}),
-    "verify_hidden": ("tokenswift", {"tree_branching": [1, 40, 1], "ngram_candidates": 2}, {"_levels", "_logits"}),
-    "dynamic": ("tokenswift", PARTIAL, {"_levels", "_logits", SparseContext}),
-    "full": ("tokenswift", PARTIAL | {"partial_kv_policy": "full"}, {"_levels", "_logits", SparseContext}),
-    "sequential": ("tokenswift", {"sequential": True, "tree_branching": [1, 20, 2]}, {"_levels", "_logits"}),
+    "gemma4_assistant": ("longspec_gemma4_assistant", {"tree_widths": [7, 5]}, {"Tree", "Level"}),
+    "verify_hidden": ("tokenswift", {"tree_branching": [1, 40, 1], "ngram_candidates": 2}, {"Levels", "HeadLogits"}),
+    "dynamic": ("tokenswift", PARTIAL, {"Levels", "HeadLogits", SparseContext}),
+    "full": ("tokenswift", PARTIAL | {"partial_kv_policy": "full"}, {"Levels", "HeadLogits", SparseContext}),
+    "sequential": ("tokenswift", {"sequential": True, "tree_branching": [1, 20, 2]}, {"Levels", "HeadLogits"}),
     "assistant": ("longspec_assistant", {"tree_widths": [4, 3]}, set()),
     "PARD": ("longspec_assistant", {"num_assistant_tokens": 3, "pard_token": 11}, set()),
 }
@@ -37,9 +37,8 @@ CALLS = ({}, {"do_sample": True, "top_p": 0.95}, {"do_sample": True, "repetition
 def steps_of(*modules):
     """Names of compiled functions, and in place of the model's step the contexts that it was compiled for."""
     made = [key for module in modules for key in compiled._compiled.get(module, {})]
-    forwards = [shape for function, shape in made if function is _forwards]
-    contexts = {part for shape in forwards for part in shape if isinstance(part, type)}
-    return contexts | {function.__name__ for function, _ in made if function is not _forwards}
+    contexts = {key[0] for kind, (_, key, *_), *_ in made if kind is ForwardsOnCache}
+    return contexts | {kind.__name__ for kind, *_ in made if kind is not ForwardsOnCache}
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_pad_ids_inside_of_a_prompt(target):
 def test_steps_with_gaps_run_as_they_are(target, monkeypatch):
     """Others of the same draft are compiled."""
     steps = []
-    monkeypatch.setattr(FixedSteps, "run", lambda *args: steps.append(1))  # returns None: the step runs as it is
+    monkeypatch.setattr(FixedSteps, "verify", lambda *args: steps.append(1))  # returns None: the step runs as it is
     model = target("mistral", **FEW_TOKENS)
     draft = draft_of("longspec_plain", model)
     draft.generation_config.compile = "compile"

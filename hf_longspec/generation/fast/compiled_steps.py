@@ -1,12 +1,11 @@
 """Forwards of the target in fixed shapes, compiled with `torch.compile` or captured as CUDA graphs.
 
-[`CompiledRunner`] compiles a function in one graph that serves all prefix lengths. A length is passed as the size of an
+[`CompiledRunner`] compiles a step in one graph that serves all prefix lengths. A length is passed as the size of an
 empty tensor, which the compiler keeps symbolic: one size if all rows are equally long, one for each row otherwise. In
 large batches of different lengths, the lengths stay in a tensor, and attention masks the slots beyond them. The graph
 reads nothing else on the host, so no graph is built twice. `cuda_graphs.py` has the same interface for captures.
 """
 
-from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,8 +17,9 @@ from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
 from ...attention_backends.triton.config import INSTALLED
+from ..target import FixedStep
 from .cuda_graphs import CapturedRunner
-from .fixed_steps import FixedSteps
+from .fixed_steps import FixedSteps, LengthsInGraph
 from .fused_layers import FusedRunner, warn_of_nothing_fused
 
 logger = logging.get_logger(__name__)
@@ -36,41 +36,32 @@ _NOT_COMPILED = (
 )
 _FAILED = object()
 
-# Functions that were compiled for a target or a draft serve all later calls.
+# Steps that were compiled for a target or a draft serve all later calls.
 _compiled: WeakKeyDictionary[torch.nn.Module, dict[tuple, Any]] = WeakKeyDictionary()
 
 
 class CompiledRunner:
-    """Run functions compiled. Each is compiled once per module and shape."""
+    """Run steps compiled. Each is compiled once per module, key and shapes."""
 
     captures = False
     compiles = True
+    seconds = 0.0
 
     def steps_of(self, model: PreTrainedModel) -> "FixedSteps":
         """Return the steps of a target, which this runner compiles."""
         return FixedSteps(model, self)
 
-    def takes(self, lengths: SeqLens) -> bool:
-        """Return whether steps after prefixes of these lengths are compiled."""
-        return lengths.longest >= SHORTEST_PREFIX
-
-    def knows(self, lengths: SeqLens) -> int:
-        """Return how many lengths are passed as sizes: 1 for all rows, the batch size for one each, or 0."""
-        if not lengths.is_ragged:
-            return 1
-        rows = len(lengths.host)
-        return rows if rows <= MOST_ROWS and min(lengths.host) >= SHORTEST_PREFIX else 0
-
-    def sizes(self, lengths: SeqLens, nodes: int, capacity: int) -> list[torch.Tensor]:
-        """Return empty tensors whose first sizes are these lengths, or the longest. The sizes stay symbolic."""
-        carriers = [torch.empty(size, 0) for size in (lengths.host if self.knows(lengths) > 1 else (lengths.longest,))]
-        for carrier in carriers:
-            torch._dynamo.mark_dynamic(carrier, 0)
-        return carriers
-
-    def key_of(self, sizes: Sequence[torch.Tensor], *places: int) -> tuple[int, ...]:
-        """Return nothing, since one graph serves all sizes, and buffers at all places."""
-        return ()
+    def lengths(self, lengths: SeqLens, room: int, capacity: int) -> LengthsInGraph | None:
+        """Return how a graph gets these lengths, whose sizes stay symbolic; `None` if a prefix is too short."""
+        if lengths.longest < SHORTEST_PREFIX:
+            return None
+        known = len(lengths.host) if lengths.is_ragged else 1
+        if known > MOST_ROWS or min(lengths.host) < SHORTEST_PREFIX:
+            known = 0
+        sizes = [torch.empty(size, 0) for size in (lengths.host if known > 1 else (lengths.longest,))]
+        for size in sizes:
+            torch._dynamo.mark_dynamic(size, 0)
+        return LengthsInGraph(sizes, known, (known,))
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """Mark the capacity of a buffer `(B, K, capacity, D)` as symbolic, as it differs between calls; return it."""
@@ -78,35 +69,26 @@ class CompiledRunner:
             torch._dynamo.mark_dynamic(buffer, 2)
         return buffer
 
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        shape: tuple,
-        changing: tuple[torch.Tensor, ...],
-        fixed: tuple,
-        module: torch.nn.Module,
-        holder: Any,
-    ) -> Any:
-        """Return `function(changing, *fixed)`, or `None`, with nothing done, if it cannot be compiled.
+    def __call__(self, step: FixedStep, *inputs: torch.Tensor, sizes: tuple = ()) -> Any:
+        """Return `step.run(*inputs)`, or `None`, with nothing done, if it cannot be compiled.
 
-        See [`CapturedRunner`] for the arguments. Calls that differ in more than lengths differ in `shape`. The graph is
-        dropped with `module`.
+        Inside of captures, `sizes` are those of the buffers.
         """
-        functions = _compiled.setdefault(module, {})
-        key = function, shape
+        functions = _compiled.setdefault(step.module, {})
+        key = type(step), step.key, tuple(x.shape for x in inputs), sizes
         if key not in functions:
-            # torch.compile stores, limits and searches its graphs per code object, so each function gets a copy.
-            code = function.__code__.replace(co_name=f"{function.__name__}_{len(functions)}")
-            copy = FunctionType(code, function.__globals__)
-            functions[key] = torch.compile(copy, fullgraph=True, backend=BACKEND)
-            logger.info("hf_longspec: compiling step %d of %s, up to a minute", len(functions), type(module).__name__)
+            # torch.compile stores, limits and searches its graphs per code object, so each key gets a copy.
+            run, number = type(step).run, len(functions) + 1
+            code = run.__code__.replace(co_name=f"{type(step).__name__}_{number}")
+            functions[key] = torch.compile(FunctionType(code, run.__globals__), fullgraph=True, backend=BACKEND)
+            logger.info("hf_longspec: compiling step %d of %s, up to a minute", number, type(step.module).__name__)
         if functions[key] is _FAILED:
             return None
         try:
-            return functions[key](changing, *fixed)
+            return functions[key](step, *inputs)
         except TorchDynamoException as error:
             functions[key] = _FAILED
-            logger.warning(_NOT_COMPILED, type(module).__name__, type(error).__name__)
+            logger.warning(_NOT_COMPILED, type(step.module).__name__, type(error).__name__)
             return None
 
 

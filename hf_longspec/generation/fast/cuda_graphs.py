@@ -1,4 +1,4 @@
-"""Functions of fixed shapes, captured as CUDA graphs and replayed, and the buffers that graphs are bound to.
+"""Steps of fixed shapes, captured as CUDA graphs and replayed, and the buffers that graphs are bound to.
 
 A graph holds addresses, so small inputs are copied into tensors of its own. Kernels read the lengths of the rows on the
 device, and buffers are read up to the next power of two, so that one graph serves many lengths. A function that cannot
@@ -12,8 +12,9 @@ import gc
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +26,8 @@ from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
 from ..cache import SpeculativeCache
-from .fixed_steps import FixedSteps
+from ..target import FixedStep
+from .fixed_steps import FixedSteps, LengthsInGraph
 
 logger = logging.get_logger(__name__)
 
@@ -42,7 +44,7 @@ _NOT_CAPTURED = (
 # A graph is bound to the buffers of one cache or drafter and to the weights of one module, and is dropped with either.
 _captured: WeakKeyDictionary[Any, WeakKeyDictionary[torch.nn.Module, dict[tuple, "CapturedFunction"]]]
 _captured = WeakKeyDictionary()
-# Functions and shapes of a target or a draft that could not be captured, and are not tried again.
+# Steps of a target or a draft that could not be captured, and are not tried again.
 _not_captured: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
 # By device: the handle of the memory that the graphs of a target share, and the first of them. A handle is valid while
 # a graph is alive, and a call may drop all others with its buffers.
@@ -53,12 +55,12 @@ _capturing = Lock()
 
 
 class CapturedRunner:
-    """Run functions as captured graphs, for one call of `generate`.
+    """Run steps as captured graphs, for one call of `generate`.
 
     Args:
         model (`PreTrainedModel`): The target.
         draft (`torch.nn.Module`): The draft, which keeps the workspaces.
-        inner ([`CompiledRunner`] or [`FusedRunner`], *optional*): Runs the functions while they are captured.
+        inner ([`CompiledRunner`] or [`FusedRunner`], *optional*): Runs the steps while they are captured.
     """
 
     captures = True
@@ -80,82 +82,56 @@ class CapturedRunner:
         """Return the steps of a target, which this runner captures."""
         return FixedSteps(model, self)
 
-    def takes(self, lengths: SeqLens) -> bool:
-        """Return `True`: any prefix can be captured."""
-        return True
-
-    def knows(self, lengths: SeqLens) -> int:
-        """Return 0: a captured graph would reuse the lengths it was captured with, so none is passed as a size."""
-        return 0
-
-    def sizes(self, lengths: SeqLens, nodes: int, capacity: int) -> list[torch.Tensor]:
-        """Return one empty tensor whose first size plus `nodes` is the bucket of these lengths."""
-        return [torch.empty(bucket(lengths.longest + nodes, capacity) - nodes, 0)]
-
-    def key_of(self, sizes: Sequence[torch.Tensor], *places: int) -> tuple[int, ...]:
-        """Return the sizes and the places of the buffers, since each has a graph of its own."""
-        return *(size.shape[0] for size in sizes), *places
+    def lengths(self, lengths: SeqLens, room: int, capacity: int) -> LengthsInGraph:
+        """Return their bucket. A captured graph would reuse the lengths it was captured with, so it knows none."""
+        most = bucket(lengths.longest + room, capacity) - room
+        return LengthsInGraph([torch.empty(most, 0)], 0, (most,))
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the buffer unchanged."""
         return buffer
 
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        shape: tuple,
-        changing: tuple[torch.Tensor, ...],
-        fixed: tuple,
-        module: torch.nn.Module,
-        holder: Any,
-    ) -> Any:
-        """Return `function(changing, *fixed)`, which the next call overwrites; `None` if it cannot be captured.
+    def __call__(self, step: FixedStep, *inputs: torch.Tensor) -> Any:
+        """Return `step.run(*inputs)`, which the next call overwrites; `None` if it cannot be captured.
 
-        Args:
-            function (`Callable`): An idempotent function without a closure, see [`capture`].
-            shape (`tuple`): Hashable values. Within one call of `generate`, calls with the same function, shape and
-                holder have the same `fixed`.
-            changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
-            fixed (`tuple`): Modules, constants, and the buffers that are read and written.
-            module (`torch.nn.Module`): Owner of the weights.
-            holder (`Any`): Owner of the buffers. The graph is dropped with it or with the module.
+        Within one call of `generate`, steps of one class, key, places, holder and shapes have the same fields.
         """
-        key = function, shape, id(holder)
+        shapes = tuple(x.shape for x in inputs)
+        key = type(step), step.key, step.places, shapes, id(step.holder)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._of_earlier_calls(function, shape, changing, fixed, module, holder)
+            graph = self._of_earlier_calls(step, key[:-1], inputs)
             if graph is None:
                 return None
             self._graphs[key] = graph
-        return graph(changing)
+        return graph(inputs)
 
-    def _of_earlier_calls(self, function, shape, changing, fixed, module, holder) -> "CapturedFunction | None":
+    def _of_earlier_calls(self, step: FixedStep, shape: tuple, inputs: tuple) -> "CapturedFunction | None":
         """Return the graph that an earlier call captured, or capture it; `None` if that is not possible."""
-        graphs = _captured.setdefault(holder, WeakKeyDictionary()).setdefault(module, {})
-        failed = _not_captured.setdefault(module, set())
-        if (function, shape) in failed:
+        graphs = _captured.setdefault(step.holder, WeakKeyDictionary()).setdefault(step.module, {})
+        failed = _not_captured.setdefault(step.module, set())
+        if shape in failed:
             return None
-        tensors = _tensors(fixed)
+        tensors = _tensors(step)
         sizes = tuple(x.shape for x in tensors)
-        key = function, shape, sizes, self.state, tuple(x.data_ptr() for x in tensors if x.numel())
+        key = shape, sizes, self.state, tuple(x.data_ptr() for x in tensors if x.numel())
         if key in graphs:
             return graphs[key]
 
-        def run(inputs: tuple[torch.Tensor, ...]) -> Any:
-            if self.inner is None:
-                return function(inputs, *fixed)
-            return self.inner(function, (shape, sizes), inputs, fixed, module, holder)
+        def run(own: tuple[torch.Tensor, ...]) -> Any:
+            return step.run(*own) if self.inner is None else self.inner(step, *own, sizes=sizes)
 
         while len(graphs) >= MOST_GRAPHS:
             del graphs[next(iter(graphs))]
         started = time.perf_counter()
         try:
-            graphs[key] = CapturedFunction(run, changing, self.model)
+            graphs[key] = CapturedFunction(run, inputs, self.model)
         except Exception as error:  # CUDA, Triton and torch share no class of errors
-            is_new = all(function is not other for other, _ in failed)
-            failed.add((function, shape))
+            is_new = all(kind is not type(step) for kind, *_ in failed)
+            failed.add(shape)
             if is_new:
-                logger.warning(_NOT_CAPTURED, type(module).__name__, (str(error) or repr(error)).splitlines()[0])
+                name = type(step.module).__name__
+                logger.warning(_NOT_CAPTURED, name, (str(error) or repr(error)).splitlines()[0])
             return None
         finally:
             self.seconds += time.perf_counter() - started
@@ -297,8 +273,11 @@ def bucket(length: int, capacity: int) -> int:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a value, its collections and dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if is_dataclass(value) and not isinstance(value, type):
+        value = list(vars(value).values())
     return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
 
 

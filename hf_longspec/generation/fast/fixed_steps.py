@@ -1,10 +1,11 @@
 """Steps of one target in fixed shapes, which a runner compiles or captures.
 
-`_forwards` is the content of a graph. It gets the cache as buffers and lengths, and builds around them the few objects
-that the model's forward expects; the attention context of a step is made again by its own class.
+[`ForwardsOnCache`] gets the cache as buffers and lengths, and builds around them the few objects that the model's
+forward expects; the attention context of a step is made again by its own class.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +15,36 @@ from ...attention_backends.contexts import GraphStep
 from ...attention_backends.lengths import SeqLens
 from ..draft_tree import DraftTree
 from ..sampling import TokenRule, warped
+from ..target import FixedStep, Forward, Forwards, Steps
 from ..target_modules import logits_under, with_final_norm_input
 from ..verification import Acceptance, packed
 from .step_cache import StepCache
 
 
+@dataclass(eq=False)
+class LengthsInGraph:
+    """How a graph gets the lengths of rows.
+
+    Args:
+        sizes (`list[torch.Tensor]`): Empty tensors. Their first sizes are the lengths that the host knows, or bounds.
+        known (`int`): How many lengths are sizes: 1 for all rows, the batch size for one each, or 0 for a bound.
+        key (`tuple[int, ...]`): What tells graphs apart.
+    """
+
+    sizes: list[torch.Tensor]
+    known: int
+    key: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> SeqLens:
+        """Return the lengths inside a graph, which gets them as a tensor `(B,)`."""
+        return SeqLens.in_graph(tensor, self.sizes, self.known)
+
+
+@dataclass(eq=False)
 class Layout:
     """Where the entries of a cache lie, which is the same in all steps until a buffer is replaced.
 
-    Attributes:
+    Args:
         number (`tuple[int, ...]`): `layout` of the cache.
         groups (`list[Rows]`): The different rows of its layers: one, or two for a compact cache with dense layers.
         members (`tuple[int, ...]`): For every layer, the index of its rows.
@@ -30,26 +52,41 @@ class Layout:
         buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer.
     """
 
-    def __init__(self, cache: Any, buffer: Callable[[torch.Tensor], torch.Tensor]):
-        self.number = cache.layout
-        self.groups = list({id(layer.rows): layer.rows for layer in cache.layers}.values())
-        self.members = tuple(map(self.groups.index, (layer.rows for layer in cache.layers)))
-        self.capacity = min(layer.keys.shape[2] for layer in cache.layers)
-        self.buffers = [(buffer(layer.keys), buffer(layer.values)) for layer in cache.layers]
+    number: tuple[int, ...]
+    groups: list[Any]
+    members: tuple[int, ...]
+    capacity: int
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, cache: Any, buffer: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
+        """Return the layout of a cache; `buffer` marks what a runner has to know of a buffer."""
+        groups = list({id(layer.rows): layer.rows for layer in cache.layers}.values())
+        members = tuple(map(groups.index, (layer.rows for layer in cache.layers)))
+        capacity = min(layer.keys.shape[2] for layer in cache.layers)
+        return cls(cache.layout, groups, members, capacity, [(buffer(x.keys), buffer(x.values)) for x in cache.layers])
 
 
-class FixedSteps:
+class FixedSteps(Steps):
     """Run the steps of one target through a runner, which compiles or captures them."""
 
     def __init__(self, model: PreTrainedModel, runner: Any):
         self.model = model
-        self.runner = runner
+        self.runner, self.captures, self.compiles = runner, runner.captures, runner.compiles
         self._layouts: dict[int, Layout] = {}
         # Logits of the last step and results of the last forwards, which the next replay overwrites.
         self._logits: torch.Tensor | None = None
         self._results: Any = None
 
-    def run(
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Time that captures took."""
+        return self.runner.seconds
+
+    def run(self, step: FixedStep, *inputs: torch.Tensor) -> Any:
+        return self.runner(step, *inputs)
+
+    def verify(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
@@ -58,32 +95,37 @@ class FixedSteps:
         context: Any,
         with_hidden: bool | tuple[int, ...] = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Run one step as [`TargetView.step`] does, or return `None`, with nothing done, if that is not possible.
+        """Run one step as [`TargetView.step`] does.
 
         The capture of the context is filled. `with_hidden` needs the open context of [`LayerInputs`].
         """
-        layout, nodes = self._layout(cache), tokens.shape[1]
-        if layout is None:
+        if (layout := self._layout(cache)) is None:
             return None
         more, settings = context.of_step()
         # The context's positions are the same tensor until the last steps of a call, in which the model's are clamped.
         # torch.compile makes another graph when inputs are no longer one tensor.
-        positions = positions.view_as(positions)
-        step = layout.members, type(context), settings, with_hidden
-        result = self._call(_step, (tokens, positions, mask, *more), (self.model, *step), step, cache, nodes)
+        inputs = tokens, positions.view_as(positions), mask, *more
+        verification = OneForward(self.model, layout.members, type(context), settings, with_hidden)
+        result = self._run(verification, cache, tokens.shape[1], *inputs)
         if result is None:
             return None
         logits, hidden, collected, scored = result
-        if scored and self.runner.captures:
+        if scored and self.captures:
             context.capture.is_replayed = True
         for layer_idx, scores in scored:
             context.capture.keep_scores(layer_idx, scores)
         for layer_idx, query, lse, options in collected:
             prefix = layout.groups[layout.members[layer_idx]].lengths
-            stored = layout.buffers[layer_idx][0][:, :, : prefix.longest + nodes]
+            stored = layout.buffers[layer_idx][0][:, :, : prefix.longest + tokens.shape[1]]
             context.capture.collect(layer_idx, query, stored, lse, lengths=context.lengths, **options)
-        self._logits = logits if self.runner.captures else None
+        self._logits = logits if self.captures else None
         return logits, hidden
+
+    def forwards(self, forwards: Forwards, cache: Any, room: int, *inputs: torch.Tensor, may_compile: bool) -> Any:
+        if not self.captures or (self.compiles and not may_compile):
+            return None
+        self._results = self._run(forwards, cache, room, *inputs)
+        return self._results
 
     def _layout(self, cache: Any) -> Layout | None:
         """Return the layout of a cache; `None` if a layer has no buffer yet."""
@@ -91,70 +133,36 @@ class FixedSteps:
         if layout is None or layout.number != cache.layout:
             if not all(layer.is_initialized for layer in cache.layers):
                 return None
-            layout = self._layouts[id(cache)] = Layout(cache, self.runner.buffer)
+            layout = self._layouts[id(cache)] = Layout.of(cache, self.runner.buffer)
         return layout
 
-    def forwards(
-        self,
-        function: Callable[..., Any],
-        changing: tuple[torch.Tensor, ...],
-        fixed: tuple,
-        settings: tuple,
-        cache: Any,
-        room: int,
-        is_compiled: bool = False,
-    ) -> Any:
-        """Run a function of several forwards in one graph.
-
-        Args:
-            function (`Callable`): A function of `forward`, the lengths of the cache, `changing` and `fixed`, without a
-                closure. The lengths are one [`SeqLens`], or two for a compact cache with dense layers, that of layer 0
-                first. `forward(tokens, positions, mask, context, *starts)` stages tokens `(B, N)` in the slots from
-                such lengths on and returns their logits.
-            room (`int`): Slots after the prefix that the forwards use.
-            is_compiled (`bool`, *optional*, defaults to `False`): Whether all forwards may be compiled together.
-
-        Returns:
-            Result of `function`; `None`, with nothing done, if it cannot be captured.
-        """
-        if not self.runner.captures or (self.runner.compiles and not is_compiled):
+    def _run(self, forwards: Forwards, cache: Any, room: int, *inputs: torch.Tensor) -> Any:
+        if (layout := self._layout(cache)) is None:
             return None
-        self._results = self._call(function, changing, fixed, settings, cache, room)
-        return self._results
-
-    def _call(self, function, changing, fixed, settings, cache, room) -> Any:
-        """Run [`FixedSteps.forwards`], compiled or captured."""
-        layout = self._layout(cache)
-        prefixes = [] if layout is None else [rows.lengths for rows in layout.groups]
-        if layout is None or not all(map(self.runner.takes, prefixes)):
+        prefixes = [rows.lengths for rows in layout.groups]
+        lengths = [self.runner.lengths(prefix, room, layout.capacity) for prefix in prefixes]
+        if None in lengths:
             return None
-        counts = tuple(map(self.runner.knows, prefixes))
-        sizes = [self.runner.sizes(prefix, room, layout.capacity) for prefix in prefixes]
-        inputs = *(prefix.on(changing[0].device) for prefix in prefixes), *changing
-        graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
-        shape = function, *(x.shape for x in inputs), *settings, room, counts, graph
-        fixed = function, self.model, layout.members, counts, sizes, layout.buffers, fixed
-        return self.runner(_forwards, shape, inputs, fixed, self.model, cache)
+        step = ForwardsOnCache(self.model, cache, forwards, room, lengths, layout)
+        return self.runner(step, *(prefix.on(inputs[0].device) for prefix in prefixes), *inputs)
+
+    def workspace(self, batch_size: int, max_length: int) -> Any:
+        return self.runner.workspace(batch_size, max_length) if self.captures else None
+
+    def keep(self, workspace: Any, cache: Any) -> None:
+        self.runner.keep(workspace, cache)
 
     def accept(
         self, tree: DraftTree, logits: torch.Tensor, rule: TokenRule, cache: Any
     ) -> tuple[Acceptance, torch.Tensor] | None:
-        """Accept the nodes of a tree in one graph, as [`TokenRule.accept`] does. It is dropped with `cache`.
-
-        Returns:
-            `tuple`, *optional*: [`Acceptance`], and the result of [`packed`]; `None`, with nothing done, if the logits
-            are not those of the last captured step, or this acceptance cannot be captured.
-        """
+        """Accept the nodes of a tree in one graph, if the logits are those of the last captured step."""
         if logits is not self._logits or not rule.fits_graphs:
             return None
         # the result of another target's graph is copied
         q = tree.q if any(tree.q is result for result in self._results or ()) else None
         copied = () if tree.q is q else (tree.q,)
-        changing = (tree.tokens, tree.parents, tree.valid, *copied, *rule.draws_for(tree))
-        places = logits.data_ptr(), None if q is None else q.data_ptr()
-        shape = *logits.shape, *places, len(copied), tree.max_depth, tree.is_chain, rule.key
-        fixed = logits, q, bool(copied), rule, tree.max_depth, tree.is_chain
-        result = self.runner(_accept, shape, changing, fixed, self.model, cache)
+        step = Accept(self.model, cache, logits, q, bool(copied), rule, tree.max_depth, tree.is_chain)
+        result = self.runner(step, tree.tokens, tree.parents, tree.valid, *copied, *rule.draws_for(tree))
         if result is None:
             return None
         *fields, next_root, whole = result
@@ -163,40 +171,87 @@ class FixedSteps:
         return acceptance, whole
 
 
-def _forwards(changing, function, model, members, counts, sizes, buffers, fixed):
-    """Run [`FixedSteps.forwards`] inside a graph."""
-    lengths, inputs = changing[: len(sizes)], changing[len(sizes) :]
+@dataclass(eq=False)
+class ForwardsOnCache(FixedStep):
+    """[`Forwards`] over a cache, which a graph gets as buffers and lengths."""
 
-    def forward(tokens, positions, mask, context, *starts):
-        cache = StepCache.of_step(buffers, members, starts, tokens)
-        return logits_under(context, model, tokens, positions, cache, mask)
+    forwards: Forwards
+    room: int
+    lengths: list[LengthsInGraph]
+    layout: Layout
 
-    starts = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, counts, strict=True)]
-    return function(forward, starts, inputs, *fixed)
+    @property
+    def key(self) -> tuple:
+        of_lengths = (lengths.key for lengths in self.lengths)
+        return type(self.forwards), self.forwards.key, self.layout.members, self.room, *of_lengths
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return self.layout.number
+
+    def run(self, *inputs: torch.Tensor) -> Any:
+        count = len(self.lengths)
+        starts = [lengths.of(tensor) for lengths, tensor in zip(self.lengths, inputs[:count], strict=True)]
+        return self.forwards.run(self.forward, starts, *inputs[count:])
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: Any, context: Any, *starts: SeqLens) -> Any:
+        """Run the model on tokens `(B, N)` in the slots from `starts` on, and return logits; a [`Forward`]."""
+        cache = StepCache.of_step(self.layout.buffers, self.layout.members, starts, tokens)
+        return logits_under(context, self.module, tokens, positions, cache, mask)
 
 
-def _step(forward, starts, inputs, model, members, kind, settings, with_hidden):
-    """Run the model under a context of this kind; return logits, input of the final norm, and data for a capture."""
-    tokens, positions, mask, *more = inputs
-    collected = Collected()
-    context = kind.in_graph(GraphStep(more, settings, mask, [starts[group] for group in members], collected))
+@dataclass(eq=False)
+class OneForward(Forwards):
+    """A verification, or a step of a drafter, under a context of this kind.
 
-    def step():
-        return forward(tokens, positions, mask, context, *starts)
+    The result has logits, the input of the final norm, and data for a capture.
+    """
 
-    logits, hidden = with_final_norm_input(model, step, with_hidden) if with_hidden else (step(), None)
-    return logits, hidden, collected.layers, collected.scored
+    model: PreTrainedModel
+    members: tuple[int, ...]
+    kind: Any
+    settings: tuple
+    with_hidden: bool | tuple[int, ...]
+
+    @property
+    def key(self) -> tuple:
+        return self.kind, self.settings, self.with_hidden
+
+    def run(self, forward: Forward, starts: Sequence[SeqLens], *inputs: torch.Tensor) -> Any:
+        tokens, positions, mask, *more = inputs
+        collected, of_layers = Collected(), [starts[group] for group in self.members]
+        context = self.kind.in_graph(GraphStep(more, self.settings, mask, of_layers, collected))
+
+        def step() -> torch.Tensor:
+            return forward(tokens, positions, mask, context, *starts)
+
+        run = with_final_norm_input(self.model, step, self.with_hidden) if self.with_hidden else (step(), None)
+        return *run, collected.layers, collected.scored
 
 
-def _accept(changing, logits, q, is_copied, rule, max_depth, is_chain):
-    """Run [`FixedSteps.accept`] inside a graph."""
-    tokens, parents, valid, *draws = changing
-    if is_copied:
-        q, *draws = draws
-    tree = DraftTree(tokens, parents, valid, q, is_chain=is_chain, max_depth=max_depth)
-    acceptance = rule.accept_scored(tree, warped(rule.processors, logits), *draws)
-    fields = acceptance.path, acceptance.num_nodes, acceptance.tokens
-    return *fields, acceptance.next_root, packed(acceptance, valid)
+@dataclass(eq=False)
+class Accept(FixedStep):
+    """The acceptance of the nodes of a tree."""
+
+    logits: torch.Tensor
+    q: torch.Tensor | None  # result of another graph
+    is_copied: bool  # whether `q` is an input instead
+    rule: TokenRule
+    max_depth: int
+    is_chain: bool
+
+    @property
+    def key(self) -> tuple:
+        places = self.logits.data_ptr(), None if self.q is None else self.q.data_ptr()
+        return *self.logits.shape, *places, self.is_copied, self.max_depth, self.is_chain, self.rule.key
+
+    def run(self, *inputs: torch.Tensor) -> Any:
+        tokens, parents, valid, *draws = inputs
+        q, draws = (draws[0], draws[1:]) if self.is_copied else (self.q, draws)
+        tree = DraftTree(tokens, parents, valid, q, is_chain=self.is_chain, max_depth=self.max_depth)
+        acceptance = self.rule.accept_scored(tree, warped(self.rule.processors, self.logits), *draws)
+        fields = acceptance.path, acceptance.num_nodes, acceptance.tokens
+        return *fields, acceptance.next_root, packed(acceptance, valid)
 
 
 class Collected:

@@ -40,6 +40,7 @@ from ...attention_backends.triton.layers import (
     gated,
     rotate,
 )
+from ..target import FixedStep
 from ..target_modules import ROTATION, rotated
 from .step_cache import StepCache
 
@@ -55,21 +56,22 @@ _NOTHING_FUSED = "compile='fused': no module of %s has a fused kernel, so its st
 
 
 class FusedRunner:
-    """Run functions with fused kernels, inside of [`CapturedRunner`]."""
+    """Run steps with fused kernels, inside of [`CapturedRunner`]."""
 
     compiles = False
 
     def __init__(self) -> None:
-        self._replaced: dict[nn.Module, Replaced] = {}  # as every captured function runs several times
+        self._replaced: dict[nn.Module, Replaced] = {}  # as every captured step runs several times
 
-    def __call__(self, function, shape, inputs, fixed, module, holder) -> Any:
-        """Return `function(inputs, *fixed)`; see [`CapturedRunner`] for the arguments."""
+    def __call__(self, step: FixedStep, *inputs: torch.Tensor, sizes: tuple = ()) -> Any:
+        """Return `step.run(*inputs)`."""
         if torch.is_autocast_enabled("cuda"):  # kernels take the dtypes that tensors have
-            return function(inputs, *fixed)
+            return step.run(*inputs)
+        module = step.module
         if module not in self._replaced:
             self._replaced[module] = fused_modules(module)
         with fused(self._replaced[module]):
-            return function(inputs, *fixed)
+            return step.run(*inputs)
 
 
 def warn_of_nothing_fused(model: nn.Module) -> None:

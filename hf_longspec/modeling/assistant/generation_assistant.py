@@ -39,7 +39,7 @@ from ...generation.drafter import (
 )
 from ...generation.sampling import Coupling
 from ...generation.sparse_caches import WindowedCache
-from ...generation.target import TargetView
+from ...generation.target import Forward, Forwards, TargetView
 from ...generation.wings.recurrences import ignores_earlier_states
 
 logger = logging.get_logger(__name__)
@@ -48,8 +48,6 @@ logger = logging.get_logger(__name__)
 CATCH_UP = 64
 
 Shape = int | list[int]
-# Runs tokens, positions, mask and context, staged from some lengths on; returns logits.
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, SeqLens], torch.Tensor]
 
 
 def size_of(shape: Shape) -> tuple[int, int]:
@@ -207,9 +205,9 @@ class AssistantDrafter(Drafter):
             if isinstance(shape, int):
                 noise = noise_of_chain(self.binding, shape, self.is_drawn)
                 with_q = self.is_drawn and noise is not None
-                fits, key = rule is None or rule.fits_graphs, (with_q, () if rule is None else rule.key)
+                fits, key = rule is None or rule.fits_graphs, () if rule is None else rule.key
                 changing = inputs.tensors if noise is None else (*inputs.tensors, noise)
-                chain = self._captured(_chain, changing, fits, key)
+                chain = self._captured(Chained(self, key, with_q), fits, changing)
                 if chain is None:
                     after = self._chain(self._forward, start, inputs, shape)
                     chain = drafted_tokens(
@@ -218,7 +216,8 @@ class AssistantDrafter(Drafter):
                 tree = DraftTree.chain(chain[0], q=chain[1])
             else:
                 known = self.coupling.known(len(shape))
-                fields = self._captured(_beam, (*inputs.tensors, *known), self.coupling.fits_graphs, self.coupling.key)
+                grown = Grown(self, self.coupling.key)
+                fields = self._captured(grown, self.coupling.fits_graphs, (*inputs.tensors, *known))
                 if fields is None:
                     fields = self._beam(self._forward, start, inputs, known, shape, root)
                 tree = DraftTree.of_fields(fields, len(shape))
@@ -235,15 +234,13 @@ class AssistantDrafter(Drafter):
         names += ["counts"] * self._is_ragged + ["dropped"] * (self.window is not None)
         return Inputs(**dict(zip(names, changing, strict=False))), changing[len(names) :]
 
-    def _captured(self, function: Any, changing: tuple[torch.Tensor, ...], fits: bool, key: tuple) -> Any:
-        """Return the result of a function by one graph; `None` if it cannot be captured."""
-        if not fits or any(x.device != self.device for x in changing):
+    def _captured(self, forwards: Forwards, fits: bool, inputs: tuple[torch.Tensor, ...]) -> Any:
+        """Return the result of forwards by one graph; `None` if they cannot be captured."""
+        if not fits or any(x.device != self.device for x in inputs):
             return None
         room = self.pending.shape[1] + self.num_nodes
         self._make_room(room)
-        shape = self.shape if isinstance(self.shape, int) else tuple(self.shape)
-        settings = shape, self._is_ragged, self.mask_token, self.window is None, self._windows, key
-        return self.assistant.forwards_replayed(function, changing, (self, self.shape, key), settings, self.cache, room)
+        return self.assistant.steps.forwards(forwards, self.cache, room, *inputs, may_compile=False)
 
     def observe(self, verification: Verification) -> None:
         """Keep the keys of accepted nodes that were an input, and remember the tokens that were none."""
@@ -261,16 +258,15 @@ class AssistantDrafter(Drafter):
             self.cache.commit(verification.path.to(self.device), counts)
             self.cache.rows.lengths = self.cache.lengths.plus(-1)
         inputs = verification.tree.tokens, verification.path, counts.on(verification.path.device), self.pending
-        changing = tuple(x.to(self.device) for x in inputs)
-        self.pending = self.assistant.replayed(_last_tokens, changing, (), self.cache)
+        self.pending = self.assistant.run(_last_tokens, self.cache, *(x.to(self.device) for x in inputs))
 
     def _keep_root(self, verification: Verification) -> None:
         """Keep the root alone: masks follow it, or nodes that others proposed are on the path."""
         assert verification.tree is not None
         counts = verification.num_nodes
-        changing = tuple(x.to(self.device) for x in (verification.tree.tokens, verification.path))
-        changing, width = (*changing, counts.on(self.device)), self.pending.shape[1]
-        self.pending, after, root = self.assistant.replayed(_after_root, changing, (), self.cache, (width,))
+        inputs = (x.to(self.device) for x in (verification.tree.tokens, verification.path, counts.on(self.device)))
+        width = self.pending.shape[1]
+        self.pending, after, root = self.assistant.run(_after_root, self.cache, *inputs, width=width)
         self.counts = SeqLens([max(count - 1, 0) for count in counts.host], after)
         if not self.assistant.has_states:
             self.cache.commit(None, SeqLens([int(count > 0) for count in counts.host], root))
@@ -468,30 +464,52 @@ class AssistantDrafter(Drafter):
             )
 
 
-def _chain(forward, starts, changing, drafter, count, key):
-    """Draft a chain inside a graph; see [`FixedSteps.forwards`]."""
-    (with_q, *_), (inputs, noise) = key, drafter.inputs_of(changing)
-    logits_after = drafter._chain(forward, *starts, inputs, count)
-    noise = noise[0] if noise else None
-    return drafted_tokens(drafter.binding.rule, inputs.root, count, logits_after, noise, with_q)
+@dataclass(eq=False)
+class Grown(Forwards):
+    """A tree in one graph, from [`Inputs.tensors`] and what the coupling knows."""
+
+    drafter: AssistantDrafter
+    of_rule: tuple  # key of the rule
+
+    @property
+    def key(self) -> tuple:
+        drafter = self.drafter
+        shape = drafter.shape if isinstance(drafter.shape, int) else tuple(drafter.shape)
+        return shape, drafter._is_ragged, drafter.mask_token, drafter.window is None, drafter._windows, self.of_rule
+
+    def run(self, forward: Forward, starts: Sequence[SeqLens], *inputs: torch.Tensor) -> Any:
+        drafter, (known, more) = self.drafter, self.drafter.inputs_of(inputs)
+        assert not isinstance(drafter.shape, int)
+        return drafter._beam(forward, starts[0], known, more, drafter.shape, known.root)
 
 
-def _beam(forward, starts, changing, drafter, widths, key):
-    """Draft a tree inside a graph; see [`FixedSteps.forwards`]."""
-    inputs, known = drafter.inputs_of(changing)
-    return drafter._beam(forward, *starts, inputs, known, widths, inputs.root)
+@dataclass(eq=False)
+class Chained(Grown):
+    """A chain in one graph, from [`Inputs.tensors`] and noise."""
+
+    with_q: bool
+
+    @property
+    def key(self) -> tuple:
+        return *super().key, self.with_q
+
+    def run(self, forward: Forward, starts: Sequence[SeqLens], *inputs: torch.Tensor) -> Any:
+        drafter, (known, more) = self.drafter, self.drafter.inputs_of(inputs)
+        assert isinstance(drafter.shape, int)
+        after, noise = drafter._chain(forward, starts[0], known, drafter.shape), more[0] if more else None
+        return drafted_tokens(drafter.binding.rule, known.root, drafter.shape, after, noise, self.with_q)
 
 
-def _last_tokens(changing):
+def _last_tokens(tokens: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, pending: torch.Tensor) -> torch.Tensor:
     """Return the last committed token of every row, and the pending one of rows that have ended."""
-    tokens, path, counts, pending = changing
     last = tokens.gather(1, last_of(path, counts)[:, None])
     return torch.where(counts[:, None] > 0, last, pending[:, :1])
 
 
-def _after_root(changing, width):
+def _after_root(
+    tokens: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the committed tokens after the root, padded to `width`, their number, and that of the root."""
-    tokens, path, counts = changing
     on_path = tokens.gather(1, path)[:, 1 : 1 + width]
     return pad(on_path, (0, width - on_path.shape[1])), (counts - 1).clamp_min(0), counts.clamp_max(1)
 

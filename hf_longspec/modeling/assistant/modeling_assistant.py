@@ -254,7 +254,7 @@ class AssistantDraftModel(DraftModel):
             self.translation = self.translation.to(assistant.device)
         if self.assistant is not None and assistant.training:  # a copy, as the user may be training the model
             assistant = copy.deepcopy(assistant).eval()
-        return AssistantDrafter(binding, TargetView(assistant, binding.target.runner), self)
+        return AssistantDrafter(binding, TargetView(assistant, binding.target.steps.runner), self)
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of a chain or a tree, root included."""

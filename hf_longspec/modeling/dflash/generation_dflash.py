@@ -13,7 +13,6 @@ import torch
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding
 from ..families.aux_drafter import AuxDrafter
-from ..families.beams import PrefixInGraph
 from .layers_dflash import query_positions, slot_mask
 
 
@@ -78,7 +77,7 @@ class DFlashDrafter(AuxDrafter):
         """Return a chain or tree after `root` `(batch,)`. Padding at its end is dropped if no step is captured."""
         tree = super().propose(root)
         # n-grams follow the whole tree
-        if self.threshold is None or self.ngram_depth or self.binding.target.runner is not None:
+        if self.threshold is None or self.ngram_depth or self.binding.target.steps.runner is not None:
             return tree
         places = torch.arange(tree.num_nodes, device=tree.valid.device)
         size = 1 + max(1, int((tree.valid * places).max()))
@@ -101,9 +100,9 @@ class DFlashDrafter(AuxDrafter):
         itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
         return tokens, parents, valid, depths * valid, (mask & valid[..., None]) | itself
 
-    def prefix_of_graph(self, runner: Any, prefix: None) -> PrefixInGraph:
-        """Return what distinguishes graphs, the threshold included."""
-        return PrefixInGraph(settings=(*super().prefix_of_graph(runner, prefix).settings, self.threshold))
+    @property
+    def key(self) -> tuple:
+        return *super().key, self.threshold
 
     def _block(self, root: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Return the states `(B, S, hidden)` of blocks that begin with `root` `(B,)` at `anchors` `(B,)`."""

@@ -14,7 +14,7 @@ import torch
 from ...generation.drafter import Binding, Verification
 from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import LayerInputs
-from .beams import BeamDrafter, PrefixInGraph
+from .beams import BeamDrafter
 
 
 class Entries(NamedTuple):
@@ -195,7 +195,7 @@ class AuxDrafter(BeamDrafter):
             self.pending = Entries(aux_hidden_states, none.clone(), none, none[:, :1] + 1)
         nodes = verification.hidden, verification.path, verification.tree.tokens
         counts = verification.num_nodes.on(device), verification.prefix_lengths.on(device)
-        self.pending = Entries(*self.replayed("newest", *nodes, *counts, *self.pending))
+        self.pending = Entries(*self.run(self.newest, *nodes, *counts, *self.pending))
 
     def newest(
         self,
@@ -244,9 +244,9 @@ class AuxDrafter(BeamDrafter):
         tokens = tokens.scatter(1, last, root[:, None].to(tokens.device))
         return aux_hidden_states, tokens, positions, last, positions.gather(1, last)
 
-    def prefix_of_graph(self, runner: Any, prefix: None) -> PrefixInGraph:
-        """Return the sizes that distinguish graphs."""
-        return PrefixInGraph(settings=(self.most_new, *(ring.size for ring in self.rings)))
+    @property
+    def key(self) -> tuple:
+        return *super().key, self.most_new, *(ring.size for ring in self.rings)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits `(B, n, vocab)` of the target's tokens; those that the draft does not have get -inf."""

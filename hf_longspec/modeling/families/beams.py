@@ -4,7 +4,8 @@ A tree is drafted as it is, in one graph, or with one graph for each level and c
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,21 +14,37 @@ from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding, Drafter
 from ...generation.sampling import Coupling
 from ...generation.sparse_caches import WindowRing
+from ...generation.target import FixedStep
 
 
-class PrefixInGraph(NamedTuple):
-    """What a graph makes the prefix of a step from."""
+@dataclass(eq=False)
+class FixedPrefix:
+    """What a [`FixedStep`] makes `prefix` from; nothing by default. See there for `key` and `places`."""
 
-    changing: tuple[torch.Tensor, ...] = ()  # tensors of the step
-    fixed: tuple = ()  # objects that are the same in all steps of a graph
-    settings: tuple = ()  # hashable, what distinguishes graphs
+    num_tensors: ClassVar[int] = 0
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Further inputs of the step."""
+        return ()
+
+    @property
+    def key(self) -> tuple:
+        return ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return ()
+
+    def of(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Return the prefix in a step that gets `tensors` as inputs."""
 
 
 class BeamDrafter(Drafter):
     """Draft trees with a fixed number of nodes per level, by a module that runs once for each level.
 
     Subclasses set `rings` and implement `inputs`, `begin`, `level_inputs`, `level` and `observe`. Those that read the
-    target's cache also define `prefix`, `prefix_of_graph` and `prefix_in_graph`.
+    target's cache also define `prefix` and `fixed_prefix`.
     """
 
     rings: list[WindowRing]  # keys and values of the committed text, for each layer of the draft
@@ -46,8 +63,8 @@ class BeamDrafter(Drafter):
         kernels = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
         self._kernels: AttentionBackend = under_autocast(kernels, self.device.type)
         self._grow: Callable[..., Any] = self.grow
-        if binding.target.runner is not None:
-            self._grow = self._grow_in_graph if self.coupling.fits_graphs else self._grow_by_levels
+        if binding.target.steps.runner is not None:
+            self._grow = self._grow_at_once if self.coupling.fits_graphs else self._grow_by_levels
 
     @property
     def state_bytes(self) -> int:
@@ -93,12 +110,14 @@ class BeamDrafter(Drafter):
     def prefix(self) -> Any:
         """Return what the draft reads of the target's cache; nothing by default."""
 
-    def prefix_of_graph(self, runner: Any, prefix: Any) -> PrefixInGraph:
-        """Return what a graph makes `prefix` from; nothing by default."""
-        return PrefixInGraph()
+    def fixed_prefix(self, runner: Any, prefix: Any) -> FixedPrefix | None:
+        """Return what a step makes of `prefix`; `None` if such a step cannot be compiled."""
+        return FixedPrefix()
 
-    def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Any:
-        """Return `prefix` inside a graph, from `changing` and `fixed` of [`PrefixInGraph`]."""
+    @property
+    def key(self) -> tuple:
+        """Settings that graphs of this drafter depend on, hashable."""
+        return *self.widths, self.coupling.key
 
     @property
     def is_moved(self) -> bool:
@@ -131,15 +150,15 @@ class BeamDrafter(Drafter):
             beam.grow(scores, width)
         return self.cut(beam.fields(self.num_nodes), states)
 
-    def _grow_in_graph(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
+    def _grow_at_once(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
         """Draft a tree in one graph, if that is possible."""
-        return self._run(_grow, (*inputs, *known), prefix, len(inputs)) or self.grow(inputs, known, prefix)
+        return self._run(Tree, len(inputs), prefix, *inputs, *known) or self.grow(inputs, known, prefix)
 
     def _grow_by_levels(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
         """Draft a tree with one graph for each level, if that is possible."""
 
         def level(changing: tuple[torch.Tensor, ...], depth: int, prefix: Any) -> tuple[torch.Tensor, ...]:
-            result: tuple[torch.Tensor, ...] | None = self._run(_level, changing, prefix, depth)
+            result: tuple[torch.Tensor, ...] | None = self._run(Level, depth, prefix, *changing)
             return result or self.level(changing, depth, prefix)
 
         return self.grow(inputs, known, prefix, level)
@@ -148,24 +167,16 @@ class BeamDrafter(Drafter):
         """Return the fields of a tree, maybe with some nodes made padding; `states` are results of the last level."""
         return fields
 
-    def _run(self, function: Any, changing: tuple[torch.Tensor, ...], prefix: Any, number: int) -> Any:
-        """Return the result of `_grow` or `_level`, compiled or captured; `None` if that is not possible."""
-        runner = self.binding.target.runner
-        if self.is_moved or not runner.takes(self.binding.cache.lengths):
+    def _run(self, kind: "type[Part]", number: int, prefix: Any, *inputs: torch.Tensor) -> Any:
+        """Return the result of a part of a tree, compiled or captured; `None` if that is not possible."""
+        steps = self.binding.target.steps
+        if self.is_moved or (fixed := self.fixed_prefix(steps.runner, prefix)) is None:
             return None
-        parts = self.prefix_of_graph(runner, prefix)
-        shape = len(changing[0]), tuple(self.widths), *parts.settings, self.coupling.key, number
-        inputs, fixed = (*changing, *parts.changing), (self, len(changing), number, parts.fixed)
-        return runner(function, shape, inputs, fixed, self._owner, self._holder)
+        return steps.run(kind(self._owner, self._holder, self, fixed, number), *fixed.tensors, *inputs)
 
-    def replayed(self, method: str, *changing: torch.Tensor) -> Any:
-        """Return the result of a method with these tensors, by a captured graph if steps are captured.
-
-        The graph is that of an earlier call with tensors of the same shapes.
-        """
-        if self.is_moved:
-            return getattr(self, method)(*changing)
-        return self.binding.target.replayed(_call, changing, (self,), self._holder, (method,))
+    def run(self, method: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+        """Return the result of a method, by a captured graph if steps are captured."""
+        return method(*inputs) if self.is_moved else self.binding.target.run(method, self._holder, *inputs)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return the attention output `(B, H, n, D)` of queries to the keys that a mask `(B, n, M)` leaves.
@@ -177,17 +188,40 @@ class BeamDrafter(Drafter):
         return out
 
 
-def _grow(changing, drafter, count, num_inputs, fixed):
-    """Run [`BeamDrafter.grow`] inside a graph."""
-    prefix = drafter.prefix_in_graph(changing[count:], *fixed)
-    return drafter.grow(tuple(changing[:num_inputs]), changing[num_inputs:count], prefix)
+@dataclass(eq=False)
+class Part(FixedStep):
+    """A tree of a [`BeamDrafter`], or a level of it."""
+
+    drafter: BeamDrafter
+    prefix: FixedPrefix
+    number: int  # of `inputs` of a tree, or the depth of a level
+
+    @property
+    def key(self) -> tuple:
+        return self.drafter.key, self.prefix.key, self.number
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return self.prefix.places
+
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = self.prefix.num_tensors
+        return self.part(self.prefix.of(inputs[:count]), inputs[count:])
+
+    def part(self, prefix: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Return the result of [`BeamDrafter.grow`] or [`BeamDrafter.level`]."""
+        raise NotImplementedError
 
 
-def _level(changing, drafter, count, depth, fixed):
-    """Run [`BeamDrafter.level`] inside a graph."""
-    return drafter.level(tuple(changing[:count]), depth, drafter.prefix_in_graph(changing[count:], *fixed))
+class Tree(Part):
+    """All levels."""
+
+    def part(self, prefix: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return self.drafter.grow(inputs[: self.number], inputs[self.number :], prefix)
 
 
-def _call(changing, drafter, method):
-    """Run a method of a drafter inside a graph."""
-    return getattr(drafter, method)(*changing)
+class Level(Part):
+    """One level."""
+
+    def part(self, prefix: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return self.drafter.level(inputs, self.number, prefix)

@@ -1,12 +1,13 @@
 """Drafters whose draft attends to the target's cache: those of LongSpec and of the assistants of Gemma 4."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ...attention_backends.lengths import SeqLens
-from .beams import BeamDrafter, PrefixInGraph
+from .beams import BeamDrafter, FixedPrefix
 
 # The first entries of a text, which attract attention. A window keeps them.
 SINKS = 4
@@ -59,15 +60,42 @@ class CacheReader(BeamDrafter):
         keys, values = (states[:, :, : prefix.lengths.longest] for states in (keys, values))
         return kernels.prefix_attention(query, keys, values, lengths=prefix.lengths, scaling=self.scaling)[0]
 
-    def prefix_of_graph(self, runner: Any, prefix: Prefix) -> PrefixInGraph:
-        """Return the lengths, the keys and values of the target, and what distinguishes graphs over them."""
-        known, capacity = runner.knows(prefix.lengths), prefix.layers[0][0].shape[2]
-        sizes = runner.sizes(prefix.lengths, 0, capacity)
-        layers = tuple((runner.buffer(keys), runner.buffer(values)) for keys, values in prefix.layers)
-        graph = runner.key_of(sizes, *self.binding.cache.layout)
-        changing, settings = (prefix.lengths.on(self.device),), (self.read_window, known, graph)
-        return PrefixInGraph(changing, (known, sizes, layers), settings)
+    @property
+    def key(self) -> tuple:
+        return *super().key, self.read_window
 
-    def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Prefix:
-        known, sizes, layers = fixed
-        return Prefix(SeqLens.in_graph(changing[0], sizes, known), layers)
+    def fixed_prefix(self, runner: Any, prefix: Prefix) -> "CachePrefix | None":
+        lengths = runner.lengths(prefix.lengths, 0, prefix.layers[0][0].shape[2])
+        if lengths is None:
+            return None
+        layers = tuple((runner.buffer(keys), runner.buffer(values)) for keys, values in prefix.layers)
+        return CachePrefix(prefix.lengths, self.device, lengths, layers, self.binding.cache.layout)
+
+
+@dataclass(eq=False)
+class CachePrefix(FixedPrefix):
+    """A [`Prefix`], which a graph gets as buffers and lengths."""
+
+    committed: SeqLens
+    device: torch.device
+    lengths: Any  # how the graph gets them
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    layout: tuple[int, ...]
+
+    num_tensors = 1
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.committed.on(self.device),)
+
+    @property
+    def key(self) -> tuple:
+        key: tuple = self.lengths.key
+        return key
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return self.layout
+
+    def of(self, inputs: Sequence[torch.Tensor]) -> Prefix:
+        return Prefix(self.lengths.of(inputs[0]), self.layers)

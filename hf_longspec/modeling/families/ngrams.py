@@ -270,7 +270,7 @@ class NgramDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a trie of the best paths after `root` `(batch,)`, the last token of each row's text."""
         target, cache, max_depth = self.binding.target, self.binding.cache, self.max_depth
-        fields = target.replayed(_trie, (self.table(root), root), (), cache, (max_depth,))
+        fields = target.run(_trie, cache, self.table(root), root, max_depth=max_depth)
         return DraftTree.of_fields(fields, max_depth)
 
     def table(self, root: torch.Tensor) -> torch.Tensor:
@@ -344,10 +344,10 @@ class JoinedDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return one tree after `root` `(batch,)`: that of the other drafter, then n-grams that it does not contain."""
         inner_tree = self.inner.propose(root)
-        table, depths = self.ngrams.table(root), (inner_tree.max_depth, self.ngrams.max_depth)
-        target, cache = self.binding.target, self.binding.cache
-        fields = target.replayed(_merged, (*inner_tree.fields, table, root), (), cache, depths)
-        tree = DraftTree.of_fields(fields, max(depths))
+        table, target, cache = self.ngrams.table(root), self.binding.target, self.binding.cache
+        depths = {"own_depth": inner_tree.max_depth, "more_depth": self.ngrams.max_depth}
+        fields = target.run(_merged, cache, table, root, *inner_tree.fields, **depths)
+        tree = DraftTree.of_fields(fields, max(depths.values()))
         self._proposed = tree, inner_tree
         return tree
 
@@ -362,13 +362,14 @@ class JoinedDrafter(Drafter):
         self.ngrams.observe(verification)
 
 
-def _trie(changing, max_depth):
+def _trie(table: torch.Tensor, root: torch.Tensor, max_depth: int) -> tuple[torch.Tensor, ...]:
     """Return the fields of the tree of a [`trie_table`] and the roots. It may be part of a graph."""
-    table, root = changing
     return trie_of(table, root, max_depth).fields
 
 
-def _merged(changing, own_depth, more_depth):
+def _merged(
+    table: torch.Tensor, root: torch.Tensor, *fields: torch.Tensor, own_depth: int, more_depth: int
+) -> tuple[torch.Tensor, ...]:
     """Return the fields of a tree merged with that of a [`trie_table`]. It may be part of a graph."""
-    tree, (table, root) = DraftTree.of_fields(changing[:5], own_depth), changing[5:]
+    tree = DraftTree.of_fields(fields, own_depth)
     return merge_trees(tree, trie_of(table, root, more_depth)).fields

@@ -1,6 +1,6 @@
 """Drafters with which the target drafts for itself, on a part of its cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ...attention_backends.contexts import StepContext
+from ...attention_backends.lengths import SeqLens
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Drafter, drafted_tokens, noise_of_chain
 from ...generation.sampling import TokenRule
 from ...generation.sparse_caches import budget
-from ...generation.target import TargetView
+from ...generation.target import Forward, Forwards, TargetView
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
 # small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
@@ -59,7 +60,7 @@ def entry_bytes(layers: Sequence[Any]) -> int:
 class SelfDrafter(Drafter):
     """Draft chains with the target itself on a part of its cache, `sparse`.
 
-    Subclasses set `sparse` and implement `chain_of_graph` and `observe`.
+    Subclasses set `sparse` and implement `chain` and `observe`.
     """
 
     sparse: Any
@@ -92,8 +93,8 @@ class SelfDrafter(Drafter):
         """Bytes of the target's weights, counted once per call."""
         return weight_bytes(self.binding.target)
 
-    def chain_of_graph(self, root: torch.Tensor) -> "ChainInGraph":
-        """Return what a graph of a whole chain after `root` `(batch,)` consists of."""
+    def chain(self, root: torch.Tensor, steps: "ChainSteps") -> tuple["Chain", Any, tuple[torch.Tensor, ...]]:
+        """Return a chain in one graph, the cache of its steps, and its inputs after the roots `(batch,)`."""
         raise NotImplementedError
 
     def propose(self, root: torch.Tensor) -> DraftTree:
@@ -101,72 +102,66 @@ class SelfDrafter(Drafter):
         rule, target = self.binding.rule, self.binding.target
         noise = noise_of_chain(self.binding, self.gamma, self._is_drawn)
         with_q, drafted = self._is_drawn and noise is not None, None
-        chain = self.chain_of_graph(root)
+        steps = ChainSteps(rule, self.gamma, self.binding.max_length, with_q, target.windows)
+        chain, cache, inputs = self.chain(root, steps)
         at_places = self.binding.cache.rows.offsets is None  # a graph computes positions from lengths alone
-        if at_places and target.captures and (rule is None or rule.fits_graphs):
-            steps = ChainSteps(self.gamma, self.binding.max_length, with_q, target.windows)
-            key = chain.context, *chain.settings, () if rule is None else rule.key, steps
-            changing = root, chain.lengths, *chain.changing, *(() if noise is None else (noise,))
-            fixed, is_compiled = (rule, steps, chain.context, chain.fixed), self.steps_compile
-            drafted = target.forwards_replayed(
-                _chain, changing, fixed, key, chain.cache, self.gamma, is_compiled=is_compiled
-            )
+        if at_places and (rule is None or rule.fits_graphs):
+            inputs = (root, *inputs) if noise is None else (root, *inputs, noise)
+            drafted = target.steps.forwards(chain, cache, self.gamma, *inputs, may_compile=self.steps_compile)
         if drafted is None:
             drafted = drafted_tokens(rule, root, self.gamma, lambda _, token: self._draft_step(token), noise, with_q)
         return DraftTree.chain(drafted[0], q=drafted[1])
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
         """Run the target on one token per row over what it reads, and return logits `(batch, vocab)`."""
-        target, runner = self.binding.target, self.binding.target.runner
-        is_fixed = self.steps_compile or (runner is not None and not runner.compiles)
+        target = self.binding.target
+        is_fixed = self.steps_compile or not target.steps.compiles
         logits: torch.Tensor = self.sparse.step(target, token, self.binding.max_length, fixed_shape=is_fixed)[0]
         self.sparse.advance()
         return logits
 
 
-@dataclass(frozen=True)
-class ChainInGraph:
-    """What a graph of a whole chain consists of."""
-
-    # function without closure of lengths that include the query, its positions `(B, 1)`, the windows of all layers,
-    # `changing` and `fixed`, to the context of a drafting step
-    context: Callable[..., StepContext]
-    cache: Any  # of the drafting steps
-    lengths: torch.Tensor  # positions `(B,)` of the roots
-    changing: tuple[torch.Tensor, ...] = ()  # tensors of the chain
-    fixed: tuple = ()  # objects that stay the same for the same cache and settings
-    settings: tuple = ()  # hashable, what distinguishes graphs
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ChainSteps:
     """The drafting steps of a chain."""
 
+    rule: TokenRule | None
     count: int
     limit: int  # positions are clamped below it
     with_q: bool  # whether the distributions of the tokens are wanted
     windows: tuple[int | None, ...]  # of all layers
 
+    @property
+    def key(self) -> tuple:
+        """What tells graphs of such steps apart."""
+        return self.count, self.limit, self.with_q, self.windows, () if self.rule is None else self.rule.key
 
-def _chain(
-    forward: Callable[..., torch.Tensor],
-    starts: Sequence[Any],
-    inputs: Sequence[torch.Tensor],
-    rule: TokenRule | None,
-    steps: ChainSteps,
-    context_of: Callable[..., StepContext],
-    fixed: tuple,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draft a chain inside a graph; see [`ChainInGraph`] and [`FixedSteps.forwards`]."""
-    root, first, *changing = inputs
-    noise = changing.pop() if rule is not None and rule.do_sample else None
-    mask = root.new_ones(len(root), 1, 1, 1, dtype=torch.bool)
 
-    def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
-        positions = (first + depth)[:, None].clamp_max(steps.limit - 1)
-        here = [start.plus(depth) for start in starts]
-        context = context_of([start.plus(1) for start in here], positions, steps.windows, *changing, *fixed)
-        logits: torch.Tensor = forward(token[:, None], positions, mask, context, *here)
-        return logits[:, 0]
+@dataclass(eq=False)
+class Chain(Forwards):
+    """A chain in one graph."""
 
-    return drafted_tokens(rule, root, steps.count, logits_after, noise, steps.with_q)
+    steps: ChainSteps
+
+    @property
+    def key(self) -> tuple:
+        return self.steps.key
+
+    def context(self, ends: Sequence[SeqLens], positions: torch.Tensor, *inputs: torch.Tensor) -> StepContext:
+        """Return the context of a step at `positions` `(B, 1)`; `ends` are lengths that include the query."""
+        raise NotImplementedError
+
+    def run(self, forward: Forward, starts: Sequence[SeqLens], *inputs: torch.Tensor) -> Any:
+        """Draft after the roots and their positions `(B,)`, which further inputs follow, noise at the end."""
+        (root, first, *more), steps = inputs, self.steps
+        is_sampled = steps.rule is not None and steps.rule.do_sample
+        noise, more = (more[-1], more[:-1]) if is_sampled else (None, more)
+        mask = root.new_ones(len(root), 1, 1, 1, dtype=torch.bool)
+
+        def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
+            positions = (first + depth)[:, None].clamp_max(steps.limit - 1)
+            here = [start.plus(depth) for start in starts]
+            context = self.context([start.plus(1) for start in here], positions, *more)
+            return forward(token[:, None], positions, mask, context, *here)[:, 0]
+
+        return drafted_tokens(steps.rule, root, steps.count, logits_after, noise, steps.with_q)

@@ -45,7 +45,7 @@ class Gemma4AssistantDrafter(CacheReader):
         """Keep the target's state at the last committed token of each row."""
         assert verification.hidden is not None
         path, counts = verification.path, verification.num_nodes
-        self.state = self.replayed("newest", verification.hidden, path, counts.on(path.device), self.state)
+        self.state = self.run(self.newest, verification.hidden, path, counts.on(path.device), self.state)
 
     def newest(
         self, hidden: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, before: torch.Tensor

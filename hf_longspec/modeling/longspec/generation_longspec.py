@@ -94,9 +94,9 @@ class LongSpecDrafter(CacheReader):
         assert verification.tree is not None
         path, counts, lengths = verification.path, verification.num_nodes, verification.prefix_lengths
         # nodes of other drafters have no keys in the ring
-        method = "compute_again" if self.ngram_depth else "keep_nodes"
+        keep = self.compute_again if self.ngram_depth else self.keep_nodes
         on = path.device
-        self.last_token = self.replayed(method, verification.tree.tokens, path, counts.on(on), lengths.on(on))
+        self.last_token = self.run(keep, verification.tree.tokens, path, counts.on(on), lengths.on(on))
 
     def keep_nodes(
         self, tokens: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor

@@ -6,19 +6,20 @@ step's own query bounds the scores of all pages of the prefix, and the best page
 lie in the target's cache. Drafted tokens are written after the prefix, where the next verification overwrites them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...attention_backends.contexts import StepContext
-from ...attention_backends.lengths import on_device
+from ...attention_backends.lengths import SeqLens, on_device
 from ...attention_backends.scores import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
 from ...generation.drafter import Binding, Verification
 from ...generation.sparse_caches import SINK_TOKENS, CompactCache, capacity_for
 from ...generation.target import TargetView
-from ..families.self_drafter import ChainInGraph, SelfDrafter
+from ..families.self_drafter import Chain, ChainSteps, SelfDrafter
 
 
 class PagedCache(CompactCache):
@@ -63,22 +64,24 @@ class PagedCache(CompactCache):
         self.full, self._rows = full, [first, full, list(num_pages)]
         self._tables.clear()
         self.sizes = PageSizes(max(full), max(num_pages), size - 1 + self.room)
-        if target.captures:  # graphs serve several lengths
+        if target.steps.captures:  # graphs serve several lengths
             pages = min(self.cache.key_layers[0].capacity // size, capacity_for(max(full)))
             self.sizes = PageSizes(pages, min(pages, capacity_for(max(num_pages))), self.sizes.tail)
         devices = {self.cache.layers[index].keys.device for index in self.sparse_layers}
         tables = [self.table(device) for device in devices]  # one copy in every iteration, not two in some
-        if target.captures and 0 < count <= most and len(devices) == 1:
-            target.replayed(_find_bounds, tuple(tables), (self,), self, (most, self.layout))
+        if target.steps.captures and 0 < count <= most and len(devices) == 1:
+            target.run(self.find_bounds, self, *tables, count=most, layout=self.layout)
         elif count:
-            self.find_bounds(self.table, count)
+            self.find_bounds(*tables, count=count)
 
-    def find_bounds(self, table: Callable[[torch.device], torch.Tensor], count: int) -> None:
-        """Compute the bounds of at most `count` new pages of each row; `table` returns their numbers on a device."""
+    def find_bounds(self, *tables: torch.Tensor, count: int, layout: Any = None) -> tuple[()]:
+        """Compute the bounds of at most `count` new pages of each row, by the [`PagedCache.table`] of each device."""
+        numbers = {table.device: table for table in tables}
         for index in self.sparse_layers:
             keys = self.cache.layers[index].keys
-            first, full, _ = table(keys.device)
+            first, full, _ = numbers[keys.device]
             self.pages.update(index, keys, first, full, count)
+        return ()
 
     def context(self, target: TargetView, positions: torch.Tensor) -> StepContext:
         _, full, chosen = self.table(positions.device)
@@ -92,16 +95,22 @@ class PagedCache(CompactCache):
         return self._tables[device]
 
 
-def _find_bounds(changing: tuple[torch.Tensor, ...], cache: PagedCache, most: int, layout: Any) -> tuple[()]:
-    """Run [`PagedCache.find_bounds`], maybe inside a graph."""
-    cache.find_bounds(lambda device: changing[0], most)
-    return ()
+@dataclass(eq=False)
+class PagedChain(Chain):
+    """A chain in one graph, which depends on the places of `bounds`."""
 
+    pages: KeyPages
+    sizes: PageSizes
+    bounds: list[tuple[torch.Tensor, torch.Tensor]]
+    layout: tuple[int, ...]
 
-def _context(ends, positions, windows, table, pages, sizes, bounds):
-    """Return the context of a drafting step inside a graph, which depends on the places of `bounds`."""
-    _, full, chosen = table
-    return PageContext(ends[0], positions, full, chosen, pages, sizes, windows=windows)
+    @property
+    def key(self) -> tuple:
+        return *super().key, self.sizes, self.layout
+
+    def context(self, ends: Sequence[SeqLens], positions: torch.Tensor, *inputs: torch.Tensor) -> StepContext:
+        _, full, chosen = inputs[0]
+        return PageContext(ends[0], positions, full, chosen, self.pages, self.sizes, windows=self.steps.windows)
 
 
 class QuestDrafter(SelfDrafter):
@@ -138,9 +147,8 @@ class QuestDrafter(SelfDrafter):
         most = 1 + max(self.max_depth, self.ngram_depth) // self.page_size
         self.sparse.extend(self.binding.target, num_pages, most)
 
-    def chain_of_graph(self, root: torch.Tensor) -> ChainInGraph:
+    def chain(self, root: torch.Tensor, steps: ChainSteps) -> tuple[Chain, Any, tuple[torch.Tensor, ...]]:
         paged, cache = self.sparse, self.binding.cache
         paged.share_dense()
-        fixed = paged.pages, paged.sizes, list(paged.pages.bounds.values())
-        lengths, changing = cache.lengths.on(root.device), (paged.table(root.device),)
-        return ChainInGraph(_context, cache, lengths, changing, fixed, (paged.layout, paged.sizes))
+        chain = PagedChain(steps, paged.pages, paged.sizes, list(paged.pages.bounds.values()), paged.layout)
+        return chain, cache, (cache.lengths.on(root.device), paged.table(root.device))

@@ -5,16 +5,20 @@ selected entries and everything since the selection, verifies it with full atten
 verification's query rows, and selects again. Positions stay the true ones.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...attention_backends.contexts import SparseContext
+from ...attention_backends.contexts import SparseContext, StepContext
+from ...attention_backends.lengths import SeqLens
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Verification
 from ...generation.sparse_caches import SelectedCache, select_window
-from ..families.self_drafter import ChainInGraph, SelfDrafter
+from ...generation.target import FixedStep
+from ..families.self_drafter import Chain, ChainSteps, SelfDrafter
 
 # Query rows whose scores the verification collects, for each selection.
 CAPTURED_ROWS = {
@@ -41,9 +45,9 @@ class SpecAttnDrafter(SelfDrafter):
         """Number of nodes of the longest chain, so that the first phase has scores to select by."""
         return self.num_nodes
 
-    def chain_of_graph(self, root: torch.Tensor) -> ChainInGraph:
-        dense, lengths = self.sparse.dense_layers, self.sparse.dense_used.lengths.on(root.device)
-        return ChainInGraph(_context, self.sparse, lengths, fixed=(dense,), settings=(dense,))
+    def chain(self, root: torch.Tensor, steps: ChainSteps) -> tuple[Chain, Any, tuple[torch.Tensor, ...]]:
+        chain = SparseChain(steps, self.sparse.dense_layers)
+        return chain, self.sparse, (self.sparse.dense_used.lengths.on(root.device),)
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
         """Return a capture of the prefix's scores, unless the selection needs none."""
@@ -72,8 +76,8 @@ class SpecAttnDrafter(SelfDrafter):
                 continue
             scores = [self._scores(capture, layer_idx, verification).to(device) for layer_idx in layers]
             if capture.is_replayed and len(by_device) == 1:  # scores that a graph wrote are read by another graph
-                settings = True, scores[0].data_ptr(), scores[0].shape, selected.layout
-                self.binding.target.replayed(_fill_top, changing, (selected, layers, scores), selected, settings)
+                target = self.binding.target
+                target.run_step(SelectTop(target.model, selected, layers, scores), *changing)
             else:
                 selected.fill_top(layers, scores, *changing)
 
@@ -95,13 +99,38 @@ def _sum_of_path(scores: torch.Tensor, path: torch.Tensor, num_nodes: torch.Tens
     return scores.gather(2, nodes).masked_fill(~is_accepted[:, None, :, None], 0.0).sum(2)
 
 
-def _context(ends, positions, windows, dense_layers):
-    """Return the context of a drafting step inside a graph."""
-    sparse, dense = (ends[-1], ends[0]) if 0 in dense_layers else (ends[0], ends[-1])
-    return SparseContext(sparse, positions, dense, dense_layers, windows=windows)
+@dataclass(eq=False)
+class SparseChain(Chain):
+    """A chain in one graph."""
+
+    dense_layers: frozenset[int]
+
+    @property
+    def key(self) -> tuple:
+        return *super().key, self.dense_layers
+
+    def context(self, ends: Sequence[SeqLens], positions: torch.Tensor, *inputs: torch.Tensor) -> StepContext:
+        sparse, dense = (ends[-1], ends[0]) if 0 in self.dense_layers else (ends[0], ends[-1])
+        return SparseContext(sparse, positions, dense, self.dense_layers, windows=self.steps.windows)
 
 
-def _fill_top(changing, selected, layers, scores, any_counts, *settings):
-    """Run [`SelectedCache.fill_top`], maybe inside a graph."""
-    selected.fill_top(layers, scores, *changing, any_counts)
-    return ()
+@dataclass(eq=False)
+class SelectTop(FixedStep):
+    """[`SelectedCache.fill_top`] of scores that a graph writes."""
+
+    holder: SelectedCache
+    layers: list[int]
+    scores: list[torch.Tensor]
+
+    @property
+    def key(self) -> tuple:
+        return self.scores[0].data_ptr(), self.scores[0].shape
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return self.holder.layout
+
+    def run(self, *inputs: torch.Tensor) -> tuple[()]:
+        prefix_lengths, table = inputs
+        self.holder.fill_top(self.layers, self.scores, prefix_lengths, table, any_counts=True)
+        return ()

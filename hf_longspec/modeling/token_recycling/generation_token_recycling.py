@@ -85,6 +85,38 @@ class CandidateTable:
             self._structures[tree] = parents, ranks, levels
         return self._structures[tree]
 
+    def tree(self, root: torch.Tensor, nodes: tuple[Node, ...]) -> tuple[torch.Tensor, ...]:
+        """Return the fields of the static tree after the roots `(B,)`. It may be part of a graph."""
+        parents, ranks, levels = self.structure(nodes)
+        rows = torch.arange(len(root), device=root.device)[:, None]
+        tokens, valid = root[:, None], torch.ones_like(root[:, None], dtype=torch.bool)
+        for level in levels:
+            above = parents[level]
+            children = self.entries[rows, tokens[:, above], ranks[level]].long()
+            valid = torch.cat([valid, valid[:, above] & (children >= 0)], 1)
+            tokens = torch.cat([tokens, children.clamp_min(0)], 1)
+        all_parents = torch.cat([parents.new_full((1,), -1), parents]).expand_as(tokens)
+        return DraftTree(tokens, all_parents, valid, max_depth=nodes[-1][2]).fields
+
+    def recycle(
+        self, tokens: torch.Tensor, valid: torch.Tensor, path: torch.Tensor, best: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        """Write the best candidates after the tokens of all nodes to the table. It may be part of a graph.
+
+        A token may occur at several nodes. The last node of the path with this token wins, else the last node.
+        """
+        nodes = tokens.shape[1]
+        place = torch.arange(nodes, device=tokens.device).expand_as(tokens)
+        on_path = torch.zeros_like(tokens, dtype=torch.bool)
+        on_path.scatter_(1, path, True)
+        weight = torch.where(valid, place + nodes * on_path, -1)
+        same = tokens[:, :, None] == tokens[:, None, :]
+        beaten = (same & (weight[:, None, :] > weight[:, :, None])).any(-1)
+        spare = self.entries.shape[1] - 1
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        self.entries[rows, torch.where(valid & ~beaten, tokens, spare)] = best.to(self.entries)
+        return (tokens,)  # a graph has a result
+
 
 class TokenRecyclingDrafter(Drafter):
     """Propose static trees from a table of candidates."""
@@ -116,56 +148,25 @@ class TokenRecyclingDrafter(Drafter):
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Write the candidates after the last tokens of the texts, which were verified."""
-        _recycle(self._found(verification), self.table)  # as it is: their number differs between calls
+        assert self.table is not None
+        self.table.recycle(*self._found(verification))  # as it is: their number differs between calls
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the static tree after `root` `(batch,)`; nodes without a candidate are padding."""
-        fields = self.binding.target.replayed(_tree, (root,), (self.table,), self.table, (self._tree,))
+        assert self.table is not None
+        fields = self.binding.target.run(self.table.tree, self.table, root, nodes=self._tree)
         return DraftTree.of_fields(fields, self.max_depth)
 
     def observe(self, verification: Verification) -> None:
         """Write the candidates after all nodes of the tree, accepted or not."""
-        self.binding.target.replayed(_recycle, self._found(verification), (self.table,), self.table)
+        assert self.table is not None
+        self.binding.target.run(self.table.recycle, self.table, *self._found(verification))
 
     def _found(self, verification: Verification) -> tuple[torch.Tensor, ...]:
         """Return tokens and validity of all nodes, the path, and the best candidates after each node."""
         assert verification.tree is not None and verification.logits is not None
         best = verification.logits.topk(self.num_candidates, dim=-1).indices
         return verification.tree.tokens, verification.tree.valid, verification.path, best
-
-
-def _tree(changing, table, nodes):
-    """Return the fields of the static tree after the roots. It may be part of a graph."""
-    (root,) = changing
-    parents, ranks, levels = table.structure(nodes)
-    rows = torch.arange(len(root), device=root.device)[:, None]
-    tokens, valid = root[:, None], torch.ones_like(root[:, None], dtype=torch.bool)
-    for level in levels:
-        above = parents[level]
-        children = table.entries[rows, tokens[:, above], ranks[level]].long()
-        valid = torch.cat([valid, valid[:, above] & (children >= 0)], 1)
-        tokens = torch.cat([tokens, children.clamp_min(0)], 1)
-    all_parents = torch.cat([parents.new_full((1,), -1), parents]).expand_as(tokens)
-    return DraftTree(tokens, all_parents, valid, max_depth=nodes[-1][2]).fields
-
-
-def _recycle(changing, table):
-    """Write the best candidates after the tokens of all nodes to the table. It may be part of a graph.
-
-    A token may occur at several nodes. The last node of the path with this token wins, else the last node.
-    """
-    tokens, valid, path, best = changing
-    nodes = tokens.shape[1]
-    place = torch.arange(nodes, device=tokens.device).expand_as(tokens)
-    on_path = torch.zeros_like(tokens, dtype=torch.bool)
-    on_path.scatter_(1, path, True)
-    weight = torch.where(valid, place + nodes * on_path, -1)
-    same = tokens[:, :, None] == tokens[:, None, :]
-    beaten = (same & (weight[:, None, :] > weight[:, :, None])).any(-1)
-    spare = table.entries.shape[1] - 1
-    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-    table.entries[rows, torch.where(valid & ~beaten, tokens, spare)] = best.to(table.entries)
-    return (tokens,)  # a graph has a result
 
 
 def successors(text: Sequence[int], most: int) -> dict[int, list[int]]:

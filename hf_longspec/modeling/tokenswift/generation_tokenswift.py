@@ -13,7 +13,7 @@ candidates becomes a path of the tree. The hidden state comes from one of two pl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -24,7 +24,7 @@ from ...generation.draft_tree import DraftTree, num_static_nodes, sibling_tree, 
 from ...generation.drafter import Binding, Drafter, Verification, last_of
 from ...generation.sampling import Coupling
 from ...generation.sparse_caches import SINK_TOKENS, CompactCache, gather_entries
-from ...generation.target import TargetView
+from ...generation.target import FixedStep, TargetView
 from ...generation.target_modules import TargetEnds
 
 POLICIES = ("dynamic", "static", "full")
@@ -143,7 +143,7 @@ class PartialCache(CompactCache):
         """Copy the entries of the tokens that were committed since `held` to their slots."""
         lengths = self.cache.lengths.host
         count = max(length - held for length, held in zip(lengths, self.held, strict=True))
-        if target.captures:
+        if target.steps.captures:
             count = max(count, width)
         rows = []
         for first, held, length, end in zip(built, self.held, lengths, ends, strict=True):
@@ -158,7 +158,14 @@ class PartialCache(CompactCache):
             if len(devices) == 1:
                 self.used.lengths = SeqLens(ends, table[-1])
             layers = tuple(i for i in self.sparse_layers if self.cache.layers[i].keys.device == device)
-            target.replayed(_copy_entries, (table,), (self,), self, (layers, self.layout, self.cache.layout))
+            target.run(self.copy_new, self, table, layers=layers, layouts=(self.layout, self.cache.layout))
+
+    def copy_new(self, table: torch.Tensor, layers: tuple[int, ...], layouts: tuple) -> tuple[()]:
+        """Copy entries of these layers by a table `(2 n + 1, B)` of slots and lengths. It may be part of a graph."""
+        places = table[:-1].unflatten(0, (2, -1)).transpose(1, 2)
+        for layer_idx in layers:
+            self.copy(layer_idx, places)
+        return ()
 
     def copy(self, layer_idx: int, places: torch.Tensor) -> None:
         """Copy entries of one layer. `places` `(2, batch, n)` are slots of the target's cache and of the buffer."""
@@ -179,25 +186,7 @@ class PartialCache(CompactCache):
         )
 
 
-def _copy_entries(changing, partial, layers, *layouts):
-    """Run [`PartialCache.copy`] for these layers by a table `(2 n + 1, B)` of slots and lengths, maybe in a graph."""
-    (table,) = changing
-    places = table[:-1].unflatten(0, (2, -1)).transpose(1, 2)
-    for layer_idx in layers:
-        partial.copy(layer_idx, places)
-    return ()
-
-
 SELF_DRAFTS = ("verify_hidden", "partial_kv")
-
-
-class Ranking(NamedTuple):
-    """What ranks the candidates of the levels."""
-
-    heads: Any  # the heads of the draft
-    ends: TargetEnds  # embedding and head of the target
-    widths: tuple[int, ...]  # number of candidates of each level
-    num_own: int  # number of levels that the target's own logits decide: 0 or 1
 
 
 class TokenSwiftDrafter(Drafter):
@@ -255,8 +244,8 @@ class TokenSwiftDrafter(Drafter):
             hidden = verification.hidden
             assert hidden is not None
             device = hidden.device
-            changing = hidden, verification.path.to(device), verification.num_nodes.on(device)
-            self.hidden = self.binding.target.replayed(_last_hidden, changing, (), self.binding.cache)
+            of_path = verification.path.to(device), verification.num_nodes.on(device)
+            self.hidden = self.binding.target.run(_last_hidden, self.binding.cache, hidden, *of_path)
             return
         for row in self.due:
             length, node = verification.prefix_lengths.host[row], verification.last_nodes[row : row + 1]
@@ -265,24 +254,16 @@ class TokenSwiftDrafter(Drafter):
         self.partial.catch_up(verification.path.shape[1], self.binding.target)
 
     def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *target_logits: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the candidates of every level, see [`_levels`], computed in one graph if possible."""
-        changing = root, hidden, *target_logits
-        ranking = Ranking(self.heads, self.ends, tuple(self.widths), len(target_logits))
-        known = self.coupling.known(len(self.widths))
-        if self.coupling.fits_graphs:
-            levels = self._run(_levels, (*changing, *known), ranking, self.coupling, None)
-            if levels is not None:
-                return cast(Sequence[torch.Tensor], levels)
-        logits = None if self.heads.sequential else self._run(_logits, changing, ranking)
-        return _levels((*changing, *known), ranking, self.coupling, logits)
-
-    def _run(self, function: Any, changing: tuple[torch.Tensor, ...], ranking: Ranking, *fixed: Any) -> Any:
-        """Return the result of a function, compiled or captured; `None` if that is disabled or not possible."""
-        runner = self.binding.target.runner
-        if runner is None:
-            return None
-        shape = len(changing[0]), self.coupling.key, ranking.widths, ranking.num_own
-        return runner(function, shape, changing, (ranking, *fixed), self.draft, self._holder)
+        """Return the candidates of every level, see [`Levels`], computed in one graph if possible."""
+        inputs, known = (root, hidden, *target_logits), self.coupling.known(len(self.widths))
+        settings = self.heads, self.ends, self.coupling, tuple(self.widths), len(target_logits)
+        levels, steps = Levels(self.draft, self._holder, *settings), self.binding.target.steps
+        found = steps.run(levels, *inputs, *known) if self.coupling.fits_graphs else None
+        if found is not None:
+            return cast(Sequence[torch.Tensor], found)
+        if not self.heads.sequential:
+            levels.logits = steps.run(HeadLogits(self.draft, self._holder, *settings), *inputs)
+        return levels.run(*inputs, *known)
 
     def _partial_cache(self) -> PartialCache:
         target, kind = self.binding.target, self.draft.setting("partial_kv_policy")
@@ -298,53 +279,65 @@ class TokenSwiftDrafter(Drafter):
         return partial
 
 
-def _last_hidden(changing: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _last_hidden(hidden: torch.Tensor, path: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the hidden state `(B, hidden)` at the last of the kept nodes of each row. It may be part of a graph."""
-    hidden, path, counts = changing
     return hidden[torch.arange(len(hidden), device=hidden.device), last_of(path, counts)]
 
 
-def _logits(changing: tuple[torch.Tensor, ...], ranking: Ranking) -> torch.Tensor:
-    """Return logits `(levels, B, vocab)` of all heads, which are not sequential. It may be part of a graph."""
-    states = ranking.heads(changing[1][:, None])[: len(ranking.widths) - ranking.num_own, :, 0]
-    logits: torch.Tensor = ranking.ends.head(states.transpose(0, 1))  # rows first: each may have an adapter of its own
-    return logits.transpose(0, 1)
+@dataclass(eq=False)
+class HeadLogits(FixedStep):
+    """Logits `(levels, B, vocab)` of all heads, which are not sequential."""
+
+    heads: Any  # the heads of the draft
+    ends: TargetEnds  # embedding and head of the target
+    coupling: Coupling  # by which noise candidates are ranked
+    widths: tuple[int, ...]  # number of candidates of each level
+    num_own: int  # number of levels that the target's own logits decide: 0 or 1
+
+    @property
+    def key(self) -> tuple:
+        return self.coupling.key, self.widths, self.num_own
+
+    def run(self, *inputs: torch.Tensor) -> Any:
+        """Compute from the inputs of [`Levels`]."""
+        states = self.heads(inputs[1][:, None])[: len(self.widths) - self.num_own, :, 0]
+        logits = self.ends.head(states.transpose(0, 1))  # rows first: each may have an adapter of its own
+        return logits.transpose(0, 1)
 
 
-def _levels(
-    changing: tuple[torch.Tensor, ...], ranking: Ranking, coupling: Coupling, logits: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    """Return the best candidates of every level. It may be part of a graph.
+@dataclass(eq=False)
+class Levels(HeadLogits):
+    """The best candidates of every level.
 
-    Args:
-        changing (`tuple[torch.Tensor, ...]`): Roots `(B,)`, hidden states `(B, hidden)`, `num_own` logits
-            `(B, vocab)` of the target for the first level, and the result of [`Coupling.known`].
-        ranking ([`Ranking`]): What ranks the candidates.
-        coupling ([`Coupling`]): By which noise they are ranked.
-        logits (`torch.Tensor` of shape `(levels, B, vocab)`, *optional*): Result of `_logits`, if it was computed.
-
-    Returns:
-        `tuple[torch.Tensor, ...]`: Tokens `(B, n * width)` of each level. With sequential heads they are `width`
-        children of each of the n nodes above. Other heads do not depend on drafted tokens, so n is 1: all nodes have
-        the same children, ranked for the best path.
+    Tokens `(B, n * width)` of each level. With sequential heads they are `width` children of each of the n nodes above.
+    Other heads do not depend on drafted tokens, so n is 1: all nodes have the same children, ranked for the best path.
     """
-    heads, ends, widths, num_own = ranking
-    root, hidden, *known = changing
-    ready, known = list(known[:num_own]), known[num_own:]  # a graph of torch 2.11 has a tuple here
-    if not heads.sequential:
-        ready.extend((_logits(changing, ranking) if logits is None else logits).unbind())
-    states, nodes, levels = hidden[:, None], root[:, None], []
-    paths = nodes[..., None][..., :0]
-    for depth, width in enumerate(widths):
-        if depth < len(ready):
-            scores = ready[depth][:, None]
-        else:
-            head = heads.layers[depth - num_own]
-            states = head(states, ends.embed(nodes).to(states))
-            scores = ends.head(head.post_layernorm(states))
-        best = coupling.scores(scores, known, depth, paths).topk(width).indices.to(root.device)  # [B, n, width]
-        levels.append(best.flatten(1))
-        followed = best if heads.sequential else best[..., :1]
-        states, nodes = states.repeat_interleave(followed.shape[2], 1), followed.flatten(1)
-        paths = torch.cat([paths.repeat_interleave(followed.shape[2], 1), nodes[..., None]], 2)
-    return tuple(levels)
+
+    logits: torch.Tensor | None = None  # `(levels, B, vocab)` of the heads, if they are computed
+
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Compute from roots `(B,)`, hidden states `(B, hidden)`, `num_own` logits `(B, vocab)`, noise and texts.
+
+        The logits are the target's for the first level. See [`Coupling.known`] for noise and texts.
+        """
+        heads, ends = self.heads, self.ends
+        root, hidden, *known = inputs
+        ready, known = list(known[: self.num_own]), known[self.num_own :]  # a graph of torch 2.11 has a tuple here
+        if not heads.sequential:
+            ready.extend((HeadLogits.run(self, *inputs) if self.logits is None else self.logits).unbind())
+        states, nodes, levels = hidden[:, None], root[:, None], []
+        paths = nodes[..., None][..., :0]
+        for depth, width in enumerate(self.widths):
+            if depth < len(ready):
+                scores = ready[depth][:, None]
+            else:
+                head = heads.layers[depth - self.num_own]
+                states = head(states, ends.embed(nodes).to(states))
+                scores = ends.head(head.post_layernorm(states))
+            scores = self.coupling.scores(scores, known, depth, paths)
+            best = scores.topk(width).indices.to(root.device)  # [B, n, width]
+            levels.append(best.flatten(1))
+            followed = best if heads.sequential else best[..., :1]
+            states, nodes = states.repeat_interleave(followed.shape[2], 1), followed.flatten(1)
+            paths = torch.cat([paths.repeat_interleave(followed.shape[2], 1), nodes[..., None]], 2)
+        return tuple(levels)
