@@ -258,6 +258,9 @@ class CachePart:
     def copy_from(self, other: Any) -> None:
         """Copy what the same part of another cache holds."""
 
+    def fixed(self) -> Any:
+        """Return what steps of fixed shapes read of this part; `None` if they cannot."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of what is committed."""

@@ -157,7 +157,7 @@ class Call:
         """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""
         refuse_target(self.target, type(self.draft), self.max_length)
         _refuse_training_mode(self.target.model)
-        if (mode := self.draft.setting("compile")) not in ("auto", "off") and (reason := _why_not_fixed(self.target)):
+        if (reason := _why_not_fixed(self.target, mode := self.draft.setting("compile"))) is not None:
             raise ValueError(f"compile={mode!r} is not supported with {reason}. Set compile='off'.")
         self._check_draft()
         if self.config.do_sample:
@@ -350,11 +350,14 @@ def places_of(columns: torch.Tensor, first: int, length: int) -> torch.Tensor:
     return (torch.searchsorted(columns, numbers, right=True) - 1).clamp_min(0)
 
 
-def _why_not_fixed(target: TargetView) -> str | None:
-    """Return with what steps cannot be compiled or captured; `None` if they can."""
+def _why_not_fixed(target: TargetView, mode: str) -> str | None:
+    """Return with what steps cannot run as the setting `compile` asks for; `None` if they can."""
+    if mode in ("auto", "off"):
+        return None
     if target.ranks is not None:
         return f"tensor parallelism ({target.ranks.size} processes)"
-    return target.mode.why_not_fixed(type(target.model).__name__)
+    is_fine = target.mode.has_fixed_shapes and mode != "compile"
+    return None if is_fine else target.mode.why_not_fixed(type(target.model).__name__)
 
 
 def why_not_begun(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:

@@ -414,8 +414,9 @@ class TargetView:
     def steps(self) -> "Steps":
         """How the steps of this target run."""
         # collectives inside a graph are untested
-        is_fixed = self._runner is not None and self.ranks is None and self.mode.has_fixed_shapes
-        steps: Steps = self._runner.steps_of(self.model) if is_fixed else Steps()
+        runner, mode = self._runner, self.mode
+        is_fixed = runner is not None and self.ranks is None and mode.has_fixed_shapes
+        steps: Steps = runner.steps_of(self.model) if is_fixed and (mode.compiles or not runner.compiles) else Steps()
         return steps
 
     def run(self, function: Callable[..., Any], holder: Any, *inputs: torch.Tensor, **settings: Any) -> Any:

@@ -45,6 +45,8 @@ class VerificationMode:
     logits = staticmethod(logits_under)
     # whether the shapes of steps repeat, so that they may be compiled or captured
     has_fixed_shapes = True
+    # whether such steps may be compiled, and not only captured
+    compiles = True
     # whether layers keep recurrent states
     has_states = False
     # last tokens of a prompt that run as a verification
@@ -95,7 +97,10 @@ class VerificationMode:
         return set()
 
     def why_not_fixed(self, name: str) -> str | None:
-        """Return with what feature of the class `name` steps cannot be compiled or captured; `None` if they can."""
+        """Return with what feature of the class `name` steps cannot be compiled; `None` if they can.
+
+        Without `has_fixed_shapes`, they cannot be captured either.
+        """
         return None
 
     def why_not(self, target: Any) -> list[str]:

@@ -40,6 +40,9 @@ class LengthsInGraph:
         return SeqLens.in_graph(tensor, self.sizes, self.known)
 
 
+NO_KEYS: Any = (None, None)
+
+
 @dataclass(eq=False)
 class Layout:
     """Where the entries of a cache lie, which is the same in all steps until a buffer is replaced.
@@ -61,10 +64,12 @@ class Layout:
     @classmethod
     def of(cls, cache: Any, buffer: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
         """Return the layout of a cache; `buffer` marks what a runner has to know of a buffer."""
-        groups = list({id(layer.rows): layer.rows for layer in cache.layers}.values())
-        members = tuple(map(groups.index, (layer.rows for layer in cache.layers)))
-        capacity = min(layer.keys.shape[2] for layer in cache.layers)
-        return cls(cache.layout, groups, members, capacity, [(buffer(x.keys), buffer(x.values)) for x in cache.layers])
+        rows = [getattr(layer, "rows", None) for layer in cache.layers]  # some layers keep nothing
+        groups = list({id(one): one for one in rows if one is not None}.values())
+        members = tuple(0 if one is None else groups.index(one) for one in rows)
+        buffers = [(buffer(x.keys), buffer(x.values)) if hasattr(x, "keys") else NO_KEYS for x in cache.layers]
+        capacity = min(keys.shape[2] for keys, _ in buffers if keys is not None)
+        return cls(cache.layout, groups, members, capacity, buffers)
 
 
 class FixedSteps(Steps):
@@ -131,7 +136,7 @@ class FixedSteps(Steps):
         """Return the layout of a cache; `None` if a layer has no buffer yet."""
         layout = self._layouts.get(id(cache))
         if layout is None or layout.number != cache.layout:
-            if not all(layer.is_initialized for layer in cache.layers):
+            if not all(layer.is_initialized for layer in cache.layers if hasattr(layer, "keys")):
                 return None
             layout = self._layouts[id(cache)] = Layout.of(cache, self.runner.buffer)
         return layout
@@ -139,12 +144,27 @@ class FixedSteps(Steps):
     def _run(self, forwards: Forwards, cache: Any, room: int, *inputs: torch.Tensor) -> Any:
         if (layout := self._layout(cache)) is None:
             return None
+        states = cache.parts[0].fixed() if cache.parts else None
+        if states is None and cache.parts:
+            return None
         prefixes = [rows.lengths for rows in layout.groups]
         lengths = [self.runner.lengths(prefix, room, layout.capacity) for prefix in prefixes]
         if None in lengths:
             return None
-        step = ForwardsOnCache(self.model, cache, forwards, room, lengths, layout)
-        return self.runner(step, *(prefix.on(inputs[0].device) for prefix in prefixes), *inputs)
+        step = ForwardsOnCache(self.model, cache, forwards, room, lengths, layout, states)
+        before = *(prefix.on(inputs[0].device) for prefix in prefixes), *(() if states is None else states.tensors)
+        result = self.runner(step, *before, *inputs)
+        if states is None or result is None:
+            return result
+        *result, found = result
+        cache.parts[0].take(found, self._commit)
+        return result
+
+    def _commit(self, step: FixedStep, *inputs: torch.Tensor) -> None:
+        """Run a step of a part of the cache, by a graph if that is possible."""
+        step.module = self.model
+        if self.runner(step, *inputs) is None:
+            step.run(*inputs)
 
     def workspace(self, batch_size: int, max_length: int) -> Any:
         return self.runner.workspace(batch_size, max_length) if self.captures else None
@@ -179,11 +199,13 @@ class ForwardsOnCache(FixedStep):
     room: int
     lengths: list[LengthsInGraph]
     layout: Layout
+    states: Any  # what a part of the cache holds beside keys, if there is one
 
     @property
     def key(self) -> tuple:
         of_lengths = (lengths.key for lengths in self.lengths)
-        return type(self.forwards), self.forwards.key, self.layout.members, self.room, *of_lengths
+        of_states = () if self.states is None else self.states.key
+        return type(self.forwards), self.forwards.key, self.layout.members, self.room, *of_lengths, of_states
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -192,12 +214,46 @@ class ForwardsOnCache(FixedStep):
     def run(self, *inputs: torch.Tensor) -> Any:
         count = len(self.lengths)
         starts = [lengths.of(tensor) for lengths, tensor in zip(self.lengths, inputs[:count], strict=True)]
-        return self.forwards.run(self.forward, starts, *inputs[count:])
+        if self.states is None:
+            return self.forwards.run(self.forward, starts, *inputs[count:])
+        more = count + len(self.states.tensors)
+        forward = ForwardWithStates(self.forward, self.states.begin(), inputs[count:more])
+        return *self.forwards.run(forward, starts, *inputs[more:]), forward.states.result()
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: Any, context: Any, *starts: SeqLens) -> Any:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        mask: Any,
+        context: Any,
+        *starts: SeqLens,
+        states: Any = None,
+    ) -> Any:
         """Run the model on tokens `(B, N)` in the slots from `starts` on, and return logits; a [`Forward`]."""
         cache = StepCache.of_step(self.layout.buffers, self.layout.members, starts, tokens)
+        if states is not None:
+            cache.layers = [states.layers.get(number) for number in range(len(self.layout.buffers))]
         return logits_under(context, self.module, tokens, positions, cache, mask)
+
+
+class ForwardWithStates:
+    """A [`Forward`] of a model whose layers have states. Those after a lone node are kept, except in a verification.
+
+    `keep_root` keeps the first nodes of the last forward, and leaves the states after them to the cache.
+    """
+
+    def __init__(self, forward: Forward, states: Any, parents: Sequence[torch.Tensor]):
+        self.forward, self.states, self.parents = forward, states, parents
+        self.keep_root = states.keep_root
+
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, mask: Any, *where: Any, tree: DraftTree | None = None
+    ) -> torch.Tensor:
+        self.states.stage(tokens, mask, self.parents, tree)
+        logits: torch.Tensor = self.forward(tokens, positions, mask, *where, states=self.states)
+        if tree is None and tokens.shape[1] == 1:
+            self.states.keep_newest()
+        return logits
 
 
 @dataclass(eq=False)

@@ -62,6 +62,11 @@ class StepCache(Cache):
             values[row, :, slots] = value_states.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return `None`, so that a mixer with a state runs the functions for several tokens also on one."""
+
+    get_recurrent_state = get_conv_state
+
     @property
     def is_sliding(self) -> list[bool]:
         """False for every layer, as none drops entries."""

@@ -22,13 +22,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, rms_norm, softplus
 
 from ...attention_backends.lengths import SeqLens
 from ..draft_tree import DraftTree
@@ -48,37 +49,50 @@ class StagedNodes:
 
     Args:
         tree ([`DraftTree`]): Their tree.
-        lengths ([`SeqLens`]): Committed tokens of each row.
+        lengths ([`SeqLens`], *optional*): Committed tokens of each row. `None` if all nodes are of generated tokens.
         plain ([`PlainForwards`], *optional*):
             The forwards of plain `generate`. By default, it runs each token in a forward of its own.
     """
 
-    def __init__(self, tree: DraftTree, lengths: SeqLens, plain: Any = None):
+    def __init__(self, tree: DraftTree, lengths: SeqLens | None = None, plain: Any = None):
         self.tree, self.lengths, self.plain = tree, lengths, plain
         self._windows: dict[int, Tensor] = {}
 
     @cached_property
     def are_steps(self) -> Tensor:
         """Which nodes `(B, N)` plain `generate` runs in forwards of one token after a state."""
+        if self.lengths is None:
+            return torch.ones_like(self.tree.tokens, dtype=torch.bool)
         places = self.lengths.on(self.tree.tokens.device)[:, None] + self.tree.depths
         are_steps: Tensor = places > 0 if self.plain is None else self.plain.are_steps(places)
         return are_steps
 
-    def windows(self, size: int) -> Tensor:
-        """Return the windows of `size` inputs that end with each node, `(B or 1, N, size)`.
+    @cached_property
+    def seen(self) -> Tensor:
+        """Return which nodes are in the state after each node, `(B, N + 1, N + 1)`.
 
-        The numbers are places in the `size` committed inputs followed by the nodes.
+        The last place, also as number -1, is that of the committed state.
+        """
+        seen = pad(self.tree.mask, (0, 1, 0, 1))
+        seen[:, :, -1] = True
+        return seen
+
+    def windows(self, size: int) -> Tensor:
+        """Return the windows of `size` inputs that end with each node, `(B or 1, N + 1, size)`.
+
+        The numbers are places in the `size` committed inputs followed by the nodes. The last window is the committed
+        one.
         """
         if size not in self._windows:
             tree = self.tree
-            nodes = torch.arange(tree.num_nodes, device=tree.tokens.device)
+            ends = torch.arange(tree.num_nodes + 1, device=tree.tokens.device).add(1).remainder(tree.num_nodes + 1)
             if tree.is_chain:
-                window = (nodes[:, None] + 1 + torch.arange(size, device=nodes.device))[None]
+                window = (ends[:, None] + torch.arange(size, device=ends.device))[None]
             else:
-                committed = torch.arange(-1, size - 1, device=nodes.device).clamp_min(0).expand(len(tree.parents), -1)
+                committed = torch.arange(-1, size - 1, device=ends.device).clamp_min(0).expand(len(tree.parents), -1)
                 parents = torch.where(tree.parents < 0, size - 1, tree.parents + size)
                 before = torch.cat([committed, parents], 1)  # the place before each place
-                places = [(nodes + size).expand_as(tree.parents)]
+                places = [(ends + size - 1).expand(len(tree.parents), -1)]
                 while len(places) < size:
                     places.append(before.gather(1, places[-1]))
                 window = torch.stack(places[::-1], -1)
@@ -87,81 +101,143 @@ class StagedNodes:
 
 
 class Kept:
-    """Nodes that a commit keeps: the first `counts[b]` of `path` `(B, M)`, which is a chain from node 0 by default."""
+    """The last node that a commit keeps of each row; -1 for none.
 
-    def __init__(self, nodes: StagedNodes, path: Tensor | None, counts: SeqLens):
-        self.nodes, tree = nodes, nodes.tree
-        number = counts.on(tree.tokens.device)
-        last = (number - 1).clamp_min(0)
-        self.last = last if path is None else path.gather(1, last[:, None]).squeeze(1)
-        self.keeps = number > 0
-        self.keeps_all = min(counts.host, default=0) > 0
-        self.rows = torch.arange(len(number), device=number.device)
-        self.on_path = tree.mask[self.rows, self.last] & self.keeps[:, None]
+    Args:
+        path (`torch.LongTensor` of shape `(B, M)`, *optional*): Accepted nodes; a chain from node 0 by default.
+        counts (`torch.LongTensor` of shape `(B,)`): How many of them are kept.
+        keeps_all (`bool`, *optional*, defaults to `False`): Whether each row is known to keep some.
+        rows (`torch.LongTensor` of shape `(B,)`, *optional*): Numbers of the rows.
+    """
 
-    def choose(self, new: Tensor, old: Tensor) -> Tensor:
-        """Return the new state `(B, ...)` of rows that keep nodes, and the old one of the others."""
-        keeps = self.keeps.to(new.device).view(-1, *[1] * (new.ndim - 1))
-        return new if self.keeps_all else torch.where(keeps, new, old.to(new.dtype))
+    def __init__(self, path: Tensor | None, counts: Tensor, keeps_all: bool = False, rows: Tensor | None = None):
+        self.last = counts - 1 if path is None else pad(path, (1, 0), value=-1).gather(1, counts[:, None]).squeeze(1)
+        self.rows = torch.arange(len(counts), device=counts.device) if rows is None else rows
+        self.keeps_all = keeps_all
+
+    def to(self, device: torch.device) -> "Kept":
+        """Return the same on another device."""
+        if device == self.last.device:
+            return self
+        moved = copy(self)
+        moved.last, moved.rows = self.last.to(device), self.rows.to(device)
+        return moved
+
+    def choose(self, new: Tensor, old: Tensor | None, out: Tensor | None) -> Tensor:
+        """Return the new state `(B, ...)` of rows that keep nodes, and the old one of the others, zeros by default."""
+        if self.keeps_all:
+            return new
+        old = torch.zeros_like(new) if old is None else old
+        return torch.where((self.last >= 0).view(-1, *[1] * (new.ndim - 1)), new, old.to(new.dtype), out=out)
+
+
+class Terms:
+    """What a state after some of the staged nodes is computed from. Layers can be joined, as one with all heads."""
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The fields, in their order."""
+        return list(vars(self).values())
+
+    @property
+    def newest(self) -> Tensor:
+        """The state after the only node."""
+        only = self.tensors[0]
+        return self.after(Kept(None, torch.ones(len(only), dtype=torch.long, device=only.device), True), None)
+
+    @classmethod
+    def joined(cls, terms: "Sequence[Any]") -> Any:
+        """Return the terms of several layers of equal shapes as those of one layer."""
+        raise NotImplementedError
+
+    def after(self, kept: Kept, before: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Return the state after the accepted nodes, in `out` if it is given."""
+        raise NotImplementedError
 
 
 @dataclass
-class Stepped:
-    """State `(B, ...)` after the root, which the function of transformers for one token computed."""
+class Stepped(Terms):
+    """State `(B, ...)` after the root, which is the only node."""
 
     state: Tensor
 
-    def after(self, kept: Kept, before: Tensor | None) -> Tensor:
-        """Return the state after the accepted nodes."""
-        return kept.choose(self.state, torch.zeros_like(self.state) if before is None else before)
+    @property
+    def newest(self) -> Tensor:
+        return self.state
+
+    @classmethod
+    def joined(cls, terms: "Sequence[Stepped]") -> "Stepped":
+        return cls(torch.cat([one.state for one in terms], 1))
+
+    def after(self, kept: Kept, before: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return kept.choose(self.state, before, out)
 
 
 @dataclass
-class Window:
-    """Inputs `(B, C, K + N)` of a convolution: the committed window, and the nodes."""
+class Window(Terms):
+    """Inputs `(B, C, K + N)` of a convolution: the committed window, and the nodes. See [`StagedNodes.windows`]."""
 
     inputs: Tensor
-    size: int
+    windows: Tensor
 
-    def after(self, kept: Kept, before: Tensor | None) -> Tensor:
-        """Return the window `(B, C, K)` after the accepted nodes."""
-        windows = kept.nodes.windows(self.size)
-        window = windows[kept.rows if len(windows) > 1 else 0, kept.last]
-        window = torch.where(kept.keeps[:, None], window, torch.arange(self.size, device=window.device))
-        index = window.to(self.inputs.device)[:, None].expand(-1, self.inputs.shape[1], -1)
-        return self.inputs.gather(2, index)
+    @property
+    def newest(self) -> Tensor:
+        return self.inputs[..., 1:]
+
+    @classmethod
+    def joined(cls, terms: "Sequence[Window]") -> "Window":
+        return cls(torch.cat([one.inputs for one in terms], 1), terms[0].windows)
+
+    def after(self, kept: Kept, before: Tensor | None, out: Tensor | None = None) -> Tensor:
+        window = self.windows[kept.rows if len(self.windows) > 1 else 0, kept.last]
+        return torch.gather(self.inputs, 2, window[:, None].expand(-1, self.inputs.shape[1], -1), out=out)
 
 
 @dataclass
-class ClosedForm:
-    """Terms of a state `(B, H, a, b)`: `left` `(B, H, N, a)`, `right` `(B, H, N, b)`, decays `(B, H, N, a or 1)`."""
+class ClosedForm(Terms):
+    """Terms of a state `(B, H, a, b)`: `left` `(B, H, N, a)`, `right` `(B, H, N, b)`, decays `(B, H, N + 1, a or 1)`.
+
+    The state before the nodes is a term, too. See [`StagedNodes.seen`].
+    """
 
     left: Tensor
     right: Tensor
     decays: Tensor
+    seen: Tensor
+    before: Tensor | None
 
-    def after(self, kept: Kept, before: Tensor | None) -> Tensor:
-        """Return the state after the accepted nodes."""
-        device = self.left.device
-        rows, last = kept.rows.to(device), kept.last.to(device)
-        total = torch.where(kept.keeps.to(device)[:, None, None], self.decays[rows, :, last], 0)[..., None, :]
-        on_path = kept.on_path.to(device)[:, None, :, None]
-        weights = (total - self.decays).masked_fill(~on_path, -torch.inf).exp()
-        state = (self.left * weights).mT @ self.right
-        return state if before is None else torch.addcmul(state, before.float(), total.exp().mT)
+    @classmethod
+    def joined(cls, terms: "Sequence[ClosedForm]") -> "ClosedForm":
+        fields = zip(*((one.left, one.right, one.decays, one.before) for one in terms), strict=True)
+        left, right, decays, before = (torch.cat(parts, 1) for parts in fields)
+        return cls(left, right, decays, terms[0].seen, before)
+
+    def after(self, kept: Kept, before: Tensor | None, out: Tensor | None = None) -> Tensor:
+        total = self.decays[kept.rows, :, kept.last][..., None, :]
+        seen = self.seen[kept.rows, kept.last][:, None, :, None]
+        weights = torch.where(seen, total - self.decays, -torch.inf).exp()
+        state = (self.left * weights[:, :, :-1]).mT @ self.right
+        if self.before is None:
+            return state
+        return torch.addcmul(state, self.before.float(), weights[:, :, -1:].mT, out=out)
 
 
 @dataclass
-class PerNode:
+class PerNode(Terms):
     """States `(B, N, ...)` after each node."""
 
     states: Tensor
 
-    def after(self, kept: Kept, before: Tensor | None) -> Tensor:
-        """Return the state after the accepted nodes."""
-        device = self.states.device
-        state = self.states[kept.rows.to(device), kept.last.to(device)]
-        return kept.choose(state, torch.zeros_like(state) if before is None else before)
+    @property
+    def newest(self) -> Tensor:
+        return self.states[:, 0]
+
+    @classmethod
+    def joined(cls, terms: "Sequence[PerNode]") -> "PerNode":
+        return cls(torch.cat([one.states for one in terms], 2))
+
+    def after(self, kept: Kept, before: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return kept.choose(self.states[kept.rows, kept.last], before, out)
 
 
 def expect_nodes_of(layer: Any) -> None:
@@ -185,7 +261,7 @@ def _convolution(
     if nodes.tree.is_chain:
         return original(hidden_states, weight, bias, **options)[..., -count:]
     size = places - count
-    index = nodes.windows(size).to(hidden_states.device).reshape(rows, 1, count * size).expand(-1, channels, -1)
+    index = nodes.windows(size)[:, :-1].to(hidden_states.device).reshape(rows, 1, count * size).expand(-1, channels, -1)
     windows = hidden_states.gather(2, index).view(rows, channels, count, size).transpose(1, 2)
     last = original(windows.reshape(rows * count, channels, size), weight, bias, **options)[..., -1]
     return last.view(rows, count, channels).transpose(1, 2)
@@ -205,25 +281,47 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs `(B, N, H, Dv)` of the gated delta rule, with decays `(B, N, H)`, or `(B, N, H, Dk)` in KDA."""
     dtype, heads = query.dtype, value.shape[2]
+    if value.shape[1] == 1 and layer.state is not None:
+        out, last = _delta_step(layer.state.float(), query, key, value, g, beta, use_qk_l2norm_in_kernel)
+        layer.keep(Stepped(last))
+        return out.to(dtype), last
     query, key = (x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x for x in (query, key))
     query, key, value, beta, g = (x.transpose(1, 2).float() for x in (query, key, value, beta, g))
     if use_qk_l2norm_in_kernel:
         query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON) for x in (query, key))
     query, beta = query * query.shape[-1] ** -0.5, beta[..., None]
-    mask, decays = _decays(layer, g if g.ndim == 4 else g[..., None])
-    gaps = _gaps(mask, decays)
+    state = layer.state
+    seen, decays = _decays(layer, g if g.ndim == 4 else g[..., None])
+    gaps, fading = _gaps(seen, decays)
     system = _products(beta * key, key, gaps)
     right = beta * value
-    if initial_state is not None:
-        state, fading = initial_state.float(), decays.exp()
-        right = right - beta * ((key * fading) @ state)
+    if state is not None:
+        right = right - beta * ((key * fading) @ state.float())
     right = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     out = _products(query, key, gaps) @ right
-    if initial_state is not None:
-        out = out + (query * fading) @ state
-    layer.keep(ClosedForm(key, right, decays))
-    last = key.new_zeros(*key.shape[:2], key.shape[-1], value.shape[-1]) if initial_state is None else initial_state
-    return out.transpose(1, 2).to(dtype), last
+    if state is not None:
+        out = out + (query * fading) @ state.float()
+    layer.keep(ClosedForm(key, right, decays, seen, state))
+    return out.transpose(1, 2).to(dtype), _last(state, key, value)
+
+
+def _delta_step(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, is_normed: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the output `(B, 1, H, Dv)` and the state after one node, in few operations."""
+    (rows, heads, size, width), scale = state.shape, 1.0
+    pair = torch.stack([query, key]).float()
+    if is_normed:  # this norm divides by the root of the mean, not of the sum
+        pair, scale = rms_norm(pair, (size,), eps=NORM_EPSILON / size), size**-0.5
+    if pair.shape[3] < heads:
+        pair = pair.repeat_interleave(heads // pair.shape[3], 3)
+    query, key = pair.view(2, rows * heads, 1, size)
+    state = (state * g.float().exp().view(rows, heads, -1, 1)).flatten(0, 1)
+    right = torch.baddbmm(value.float().reshape(-1, 1, width), key, state, alpha=-scale)
+    right = right * beta.float().view(-1, 1, 1)
+    state = torch.addcmul(state, key.mT, right, value=scale)
+    out = torch.baddbmm(right, query, state, beta=0, alpha=scale * size**-0.5)
+    return out.view(rows, 1, heads, width), state.view(rows, heads, size, width)
 
 
 def _mamba2(
@@ -253,19 +351,17 @@ def _mamba2(
     heads = hidden_states.shape[2]
     x, step = hidden_states.transpose(1, 2).float(), dt.transpose(1, 2).float()[..., None]
     B, C = (y.float().repeat_interleave(heads // y.shape[2], 2).transpose(1, 2) for y in (B, C))
-    mask, decays = _decays(layer, step * A.float()[:, None, None])
-    left = x * step
-    out = _products(C, B, _gaps(mask, decays)) @ left
-    if initial_states is not None:
-        out = out + (C * decays.exp()) @ initial_states.float().mT
+    seen, decays = _decays(layer, step * A.float()[:, None, None])
+    gaps, fading = _gaps(seen, decays)
+    left, state = x * step, layer.state
+    out = _products(C, B, gaps) @ left
+    if state is not None:
+        out = out + (C * fading) @ state.float().mT
     if D is not None:
         out = out + x * D.float()[:, None, None]
-    layer.keep(ClosedForm(left, B, decays))
+    layer.keep(ClosedForm(left, B, decays, seen, state))
     out = out.transpose(1, 2).to(hidden_states.dtype).contiguous()
-    if not return_final_states:
-        return out
-    last = x.new_zeros(*x.shape[:2], x.shape[-1], B.shape[-1]) if initial_states is None else initial_states
-    return out, last
+    return (out, _last(state, x, B)) if return_final_states else out
 
 
 def _mamba1(
@@ -316,15 +412,25 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, is_soft: bool) -> Tensor:
 
 
 def _decays(layer: Any, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tree mask `(B, 1, N, N)`, and decays `(B, H, N, a or 1)` added up along the path to each node."""
-    mask = layer.nodes.tree.mask.to(steps.device)[:, None]
-    return mask, steps.cumsum(2) if layer.nodes.tree.is_chain else mask.to(steps.dtype) @ steps
+    """Return [`StagedNodes.seen`], and decays `(B, H, N + 1, a or 1)` added up along the path to each node."""
+    nodes = layer.nodes
+    decays = steps.cumsum(2) if nodes.tree.is_chain else nodes.tree.mask.to(steps)[:, None] @ steps
+    return nodes.seen.to(steps.device), pad(decays, (0, 0, 0, 1))
 
 
-def _gaps(mask: Tensor, decays: Tensor) -> Tensor:
-    """Return the factors `(B, H, N, N, a or 1)` by which states fade from node j to node i; 0 if j is not before i."""
-    gaps = decays[:, :, :, None] - decays[:, :, None]
-    return gaps.masked_fill(~mask[..., None], -torch.inf).exp()
+def _gaps(seen: Tensor, decays: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors `(B, H, N, N, a or 1)` by which states fade from node j to node i; 0 if j is not before i.
+
+    Also those by which the committed state fades, `(B, H, N, a or 1)`.
+    """
+    gaps = decays[:, :, :-1, None] - decays[:, :, None]
+    gaps = gaps.masked_fill(~seen[:, None, :-1, :, None], -torch.inf).exp()
+    return gaps[:, :, :, :-1], gaps[:, :, :, -1]
+
+
+def _last(state: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Return a state, which callers pass to the cache; it stays as it is until a commit."""
+    return left.new_zeros(*left.shape[:2], left.shape[-1], right.shape[-1]) if state is None else state
 
 
 def _products(left: Tensor, right: Tensor, gaps: Tensor) -> Tensor:

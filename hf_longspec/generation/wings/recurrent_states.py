@@ -8,6 +8,7 @@ tokens is a copy of the states at the start of the call.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 from ...attention_backends.lengths import SeqLens
 from ..cache import CACHE_NAME, CachePart, Rows, SpeculativeLayer
 from ..draft_tree import DraftTree
+from ..target import FixedStep
 from ..target_modules import shape_of
 from .plain_forwards import PlainForwards
 from .recurrences import (
     Kept,
     StagedNodes,
     Stepped,
+    Terms,
     Window,
     expect_nodes_of,
     has_input_bias,
@@ -67,6 +70,10 @@ class RecurrentStates(CachePart):
         self._copies: list[dict[str, torch.Tensor | None]] | None = None
         # lengths to which a commit has taken the states, as long as nothing else has changed them
         self._reached: tuple[int, ...] | None = None
+        self._fixed: FixedStates | None = None
+        # joined terms of the last verification, if a graph computed them, and what runs a step
+        self._terms: list[Any] = []
+        self._run: Callable[..., Any] | None = None
         for layer in self.layers:
             layer.part = self
 
@@ -79,15 +86,42 @@ class RecurrentStates(CachePart):
     def commit(self, path: torch.Tensor | None, counts: SeqLens) -> None:
         if self.nodes is None:
             raise ValueError("commit() needs a staged verification, as states are computed from its nodes.")
-        kept = Kept(self.nodes, path, counts)
+        if self._terms:
+            self._commit_together(path, counts)
+            return
+        on_device = counts.on(self.nodes.tree.tokens.device)
+        kept = Kept(path, on_device, min(counts.host, default=0) > 0)
         states = [layer.after(kept) for layer in self.layers]
         self._reached = self.cache.lengths.plus(counts).host  # before the first state is replaced
         for layer, new in zip(self.layers, states, strict=True):
             layer.put(new)
         self.nodes = None
 
+    def _commit_together(self, path: torch.Tensor | None, counts: SeqLens) -> None:
+        """Commit what a graph has verified, by another graph for all layers if possible."""
+        assert self._fixed is not None and self.nodes is not None and self._run is not None
+        device = self.nodes.tree.tokens.device
+        self._reached = self.cache.lengths.plus(counts).host
+        step = CommitStates(None, self.cache, self._fixed, self._terms)
+        self._run(step, counts.on(device), *([] if path is None else [path]))
+        self.nodes, self._terms = None, []
+
+    def fixed(self) -> "FixedStates | None":
+        if self._fixed is None and all(layer.has_previous_state[0] for layer in self.layers):
+            self._fixed = FixedStates.of(self)
+        return self._fixed if self._fixed is not None and self._fixed.place(self.layers) else None
+
+    def take(self, found: Any, run: Callable[..., Any]) -> None:
+        """Take what a graph returned of the states, see [`StatesInGraph.result`]; `run` runs a [`FixedStep`]."""
+        if self.nodes is not None:
+            self._terms, self._run = [kind(*tensors) for kind, tensors in found], run
+        elif found:
+            for layer, states in zip(self.layers, found, strict=True):
+                layer.put(dict(zip(STATES, states, strict=True)))
+            self._reached = None
+
     def drop(self) -> None:
-        self.nodes = None
+        self.nodes, self._terms = None, []
         for layer in self.layers:
             layer.drop()
 
@@ -123,12 +157,177 @@ class RecurrentStates(CachePart):
         return not is_torn and tuple(lengths) == self.cache.lengths.host
 
     def copy_from(self, other: "RecurrentStates") -> None:
+        if self._fixed is not None and (source := other.fixed()) is not None:
+            self._fixed.copy(source, self.layers)
+            return
         for own, layer in zip(self.layers, other.layers, strict=True):
             own.put(layer.copied())
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers) if self._fixed is None else self._fixed.nbytes
+
+
+@dataclass(eq=False)
+class FixedStates:
+    """States of all layers at places that do not change, which graphs read and a commit writes.
+
+    Layers whose states have the same shapes are a group. Its states lie side by side, as those of one layer with all
+    of their heads.
+
+    Attributes:
+        numbers (`list[int]`): Index of each layer in the cache.
+        groups (`list[tuple[list[int], list[torch.Tensor]]]`): Places of the layers among these, and their states.
+        views (`list[dict[str, torch.Tensor]]`): The states of each layer.
+        rows (`torch.LongTensor` of shape `(B,)`): Numbers of the rows.
+        part ([`RecurrentStates`]): The part of a cache that these are the states of.
+    """
+
+    numbers: list[int]
+    groups: list[tuple[list[int], list[torch.Tensor]]]
+    views: list[dict[str, torch.Tensor]]
+    rows: torch.Tensor
+    part: RecurrentStates
+
+    @classmethod
+    def of(cls, part: RecurrentStates) -> "FixedStates":
+        """Return empty places for the states of all layers."""
+        alike: dict[Any, list[int]] = {}
+        for place, layer in enumerate(part.layers):
+            states = layer.states().items()
+            alike.setdefault(tuple((name, x.shape, x.dtype, x.device) for name, x in states), []).append(place)
+        groups, views = [], [dict[str, torch.Tensor]() for _ in part.layers]
+        with torch.inference_mode(False):  # they outlive the call
+            for shapes, places in alike.items():
+                buffers = []
+                for name, (rows, heads, *rest), dtype, device in shapes:
+                    buffers.append(torch.zeros(rows, len(places) * heads, *rest, dtype=dtype, device=device))
+                    for place, view in zip(places, buffers[-1].split(heads, 1), strict=True):
+                        views[place][name] = view
+                groups.append((places, buffers))
+            rows = torch.arange(len(buffers[0]), device=buffers[0].device)
+        numbers = [number for number, layer in enumerate(part.cache.layers) if isinstance(layer, StateLayer)]
+        return cls(numbers, groups, views, rows, part)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Inputs of a step: the parents of a tree that branches."""
+        tree = None if self.part.nodes is None else self.part.nodes.tree
+        return () if tree is None or tree.is_chain else (tree.parents,)
+
+    @property
+    def key(self) -> tuple:
+        """What tells graphs apart."""
+        return self.part.nodes is not None, len(self.tensors)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [buffer for _, buffers in self.groups for buffer in buffers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+
+    def place(self, layers: Sequence["StateLayer"]) -> bool:
+        """Copy states of layers that lie elsewhere to their places; return whether all layers have such states."""
+        moved: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for layer, views in zip(layers, self.views, strict=True):
+            states = layer.states()
+            for name, view in views.items():
+                state = states.get(name)
+                if state is view:
+                    continue
+                if state is None or (state.shape, state.dtype, state.device) != (view.shape, view.dtype, view.device):
+                    return False
+                for pair, tensor in zip(moved.setdefault(view.dtype, ([], [])), (view, state), strict=True):
+                    pair.append(tensor)
+        for places, states in moved.values():
+            torch._foreach_copy_(places, states)
+        for layer, views in zip(layers, self.views, strict=True):
+            layer.put(views)
+        return True
+
+    def copy(self, other: "FixedStates", layers: Sequence["StateLayer"]) -> None:
+        """Copy the states of another cache of the same target."""
+        for own, source in zip(self.buffers, other.buffers, strict=True):
+            own.copy_(source)
+        for layer, views in zip(layers, self.views, strict=True):
+            layer.put(views)
+
+    def begin(self) -> "StatesInGraph":
+        """Return the states inside a graph."""
+        return StatesInGraph(self)
+
+
+class StatesInGraph:
+    """States inside a graph. They begin with the committed ones, which are only read.
+
+    Attributes:
+        layers (`dict[int, StateLayer]`): A layer for the mixers of transformers, by its index in the cache.
+    """
+
+    def __init__(self, fixed: FixedStates):
+        self.fixed = fixed
+        self.nodes: StagedNodes | None = None
+        self.layers: dict[int, StateLayer] = {}
+        self._is_staged, self._root = fixed.key[0], []  # whether a verification, whose nodes a later commit keeps
+        for number, views in zip(fixed.numbers, fixed.views, strict=True):
+            layer = self.layers[number] = StateLayer(Rows(len(fixed.rows)))
+            layer.part = self  # type: ignore[assignment]
+            layer.put(views)
+
+    def stage(self, tokens: torch.Tensor, mask: torch.Tensor, parents: Sequence[torch.Tensor], tree: Any) -> None:
+        """Let the next forward be that of these nodes, a chain unless there are parents or a tree."""
+        if tree is None:
+            above = parents[0] if parents else tokens
+            tree = DraftTree(tokens, above, tokens, is_chain=not parents, max_depth=tokens.shape[1] - 1)
+            tree.__dict__["mask"] = mask[:, 0]  # fills the cached property
+        self.nodes = StagedNodes(tree)
+        for layer in self.layers.values():
+            layer.drop()
+
+    def keep_newest(self) -> None:
+        """Keep the only node of the last forward in every row, unless a commit will."""
+        for layer in () if self._is_staged else self.layers.values():
+            layer.put(layer.newest())
+
+    def keep_root(self, counts: torch.Tensor) -> None:
+        """Keep the first `counts[b]` nodes, and remember the states after them as those of the root."""
+        kept = Kept(None, counts)
+        for layer in self.layers.values():
+            layer.put(layer.after(kept))
+        self._root = [list(layer.states().values()) for layer in self.layers.values()]
+
+    def result(self) -> list[Any]:
+        """Return the joined terms of a verification, by group, as classes and tensors; else the states of the root."""
+        if not self._is_staged:
+            return self._root
+        layers, found = list(self.layers.values()), []
+        for places, _ in self.fixed.groups:
+            for name in self.fixed.views[places[0]]:
+                terms = [layers[place].terms(name) for place in places]
+                found.append((type(terms[0]), type(terms[0]).joined(terms).tensors))
+        return found
+
+
+@dataclass(eq=False)
+class CommitStates(FixedStep):
+    """The commit of all layers, from counts `(B,)` and a path `(B, M)` unless a chain was verified."""
+
+    states: FixedStates
+    terms: list[Terms]
+
+    @property
+    def key(self) -> tuple:
+        return tuple(one.tensors[0].data_ptr() for one in self.terms)
+
+    def run(self, *inputs: torch.Tensor) -> tuple[()]:
+        counts, *path = inputs
+        kept = Kept(path[0] if path else None, counts, rows=self.states.rows)
+        for terms, buffer in zip(self.terms, self.states.buffers, strict=True):
+            terms.after(kept, buffer, out=buffer)
+        return ()
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
@@ -200,7 +399,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if self.nodes is None:
             self.convolution = inputs[..., -size:].clone()
         else:
-            self._staged["convolution"] = Window(inputs, size)
+            self._staged["convolution"] = Window(inputs, self.nodes.windows(size).to(inputs.device))
             expect_nodes_of(self)
         return inputs
 
@@ -226,9 +425,22 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         new = {}
         for name, terms in self._staged.items():
             old = getattr(self, name)
-            state = terms.after(kept, old)
+            state = terms.after(kept.to(terms.tensors[0].device), old)
             new[name] = state if old is None else state.to(old.dtype)
         return new
+
+    def newest(self) -> dict[str, torch.Tensor]:
+        """Return the states after the only node, which every row keeps."""
+        return {name: terms.newest for name, terms in self._staged.items()}
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Return the states that there are."""
+        return {name: state for name in STATES if (state := getattr(self, name)) is not None}
+
+    def terms(self, name: str) -> Terms:
+        """Return the terms of a state after the staged nodes."""
+        terms: Terms = self._staged[name]
+        return terms
 
     def put(self, states: Mapping[str, torch.Tensor | None]) -> None:
         """Replace states, and drop what is staged."""
@@ -314,7 +526,7 @@ class RecurrentMode(HybridMode):
     """Verify nodes by hybrid tree attention in layers with keys, and by the recurrences of the others."""
 
     name = "hybrid tree attention and recurrences"
-    has_fixed_shapes = False
+    compiles = False
     has_states = True
     # one token alone may be computed by other rules than several
     seed_tokens = 2

@@ -221,7 +221,9 @@ class AssistantDrafter(Drafter):
                 if fields is None:
                     fields = self._beam(self._forward, start, inputs, known, shape, root)
                 tree = DraftTree.of_fields(fields, len(shape))
-        if self.assistant.has_states:
+        if self.assistant.has_states and not self.cache.rows.staged and self.cache.lengths is start:
+            self.cache.set_lengths(start.plus(self.counts).plus(1))  # a graph has left the states of the root
+        elif self.assistant.has_states:
             self.cache.go_back()  # to the root
         else:  # pending tokens are committed; the nodes stay after them, in their order, until the next step
             self._start, self.cache.rows.lengths = start, start.plus(self.counts if self._is_ragged else 1)
@@ -286,7 +288,7 @@ class AssistantDrafter(Drafter):
                 return first[:, depth]
             here = prefix.plus(depth)  # all tokens before the newest one are its prefix
             logits = self._run_chain(forward, here, inputs, token.to(self.device)[:, None])
-            if self.assistant.has_states:
+            if self.assistant.has_states and here.host:  # a graph keeps a lone node at once
                 self.cache.commit(None, SeqLens.equal(1, len(token)))
             return self._of_target(logits)[:, 0]
 
@@ -310,7 +312,7 @@ class AssistantDrafter(Drafter):
             beam.grow(self.coupling.scores(logits.to(root.device), known, depth, beam.paths), width)
         return beam.fields()
 
-    def _first(self, forward: Forward, start: SeqLens, inputs: Inputs, masks: int) -> tuple[torch.Tensor, SeqLens]:
+    def _first(self, forward: Any, start: SeqLens, inputs: Inputs, masks: int) -> tuple[torch.Tensor, SeqLens]:
         """Run pending tokens, root and masks; return logits `(B, 1 + masks, V)` from the root on, and its slots."""
         root, pending, counts = inputs.root[:, None], inputs.pending, inputs.counts
         mask_token = self.mask_token or 0
@@ -322,8 +324,11 @@ class AssistantDrafter(Drafter):
         tokens = torch.where(places < first, padded, torch.where(places == first, root, mask_token))
         logits = self._run_chain(forward, start, inputs, tokens)
         if self.assistant.has_states:
-            self.cache.commit(None, self.counts.plus(1))
-            self.cache.remember()
+            if start.host:
+                self.cache.commit(None, self.counts.plus(1))
+                self.cache.remember()
+            else:  # inside a graph
+                forward.keep_root(counts + 1)
         root_and_masks = first + torch.arange(1 + masks, device=self.device)
         prefix = start.plus(self.counts) if start.host else _grown(start, counts, pending.shape[1])
         return self._of_target(logits.gather(1, root_and_masks[..., None].expand(-1, -1, logits.shape[-1]))), prefix
