@@ -380,8 +380,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 def _members(name: str) -> list[str]:
     """Return the systems of a method or of a group, or the one system of this name."""
-    members: list[str] = METHODS.get(name) or SUITE["groups"].get(name) or [name]
-    return members
+    return METHODS.get(name) or SUITE["groups"].get(name) or [name]
 
 
 def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path) -> None:

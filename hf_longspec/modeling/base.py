@@ -216,8 +216,7 @@ class DraftModel(PreTrainedModel):
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return the drafter of one call with the present settings, without n-grams; see `drafter`."""
-        drafter: Drafter = self.drafter_class(binding, self)
-        return drafter
+        return self.drafter_class(binding, self)
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of a tree without n-grams, root included; see `num_tree_nodes`."""

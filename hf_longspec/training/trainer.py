@@ -177,8 +177,7 @@ def method_of(draft: Any) -> type[TrainingMethod]:
     drafts = trained_drafts()
     for kind, draft_class in drafts.items():
         if isinstance(draft, draft_class):
-            method: type[TrainingMethod] = DRAFTS[kind].load("training")
-            return method
+            return DRAFTS[kind].load("training")
     calls = " or ".join(f"{draft_class.__name__}.from_target(target)" for draft_class in drafts.values())
     raise ValueError(f"a {type(draft).__name__} cannot be trained: create a draft with {calls}.")
 

@@ -319,8 +319,7 @@ def _merged(model: Any) -> PreTrainedModel:
             f"the adapter of {type(model).__name__} cannot be merged into its weights, and would be saved without its "
             "base. Pass from_model a peft.PeftModel with LoRA or the like, or a model without an adapter."
         )
-    merged: PreTrainedModel = copy.deepcopy(model).merge_and_unload()
-    return merged
+    return copy.deepcopy(model).merge_and_unload()
 
 
 def _tokenizer(name: str) -> Any:

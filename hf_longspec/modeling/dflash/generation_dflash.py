@@ -26,8 +26,7 @@ class DFlashDrafter(AuxDrafter):
 
     def shape_of(self, draft: Any) -> tuple[list[int], int]:
         """Return the widths of all levels, and how many of the best nodes are verified, root included."""
-        shape: tuple[list[int], int] = draft.tree_shape
-        return shape
+        return draft.tree_shape
 
     @property
     def tree_slots(self) -> int:
@@ -118,5 +117,4 @@ class DFlashDrafter(AuxDrafter):
             return self.attend(query, ring.keys, ring.values, torch.cat([entries, slots], -1))
 
         states = draft.embed_block(root, self.binding.target.model).to(self.device, self.dtype)
-        outputs: torch.Tensor = draft.run(states, self.rotary(states, draft.block_positions(anchors)), attend)
-        return outputs
+        return draft.run(states, self.rotary(states, draft.block_positions(anchors)), attend)

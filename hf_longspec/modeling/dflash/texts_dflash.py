@@ -43,8 +43,7 @@ def forward_on_texts(
     angles = rotary(states, draft.block_positions(anchors.flatten()))
 
     def entries(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = draft.layers[index].entries(context, context_angles)
-        return found
+        return draft.layers[index].entries(context, context_angles)
 
     states = draft.run(states, angles, BlockAttention(draft.config, anchors, entries, (window, sinks)))
     states = states.unflatten(0, anchors.shape)

@@ -97,8 +97,7 @@ class Eagle3Drafter(AuxDrafter):
         embedded = self.draft.embed(tokens, self.binding.target.model).to(self.device, self.dtype)
         states = self.draft.features(aux_hidden_states.to(self.device, self.dtype))
         angles = self.rotary(states, positions.clamp_min(0))
-        result: tuple[torch.Tensor, torch.Tensor] = self.draft.run(states, embedded, angles, attend, query_places)
-        return result
+        return self.draft.run(states, embedded, angles, attend, query_places)
 
 
 class ParallelEagle3Drafter(Eagle3Drafter):
@@ -148,5 +147,4 @@ class ParallelEagle3Drafter(Eagle3Drafter):
         )
         angles = self.rotary(states, torch.cat([positions.clamp_min(0), row_positions], 1))
         places = torch.cat([last, (length + rows).expand(len(last), -1)], 1)
-        outputs: torch.Tensor = draft.run(states, embedded.to(self.device, self.dtype), angles, attend, places)[0]
-        return outputs
+        return draft.run(states, embedded.to(self.device, self.dtype), angles, attend, places)[0]

@@ -68,8 +68,7 @@ class Eagle3DraftModel(AuxDraftModel):
         if self.fc_norm is not None:
             parts = aux_hidden_states.chunk(self.config.num_aux_hidden_states, -1)
             aux_hidden_states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        features: torch.Tensor = self.fc(aux_hidden_states)
-        return features
+        return self.fc(aux_hidden_states)
 
     def run(
         self,

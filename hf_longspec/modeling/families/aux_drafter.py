@@ -120,8 +120,7 @@ class AuxDrafter(BeamDrafter):
         It is kept for later calls, as graphs read its tensors.
         """
         key = Angles, self.draft.effective("rope_theta"), self.device
-        angles: Angles = self.binding.part(key, lambda: Angles(self.draft.rotary_embedding(self.device)))
-        return angles
+        return self.binding.part(key, lambda: Angles(self.draft.rotary_embedding(self.device)))
 
     @property
     def tree_slots(self) -> int:

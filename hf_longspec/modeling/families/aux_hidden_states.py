@@ -210,8 +210,7 @@ class AuxDraftModel(DraftModel):
             ValueError: If the draft has no embedding of its own, and no target is given.
         """
         if self.embed_tokens is not None:
-            embedded: torch.Tensor = self.embed_tokens(tokens)
-            return embedded
+            return self.embed_tokens(tokens)
         module = _part_of(target, "input")
         embedded = module(tokens.to(module.weight.device) if module.weight.device.type != "meta" else tokens)
         scale = getattr(module, "embed_scale", None)  # of gemma, whose table the drafts read as it is
@@ -224,8 +223,7 @@ class AuxDraftModel(DraftModel):
             ValueError: If the draft has no head of its own, and no target is given.
         """
         if self.lm_head is not None:
-            logits: torch.Tensor = self.lm_head(outputs)
-            return logits
+            return self.lm_head(outputs)
         head = _part_of(target, "output")
         logits = head(outputs)
         return logits if self.d2t is None else logits[..., self.token_ids.to(logits.device)]

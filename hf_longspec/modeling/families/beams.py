@@ -173,8 +173,7 @@ class BeamDrafter(Drafter):
         There may be more keys `(B, K, slots, D)` than the mask has.
         """
         key, value = key[:, :, : mask.shape[2]], value[:, :, : mask.shape[2]]
-        out: torch.Tensor = self._kernels.tree_attention(query, key, value, mask=mask, scaling=self.scaling)[0]
-        return out
+        return self._kernels.tree_attention(query, key, value, mask=mask, scaling=self.scaling)[0]
 
 
 def _grow(changing, drafter, count, num_inputs, fixed):

@@ -50,8 +50,7 @@ class AuxMethod(LevelsMethod):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits `(n, draft vocabulary)` of states `(n, width)`."""
-        logits: torch.Tensor = self.draft.logits(states, self.target)
-        return logits
+        return self.draft.logits(states, self.target)
 
     def loss_of(self, states: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss of states `(n, hidden)`, and whether each most likely token is the goal.

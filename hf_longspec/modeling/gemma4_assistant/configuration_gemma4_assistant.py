@@ -73,8 +73,7 @@ class Gemma4AssistantDraftConfig(DraftConfig):
         """Configuration of the layers, as an object."""
         fields = WITHOUT | (self.layer_config or {})
         layers = fields.get("num_hidden_layers", 1)
-        config: SharedLayersConfig = SharedLayersConfig.from_dict(fields | {"num_kv_shared_layers": layers})
-        return config
+        return SharedLayersConfig.from_dict(fields | {"num_kv_shared_layers": layers})
 
     @property
     def head_dim(self) -> int:

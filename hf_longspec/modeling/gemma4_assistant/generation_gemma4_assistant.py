@@ -80,7 +80,4 @@ class Gemma4AssistantDrafter(CacheReader):
         used = slice(prefix.lengths.longest)
         layers = zip(self.kinds, prefix.layers, strict=True)
         shared = {kind: (keys[:, :, used], values[:, :, used]) for kind, (keys, values) in layers}
-        results: tuple[torch.Tensor, ...] = self.draft(
-            embedded, states, positions, self.angles.rotary, shared, prefix.lengths
-        )
-        return results
+        return self.draft(embedded, states, positions, self.angles.rotary, shared, prefix.lengths)

@@ -161,8 +161,7 @@ class CrossAttention(nn.Module):
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """Project attention output `(B, H, N, D)` to `(B, N, hidden)`."""
-        projected: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return projected
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _split(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -50,8 +50,7 @@ class MtpConfig(DraftConfig):
     def layer(self) -> PreTrainedConfig:
         """The target's text config, as an object."""
         fields = dict(self.layer_config or {})
-        config: PreTrainedConfig = CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields)
-        return config
+        return CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields)
 
     @property
     def head_dim(self) -> int:

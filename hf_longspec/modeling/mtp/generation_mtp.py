@@ -168,8 +168,7 @@ class MtpDrafter(AuxDrafter):
 
         embedded = self.parts.embed(tokens).to(self.device, self.dtype)
         shown = positions.expand(-1, count)
-        outputs: torch.Tensor = self.draft.layers[index](states, embedded, shown, self.rotary(states, shown), stage)
-        return outputs
+        return self.draft.layers[index](states, embedded, shown, self.rotary(states, shown), stage)
 
     def _run(self, *args: Any) -> Any:
         """Return `None` with several layers, whose steps are neither compiled nor captured."""

@@ -167,5 +167,4 @@ class MtpLayer(GradientCheckpointingLayer):
             tree=step,
         )
         outputs = outputs[0] if isinstance(outputs, tuple) else outputs
-        normed: torch.Tensor = outputs if self.norm is None else self.norm(outputs)
-        return normed
+        return outputs if self.norm is None else self.norm(outputs)

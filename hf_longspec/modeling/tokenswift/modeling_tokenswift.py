@@ -108,8 +108,7 @@ class TokenSwiftDraftModel(DraftModel):
                 f"sequential={self.config.sequential}, but embedded is {'missing' if embedded is None else 'passed'}. "
                 "Pass embedded to sequential heads, and only to these."
             )
-        states: torch.Tensor = self.heads(hidden.to(self.dtype), None if embedded is None else embedded.to(self.dtype))
-        return states
+        return self.heads(hidden.to(self.dtype), None if embedded is None else embedded.to(self.dtype))
 
     def max_nodes(self, target: TargetView) -> int:
         return num_static_nodes(self.levels())
@@ -218,5 +217,4 @@ class TokenSwiftHead(GradientCheckpointingLayer):
         normed = self.input_layernorm(hidden)
         if embedded is not None:
             normed = nn.functional.silu(self.fusion(torch.cat([normed, self.token_layernorm(embedded)], -1)))
-        output: torch.Tensor = hidden + self.linear(normed)
-        return output
+        return hidden + self.linear(normed)
