@@ -48,7 +48,7 @@ MOST_NODES = 4096
 class DraftModel(PreTrainedModel):
     """Base of all drafts. `config` holds the architecture, and `generation_config` the settings of drafting.
 
-    Subclasses define `config_class`, `max_nodes`, `drafter_class`, the class of a drafter of one call, which gets the
+    Subclasses define `config_class`, `drafter_class`, the class of a drafter of one call, which gets the
     [`Binding`] and the draft (or `make_drafter`), and `settings`, the keys of `generation_config` that they add: for
     each a [`Setting`], or its default alone. The class then has all defaults in `settings`, and the whole table in
     `declared`. Subclasses without parameters set `weightless`. Unless a subclass clears `takes_ngrams`, it also gets
@@ -219,8 +219,12 @@ class DraftModel(PreTrainedModel):
         return self.drafter_class(binding, self)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree without n-grams, root included; see `num_tree_nodes`."""
-        raise NotImplementedError
+        """Return the number of nodes of a tree without n-grams, root included; see `num_tree_nodes`.
+
+        By default it is that of a tree of the setting `tree_widths`, or of a chain of `num_assistant_tokens`.
+        """
+        is_tree = "tree_widths" in self.settings
+        return 1 + (sum(self.setting("tree_widths")) if is_tree else self.setting("num_assistant_tokens"))
 
     @property
     def prompt_tokens(self) -> int:

@@ -20,22 +20,16 @@ from .generation_assistant import AssistantDrafter, Shape, Translation, size_of
 
 
 class AssistantConfig(DraftConfig):
-    """
-    Configuration of [`AssistantDraftModel`].
-
-    Args:
-        assistant_name_or_path (`str`, *optional*): Hub id or folder of the model that drafts; `"./assistant"` if it is
-            part of the saved draft. By default the target drafts for itself.
-        pard_token (`int`, *optional*): Mask token of a model that was trained with PARD, which then proposes all tokens
-            in one forward.
-        translates (`bool`, *optional*, defaults to `False`): Whether the model has another tokenizer than the target.
-    """
+    """Configuration of [`AssistantDraftModel`]."""
 
     model_type = "longspec_assistant"
 
+    # Hub id or folder of the model that drafts; "./assistant" if it is part of the saved draft. By default the target
+    # drafts for itself.
     assistant_name_or_path: str | None = None
+    # Mask token of a model that was trained with PARD, which then proposes all tokens in one forward.
     pard_token: int | None = None
-    translates: bool = False
+    translates: bool = False  # whether the model has another tokenizer than the target
 
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:

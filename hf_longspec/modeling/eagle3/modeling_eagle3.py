@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from ...generation.drafter import Binding
-from ...generation.target import TargetView
 from ..families.aux_drafter import AuxDrafter
 from ..families.aux_hidden_states import AuxDraftModel
 from ..families.aux_layers import Attend, Rotary
@@ -111,7 +110,3 @@ class Eagle3DraftModel(AuxDraftModel):
     def make_drafter(self, binding: Binding) -> AuxDrafter:
         """Return the drafter of one call: that of EAGLE-3, or of P-EAGLE."""
         return (Eagle3Drafter if self.mask_hidden is None else ParallelEagle3Drafter)(binding, self)
-
-    def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
-        return 1 + sum(self.setting("tree_widths"))

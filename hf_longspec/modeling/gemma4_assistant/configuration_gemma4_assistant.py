@@ -27,24 +27,16 @@ class SharedLayersConfig(Gemma4TextConfig):
 
 
 class Gemma4AssistantDraftConfig(DraftConfig):
-    """Configuration of [`Gemma4AssistantDraftModel`].
-
-    Args:
-        layer_config (`dict[str, Any]`): The `text_config` of an assistant in transformers.
-        backbone_hidden_size (`int`): Width of the target.
-        use_ordered_embeddings (`bool`): Whether the head computes the logits of the tokens of some clusters only.
-        num_centroids (`int`): Number of clusters.
-        centroid_intermediate_top_k (`int`): Number of clusters whose tokens have logits.
-    """
+    """Configuration of [`Gemma4AssistantDraftModel`]."""
 
     model_type = "longspec_gemma4_assistant"
     sizes: ClassVar[dict[str, tuple[int, int]]] = {"backbone_hidden_size": (0, 2**17), "num_centroids": (0, 2**24)}
 
-    layer_config: dict[str, Any] | None = None
-    backbone_hidden_size: int = 0
-    use_ordered_embeddings: bool = False
-    num_centroids: int = 2048
-    centroid_intermediate_top_k: int = 32
+    layer_config: dict[str, Any] | None = None  # the `text_config` of an assistant in transformers
+    backbone_hidden_size: int = 0  # width of the target
+    use_ordered_embeddings: bool = False  # whether the head computes the logits of the tokens of some clusters only
+    num_centroids: int = 2048  # number of clusters
+    centroid_intermediate_top_k: int = 32  # number of clusters whose tokens have logits
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
@@ -82,7 +74,6 @@ class Gemma4AssistantDraftConfig(DraftConfig):
         return int(max(size) if isinstance(size, list) else size)
 
     def check_types(self) -> None:
-        """Refuse fields of a wrong type or out of range, and parts of Gemma 4 that no assistant has."""
         super().check_types()
         fields = self.layer_config or {}
         check_sizes("layer_config in the draft's config.json", fields)

@@ -166,10 +166,6 @@ class Gemma4AssistantDraftModel(DraftModel):
             found.append(logits)
         return found
 
-    def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
-        return 1 + sum(self.setting("tree_widths"))
-
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets of other sizes, and those whose keys and values the draft cannot read."""
         refuse_compiled_forward(target.model)

@@ -61,9 +61,6 @@ class LongSpecDraftModel(DraftModel):
 
     forward = forward_on_texts
 
-    def max_nodes(self, target: TargetView) -> int:
-        return 1 + sum(self.setting("tree_widths"))
-
     def check_settings(self, target: TargetView) -> None:
         """Refuse MLA targets, a KV layer that does not exist, and trees that are deeper than the window."""
         if target.has_latent_cache:

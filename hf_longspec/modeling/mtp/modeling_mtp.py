@@ -131,10 +131,6 @@ class MtpDraftModel(DraftModel):
         """Return the place of the target whose input is read: its final norm, which the draft applies itself."""
         return (text.num_hidden_layers,)
 
-    def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
-        return 1 + sum(self.setting("tree_widths"))
-
     def check_settings(self, target: TargetView) -> None:
         """Refuse trees that are deeper than there are layers, if there are several, and their compilation."""
         refuse_compiled_forward(target.model)
