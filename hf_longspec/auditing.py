@@ -162,7 +162,6 @@ def _check(
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be audited."""
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder model, which is not supported.")
     if model.training:
@@ -172,7 +171,6 @@ def check_model(model: PreTrainedModel) -> None:
 def _rows(
     sequences: torch.Tensor, prompt_length: int, mask: torch.Tensor | None, pad: int | None, ends: set[int]
 ) -> list[_Row]:
-    """Cut every sequence out of its padding."""
     rows = []
     for number, tokens in enumerate(sequences.cpu()):
         keep = torch.ones(len(tokens), dtype=torch.bool)

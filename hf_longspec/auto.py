@@ -141,7 +141,6 @@ class AutoDraft(DraftModel):
                 setattr(draft.generation_config, name, value)
 
     def _draft_of(self, model: PreTrainedModel, input_ids: torch.Tensor, config: Any, mask: Any) -> DraftModel:
-        """Return the chosen draft for a call."""
         if self.choice is None and input_ids.numel() and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             row = int(mask.sum(1).argmax())
             input_ids = input_ids[row : row + 1, mask[row, -input_ids.shape[1] :].bool()]
@@ -160,7 +159,6 @@ class AutoDraft(DraftModel):
 
     @property
     def last_speculation(self) -> SpeculationStats | None:
-        """Statistics of the last call."""
         return None if self.choice is None else self.chosen.last_speculation
 
     @last_speculation.setter

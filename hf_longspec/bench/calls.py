@@ -64,11 +64,9 @@ class Decoding:
 
     @property
     def greedy(self) -> bool:
-        """Whether no token is sampled."""
         return self.temperature == 0
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `generate`."""
         if self.greedy:
             return {"do_sample": False}
         chosen = {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -184,11 +182,9 @@ class Call:
 
     @property
     def tau(self) -> float:
-        """Tokens per verification."""
         return self.tokens / max(1, self.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurements for a result file, without the text."""
         values = {name: value for name, value in vars(self).items() if name not in ("text", "drafted")}
         return values | {"shares": {name: round(share, 4) for name, share in self.shares.items()}}
 

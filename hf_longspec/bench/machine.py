@@ -99,7 +99,6 @@ def native_bfloat16(device: torch.device | None = None) -> bool | None:
 
 
 def memory_gib() -> float | None:
-    """Memory of the machine."""
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
@@ -149,7 +148,6 @@ class PeakMemory:
             self.how = "high-water mark of the process's resident memory (VmHWM), interpreter included"
 
     def reset(self) -> None:
-        """Begin anew."""
         if self.on_cuda:
             for index in range(torch.cuda.device_count()):
                 torch.cuda.reset_peak_memory_stats(index)

@@ -105,7 +105,6 @@ def read_records(path: Path) -> list[Record]:
 
 
 def of_kind(records: Sequence[Record], kind: str, **values: Any) -> list[Record]:
-    """The records of one kind that have these values."""
     fields = {"kind": kind, **values}
     return [record for record in records if all(record.get(name) == value for name, value in fields.items())]
 

@@ -32,7 +32,6 @@ TAIL_CHARACTERS = 300  # of the prompt, shown on a page
 
 
 def run(args: SimpleNamespace) -> int:
-    """Continue a text and show it; returns the exit status."""
     how: dict[str, Any] = {"do_sample": bool(args.temperature), "repetition_penalty": args.repetition_penalty}
     if args.temperature:
         how |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}

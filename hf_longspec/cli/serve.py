@@ -26,7 +26,6 @@ GRACE = 2
 
 
 def run(args: SimpleNamespace) -> int:
-    """Serve until Ctrl-C; returns the exit status."""
     settings, device = options.read_settings(args.setting), find_device(args.device)
     try:
         socket.create_server((args.host, args.port)).close()

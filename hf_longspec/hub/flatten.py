@@ -81,7 +81,6 @@ class Module:
 
     @property
     def needed_pieces(self) -> list[Piece]:
-        """Pieces that are copied."""
         return [piece for piece in self.pieces if piece.is_needed]
 
     @property

@@ -86,7 +86,6 @@ class Card:
 
     @classmethod
     def read(cls, facts: dict[str, Any]) -> "Card":
-        """Build a card from facts by name."""
         defaults = {fact.name: fact.default for fact in fields(cls)}
         if unknown := sorted(set(facts) - set(defaults)):
             raise ValueError(f"unknown on a model card: {', '.join(unknown)}. Expected some of {', '.join(defaults)}.")
@@ -112,7 +111,6 @@ class Card:
 
 
 def render(draft: Any, card: Card, engine: str | None = None) -> str:
-    """Return the README.md of a draft."""
     kind = draft.config.model_type
     tags = ["speculative-decoding", kind.replace("_", "-"), "draft-model", "long-context", "custom_code"]
     data = ModelCardData(
@@ -248,7 +246,6 @@ def engine_of(repo_id: str | None, engine: str | None, self_contained: bool) -> 
 
 
 def check_engine(engine: str, repo_id: str | None) -> None:
-    """Check the name of an engine repository."""
     if "--" in engine:
         raise ValueError(f"engine {engine!r}: `auto_map` separates repository and class by --. Choose another name.")
     check_repo_id(engine)
@@ -322,7 +319,6 @@ def engine_code() -> dict[str, str]:
 
 
 def _methods() -> list[RegisteredDraft]:
-    """Return the drafts of the package."""
     return [draft for draft in DRAFTS.values() if draft.model.__module__.split(".")[0] == PACKAGE.name]
 
 

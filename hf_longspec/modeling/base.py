@@ -287,7 +287,6 @@ class DraftModel(PreTrainedModel):
 
     @property
     def _num_ngram_nodes(self) -> int:
-        """Number of nodes that n-grams add to a tree."""
         return self.setting("ngram_candidates") * self.setting("ngram_num_tokens") if self.takes_ngrams else 0
 
     def setting(self, name: str) -> Any:

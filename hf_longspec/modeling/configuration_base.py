@@ -105,7 +105,6 @@ class DraftConfig(PreTrainedConfig):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
-        """Return the configuration of a draft for `target`."""
         return cls(**(cls.facts_of(target) | overrides))
 
     @classmethod

@@ -111,11 +111,9 @@ class LevelsMethod(TrainingMethod):
         raise NotImplementedError
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compute the share of hits of every level, and the tau of a chain if the levels are independent."""
         return acceptance(counts, self.level)
 
     def is_trained(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return which labels are trained on, `(B, L)`."""
         return labels != IGNORED
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
@@ -163,7 +161,6 @@ class FinalStateMethod(LevelsMethod):
         return batch
 
     def facts(self) -> dict[str, Any]:
-        """Return the kind of the stored states, and the length at which rows are cut."""
         return {"states": "final_norm_input", "max_length": self.args.max_length}
 
 
@@ -173,7 +170,6 @@ def trained_drafts() -> dict[str, type[PreTrainedModel]]:
 
 
 def method_of(draft: Any) -> type[TrainingMethod]:
-    """Return the method that trains `draft`."""
     drafts = trained_drafts()
     for kind, draft_class in drafts.items():
         if isinstance(draft, draft_class):
@@ -349,7 +345,6 @@ class DraftTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Compute the mean loss of a batch and the counts of its rows."""
         with torch.no_grad():
             loss, counts = self.method.evaluate(model, self._prepare_inputs(inputs))
         return loss, counts, None

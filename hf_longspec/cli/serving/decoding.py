@@ -134,18 +134,15 @@ class Job(GenerateManager):
         return False
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> "Job":
-        """Return this job."""
         return self
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any):
-        """Stream the text; see `GenerateManager`."""
         self._fit(inputs, gen_config)
         return super().generate_streaming(self, processor, inputs, gen_config, *args, **kwargs)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ):
-        """Return the text; see `GenerateManager`."""
         self._fit(inputs, gen_config)
         return await super().generate_non_streaming(self, processor, inputs, gen_config, *args, **kwargs)
 
@@ -201,7 +198,6 @@ class Stop(StoppingCriteria):
     is_set = False
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return that no row stops."""
         if self.is_set:
             raise Cancelled
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

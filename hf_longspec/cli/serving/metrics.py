@@ -56,5 +56,4 @@ class Metrics:
         sys.stderr.flush()
 
     def page(self) -> Response:
-        """Return the page of metrics."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

@@ -128,11 +128,9 @@ class Routes:
         self.app.get("/metrics")(decoder.metrics.page)
 
     async def chat(self, http: Request, request: ChatRequest) -> Response:
-        """Answer a chat."""
         return await self._answer(Chat, http, request)
 
     async def complete(self, http: Request, request: CompletionRequest) -> Response:
-        """Continue a text."""
         return await self._answer(Completion, http, request)
 
     async def load_model(self, wanted: Wanted) -> Response:
@@ -143,12 +141,10 @@ class Routes:
         return Response(b"data: " + bytes(event) + b"\n\n", media_type="text/event-stream")
 
     async def list_models(self) -> dict[str, Any]:
-        """List the one model."""
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "local"}
         return {"object": "list", "data": [model]}
 
     async def health(self) -> dict[str, str]:
-        """Say that the server answers."""
         return {"status": "ok"}
 
     async def _answer(self, kind: type[OneRequest], http: Request, request: Sampling) -> Response:
@@ -190,7 +186,6 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 async def refused(http: Request, error: Any) -> Response:
-    """Answer what a route has refused."""
     return _error(error.status_code, str(error.detail))
 
 

@@ -238,7 +238,6 @@ class AssistantDraftModel(DraftModel):
                 self._assistant_tokenizer.save_pretrained(Path(save_directory) / WEIGHTS)
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """Return a drafter with the present settings."""
         assistant = binding.target.model if self.assistant is None else self.assistant
         if self._is_loaded and getattr(assistant, "hf_device_map", None) is None:
             assistant = assistant.to(binding.target.model.device)
@@ -251,7 +250,6 @@ class AssistantDraftModel(DraftModel):
         return AssistantDrafter(binding, TargetView(assistant, binding.target.runner), self)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a chain or a tree, root included."""
         return size_of(self.shape())[0]
 
     def shape(self) -> Shape:

@@ -62,7 +62,6 @@ class DFlashConfig(AuxConfig):
 
     @property
     def num_drafted(self) -> int:
-        """Number of tokens that a block drafts."""
         return self.block_size - self.first_slot
 
     def contradictions(self) -> Iterator[str]:

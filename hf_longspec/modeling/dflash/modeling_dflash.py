@@ -147,7 +147,6 @@ class DFlashDraftModel(AuxDraftModel):
         return [nodes - depth for depth in range(1, min(slots, nodes - 1) + 1)], nodes
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
         return self.tree_shape[1]
 
     def check_settings(self, target: TargetView) -> None:

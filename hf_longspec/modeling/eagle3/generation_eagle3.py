@@ -13,26 +13,22 @@ import torch
 from ...generation.draft_tree import Beam
 from ...generation.sparse_caches import visible
 from ..families.aux_drafter import AuxDrafter
+from ..families.beams import Tensors
 
 
 class Eagle3Drafter(AuxDrafter):
     """Draft a tree of fixed size with one small decoder."""
 
-    def level_inputs(
-        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the inputs of `first_level` or `next_level`."""
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         if not depth:
             return shared[:4]
-        parents = beam.parent_places.to(self.device)[..., None].expand(-1, -1, states[0].shape[2])
-        return states[0].gather(1, parents), beam.tokens, beam.ancestor_mask, shared[4] + depth, shared[4]
+        return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, shared[4] + depth, shared[4]
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: None) -> tuple[torch.Tensor, ...]:
+    def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam."""
         return self.next_level(*changing) if depth else self.first_level(*changing)
 
     def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store entries in the rings; see [`AuxDrafter.remember`]."""
         self._enter(aux_hidden_states, tokens, positions, positions[:, :0])
 
     def first_level(
@@ -108,13 +104,11 @@ class ParallelEagle3Drafter(Eagle3Drafter):
     of a level are the same after all of its nodes.
     """
 
-    def level_inputs(
-        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         """Return the entries to store for the first level, and the logits of all levels for the others."""
         return tuple(states) if depth else shared[:4]
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: None) -> tuple[torch.Tensor, ...]:
+    def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits `(B, 1, draft vocabulary)` of a level, and those of all `(B, levels, draft vocabulary)`."""
         logits = changing[0] if depth else self.draft.logits(self._rows(*changing), self.binding.target.model)
         return logits[:, depth : depth + 1], logits

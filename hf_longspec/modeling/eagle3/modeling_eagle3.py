@@ -108,5 +108,4 @@ class Eagle3DraftModel(AuxDraftModel):
         return embedded, self.features(torch.cat([aux_hidden_states, hidden], 1))
 
     def make_drafter(self, binding: Binding) -> AuxDrafter:
-        """Return the drafter of one call: that of EAGLE-3, or of P-EAGLE."""
         return (Eagle3Drafter if self.mask_hidden is None else ParallelEagle3Drafter)(binding, self)

@@ -147,7 +147,6 @@ class AuxDraftModel(DraftModel):
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
-        """Refuse targets without a final norm."""
         final_norm_of(target)
 
     @torch.no_grad()
@@ -239,7 +238,6 @@ class AuxDraftModel(DraftModel):
         return getattr(self.config, name, None) if value is None else value
 
     def num_out_of_vocabulary(self, rows: Sequence[Sequence[int]]) -> int:
-        """Return how many tokens of some rows this draft cannot propose."""
         if self.d2t is None:
             return 0
         vocabulary = set(self.token_ids.tolist())
@@ -270,7 +268,6 @@ class AuxDraftModel(DraftModel):
         return tuple(layers)
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets of other sizes, and layers that do not exist."""
         refuse_compiled_forward(target.model)
         self._check_target(target)
         for layer in self.layers_of(target.config):

@@ -14,11 +14,13 @@ from ...generation.drafter import Binding, Drafter
 from ...generation.sampling import Coupling
 from ...generation.sparse_caches import WindowRing
 
+Tensors = tuple[torch.Tensor, ...]
+
 
 class PrefixInGraph(NamedTuple):
     """What a graph makes the prefix of a step from."""
 
-    changing: tuple[torch.Tensor, ...] = ()  # tensors of the step
+    changing: Tensors = ()  # tensors of the step
     fixed: tuple = ()  # objects that are the same in all steps of a graph
     settings: tuple = ()  # hashable, what distinguishes graphs
 
@@ -63,21 +65,19 @@ class BeamDrafter(Drafter):
         widths: list[int] = draft.setting("tree_widths")
         return widths, 1 + sum(widths)
 
-    def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def inputs(self, root: torch.Tensor) -> Tensors:
         """Return the tensors that a tree is drafted from, `root` `(batch,)` first."""
         raise NotImplementedError
 
-    def begin(self, inputs: tuple[torch.Tensor, ...], prefix: Any) -> tuple[torch.Tensor, ...]:
+    def begin(self, inputs: Tensors, prefix: Any) -> Tensors:
         """Return what all levels of a tree share."""
         raise NotImplementedError
 
-    def level_inputs(
-        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         """Return the inputs of `level` for the newest level of a beam; `states` are further results of the last one."""
         raise NotImplementedError
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Any) -> tuple[torch.Tensor, ...]:
+    def level(self, changing: Tensors, depth: int, prefix: Any) -> Tensors:
         """Return logits `(B, n, V)` after the newest level of a beam, and states if there are any.
 
         The logits may be `(B, 1, V)` if they do not depend on the path.
@@ -85,6 +85,11 @@ class BeamDrafter(Drafter):
         `changing` is the result of `level_inputs`. The root has depth 0.
         """
         raise NotImplementedError
+
+    def of_parents(self, beam: Beam, states: torch.Tensor) -> torch.Tensor:
+        """Return the states `(B, n, D)` of the parents of the newest level, from those of the level above."""
+        parents = beam.parent_places.to(self.device)[..., None]
+        return states.gather(1, parents.expand(-1, -1, states.shape[2]))
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits `(B, n, vocab)` of the target's tokens."""
@@ -97,7 +102,7 @@ class BeamDrafter(Drafter):
         """Return what a graph makes `prefix` from; nothing by default."""
         return PrefixInGraph()
 
-    def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Any:
+    def prefix_in_graph(self, changing: Tensors, *fixed: Any) -> Any:
         """Return `prefix` inside a graph, from `changing` and `fixed` of [`PrefixInGraph`]."""
 
     @property
@@ -106,18 +111,17 @@ class BeamDrafter(Drafter):
         return self.rotates_as_target and self.binding.cache.rows.offsets is not None
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """Return a beam of the chosen widths after `root` `(batch,)`."""
         inputs, known, prefix = self.inputs(root), self.coupling.known(len(self.widths)), self.prefix()
         fields = self._grow(inputs, known, prefix)
         return DraftTree.of_fields(fields, len(self.widths), is_chain=max(self.widths) == 1)
 
     def grow(
         self,
-        inputs: tuple[torch.Tensor, ...],
+        inputs: Tensors,
         known: Sequence[torch.Tensor] = (),
         prefix: Any = None,
-        level: Callable[..., tuple[torch.Tensor, ...]] | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+        level: Callable[..., Tensors] | None = None,
+    ) -> Tensors:
         """Draft all levels, and return the [`DraftTree.fields`] of the tree.
 
         It writes to the rings and reads nothing on the host. The arguments are the results of `inputs`,
@@ -131,24 +135,21 @@ class BeamDrafter(Drafter):
             beam.grow(scores, width)
         return self.cut(beam.fields(self.num_nodes), states)
 
-    def _grow_in_graph(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
-        """Draft a tree in one graph, if that is possible."""
+    def _grow_in_graph(self, inputs: Tensors, known: Sequence[torch.Tensor], prefix: Any) -> Any:
         return self._run(_grow, (*inputs, *known), prefix, len(inputs)) or self.grow(inputs, known, prefix)
 
-    def _grow_by_levels(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
-        """Draft a tree with one graph for each level, if that is possible."""
-
-        def level(changing: tuple[torch.Tensor, ...], depth: int, prefix: Any) -> tuple[torch.Tensor, ...]:
-            result: tuple[torch.Tensor, ...] | None = self._run(_level, changing, prefix, depth)
+    def _grow_by_levels(self, inputs: Tensors, known: Sequence[torch.Tensor], prefix: Any) -> Any:
+        def level(changing: Tensors, depth: int, prefix: Any) -> Tensors:
+            result: Tensors | None = self._run(_level, changing, prefix, depth)
             return result or self.level(changing, depth, prefix)
 
         return self.grow(inputs, known, prefix, level)
 
-    def cut(self, fields: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def cut(self, fields: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         """Return the fields of a tree, maybe with some nodes made padding; `states` are results of the last level."""
         return fields
 
-    def _run(self, function: Any, changing: tuple[torch.Tensor, ...], prefix: Any, number: int) -> Any:
+    def _run(self, function: Any, changing: Tensors, prefix: Any, number: int) -> Any:
         """Return the result of `_grow` or `_level`, compiled or captured; `None` if that is not possible."""
         runner = self.binding.target.runner
         if self.is_moved or not runner.takes(self.binding.cache.lengths):

@@ -37,7 +37,6 @@ class CacheReader(BeamDrafter):
     """Number of last entries of a prefix that are read besides the sinks. All by default."""
 
     def prefix(self) -> Prefix:
-        """Return the committed tokens in the target's cache."""
         cache = self.binding.cache
         layers = (cache.layers[index] for index in self.read_layers)
         return Prefix(cache.lengths, tuple((layer.keys, layer.values) for layer in layers))

@@ -89,7 +89,6 @@ class SelfDrafter(Drafter):
 
     @cached_property
     def _weight_bytes(self) -> int:
-        """Bytes of the target's weights, counted once per call."""
         return weight_bytes(self.binding.target)
 
     def chain_of_graph(self, root: torch.Tensor) -> "ChainInGraph":

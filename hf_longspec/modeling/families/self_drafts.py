@@ -21,5 +21,4 @@ class SelfDraftModel(DraftModel):
     }
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets that are verified by masks."""
         refuse_masked(target, type(self).__name__)

@@ -22,7 +22,6 @@ class SharedLayersConfig(Gemma4TextConfig):
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
-        """How each layer gets keys and values."""
         return ["reuse"] * self.num_hidden_layers
 
 
@@ -62,7 +61,6 @@ class Gemma4AssistantDraftConfig(DraftConfig):
 
     @property
     def layer(self) -> SharedLayersConfig:
-        """Configuration of the layers, as an object."""
         fields = WITHOUT | (self.layer_config or {})
         layers = fields.get("num_hidden_layers", 1)
         return SharedLayersConfig.from_dict(fields | {"num_kv_shared_layers": layers})

@@ -84,7 +84,6 @@ class Gemma4AssistantDraftModel(DraftModel):
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
-        """Refuse targets without rotary positions or a final norm."""
         decoder_of(target)
         final_norm_of(target)
 

@@ -38,13 +38,11 @@ class MtpConfig(DraftConfig):
 
     @property
     def layer(self) -> PreTrainedConfig:
-        """The target's text config, as an object."""
         fields = dict(self.layer_config or {})
         return CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields)
 
     @property
     def head_dim(self) -> int:
-        """Size of a head of the target."""
         config: Any = self.layer
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 

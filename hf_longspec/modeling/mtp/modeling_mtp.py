@@ -123,7 +123,6 @@ class MtpDraftModel(DraftModel):
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of last tokens of a text whose entries are kept."""
         window = self.setting("window")
         return 2**62 if window == "all" else int(window)
 

@@ -46,7 +46,6 @@ class SpecAttnDrafter(SelfDrafter):
         return ChainInGraph(_context, self.sparse, lengths, fixed=(dense,), settings=(dense,))
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
-        """Return a capture of the prefix's scores, unless the selection needs none."""
         if self.selection == "window":
             return None
         return ScoreCapture(

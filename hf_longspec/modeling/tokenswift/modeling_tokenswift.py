@@ -123,7 +123,6 @@ class TokenSwiftDraftModel(DraftModel):
         return list(self.setting("tree_branching")[emitted:])
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets without a final norm, and trees and budgets that do not fit."""
         final_norm_of(target.model)
         refuse_compiled_forward(target.model)
         if self.setting("self_draft") == "partial_kv":
