@@ -76,7 +76,6 @@ class TargetShape:
         return self.read_weights + share * self.expert_weights
 
     def visible(self, context: int) -> int:
-        """Entries that a query sees, summed over the layers."""
         windows = self.windows or (None,) * self.layers
         return sum(context if window is None else min(window, context) for window in windows)
 
@@ -158,7 +157,6 @@ class Iteration:
 
     @property
     def iteration_ms(self) -> float:
-        """Time of drafting and verification together."""
         return self.draft_ms + self.verify_ms
 
     @property
@@ -200,7 +198,6 @@ class Roofline:
 
     @property
     def ar_ms(self) -> float:
-        """A step without a draft."""
         return self.verify_ms(1)
 
     def weights_ms(self, tokens: int) -> float:
@@ -276,7 +273,6 @@ BRANCHING, BUDGET = [1, 3, 3, 3], 4096
 
 
 def tables(rooflines: list[Roofline], args: argparse.Namespace) -> str:
-    """A step and a verification at every place, then the drafters."""
     at = rooflines[0]
     facts = (
         f"Floors, computed and not measured: {at.shape.name} on {at.machine.name} ({at.machine.tb_per_second:g} TB/s, "
@@ -326,7 +322,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
-    """The GPU of `--gpu`, with measured rates in place of those of its data sheet."""
     if (args.tbs is None) != (args.tflops is None):
         raise ValueError("--tbs and --tflops belong together: pass both measured rates, or neither.")
     if args.tbs is None:

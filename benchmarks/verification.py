@@ -100,7 +100,6 @@ class AttentionCase:
         return (time.perf_counter() - started) / len(outputs), outputs[0]
 
     def ours(self) -> tuple[float, torch.Tensor]:
-        """The same of our backend."""
         started = time.perf_counter()
         context = self.case.context()  # one per forward, as in a model
         layers = enumerate(self.case.layers)
