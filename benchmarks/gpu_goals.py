@@ -38,7 +38,7 @@ SIZES = Sizes()
 
 
 @dataclass
-class Rows:
+class Measurements:
     """The measurements of a run, with steps in one mode. A ratio is None if one of its measurements is missing."""
 
     records: Sequence[Record]
@@ -105,7 +105,7 @@ def _row(goal: Record, records: Sequence[Record], sizes: Sizes) -> Record:
     """A row of the table: the ratio in every mode of captured steps; the first one, the default, is judged."""
     (method, *names), limit, at_least = goal["measured"], goal["limit"], goal.get("at_least", False)
     arguments = [getattr(sizes, name) if isinstance(name, str) else name for name in names]
-    found = {mode: getattr(Rows(records, sizes, mode), method)(*arguments) for mode in MODES}
+    found = {mode: getattr(Measurements(records, sizes, mode), method)(*arguments) for mode in MODES}
     row = {"": goal["name"], "ratio": goal["what"].format(**sizes._asdict())}
     row["goal"] = f"{'at least' if at_least else 'at most'} {limit:g}"
     row |= {mode: NOT_MEASURED if value is None else f"{value:.3f}" for mode, value in found.items()}

@@ -228,13 +228,13 @@ def draft_named_by(target: PreTrainedModel) -> Any:
 def load_named(name: Any, target: PreTrainedModel) -> tuple[str, DraftModel]:
     """Return the draft of a folder or Hub id: a saved one, a checkpoint of another project, or a small model.
 
-    The name that is returned with it is the folder, if there is one beside the target.
+    The name that is returned with it is the folder, if there is one in that of the target.
     """
     if not isinstance(name, str):
         raise ValueError("expected the name of a folder or a Hub id")
     place = target.config._name_or_path
-    beside = os.path.normpath(Path(place) / name)
-    name = beside if place and Path(beside).exists() else name
+    inner = os.path.normpath(Path(place) / name)
+    name = inner if place and Path(inner).exists() else name
     config = read_config(name)
     kind = config.get("model_type")
     draft: Any = DRAFTS[kind].model if kind in DRAFTS else reader_of(config)

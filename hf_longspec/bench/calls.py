@@ -296,7 +296,7 @@ def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
 def accepted_depths(draft: Any) -> Iterator[list[int]]:
     """Count how deep every verification is accepted, also the last of a row, which is cut at the token limit."""
     histogram: list[int] = []
-    make, held = draft.drafter, vars(draft).get("drafter")
+    make, before = draft.drafter, vars(draft).get("drafter")
 
     def watched(binding: Any) -> Any:
         sequences = binding.rule.sequences
@@ -317,10 +317,10 @@ def accepted_depths(draft: Any) -> Iterator[list[int]]:
     try:
         yield histogram
     finally:
-        if held is None:
+        if before is None:
             del draft.drafter
         else:
-            draft.drafter = held
+            draft.drafter = before
 
 
 @dataclass(frozen=True, eq=False)

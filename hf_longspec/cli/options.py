@@ -66,6 +66,16 @@ def number(
     return typer.Option(help=help, parser=parse, metavar=f"<{kind.__name__} {bounds}>")
 
 
+def text(help: str, **how: Any) -> Any:
+    """An option with the name of its parameter."""
+    return typer.Option(help=help, **how)
+
+
+def flag(name: str, help: str, **how: Any) -> Any:
+    """An option of this name, such as one without a value."""
+    return typer.Option(name, help=help, **how)
+
+
 def require_writable_file(file: Path, suffix: str = "") -> None:
     """Refuse a file that could not be written. Missing folders on its path are made with it."""
     if not file.name.endswith(suffix):
@@ -144,17 +154,16 @@ Draft = Annotated[
         "n-grams, the model's MTP layers and the draft that its card names."
     ),
 ]
-Prompt = Annotated[str | None, typer.Option(help="Text to continue, instead of a file.", show_default=False)]
+Prompt = Annotated[str | None, text("Text to continue, instead of a file.", show_default=False)]
 Setting = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Setting of the draft, such as num_assistant_tokens=6. Repeatable."),
+    list[str] | None, flag("--set", "Setting of the draft, such as num_assistant_tokens=6. Repeatable.")
 ]
-Dtype = Annotated[DtypeName, typer.Option(help="Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.")]
+Dtype = Annotated[DtypeName, text("Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
+Device = Annotated[str | None, text("cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.")]
 Seed = Annotated[int | None, number(0, "Seed of sampling.", most=2**32 - 1)]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist, in place of an error.")]
-Json = Annotated[bool, typer.Option("--json", help="Print a single JSON object to standard output.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace files that exist, in place of an error.")]
+Json = Annotated[bool, flag("--json", "Print a single JSON object to standard output.")]
+Debug = Annotated[bool, flag("--debug", "Show the traceback of an error.")]
 
 
 @contextmanager

@@ -140,7 +140,7 @@ class DraftModel(PreTrainedModel):
         weight = target.get_input_embeddings().weight
         return device_of(final_norm_of(target), weight.device), weight.dtype
 
-    def beside(self, target: PreTrainedModel) -> Self:
+    def placed_for(self, target: PreTrainedModel) -> Self:
         """Return this draft in eval mode at its `place`, or a copy, as the user may be training it in another dtype."""
         place = self.place(target)
         is_there = not self.training and (self.device, self.dtype) == place
@@ -408,7 +408,9 @@ class DraftModel(PreTrainedModel):
             try:
                 read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")
             except (ImportError, AttributeError):
-                read = None  # published copies, also beside another version of the package, read their own format alone
+                read = (
+                    None  # published copies, also next to another version of the package, read their own format alone
+                )
             if read and (draft := read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub)):
                 return draft, {}
         if cls.weightless:

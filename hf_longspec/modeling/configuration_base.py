@@ -64,7 +64,7 @@ def is_packaged(cls: type) -> bool:
 
 
 class DraftConfig(PreTrainedConfig):
-    """Configuration of a draft. `sizes` are the ranges of a subclass's own fields, beside `SIZES`."""
+    """Configuration of a draft. `sizes` are the ranges of a subclass's own fields, in addition to `SIZES`."""
 
     model_type = "longspec_draft"
     sizes: ClassVar[dict[str, tuple[int, int]]] = {}

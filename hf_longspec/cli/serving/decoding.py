@@ -39,10 +39,10 @@ class KeptCache:
 
         From here to [`KeptCache.end`] the cache counts as empty, so that a call that fails leaves nothing.
         """
-        held, self._tokens = self._tokens, []
-        pairs = zip(held, prompt[:-1], strict=False)
+        before, self._tokens = self._tokens, []
+        pairs = zip(before, prompt[:-1], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if self.cache.parts and common < len(held):  # states cannot be shortened
+        if self.cache.parts and common < len(before):  # states cannot be shortened
             common = self._start if self._start <= common else 0
             self.cache.go_back()
         if common and self._is_usable:

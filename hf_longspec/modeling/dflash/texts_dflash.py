@@ -30,7 +30,7 @@ def forward_on_texts(
         target (`PreTrainedModel`, *optional*): The target, for drafts without an embedding of their own.
         window (`int`, *optional*): Number of last entries that blocks attend to, in layers that were not trained
             with a window of their own. All by default.
-        sinks (`int`, *optional*, defaults to 0): First entries that they attend to beside the window.
+        sinks (`int`, *optional*, defaults to 0): First entries that they attend to in addition to the window.
         score (`Callable`, *optional*): Function of the states, for training.
 
     Returns:

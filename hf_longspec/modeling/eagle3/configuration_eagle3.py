@@ -6,7 +6,7 @@ from ..families.aux_hidden_states import AuxConfig
 
 
 class Eagle3Config(AuxConfig):
-    """Configuration of [`Eagle3DraftModel`]. The first layer reads an embedding beside each hidden state.
+    """Configuration of [`Eagle3DraftModel`]. The first layer reads an embedding with each hidden state.
 
     A P-EAGLE draft is one with a `mask_token_id`.
     """

@@ -137,7 +137,7 @@ class AuxDrafter(BeamDrafter):
 
     @cached_property
     def rings(self) -> list[WindowRing]:  # type: ignore[override]
-        """Entries of the committed text, for each layer. Layers trained with a window saw no sinks beside it."""
+        """Entries of the committed text, for each layer. Layers trained with a window saw no sinks besides."""
         config, rings = self.draft.config, []
         sizes = self.binding.cache.batch_size, config.num_key_value_heads, config.head_dim, self.dtype, self.device
         for index, layer_window in enumerate(config.window_of_layers):

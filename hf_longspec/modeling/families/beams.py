@@ -38,7 +38,7 @@ class BeamDrafter(Drafter):
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
-        self._owner, self.draft = draft, draft.beside(binding.target.model)
+        self._owner, self.draft = draft, draft.placed_for(binding.target.model)
         self.coupling = Coupling(binding.rule)
         self.widths, self.num_nodes = self.shape_of(draft)
         self.max_depth = len(self.widths)

@@ -12,7 +12,7 @@ from .beams import BeamDrafter, PrefixInGraph
 SINKS = 4
 
 
-class Prefix(NamedTuple):
+class PrefixStates(NamedTuple):
     """The committed tokens in the layers of the target that are read."""
 
     lengths: SeqLens  # number of tokens of each row
@@ -36,12 +36,12 @@ class CacheReader(BeamDrafter):
     read_window: int | None = None
     """Number of last entries of a prefix that are read besides the sinks. All by default."""
 
-    def prefix(self) -> Prefix:
+    def prefix(self) -> PrefixStates:
         cache = self.binding.cache
         layers = (cache.layers[index] for index in self.read_layers)
-        return Prefix(cache.lengths, tuple((layer.keys, layer.values) for layer in layers))
+        return PrefixStates(cache.lengths, tuple((layer.keys, layer.values) for layer in layers))
 
-    def attend_prefix(self, prefix: Prefix, query: torch.Tensor) -> torch.Tensor:
+    def attend_prefix(self, prefix: PrefixStates, query: torch.Tensor) -> torch.Tensor:
         """Return the attention output `(B, H, N, D)` of queries to the committed tokens in the first layer."""
         keys, ranks = prefix.layers[0][0], self.binding.target.ranks
         if ranks is None or keys.shape[1] == self.draft.config.num_key_value_heads:
@@ -49,7 +49,7 @@ class CacheReader(BeamDrafter):
         # the cache holds the key/value heads of this rank, while every rank has the whole draft
         return ranks.all_heads(self._attend_heads(prefix, ranks.own_heads(query)))
 
-    def _attend_heads(self, prefix: Prefix, query: torch.Tensor) -> torch.Tensor:
+    def _attend_heads(self, prefix: PrefixStates, query: torch.Tensor) -> torch.Tensor:
         """Likewise, of the heads that are in the cache."""
         (keys, values), kernels = prefix.layers[0], self._kernels
         if self.read_window is not None:
@@ -58,7 +58,7 @@ class CacheReader(BeamDrafter):
         keys, values = (states[:, :, : prefix.lengths.longest] for states in (keys, values))
         return kernels.prefix_attention(query, keys, values, lengths=prefix.lengths, scaling=self.scaling)[0]
 
-    def prefix_of_graph(self, runner: Any, prefix: Prefix) -> PrefixInGraph:
+    def prefix_of_graph(self, runner: Any, prefix: PrefixStates) -> PrefixInGraph:
         """Return the lengths, the keys and values of the target, and what distinguishes graphs over them."""
         known, capacity = runner.knows(prefix.lengths), prefix.layers[0][0].shape[2]
         sizes = runner.sizes(prefix.lengths, 0, capacity)
@@ -67,6 +67,6 @@ class CacheReader(BeamDrafter):
         changing, settings = (prefix.lengths.on(self.device),), (self.read_window, known, graph)
         return PrefixInGraph(changing, (known, sizes, layers), settings)
 
-    def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Prefix:
+    def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> PrefixStates:
         known, sizes, layers = fixed
-        return Prefix(SeqLens.in_graph(changing[0], sizes, known), layers)
+        return PrefixStates(SeqLens.in_graph(changing[0], sizes, known), layers)

@@ -14,7 +14,7 @@ from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target_modules import TargetEnds, final_norm_of
 from ..families.aux_drafter import Angles
 from ..families.beams import Tensors
-from ..families.cache_readers import CacheReader, Prefix
+from ..families.cache_readers import CacheReader, PrefixStates
 from .configuration_gemma4_assistant import layers_read
 
 
@@ -58,7 +58,7 @@ class Gemma4AssistantDrafter(CacheReader):
         """Return the roots `(B,)`, and the states before them."""
         return root, self.state
 
-    def begin(self, inputs: Tensors, prefix: Prefix) -> Tensors:
+    def begin(self, inputs: Tensors, prefix: PrefixStates) -> Tensors:
         """Return the states before the roots, and the position of all nodes `(B, 1)`."""
         return inputs[1], prefix.lengths.on(self.device)[:, None]
 
@@ -66,7 +66,7 @@ class Gemma4AssistantDrafter(CacheReader):
         before, positions = shared
         return beam.tokens, self.of_parents(beam, states[0]) if depth else before, positions
 
-    def level(self, changing: Tensors, depth: int, prefix: Prefix) -> Tensors:
+    def level(self, changing: Tensors, depth: int, prefix: PrefixStates) -> Tensors:
         """Return logits `(B, n, V)` after the newest level of a beam, and states `(B, n, hidden)`."""
         tokens, states, positions = changing
         embedded = self.ends.embed(tokens).to(self.device, self.dtype)

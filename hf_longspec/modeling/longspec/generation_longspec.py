@@ -17,7 +17,7 @@ from ...generation.drafter import Binding, Verification, last_of
 from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import TargetParts
 from ..families.beams import Tensors
-from ..families.cache_readers import CacheReader, Prefix
+from ..families.cache_readers import CacheReader, PrefixStates
 
 logger = logging.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class LongSpecDrafter(CacheReader):
         """Return the last emitted and the last committed token of every row, `(B,)` each."""
         return root, self.last_token
 
-    def begin(self, inputs: Tensors, prefix: Prefix) -> Tensors:
+    def begin(self, inputs: Tensors, prefix: PrefixStates) -> Tensors:
         """Return the last committed tokens `(B,)`, and positions, cosines and sines of all levels."""
         # one column per depth, and one for the last committed token, whose keys may be missing, see observe
         positions = prefix.lengths.on(self.device)[:, None] + torch.arange(-1, len(self.widths), device=self.device)
@@ -67,7 +67,7 @@ class LongSpecDrafter(CacheReader):
     def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         return beam.tokens, beam.ancestor_mask, *shared
 
-    def level(self, changing: Tensors, depth: int, prefix: Prefix) -> Tensors:
+    def level(self, changing: Tensors, depth: int, prefix: PrefixStates) -> Tensors:
         """Return logits `(B, n, V)` after the newest level. The first one also runs the last committed token."""
         tokens, ancestor_mask, last_token, positions, cos, sin = changing
         columns = slice(depth + 1, depth + 2)
