@@ -148,7 +148,8 @@ def _attention(case: DeviceAttention, backend: AttentionBackend, scores: bool) -
 
     def attend() -> None:
         context.capture = ScoreCapture(last) if scores else None
-        case.attend_layers(backend, context)
+        for index, layer in enumerate(case.layers):
+            case.attend(backend, layer, context, index)
 
     return attend
 

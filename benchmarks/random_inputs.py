@@ -138,10 +138,6 @@ class DeviceAttention:
         inputs = self.query, *self.written(layer)
         return context.attend(backend, index, *inputs, scaling=self.scaling, **self.features)
 
-    def attend_layers(self, backend: AttentionBackend, context: TreeContext) -> None:
-        for index, layer in enumerate(self.layers):
-            self.attend(backend, layer, context, index)
-
     def state(self, backend: AttentionBackend, layer: Layer) -> AttentionState:
         visible = _LogSumExp()
         out = self.attend(backend, layer, self.context(visible))

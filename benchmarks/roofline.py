@@ -70,11 +70,6 @@ class TargetShape:
         touched = 1 - (1 - self.experts_per_token / self.experts) ** tokens
         return self.read_weights + touched * self.expert_weights
 
-    def weights_per_token(self) -> float:
-        """Weights that one token is multiplied with."""
-        share = self.experts_per_token / self.experts if self.experts else 0.0
-        return self.read_weights + share * self.expert_weights
-
     def visible(self, context: int) -> int:
         windows = self.windows or (None,) * self.layers
         return sum(context if window is None else min(window, context) for window in windows)
@@ -203,7 +198,9 @@ class Roofline:
     def weights_ms(self, tokens: int) -> float:
         """All layers and the head on `tokens` tokens, attention apart."""
         read = self.shape.weights_read(tokens) * self.weight_bytes
-        return self._longer(read, FLOPS_PER_WEIGHT * self.shape.weights_per_token() * tokens)
+        share = self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0.0
+        multiplied = self.shape.read_weights + share * self.shape.expert_weights
+        return self._longer(read, FLOPS_PER_WEIGHT * multiplied * tokens)
 
     def attention_ms(self, queries: int, context: int | None = None) -> float:
         """Attention of all layers: `queries` per row over `context` entries, by default those of the cache."""

@@ -70,12 +70,12 @@ def without_folders(text: str) -> str:
     >>> without_folders("--data=/home/me/novels"), without_folders("org/model")
     ('--data=novels', 'org/model')
     """
-    return _ABSOLUTE.sub(lambda match: _shortened(match[0]), text)
 
+    def shortened(match: re.Match[str]) -> str:
+        relative = os.path.relpath(os.path.expanduser(match[0]))
+        return Path(match[0]).name if relative.startswith("..") else relative
 
-def _shortened(path: str) -> str:
-    relative = os.path.relpath(os.path.expanduser(path))
-    return Path(path).name if relative.startswith("..") else relative
+    return _ABSOLUTE.sub(shortened, text)
 
 
 def git_commit(folder: Path | None = None) -> str | None:

@@ -116,12 +116,6 @@ def output(help: str, check: Callable[..., None] = require_writable_file, **how:
     return typer.Option(help=help, callback=checked)
 
 
-def _require_name(name: str) -> None:
-    """Refuse an empty name, which `Path` takes for the current folder."""
-    if not name.strip():
-        raise typer.BadParameter("the name is empty. Pass a Hub id, a file or a folder.")
-
-
 def require_sources(option: str, names: Iterable[str]) -> None:
     """Refuse names of missing files, which have a suffix or lie in a folder, before the Hub is asked for them."""
     remedy = "Check the path; datasets of the Hub are named owner/name."
@@ -140,7 +134,8 @@ def named(help: str, make: Callable[..., Any] = typer.Option, **how: Any) -> Any
 
     def checked(value: Any) -> Any:
         for name in [value] if isinstance(value, str) else value or ():
-            _require_name(name)
+            if not name.strip():  # `Path` takes it for the current folder
+                raise typer.BadParameter("the name is empty. Pass a Hub id, a file or a folder.")
         return value
 
     return make(help=help, callback=checked, **how)

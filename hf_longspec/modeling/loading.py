@@ -87,9 +87,8 @@ def read_settings(draft: Any, path: Any, **hub: Any) -> None:
         with readable(f"generation_config.json of {path}"):
             draft.generation_config = GenerationConfig.from_pretrained(path, **hub)
     except OSError as error:
-        if _is_malformed(error):
-            raise
-        # the repo has no generation_config.json
+        if isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError):
+            raise  # otherwise there is no such file
     for name, value in copy.deepcopy(draft.settings).items():
         if not hasattr(draft.generation_config, name):  # published before the setting existed
             setattr(draft.generation_config, name, value)
@@ -100,11 +99,6 @@ def read_settings(draft: Any, path: Any, **hub: Any) -> None:
             path,
             ", ".join(ignored),
         )
-
-
-def _is_malformed(error: OSError) -> bool:
-    """Return whether transformers found a JSON file that it could not read, as opposed to no file."""
-    return isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError)
 
 
 _SNAPSHOT_KWARGS = HUB_KWARGS - {"subfolder", "proxies"}

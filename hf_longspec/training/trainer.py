@@ -297,7 +297,10 @@ class DraftTrainer(Trainer):
         # Trainer inspects a model's forward for these; a draft's forward takes no labels, and compute_loss shifts them.
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
-        self._place_target()
+        # accelerator.prepare_model does not move it under FSDP, and under mixed precision it replaces the forward of the
+        # user's model for good
+        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
+            target.to(args.device)
         # counted since the last log
         self.counts = torch.zeros(self.method.count_shape, dtype=torch.float64, device=args.device)
 
@@ -400,15 +403,6 @@ class DraftTrainer(Trainer):
         store.fill(row, share, silent=self.args.disable_tqdm or not self.is_world_process_zero())
         self.accelerator.wait_for_everyone()
         return store
-
-    def _place_target(self) -> None:
-        """Move the target to this process's device, unless it is already distributed over devices.
-
-        `accelerator.prepare_model` is not used: it does not move the model under FSDP, and under mixed precision it
-        permanently replaces the forward of the user's model.
-        """
-        if getattr(self.target, "hf_device_map", None) is None and not getattr(self.target, "is_quantized", False):
-            self.target.to(self.args.device)
 
 
 def check_models(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:
