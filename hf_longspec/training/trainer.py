@@ -297,8 +297,8 @@ class DraftTrainer(Trainer):
         # Trainer inspects a model's forward for these; a draft's forward takes no labels, and compute_loss shifts them.
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
-        # accelerator.prepare_model does not move it under FSDP, and under mixed precision it replaces the forward of the
-        # user's model for good
+        # accelerator.prepare_model does not move it under FSDP, and under mixed precision it replaces the forward of
+        # the user's model for good
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             target.to(args.device)
         # counted since the last log
