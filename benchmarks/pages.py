@@ -149,11 +149,7 @@ def _table_of(rows: Callable[[Sequence[Record]], Sequence[Record]], columns: Col
 
 # What the pages of pages.yaml compute; by default a headline with one row per record.
 COMPUTED: dict[str, dict[str, Any]] = {
-    "figure": {
-        "headline": figure_report.summary,
-        "parts": figure_report.tables,
-        "about": figure_report.part,
-    },
+    "figure": {"headline": figure_report.summary, "parts": figure_report.tables, "about": figure_report.part},
     "gpu": {
         "headline": gpu_report.gpu_report,
         "about": gpu_report.part,

@@ -22,11 +22,7 @@ Cancelled = _GenerationCancelled
 
 
 class KeptCache:
-    """The cache of the last text, and the tokens that it holds.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-    """
+    """The cache of the last text, and the tokens that it holds."""
 
     def __init__(self, model: Any):
         self.cache = SpeculativeCache(model.config, 1, max_length=1)
@@ -70,23 +66,14 @@ def continues_as_one_text(model: Any) -> bool:
 
 
 class Decoder:
-    """The model with its draft, on a thread of its own.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        draft ([`DraftModel`]): The draft.
-        metrics (`Metrics`): Counters.
-
-    Attributes:
-        jobs (`set[Job]`): Requests that are decoded or wait for that.
-    """
+    """The model with its draft, on a thread of its own."""
 
     def __init__(self, model: Any, draft: Any, metrics: Metrics):
         self.model, self.draft, self.metrics = model, draft, metrics
         self.max_length = positions_of(model.config)
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self.thread = InferenceThread()
-        self.jobs: set[Job] = set()
+        self.jobs: set[Job] = set()  # requests that are decoded or wait for that
         self._kept = KeptCache(model)
 
     def generate(self, seed: int | None, input_ids: torch.Tensor, generation_config: Any, **inputs: Any) -> Any:
@@ -118,10 +105,6 @@ class Job(GenerateManager):
 
     So nothing that belongs to a request is kept anywhere else. The server underneath swallows errors and
     cancellations, which are seen in [`Job.generate`] alone.
-
-    Args:
-        decoder ([`Decoder`]): The thread of the model.
-        seed (`int`, *optional*): Seed of sampling.
     """
 
     def __init__(self, decoder: Decoder, seed: int | None):

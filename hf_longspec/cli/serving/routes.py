@@ -31,17 +31,11 @@ CLIENT_LEFT = 499
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what clients may ask for.
+    """Bounds on what clients may ask for."""
 
-    Args:
-        body (`int`): MiB of a request.
-        tokens (`int`): New tokens of a request.
-        waiting (`int`): Requests that wait for another one.
-    """
-
-    body: int
-    tokens: int
-    waiting: int
+    body: int  # MiB of a request
+    tokens: int  # new tokens of a request
+    waiting: int  # requests that wait for another one
 
 
 class OneRequest:
@@ -104,13 +98,7 @@ class Wanted(BaseModel):
 
 
 class Routes:
-    """The application of the server.
-
-    Args:
-        models (`ModelManager`): Holds the one model.
-        decoder ([`Decoder`]): The thread of the model.
-        limits ([`Limits`]): Bounds on requests.
-    """
+    """The application of the server; `models` is a `ModelManager` with one model."""
 
     def __init__(self, models: Any, decoder: Decoder, limits: Limits):
         self.models, self.decoder, self.limits = models, decoder, limits

@@ -230,11 +230,7 @@ def _windows(layout: str, raw: Mapping[str, Any], inner: Mapping[str, Any], num_
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     is_speculators = layout == "speculators"
     is_causal = not raw.get("sliding_window_non_causal", raw.get("speculators_model_type") == "dflash2")
-    return {
-        "layer_windows": windows,
-        "block_window": is_speculators,
-        "causal_windows": is_speculators and is_causal,
-    }
+    return {"layer_windows": windows, "block_window": is_speculators, "causal_windows": is_speculators and is_causal}
 
 
 def save_speculators(draft: Any, folder: Any, target: PreTrainedModel | None = None) -> None:

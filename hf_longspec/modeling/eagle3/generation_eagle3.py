@@ -53,18 +53,13 @@ class Eagle3Drafter(AuxDrafter):
             tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
             ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
             positions (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
-            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root. Nodes
-                see what it sees: the window does not move while drafting.
+            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root.
         """
-        first, nodes = ancestor_mask.shape[2] - ancestor_mask.shape[1], ancestor_mask.shape[2]
-        ancestors = ancestor_mask.to(self.device)
-        ancestors = ancestors & (torch.arange(nodes, device=self.device) > 0)  # the root's entry is a committed one
 
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             ring = self.rings[index]
-            ring.stage(key, value, first)
-            mask = torch.cat([ring.visible(end).expand(-1, ancestors.shape[1], -1), ancestors], -1)
-            return self.attend(query, ring.keys, ring.values, mask)
+            ring.stage(key, value, ancestor_mask.shape[2] - ancestor_mask.shape[1])
+            return self.attend(query, ring.keys, ring.values, self.tree_mask(ring, end, ancestor_mask))
 
         embedded = self.draft.embed(tokens.to(self.device), self.binding.target.model).to(self.device, self.dtype)
         angles = self.rotary(states, positions.expand_as(tokens))

@@ -130,6 +130,16 @@ class AuxDrafter(BeamDrafter):
         """
         raise NotImplementedError
 
+    def tree_mask(self, ring: WindowRing, end: torch.Tensor, ancestor_mask: torch.Tensor) -> torch.Tensor:
+        """Return what nodes see, `(B, n, slots + N)`: what the root sees at `end` `(B, 1)`, and ancestors `(B, n, N)`.
+
+        The window does not move while drafting.
+        """
+        count, nodes = ancestor_mask.shape[1:]
+        # the root's entry is a committed one
+        ancestors = ancestor_mask.to(self.device) & (torch.arange(nodes, device=self.device) > 0)
+        return torch.cat([ring.visible(end).expand(-1, count, -1), ancestors], -1)
+
     @property
     def most_new(self) -> int:
         """Most tokens that a verification commits per row."""

@@ -113,10 +113,7 @@ def _compare_names(source: str, raw: Mapping[str, Any], target: str | None) -> N
     named = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     if named and target and Path(named).name.lower() != Path(target).name.lower():
         logger.warning(
-            "%s was made for %s, but the target is %s: fewer drafted tokens may be accepted.",
-            source,
-            named,
-            target,
+            "%s was made for %s, but the target is %s: fewer drafted tokens may be accepted.", source, named, target
         )
 
 

@@ -68,11 +68,7 @@ FAMILIES = {
     ),
     "Ernie": Family(
         "mtp_block.{j}.",
-        {
-            "mtp_emb_norm.{j}.": "enorm.",
-            "mtp_hidden_norm.{j}.": "hnorm.",
-            "mtp_linear_proj.{j}.": "eh_proj.",
-        },
+        {"mtp_emb_norm.{j}.": "enorm.", "mtp_hidden_norm.{j}.": "hnorm.", "mtp_linear_proj.{j}.": "eh_proj."},
         {"zero_first_embedding": True, "final_norm": False},
         ("ernie4_5", "ernie4_5_moe"),
     ),

@@ -149,13 +149,10 @@ class MtpDrafter(AuxDrafter):
             tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the nodes.
             ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
             positions (`torch.LongTensor` of shape `(B, 1)` or `(B, n)`): Positions of the nodes.
-            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root. Nodes
-                see what it sees: the window does not move while drafting.
+            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root.
         """
         ring, (count, nodes) = self.rings[index], ancestor_mask.shape[1:]
-        # the root's entry is a committed one
-        ancestors = ancestor_mask.to(self.device) & (torch.arange(nodes, device=self.device) > 0)
-        mask = torch.cat([ring.visible(end).expand(-1, count, -1), ancestors], -1)
+        mask = self.tree_mask(ring, end, ancestor_mask)
 
         def stage(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             ring.stage(keys, values, nodes - count)

@@ -51,11 +51,7 @@ def forward_on_texts(
 
 @torch.no_grad()
 def chain_logits(
-    draft: Any,
-    hidden_states: torch.Tensor,
-    tokens: torch.Tensor,
-    steps: int,
-    target: PreTrainedModel | None = None,
+    draft: Any, hidden_states: torch.Tensor, tokens: torch.Tensor, steps: int, target: PreTrainedModel | None = None
 ) -> list[torch.Tensor]:
     """Return the logits of the entries of a text, and those of a greedy chain after it.
 
