@@ -31,7 +31,7 @@ class Metrics:
         }
 
     def count(self, stats: SpeculationStats | None, reused: int) -> None:
-        """Add a request, `reused` of whose prompt tokens were read before; without `stats` it ended before its prompt."""
+        """Add a request, `reused` of whose prompt tokens were known; without `stats` it ended before its prompt."""
         self._counters["requests"].inc()
         self._counters["reused_tokens"].inc(reused)
         if stats is None:
