@@ -12,5 +12,4 @@ import yaml
 
 def read_yaml(name: str) -> dict[str, Any]:
     """A file beside this one, such as `suites/figure.yaml`."""
-    content: dict[str, Any] = yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
-    return content
+    return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))

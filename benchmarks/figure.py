@@ -44,7 +44,6 @@ class Part:
     systems: tuple[str, ...] = ()  # names or groups of them, all by default; the two baselines always belong to them
 
     def has(self, name: str) -> bool:
-        """Whether a system is measured in this part."""
         named = {system for group in self.systems for system in SUITE["groups"].get(group, [group])}
         return not named or name in (HF, PLAIN) or name in named
 
@@ -164,7 +163,6 @@ def join(results: harness.Run, path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _reduced(part: Part, contexts: Sequence[int] | None, prompts: int | None) -> Part:
-    """Return a part with no other contexts and no more prompts than these."""
     kept = tuple(context for context in part.contexts if contexts is None or context in contexts)
     return replace(part, contexts=kept, prompts=min(part.prompts, prompts or part.prompts))
 

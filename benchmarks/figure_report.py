@@ -105,7 +105,6 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def name_of(row: Record) -> str:
-    """Return the name that tables and pictures show."""
     return "no draft" if row["system"] == PLAIN else str(row["system"])
 
 
@@ -334,7 +333,6 @@ def tables(records: Sequence[Record]) -> list[str]:
 
 
 def _by_context(entries: Sequence[Record], title: str, cell: Any) -> list[str]:
-    """Return one table per mode, a line per system and a column per context."""
     by_mode = {mode: [row for row in entries if row["mode"] == mode] for mode in MODES}
     return [
         f"## {title}. {MODES[mode]}\n\n{pivot(group, {'draft': name_of}, 'context', '{:,}', cell)}"
@@ -379,9 +377,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 def _members(name: str) -> list[str]:
-    """Return the systems of a method or of a group, or the one system of this name."""
-    members: list[str] = METHODS.get(name) or SUITE["groups"].get(name) or [name]
-    return members
+    return METHODS.get(name) or SUITE["groups"].get(name) or [name]
 
 
 def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path) -> None:

@@ -76,11 +76,9 @@ class SteppedRun:
 
     @property
     def text(self) -> list[int]:
-        """Emitted tokens, the first one included."""
         return self.session.sequences.generated[0].tolist()
 
     def advance(self, turn: int, tokens: int, clocks: Clocks = CLOCKS) -> None:
-        """Take steps until `tokens` more than the first token are out."""
         while not self.session.sequences.finished and len(self.session.sequences.generated[0]) <= tokens:
             speculated = self.session.stats.num_spec_steps
             before = [clock() for clock in clocks]

@@ -40,25 +40,16 @@ def errors_of(backend: AttentionBackend, case: DeviceAttention, exact: Attention
     return relative_error(out, exact[0]), lse_error
 
 
-def over_budget(run: GpuRun, error: float, lse_error: float) -> str | None:
-    """Return which errors are over their budgets; `None` if none is."""
-    if error <= run.budget and lse_error <= LSE_BUDGET:  # also false for NaN
-        return None
-    return f"error {error:.1e} over {run.budget:.1e}, lse {lse_error:.1e}"
-
-
-def check(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState) -> tuple[float, float]:
-    """The errors of a backend.
+def checked(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState) -> float:
+    """The error of a backend's output.
 
     Raises:
-        Skip: If one is over its budget; the backend is refused from here on.
+        Skip: If it, or that of the log-sum-exp, is over its budget.
     """
     error, lse_error = errors_of(run.backend(name), case, exact)
-    if reason := over_budget(run, error, lse_error):
-        run.refused[name] = reason
-        where = f"{case.tree.num_nodes} nodes after {', '.join(map(str, case.lengths))}"
-        raise Skip(f"not timed from here on: {run.refused[name]}, for {where}")
-    return error, lse_error
+    if not (error <= run.budget and lse_error <= LSE_BUDGET):  # also for NaN
+        raise Skip(f"not timed: error {error:.1e} over {run.budget:.1e}, lse {lse_error:.1e}")
+    return error
 
 
 def kernels(run: GpuRun, points: slice) -> None:
@@ -116,22 +107,18 @@ def tiles(run: GpuRun, points: slice) -> None:
 
 
 def _changed(change: dict[str, int]) -> Callable[..., TileConfig]:
-    """`hybrid_config` with a change of what it chooses."""
     choose = launch.hybrid_config
     return lambda *args, **options: choose(*args, **options)._replace(**change)
 
 
 def _time_tiles(run: GpuRun, case: DeviceAttention, exact: AttentionState, point: dict[str, Any]) -> None:
-    backend = run.backend(TRITON)
     try:
-        error, lse_error = errors_of(backend, case, exact)
+        error = checked(run, TRITON, case, exact)
     except Exception as exception:
         if type(exception).__name__ == "OutOfResources":  # triton's own, of shared memory or registers
             raise Skip(f"the GPU has no room for it: {exception}") from exception
         raise
-    if reason := over_budget(run, error, lse_error):
-        raise Skip(f"not timed: {reason}")
-    timing = run.time(_attention(case, backend, point["scores"]))
+    timing = run.time(_attention(case, run.backend(TRITON), point["scores"]))
     run.write_timing("tiles", timing.scaled(len(case.layers)), _floor(run, point), **point, error=error)
 
 
@@ -151,7 +138,6 @@ def _cases(run: GpuRun, points: slice) -> Iterator[tuple[DeviceAttention, Attent
 
 
 def _floor(run: GpuRun, what: dict[str, Any]) -> float:
-    """Least milliseconds of one layer."""
     return run.roofline(what["batch"], what["context"]).attention_ms(what["nodes"]) / run.plan.shape.layers
 
 
@@ -162,14 +148,19 @@ def _attention(case: DeviceAttention, backend: AttentionBackend, scores: bool) -
 
     def attend() -> None:
         context.capture = ScoreCapture(last) if scores else None
-        case.attend_layers(backend, context)
+        for index, layer in enumerate(case.layers):
+            case.attend(backend, layer, context, index)
 
     return attend
 
 
 def _time_backend(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState, what: dict[str, Any]) -> None:
     point = {"backend": name, **what}
-    error, _ = check(run, name, case, exact)
+    try:
+        error = checked(run, name, case, exact)
+    except Skip as reason:  # the backend is refused from here on
+        run.refused[name] = str(reason)
+        raise
     backend, layers = run.backend(name), len(case.layers)
     timing, with_scores = (run.time(_attention(case, backend, scores)).scaled(layers) for scores in (False, True))
     at, floor = run.roofline(what["batch"], what["context"]), _floor(run, what)

@@ -5,14 +5,16 @@ anything was measured, from the floors of `roofline.py` and from counts of launc
 first run: it was a ratio to the attention alone, whose few microseconds are nothing beside an iteration.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from benchmarks import read_yaml
 from hf_longspec.bench.calls import PLAIN
 from hf_longspec.bench.report import table
 from hf_longspec.bench.results import Record, of_kind
 
+SUITE = read_yaml("suites/gpu.yaml")
 TRITON = "hf_longspec_triton"
 HF_ATTENTION = "transformers sdpa, repeated keys and mask"
 # How steps run: as they are, captured, with fused kernels and captured, or compiled and captured.
@@ -29,16 +31,19 @@ class Sizes(NamedTuple):
     few: int = 16  # nodes
     many: int = 64
     drafts: tuple[str, str] = ("LongSpec, 4+16+16+16+11", "SpecAttn, gamma 6")
+    one: int = 1
 
 
 SIZES = Sizes()
 
 
-class Rows:
-    """The measurements of a run, with steps in one mode."""
+@dataclass
+class Measurements:
+    """The measurements of a run, with steps in one mode. A ratio is None if one of its measurements is missing."""
 
-    def __init__(self, records: Sequence[Record], sizes: Sizes, mode: str):
-        self.records, self.sizes, self.mode = records, sizes, mode
+    records: Sequence[Record]
+    sizes: Sizes
+    mode: str
 
     def value(self, kind: str, field: str, **where: Any) -> float | None:
         """A number of the first row of a kind; the median of a summary; None if there is no such row."""
@@ -46,35 +51,42 @@ class Rows:
         value = row.get(field)
         return value["median"] if isinstance(value, dict) else value
 
-    def attention(self, kind: str, field: str, nodes: int, **where: Any) -> float | None:
-        """A number of a row about one layer."""
+    def _attention(self, kind: str, nodes: int, field: str = "ms", **where: Any) -> float | None:
         return self.value(kind, field, batch=1, context=self.sizes.context, nodes=nodes, **where)
+
+    def _forward(self, nodes: int) -> float | None:
+        where = {"mode": self.mode, "context": self.sizes.context, "nodes": nodes}
+        return self.value("forward", "ms", forward="ours", **where)
+
+    def _iteration(self, draft: str, context: int, field: str = "ms") -> float | None:
+        return self.value("iteration", field, draft=draft, mode=self.mode, batch=1, context=context)
 
     def bandwidth(self, nodes: int) -> float | None:
         """The share of the bandwidth of a copy at which the kernel reads the keys and values of the prefix."""
-        read = self.attention("kernel", "tb_per_second", nodes, backend=TRITON)
+        read = self._attention("kernel", nodes, "tb_per_second", backend=TRITON)
         return ratio(read, self.value("gpu_ceilings", "tb_per_second"))
 
-    def scores(self) -> float | None:
+    def over_sdpa(self, nodes: int) -> float | None:
+        base = self._attention("baseline", nodes, baseline=HF_ATTENTION)
+        return ratio(self._attention("kernel", nodes, backend=TRITON), base)
+
+    def scores(self, nodes: int) -> float | None:
         """The share of an iteration of SpecAttn in which its verification computes scores, in all layers."""
-        milliseconds = (self.attention(kind, "ms", self.sizes.few, backend=TRITON) for kind in ("score_rows", "kernel"))
-        scored, alone = milliseconds
+        scored, alone = (self._attention(kind, nodes, backend=TRITON) for kind in ("score_rows", "kernel"))
         if scored is None or alone is None:
             return None
         layers = of_kind(self.records, "environment")[0]["settings"]["shape"]["layers"]
-        return ratio((scored - alone) * layers, self.iteration(self.sizes.drafts[1], self.sizes.context))
+        return ratio((scored - alone) * layers, self._iteration(self.sizes.drafts[1], self.sizes.context))
 
-    def forward(self, nodes: int) -> float | None:
-        """Milliseconds of a captured forward."""
-        return self.value("forward", "ms", forward="ours", mode=self.mode, context=self.sizes.context, nodes=nodes)
+    def over_one_node(self, nodes: int) -> float | None:
+        return ratio(self._forward(nodes), self._forward(1))
 
-    def iteration(self, draft: str, context: int, field: str = "ms") -> float | None:
-        """Milliseconds of a captured iteration, or another number of it."""
-        return self.value("iteration", field, draft=draft, mode=self.mode, batch=1, context=context)
+    def over_floor(self) -> float | None:
+        return self._iteration(PLAIN, self.sizes.context, "times_floor")
 
-    def over_plain(self, draft: str, context: int) -> float | None:
-        """An iteration over a step without a draft."""
-        return ratio(self.iteration(draft, context), self.iteration(PLAIN, context))
+    def over_plain(self, draft: int, context: int) -> float | None:
+        """An iteration of one of the drafts over a step without a draft."""
+        return ratio(self._iteration(self.sizes.drafts[draft], context), self._iteration(PLAIN, context))
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
@@ -86,85 +98,22 @@ def ratio(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base
 
 
-@dataclass(frozen=True)
-class Goal:
-    """A ratio that should reach a limit."""
-
-    name: str
-    what: Callable[[Sizes], str]
-    measured: Callable[[Rows], float | None]
-    limit: float
-    at_least: bool = False  # otherwise at most
-
-    def judged(self, records: Sequence[Record], sizes: Sizes) -> Record:
-        """A row of the table: the ratio in every mode of captured steps; the first one, the default, is judged."""
-        found = {mode: self.measured(Rows(records, sizes, mode)) for mode in MODES}
-        sign, value = "at least" if self.at_least else "at most", found[MODES[0]]
-        row = {"name": self.name, "what": self.what(sizes), "goal": f"{sign} {self.limit:g}", "met": NOT_MEASURED}
-        if value is not None:
-            row["met"] = "yes" if (value >= self.limit if self.at_least else value <= self.limit) else "NO"
-        return row | {mode: NOT_MEASURED if value is None else f"{value:.3f}" for mode, value in found.items()}
+GOALS: list[Record] = SUITE["goals"]
 
 
-GOALS = (
-    Goal(
-        "P1",
-        lambda at: f"bandwidth of the kernel / that of a copy, 1 node after {at.context}",
-        lambda rows: rows.bandwidth(1),
-        0.8,
-        at_least=True,
-    ),
-    Goal(
-        "P1",
-        lambda at: f"the same with {at.few} nodes",
-        lambda rows: rows.bandwidth(rows.sizes.few),
-        0.8,
-        at_least=True,
-    ),
-    Goal(
-        "P2",
-        lambda at: f"attention of {at.many} nodes / transformers' sdpa with a mask",
-        lambda rows: ratio(
-            rows.attention("kernel", "ms", rows.sizes.many, backend=TRITON),
-            rows.attention("baseline", "ms", rows.sizes.many, baseline=HF_ATTENTION),
-        ),
-        0.15,
-    ),
-    Goal(
-        "P3",
-        lambda at: f"scores of {at.few} nodes in all layers / iteration of {at.drafts[1]}, after {at.context}",
-        Rows.scores,
-        0.01,
-    ),
-    Goal(
-        "P4",
-        lambda at: f"captured forward of {at.few} nodes / of 1 node, after {at.context}",
-        lambda rows: ratio(rows.forward(rows.sizes.few), rows.forward(1)),
-        1.1,
-    ),
-    Goal(
-        "P5",
-        lambda at: f"captured step without a draft / its bandwidth floor, after {at.context}",
-        lambda rows: rows.iteration(PLAIN, rows.sizes.context, "times_floor"),
-        1.35,
-    ),
-    Goal(
-        "P6",
-        lambda at: f"iteration of {at.drafts[0]} / step without a draft, after {at.context}",
-        lambda rows: rows.over_plain(rows.sizes.drafts[0], rows.sizes.context),
-        1.45,
-    ),
-    Goal(
-        "P7",
-        lambda at: f"iteration of {at.drafts[1]} / step without a draft, after {at.long_context}",
-        lambda rows: rows.over_plain(rows.sizes.drafts[1], rows.sizes.long_context),
-        4.6,
-    ),
-)
+def _row(goal: Record, records: Sequence[Record], sizes: Sizes) -> Record:
+    """A row of the table: the ratio in every mode of captured steps; the first one, the default, is judged."""
+    (method, *names), limit, at_least = goal["measured"], goal["limit"], goal.get("at_least", False)
+    arguments = [getattr(sizes, name) if isinstance(name, str) else name for name in names]
+    found = {mode: getattr(Measurements(records, sizes, mode), method)(*arguments) for mode in MODES}
+    row = {"": goal["name"], "ratio": goal["what"].format(**sizes._asdict())}
+    row["goal"] = f"{'at least' if at_least else 'at most'} {limit:g}"
+    row |= {mode: NOT_MEASURED if value is None else f"{value:.3f}" for mode, value in found.items()}
+    if (value := found[MODES[0]]) is None:
+        return row | {"met": NOT_MEASURED}
+    return row | {"met": "yes" if (value >= limit if at_least else value <= limit) else "NO"}
 
 
 def judged(records: Sequence[Record]) -> str:
     """The table of all goals; a measurement that the run lacks is named as such."""
-    rows = [goal.judged(records, SIZES) for goal in GOALS]
-    columns = {"": "name", "ratio": "what", "goal": "goal", **{mode: mode for mode in MODES}, "met": "met"}
-    return table(rows, columns)
+    return table([_row(goal, records, SIZES) for goal in GOALS])

@@ -4,8 +4,8 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, takewhile
 from operator import eq
 from typing import Any
@@ -22,7 +22,6 @@ from benchmarks.gpu_run import GpuRun, Plan, Timing
 from benchmarks.harness import Skip
 from benchmarks.random_inputs import HfForward, block_mask, dynamic_cache, random_tree
 from hf_longspec.bench.calls import HF, PLAIN, Call, Decoding, HfMethod, changed, run_call
-from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.fast import cuda_graphs
 from hf_longspec.generation.fast.compiled_steps import runner_of
 from hf_longspec.generation.target import TargetView
@@ -43,15 +42,12 @@ class GraphCounts:
     replays: int = 0
     warnings: list[str] = field(default_factory=list)
 
-    def since(self, before: "GraphCounts") -> dict[str, Any]:
-        """What has been added since a copy of this was made."""
-        new = self.warnings[len(before.warnings) :]
-        counts = {"captures": self.captures - before.captures, "replays": self.replays - before.replays}
-        return counts | {"warnings": list(dict.fromkeys(new))}
-
-    def copy(self) -> "GraphCounts":
-        """The counts up to now."""
-        return replace(self, warnings=list(self.warnings))
+    def take(self) -> dict[str, Any]:
+        """What has been added since the last call, which is forgotten."""
+        counts = {"captures": self.captures, "replays": self.replays, "warnings": list(dict.fromkeys(self.warnings))}
+        self.captures = self.replays = 0
+        self.warnings.clear()
+        return counts
 
 
 @contextmanager
@@ -81,7 +77,6 @@ def counted_graphs() -> Iterator[GraphCounts]:
 
 
 def require_replays(mode: str, counts: dict[str, Any]) -> None:
-    """Raise [`Skip`] for a row of captured steps in which none was replayed."""
     if mode != OFF and not counts["replays"]:
         raise Skip(f"no graph was replayed: {'; '.join(counts['warnings']) or 'no step was captured'}")
 
@@ -103,7 +98,7 @@ def forwards(run: GpuRun) -> None:
             for count, tree in trees.items():
                 what = {"forward": "ours", "mode": mode, "context": context, "nodes": count}
                 with run.attempt(**what), changed(draft, {"compile": mode}):  # graphs of another mode are not reused
-                    before = graphs.copy()
+                    graphs.take()
                     target = TargetView(model, runner_of(mode, model, draft, run.device))
 
                     def verify(target: TargetView = target, tree: Any = tree) -> None:
@@ -112,7 +107,7 @@ def forwards(run: GpuRun) -> None:
 
                     with target.attention():
                         timing = run.time(verify, capture=False)
-                    require_replays(mode, counts := graphs.since(before))
+                    require_replays(mode, counts := graphs.take())
                     run.write_timing("forward", timing, run.roofline(1, context).verify_ms(count), **what, **counts)
     run.require(2 * cache.nbytes, "the cache of transformers and its copy in every step")
     stock = HfForward(model, cache)
@@ -167,184 +162,158 @@ def iterations(
     """
     context = context or run.plan.contexts[0]
     drafts = make_drafts(run.model, run.plan)
-    cache, stored = _filled(run, context, drafts)
-    plain: dict[str, list[int]] = {}  # text without a draft, which comes first
     with counted_graphs() as graphs:
+        calls = GreedyCalls(run, context, drafts, graphs)
         for name, draft in drafts.items():
             for mode in hf_modes if isinstance(draft, HfMethod) else modes_of(run, draft, modes):
                 what = {"draft": name, "mode": mode, "batch": 1, "context": context}
                 with run.attempt(**what):
-                    _time_draft(run, draft, cache, stored, plain, what, graphs)
-
-
-def _filled(run: GpuRun, context: int, drafts: dict[str, Any]) -> tuple[SpeculativeCache, int]:
-    """A cache for all drafts, and how many tokens of it they continue: the same for all."""
-    most = max(nodes_of(draft, run.model) for draft in drafts.values())
-    return run.cache(1, context, slots=most, room=run.plan.tokens + most + 1), context - most
+                    calls.time(draft, what)
 
 
 def profile(run: GpuRun) -> None:
     """Kernels, launches and microseconds of an iteration without a draft and with LongSpec, by torch's profiler."""
     context, drafts = run.plan.contexts[0], first_drafts(run.model, run.plan)
-    cache, stored = _filled(run, context, drafts)
-    del drafts[HF], drafts[f"SpecAttn, gamma {run.plan.gamma}"]
     with counted_graphs() as graphs:
+        calls = GreedyCalls(run, context, drafts, graphs)
+        del drafts[HF], drafts[f"SpecAttn, gamma {run.plan.gamma}"]
         for name, draft in drafts.items():
             for mode in modes_of(run, draft, (FUSED, GRAPH)):
                 what = {"draft": name, "mode": mode, "context": context}
                 with run.attempt(**what), _running(run.model, draft, mode):
                     run.require_time()
-                    generate(run, draft, cache, context, stored, WARM_UP_TOKENS, mode)
-                    before = graphs.copy()
-                    found = _profiled(run, draft, cache, context, stored, mode)
-                    require_replays(mode, graphs.since(before))
+                    calls.generate(draft, WARM_UP_TOKENS, mode)
+                    graphs.take()
+                    found = calls.profiled(draft, mode)
+                    require_replays(mode, graphs.take())
                     run.write("profile", section=run.part, **what, **found)
 
 
-def _profiled(run: GpuRun, draft: Any, cache: SpeculativeCache, context: int, stored: int, mode: str) -> dict[str, Any]:
-    """The kernels of a call's later iterations; on a machine without CUDA the operations on the CPU."""
-    on_gpu = ProfilerActivity.CUDA in supported_activities()
-    profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
-    skipped = min(SKIPPED_TOKENS, run.plan.tokens // 2)
-
-    def begin(tokens: int) -> None:
-        if tokens == skipped:
-            profiler.start()
-
-    generate(run, draft, cache, context, stored, PROFILED_TOKENS, mode, begin)
-    profiler.stop()
-    (emitted,) = draft.last_speculation.emitted_per_step
-    count = sum(first >= skipped for first in accumulate(emitted[:-1], initial=1))
-    kernels = [
-        {
-            "us": round((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / count, 1),
-            "launches": round(event.count / count, 1),
-            "kernel": event.key,
-        }
-        for event in profiler.key_averages()
-        if not on_gpu or event.device_type == DeviceType.CUDA
-    ]
-    kernels.sort(key=lambda row: -row["us"])
-    totals = {name: round(sum(row[name] for row in kernels), 1) for name in ("us", "launches")}
-    return {"iterations": count, **totals, "kernels": kernels[:MOST_KERNELS]}
-
-
 def nodes_of(method: Any, model: Any) -> int:
-    """Nodes of a verification; stock `generate` has steps of one token."""
     return 1 if isinstance(method, HfMethod) else method.num_tree_nodes(TargetView(model))
-
-
-def _time_draft(
-    run: GpuRun,
-    draft: Any,
-    cache: SpeculativeCache,
-    stored: int,
-    plain: dict[str, list[int]],
-    what: dict[str, Any],
-    graphs: GraphCounts,
-) -> None:
-    """One row: calls of the same shapes, after one that compiles kernels and captures what later calls can reuse."""
-    run.require_time()
-    stock, mode, before = isinstance(draft, HfMethod), what["mode"], graphs.copy()
-    if stock:
-        run.require(2 * cache.nbytes, "the cache of stock `generate` and its copy in every step")
-    with _running(run.model, draft, mode):
-        first, milliseconds, _ = generate(run, draft, cache, what["context"], stored, WARM_UP_TOKENS, mode)
-        per_token = statistics.median(milliseconds) * len(milliseconds) / first.tokens / 1e3
-        affordable = int(min(ROW_SECONDS * run.plan.patience, run.left) / CALLS / per_token)
-        if affordable < min(FEWEST_TOKENS, run.plan.tokens):
-            raise Skip(f"a token takes {per_token:.1f} s and {run.left:.0f} s are left")
-        if run.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        tokens = min(affordable, run.plan.tokens)
-        calls = [generate(run, draft, cache, what["context"], stored, tokens, mode) for _ in range(CALLS)]
-    counts = graphs.since(before)
-    if not stock:
-        require_replays(mode, counts)
-    milliseconds = [ms for _, every, _ in calls for ms in every]
-    text = calls[0][0].text[0].tolist()
-    if what["draft"] == PLAIN:
-        plain[mode] = text
-    base = plain.get(mode) or next(iter(plain.values()), None)
-    nodes = nodes_of(draft, run.model)
-    values: dict[str, Any] = {
-        "nodes": nodes,
-        "backend": mode if stock else run.backend().name,
-        "iterations": len(milliseconds),
-        "speculated": sum(speculated for _, _, speculated in calls),
-        "tau": sum(call.tokens for call, _, _ in calls) / sum(call.steps for call, _, _ in calls),
-        "same_tokens": None if base is None else len(list(takewhile(bool, map(eq, text, base)))),
-    }
-    if run.is_cuda:
-        values["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    floor_ms = run.roofline(1, what["context"]).verify_ms(nodes)
-    run.write_timing("iteration", Timing(milliseconds, "wall"), floor_ms, **what, **values, **counts)
 
 
 @contextmanager
 def _running(model: Any, method: Any, mode: str) -> Iterator[None]:
-    """Let steps run in a mode while the context is open."""
     with ExitStack() as stack:
         if mode == "eager":
             stack.callback(model.set_attn_implementation, model.config._attn_implementation)
             model.set_attn_implementation("eager")
-        settings = {} if isinstance(method, HfMethod) or "compile" not in method.settings else {"compile": mode}
-        stack.enter_context(changed(method, settings) if settings else nullcontext())
+        if not isinstance(method, HfMethod) and "compile" in method.settings:
+            stack.enter_context(changed(method, {"compile": mode}))
         yield
 
 
-def generate(
-    run: GpuRun,
-    draft: Any,
-    cache: SpeculativeCache,
-    context: int,
-    stored: int,
-    tokens: int,
-    mode: str,
-    on_arrival: Callable[[int], None] = lambda tokens: None,
-) -> tuple[Call, list[float], int]:
-    """One greedy call after `context` random tokens, the first `stored` of which the cache holds.
+class GreedyCalls:
+    """Greedy calls of several drafts after the same `context` random tokens, in one cache."""
 
-    `on_arrival` is called with the number of tokens that have arrived.
+    def __init__(self, run: GpuRun, context: int, drafts: dict[str, Any], graphs: GraphCounts):
+        most = max(nodes_of(draft, run.model) for draft in drafts.values())
+        self.run, self.context, self.graphs = run, context, graphs
+        self.cache = run.cache(1, context, slots=most, room=run.plan.tokens + most + 1)
+        self.stored = context - most  # tokens of it that drafts continue: the same for all
+        self.plain: dict[str, list[int]] = {}  # text without a draft, which comes first, by mode
 
-    Returns:
-        The call, milliseconds of its iterations but the first, in which buffers are made and graphs captured, and how
-        many of them verified drafted tokens.
-    """
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(run.plan.shape.vocab, (1, context), generator=generator)
-    cache.rollback()
-    past: Any = cache
-    if isinstance(draft, HfMethod):
-        length = context + run.plan.tokens
-        copy = StaticCache(run.model.config, length) if mode == "static cache" else None
-        past = dynamic_cache(cache, context - 1, copy)
-    else:
-        cache.set_lengths([stored])
-        draft.generation_config.gate = False  # speculation itself is measured
-    arrivals: list[float] = []
+    def time(self, draft: Any, what: dict[str, Any]) -> None:
+        """One row: calls of the same shapes, after one that compiles kernels and captures what later ones can reuse."""
+        run, stock, mode = self.run, isinstance(draft, HfMethod), what["mode"]
+        run.require_time()
+        self.graphs.take()
+        if stock:
+            run.require(2 * self.cache.nbytes, "the cache of stock `generate` and its copy in every step")
+        with _running(run.model, draft, mode):
+            first, milliseconds, _ = self.generate(draft, WARM_UP_TOKENS, mode)
+            per_token = statistics.median(milliseconds) * len(milliseconds) / first.tokens / 1e3
+            affordable = int(min(ROW_SECONDS * run.plan.patience, run.left) / CALLS / per_token)
+            if affordable < min(FEWEST_TOKENS, run.plan.tokens):
+                raise Skip(f"a token takes {per_token:.1f} s and {run.left:.0f} s are left")
+            if run.is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            calls = [self.generate(draft, min(affordable, run.plan.tokens), mode) for _ in range(CALLS)]
+        counts = self.graphs.take()
+        if not stock:
+            require_replays(mode, counts)
+        milliseconds = [ms for _, every, _ in calls for ms in every]
+        text = calls[0][0].text[0].tolist()
+        if what["draft"] == PLAIN:
+            self.plain[mode] = text
+        base = self.plain.get(mode) or next(iter(self.plain.values()), None)
+        nodes = nodes_of(draft, run.model)
+        values: dict[str, Any] = {
+            "nodes": nodes,
+            "backend": mode if stock else run.backend().name,
+            "iterations": len(milliseconds),
+            "speculated": sum(speculated for _, _, speculated in calls),
+            "tau": sum(call.tokens for call, _, _ in calls) / sum(call.steps for call, _, _ in calls),
+            "same_tokens": None if base is None else len(list(takewhile(bool, map(eq, text, base)))),
+        }
+        if run.is_cuda:
+            values["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        floor_ms = run.roofline(1, self.context).verify_ms(nodes)
+        run.write_timing("iteration", Timing(milliseconds, "wall"), floor_ms, **what, **values, **counts)
 
-    def arrived(_: int) -> None:
-        arrivals.append(time.perf_counter())
-        on_arrival(len(arrivals))
+    def profiled(self, draft: Any, mode: str) -> dict[str, Any]:
+        """The kernels of a call's later iterations; on a machine without CUDA the operations on the CPU."""
+        on_gpu = ProfilerActivity.CUDA in supported_activities()
+        profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
+        skipped = min(SKIPPED_TOKENS, self.run.plan.tokens // 2)
 
-    call = run_call(
-        run.model,
-        draft,
-        (prompt, torch.ones_like(prompt)),
-        decoding=Decoding(),
-        tokens=min(tokens, run.plan.tokens),
-        seed=0,
-        cache=past,
-        on_arrival=arrived,
-    )
-    emitted, drafted = [1] * call.steps, [0] * call.steps
-    if not isinstance(draft, HfMethod):
-        stats = draft.last_speculation
-        (emitted,), (drafted,) = stats.emitted_per_step, stats.drafted_per_step
-    if len(emitted) < 2:
-        raise Skip("the call ended with its first iteration")
-    return call, iteration_ms(arrivals, emitted)[1:], sum(count > 0 for count in drafted[1:])
+        def begin(tokens: int) -> None:
+            if tokens == skipped:
+                profiler.start()
+
+        self.generate(draft, PROFILED_TOKENS, mode, begin)
+        profiler.stop()
+        (emitted,) = draft.last_speculation.emitted_per_step
+        count = sum(first >= skipped for first in accumulate(emitted[:-1], initial=1))
+        kernels = [
+            {
+                "us": round((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / count, 1),
+                "launches": round(event.count / count, 1),
+                "kernel": event.key,
+            }
+            for event in profiler.key_averages()
+            if not on_gpu or event.device_type == DeviceType.CUDA
+        ]
+        kernels.sort(key=lambda row: -row["us"])
+        totals = {name: round(sum(row[name] for row in kernels), 1) for name in ("us", "launches")}
+        return {"iterations": count, **totals, "kernels": kernels[:MOST_KERNELS]}
+
+    def generate(
+        self, draft: Any, tokens: int, mode: str, on_arrival: Callable[[int], None] = lambda tokens: None
+    ) -> tuple[Call, list[float], int]:
+        """One call; `on_arrival` gets the number of tokens that have arrived.
+
+        Returns:
+            The call, milliseconds of its iterations but the first, in which buffers are made and graphs captured, and
+            how many of them verified drafted tokens.
+        """
+        run, past, stock = self.run, self.cache, isinstance(draft, HfMethod)
+        generator = torch.Generator().manual_seed(0)
+        prompt = torch.randint(run.plan.shape.vocab, (1, self.context), generator=generator)
+        self.cache.rollback()
+        if stock:
+            length = self.context + run.plan.tokens
+            copy = StaticCache(run.model.config, length) if mode == "static cache" else None
+            past = dynamic_cache(self.cache, self.context - 1, copy)
+        else:
+            self.cache.set_lengths([self.stored])
+            draft.generation_config.gate = False  # speculation itself is measured
+        arrivals: list[float] = []
+
+        def arrived(_: int) -> None:
+            arrivals.append(time.perf_counter())
+            on_arrival(len(arrivals))
+
+        how: dict[str, Any] = {"tokens": min(tokens, run.plan.tokens), "cache": past, "on_arrival": arrived}
+        call = run_call(run.model, draft, (prompt, torch.ones_like(prompt)), decoding=Decoding(), seed=0, **how)
+        emitted, drafted = [1] * call.steps, [0] * call.steps
+        if not stock:
+            stats = draft.last_speculation
+            (emitted,), (drafted,) = stats.emitted_per_step, stats.drafted_per_step
+        if len(emitted) < 2:
+            raise Skip("the call ended with its first iteration")
+        return call, iteration_ms(arrivals, emitted)[1:], sum(count > 0 for count in drafted[1:])
 
 
 def iteration_ms(arrivals: Sequence[float], emitted: Sequence[int]) -> list[float]:

@@ -9,39 +9,8 @@ from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.report import Column, range_of, table
 from hf_longspec.bench.results import Record, of_kind
 
-NOTE = (
-    "Milliseconds, median of the repeats with the lowest and highest. The target has random weights, keys and "
-    "values. Floors are computed from the ceilings measured in the same run; that of an iteration is the floor of its "
-    "verification, to which drafting adds (`python -m benchmarks.roofline`). Error: relative to float64. Plain steps: "
-    "time of an iteration divided by that of a step without a draft in the same mode, which is also the tau from which "
-    "the draft is faster. Speculated: iterations that verified drafted tokens. The first iteration of a call, which "
-    "captures CUDA graphs, is excluded. Same tokens: number of first tokens that equal those of the loop without a "
-    "draft. How: graph (replay of a CUDA graph), events (calls between CUDA events, including launches), wall (host "
-    "clock). Mode: steps as they are (off), captured (graph), captured with fused kernels (fused), or compiled and "
-    "captured (compile); for stock `generate` its attention or cache. Captures and replays: CUDA graphs in all calls "
-    "of the row; captured steps without a replay are left out."
-)
-# For each kind of line: title, and the columns in addition to times.
-TABLES = {
-    "checked": ("What was compared", "what result", ""),
-    "forward": ("One forward over a tree", "forward mode context nodes captures replays", "ms floor"),
-    "iteration": (
-        "One iteration of a drafter",
-        "draft mode batch context nodes speculated iterations tau same_tokens peak_gb captures replays",
-        "steps ms floor",
-    ),
-    "pair": ("Tokens per second of the bundled target", "method stock graph fused tau", ""),
-    "kernel": ("Attention of one layer", "backend batch context nodes tb_per_second error", "ms floor"),
-    "baseline": ("Other ways to compute it", "baseline batch context nodes error", "ms floor"),
-    "tiles": ("Attention of one layer in other tiles", "tiles scores batch context nodes error", "ms floor"),
-    "score_rows": ("With SpecAttn's score rows", "backend batch context nodes overhead", "ms floor"),
-    "hybrid": ("A hybrid target, ms per token", "target context stock_ms loop_ms", ""),
-    "training": ("Training on the bundled target, bfloat16", "draft tokens_per_second", ""),
-}
-
 
 def gpu_report(records: Sequence[Record]) -> str:
-    """Everything that was measured and what failed."""
     parts = [record["text"] for record in of_kind(records, "note")]
     parts += [
         f"{record.get('gpu', record['device'])}: {record['tb_per_second']} TB/s copied, {record['tflops']} TFLOP/s in "
@@ -53,7 +22,7 @@ def gpu_report(records: Sequence[Record]) -> str:
         "ms": {"ms": lambda row: _ms(row["ms"])},
         "floor": {name: name for name in ("floor_ms", "times_floor", "how")},
     }
-    for kind, (title, names, times) in TABLES.items():
+    for kind, (title, names, times) in gpu_goals.SUITE["tables"].items():
         if rows := of_kind(records, kind):
             columns: dict[str, Column] = {name: name for name in names.split() if any(name in row for row in rows)}
             for name in times.split():
@@ -70,7 +39,6 @@ def gpu_report(records: Sequence[Record]) -> str:
 
 
 def profile_table(row: Record) -> str:
-    """Kernels by their time, with the sum of all."""
     included = f", with {row['includes']}" if "includes" in row else ""
     launches, iterations = f"{row['launches']:g} launches", f"{row['iterations']} iterations"
     head = f"After {row['context']:,} tokens: {launches} per iteration, over {iterations}{included}."
@@ -200,7 +168,6 @@ def _over(records: Sequence[Record], row: Record, draft: str, mode: str) -> floa
 
 
 def _steps(records: Sequence[Record], row: Record) -> float | None:
-    """An iteration in steps without a draft, in the same mode."""
     return _over(records, row, PLAIN, row["mode"])
 
 
@@ -209,5 +176,4 @@ def _number(value: float | None) -> str:
 
 
 def _ms(summary: dict[str, Any]) -> str:
-    """A median with its range if it has one."""
     return range_of(summary, 3) if "low" in summary else f"{summary['median']:g}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_goals import SUITE
 from benchmarks.harness import Run, Skip
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from benchmarks.roofline import Machine, Roofline, TargetShape, shape_from_config
@@ -43,39 +44,23 @@ class Plan:
     ms: float  # milliseconds of the repeats of one timing
     gamma: int = 6  # drafted tokens of SpecAttn
     patience: float = 1.0  # factor of the time limits of sections and rows
-    # 64 and 16 nodes with the root, which fill whole tiles of the kernels, and the tree of the paper
-    # widths of LongSpec's trees; the first is measured first
+    # Widths of LongSpec's trees, the first first: 64 and 16 nodes with the root, which fill whole tiles of the kernels,
+    # and the tree of the paper.
     trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 11), (4, 4, 4, 3), (4, 16, 16, 16, 16))
     branching: tuple[int, ...] = (1, 3, 3, 3)  # of TokenSwift's tree, which is its default
 
 
-LLAMA_8B = Plan(
-    shape=Shape(layers=32, vocab=128256),
-    contexts=(32768, 131072),
-    points=((1, 32768), (1, 8192), (1, 131072), (4, 32768)),
-    prefixes=(4999, 1024, 0),
-    nodes=(1, 16, 64),
-    rotating=8,
-    matrix=8192,
-    tokens=64,
-    ms=100.0,
-)
-# Every path of the above in seconds on a CPU; its numbers mean nothing.
-SMOKE = Plan(
-    shape=Shape(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab=64),
-    contexts=(48, 96),
-    points=((1, 64), (2, 48)),
-    prefixes=(37, 0),
-    nodes=(1, 5, 9),
-    rotating=2,
-    matrix=64,
-    tokens=6,
-    ms=1.0,
-    gamma=2,
-    patience=20.0,  # the limits are those of a GPU
-    trees=((2, 2), (2, 1)),
-    branching=(1, 2, 1, 1),
-)
+def _plan(name: str) -> Plan:
+    """A plan of suites/gpu.yaml, whose lists become tuples."""
+
+    def frozen(value: Any) -> Any:
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    fields = {field: frozen(value) for field, value in SUITE["plans"][name].items()}
+    return Plan(**fields | {"shape": Shape(**fields["shape"])})
+
+
+LLAMA_8B, SMOKE = _plan("llama-8b"), _plan("smoke")
 
 
 @dataclass(frozen=True)
@@ -98,7 +83,6 @@ class Timing:
         return Timing([value / count for value in self.milliseconds], self.how, self.note)
 
     def to_dict(self) -> Record:
-        """For JSON."""
         record: Record = {"ms": summarize(self.milliseconds), "how": self.how}
         return record if self.note is None else record | {"note": self.note}
 
@@ -150,23 +134,19 @@ class GpuRun(Run):
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     @cached_property
     def model(self) -> Any:
-        """The random target."""
         self.require(self.shape.stored_weights * self.dtype.itemsize, "the random target")
         self.say("drawing the random target")
         return random_target(self.plan.shape, max(self.plan.contexts) + 512, self.device, self.dtype)
 
     @cached_property
     def shape(self) -> TargetShape:
-        """Sizes of the target, its weights counted."""
         return shape_from_config(self.plan.shape.config(1), "random target")
 
     def cache(self, batch: int, context: int, slots: int, room: int = 1) -> SpeculativeCache:
-        """A full cache, if there is memory for it."""
         model, length = self.model, context + slots + room  # the weights come first
         self.require(cache_bytes(self.plan.shape, batch, length, self.dtype), "the cache")
         return full_cache(model, batch, context, room, slots)
@@ -222,7 +202,6 @@ class GpuRun(Run):
             self.machine = Machine("measured", record["tb_per_second"], record["tflops"])
 
     def require_time(self) -> None:
-        """Raise [`Skip`] if no time is left."""
         if not self.left:
             raise Skip("no time left")
 
@@ -319,7 +298,6 @@ class GpuRun(Run):
         return Roofline(self.shape, self.machine, batch, context, **{"weight_bytes": size, "kv_bytes": size, **options})
 
     def write_timing(self, kind: str, timing: Timing, floor_ms: float, **values: Any) -> None:
-        """Write a measured time and its floor."""
         fields = {name: significant(value) if isinstance(value, float) else value for name, value in values.items()}
         times_floor = significant(timing.median / floor_ms) if floor_ms else None
         record = timing.to_dict() | {"floor_ms": significant(floor_ms), "times_floor": times_floor}

@@ -59,7 +59,6 @@ class Run(Runner):
         super().__init__(path, benchmark, PAGES[benchmark].report, seconds, settings or {}, facts, **options)
 
     def skip(self, reason: str, **what: Any) -> None:
-        """Add a line about a measurement that was left out."""
         super().skip(reason, **what)
         self.say(f"left out, {reason}: {', '.join(map(str, what.values()))}")
 
@@ -75,7 +74,6 @@ class Run(Runner):
                 self.skip(NO_TIME, **describe(item))
 
     def say(self, text: str) -> None:
-        """Show the present task, with the time since the start."""
         if not self.quiet:
             minutes, seconds = divmod(int(self.elapsed), 60)
             print(f"[{minutes:3d}:{seconds:02d}] {text}", file=sys.stderr, flush=True)
@@ -200,11 +198,9 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
 
 
 def open_draft(name: str, model: PreTrainedModel) -> Any:
-    """A draft by its name on the command line, or from a folder or the Hub."""
     made = weightless_drafts().get(name)
     return AutoModel.from_pretrained(name, dtype=model.dtype) if made is None else made.from_target(model)
 
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:
-    """Prefill prompts, with a line of progress for each."""
     return prefill(model, tokens, lambda index: run.say(f"prefilled prompt {index + 1} of {len(tokens)}"))

@@ -19,15 +19,14 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined, which take tensors of the CPU then
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import LlamaConfig
 
 from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
+from benchmarks.random_inputs import BothCaches
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.triton import launch
 from hf_longspec.bench.report import summarize
-from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.target import TargetView
 
 PREFIX, ROOM = 64, 512
 SHAPE = {
@@ -58,20 +57,13 @@ class NoKernel:
         self.launches += 1
 
 
-class HostCase:
-    """A model after a prefix, in a cache of this package and in one of transformers."""
+class HostCase(BothCaches):
+    """A model after a prefix."""
 
     def __init__(self, shape: dict[str, int]):
-        config = LlamaConfig(**shape)
-        self.layers = config.num_hidden_layers
-        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-        self.target, self.cache = TargetView(self.model), SpeculativeCache(config, 1, PREFIX + ROOM)
-        self.stock = DynamicCache(config=config)
-        prompt = torch.randint(config.vocab_size, (1, PREFIX))
-        for cache in (self.cache, self.stock):
-            self.model(input_ids=prompt, **{CACHE_NAME: cache}, use_cache=True)
+        super().__init__(LlamaConfig(**shape), PREFIX, PREFIX + ROOM)
+        self.layers = len(self.stock.layers)
         self.stored = [(layer.keys, layer.values) for layer in self.stock.layers]
-        self.token = prompt[:, :1]
 
     def steps(self) -> float:
         """Return the seconds of a verification of the root, which is a plain step of our loop, after another one."""
@@ -79,8 +71,7 @@ class HostCase:
             return [self._step() for _ in range(STEPS)][-1]
 
     def forwards(self) -> float:
-        """Return the seconds of transformers' own step, after another one."""
-        return [self._forward() for _ in range(STEPS)][-1]
+        return [self.forward() for _ in range(STEPS)][-1]
 
     def _step(self) -> float:
         self.cache.set_lengths([PREFIX])
@@ -88,18 +79,14 @@ class HostCase:
         self.target.verify(DraftTree.root_only(self.token[0]), self.cache)
         return time.process_time() - started
 
-    def _forward(self) -> float:
+    def forward(self) -> float:
         for layer, stored in zip(self.stock.layers, self.stored, strict=True):
             layer.keys, layer.values = stored
-        started = time.process_time()
-        position = torch.tensor([[self.stock.get_seq_length()]])
-        self.model(input_ids=self.token, position_ids=position, **{CACHE_NAME: self.stock})
-        return time.process_time() - started
+        return super().forward()
 
 
 @torch.no_grad()
 def measure(results: Run, shape: dict[str, int], repeats: int) -> None:
-    """Measure steps of both in turns."""
     kernels = {name: NoKernel() for name in KERNELS}
     with mock.patch.multiple(launch, **kernels), mock.patch.dict(registry._priorities, {BACKEND: 20}):
         registry.select.cache_clear()

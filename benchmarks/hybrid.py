@@ -12,16 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig
 
 from benchmarks import read_yaml
 from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
-from benchmarks.random_inputs import random_tree
+from benchmarks.random_inputs import BothCaches, random_tree
 from hf_longspec.bench.report import summarize
 from hf_longspec.bench.results import Record
-from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.target import TargetView
 
 CONTEXT, CHAIN, TREE = 4096, 5, 16
 ACCEPTED = 3  # nodes of the chain that a commit keeps
@@ -30,30 +28,18 @@ SUITE = read_yaml("suites/hybrid.yaml")
 SHAPE = SUITE["shape"]
 
 
-class HybridCase:
-    """A random model after a prefix, in a cache of this package and in one of transformers.
-
-    Args:
-        room (`int`): Tokens that can be committed.
-    """
+class HybridCase(BothCaches):
+    """A random model after a prefix of `context` tokens, to which `room` more can be committed."""
 
     def __init__(self, kind: str, settings: Mapping[str, Any], context: int, room: int):
         config = AutoConfig.for_model(kind, **settings)
-        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-        self.target, self.context = TargetView(self.model), context
-        self.cache = SpeculativeCache(config, 1, context + room, tree_slots=TREE)
-        self.stock = DynamicCache(config=config)
-        prompt = torch.randint(config.vocab_size, (1, min(PROMPT, context)))
-        for cache in (self.cache, self.stock):
-            self.model(input_ids=prompt, **{CACHE_NAME: cache}, use_cache=True)
+        super().__init__(config, min(PROMPT, context), context + room, tree_slots=TREE)
+        prompt = self.prompt
         for layer, stock in zip(self.cache.layers, self.stock.layers, strict=True):
             if layer in self.cache.key_layers:
-                layer.keys[:, :, :context], layer.values[:, :, :context] = torch.randn(
-                    2, *layer.keys[:, :, :context].shape
-                )
-                stock.keys, stock.values = layer.keys[:, :, :context].clone(), layer.values[:, :, :context].clone()
+                for part in ("keys", "values"):
+                    setattr(stock, part, getattr(layer, part)[:, :, :context].normal_().clone())
         self.cache.set_lengths([context])
-        self.token = prompt[:, :1]
         chain, tree = DraftTree.chain(prompt[:, :CHAIN]), random_tree(TREE, config.vocab_size)
         deepest = tree.mask[0, tree.depths[0].argmax()].nonzero().T
         self.trees = {"plain": (DraftTree.root_only(prompt[0, :1]), None, 1), "chain": (chain, None, ACCEPTED)}
@@ -70,32 +56,19 @@ class HybridCase:
             ended = time.process_time()
         return ended - started, ended - verified
 
-    def forward(self) -> float:
-        """Return the seconds of transformers' own step, without what `generate` does between steps."""
-        started = time.process_time()
-        position = torch.tensor([[self.stock.get_seq_length()]])
-        self.model(input_ids=self.token, position_ids=position, **{CACHE_NAME: self.stock}, use_cache=True)
-        return time.process_time() - started
-
     def functions(self) -> dict[str, Callable[[], float]]:
-        """Return what is timed, by name."""
-        parts: dict[str, Callable[[], float]] = {
-            name: lambda name=name: self.iteration(name)[0]
-            for name in self.trees  # type: ignore[misc]
-        }
+        parts: Any = {name: lambda name=name: self.iteration(name)[0] for name in self.trees}
         return parts | {"commit": lambda: self.iteration("chain")[1], "stock": self.forward}
 
 
 @torch.no_grad()
 def measure(results: Run, models: Mapping[str, dict[str, Any]], context: int, repeats: int) -> None:
-    """Measure one model after another."""
     for kind, settings in models.items():
         results.say(kind)
         results.measure("hybrid", {"type": kind}, partial(timed, kind, context, repeats, **settings), alike=())
 
 
 def timed(kind: str, context: int, repeats: int, recurrence: str, **settings: Any) -> Record:
-    """The times of one model in plain steps."""
     case = HybridCase(kind, SHAPE | settings, context, (repeats + 1) * (TREE + 3 * CHAIN))
     functions = case.functions()
     for function in functions.values():  # the first call of each makes what later ones reuse

@@ -42,7 +42,6 @@ class LongRow:
     decoding: Decoding
 
     def how(self) -> dict[str, Any]:
-        """The way in which tokens are chosen, as the records name it."""
         mode = "greedy" if self.decoding.greedy else "sample"
         return {"mode": mode, "penalised": self.decoding.penalty is not None}
 
@@ -58,13 +57,11 @@ class Marks:
     stats: dict[int, SpeculationStats] = field(default_factory=dict, init=False)
 
     def __call__(self, tokens: int) -> None:
-        """Check whether `tokens` tokens reach the next mark."""
         mark = next((mark for mark in self.marks if mark not in self.times), tokens + 1)
         if tokens >= mark:
             self.times[mark], self.stats[mark] = self.now(), replace(self.counts())
 
     def speed(self, first: int, last: int) -> float:
-        """Tokens per second from one mark to another."""
         return significant((last - first) / (self.times[last] - self.times[first]))
 
 
@@ -77,7 +74,6 @@ class LongBenchmark:
     marks: Sequence[int]  # numbers of generated tokens at which to measure
 
     def measure(self, row: LongRow, baselines: Mapping[str, Any], tokens: int, results: Run) -> None:
-        """One row, and some tokens of each baseline at its marks."""
         for method in (row.draft, *baselines.values()):
             if not isinstance(method, HfMethod) and method.setting("compile") == "compile":
                 self._call(method, row, self.prompt, WARM_UP, self._cache(method, row))

@@ -113,7 +113,6 @@ class MemoryBenchmark:
         return record | {"python_bytes": peak.python_bytes, "kv_bytes": self.kv_bytes(context)}
 
     def kv_bytes(self, context: int) -> int:
-        """Keys and values of one row."""
         return cache_bytes(self.shape, 1, context, self.model.dtype)
 
     def ours(self, draft: Any, context: int, stored: int, options: Mapping[str, Any]) -> Peak:
@@ -151,7 +150,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_drafts(model: LlamaForCausalLM, budget: int = BUDGET) -> dict[str, Any]:
-    """Every kind of draft with its default settings."""
     heads = hf_longspec.TokenSwiftDraftModel.from_target(model)
     heads.generation_config.update(self_draft="partial_kv", partial_kv_budget=budget)
     return {

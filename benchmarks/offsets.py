@@ -28,10 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
         for offset in OFFSETS:
             for anchors in (ANCHORS, 0) if offset else (ANCHORS,):
                 loss = losses(model, tokens, offset, anchors)
-                record = {
-                    "loss": mean_interval(loss.tolist()),
-                    "difference": mean_interval((loss - base).tolist()),
-                }
+                record = {"loss": mean_interval(loss.tolist()), "difference": mean_interval((loss - base).tolist())}
                 results.write("offsets", offset=offset, anchors=anchors, **record)
 
 

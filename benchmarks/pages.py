@@ -57,7 +57,6 @@ class Page:
     environment: Callable[[Sequence[Record]], str] = environment_line
 
     def report(self, records: Sequence[Record]) -> str:
-        """The report, with its target, its environment and what was left out."""
         head = [f"# {self.report_title or self.title}", self.environment(records), with_defaults(self.note, records)]
         if target := of_kind(records, "environment")[0].get("settings", {}).get("target"):
             head.insert(1, f"Target: {target}.")
@@ -91,8 +90,6 @@ def _mib(key: str) -> Callable[[Record], str]:
 
 
 def memory_headline(records: Sequence[Record]) -> str:
-    """One row per method of either part, one column per context."""
-
     def share(row: Record) -> str:
         return f"{_mib('extra_bytes')(row)} MiB, {row['extra_bytes'] / row['kv_bytes']:.2%}"
 
@@ -101,7 +98,6 @@ def memory_headline(records: Sequence[Record]) -> str:
 
 
 def memory_tables(records: Sequence[Record]) -> list[str]:
-    """Everything, with the bounds that earlier runs wrote."""
     columns: Columns = {
         "method": "method",
         "context": "context",
@@ -153,13 +149,8 @@ def _table_of(rows: Callable[[Sequence[Record]], Sequence[Record]], columns: Col
 
 # What the pages of pages.yaml compute; by default a headline with one row per record.
 COMPUTED: dict[str, dict[str, Any]] = {
-    "figure": {
-        "headline": figure_report.summary,
-        "parts": figure_report.tables,
-        "about": figure_report.part,
-    },
+    "figure": {"headline": figure_report.summary, "parts": figure_report.tables, "about": figure_report.part},
     "gpu": {
-        "note": gpu_report.NOTE,
         "headline": gpu_report.gpu_report,
         "about": gpu_report.part,
         "last": gpu_report.goals,

@@ -5,6 +5,7 @@ random: zeros draw less power and run faster.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_longspec.attention_backends.contexts import TreeContext
@@ -21,6 +22,7 @@ from hf_longspec.attention_backends.registry import AttentionBackend, AttentionS
 from hf_longspec.bench.calls import endless
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.target import TargetView
 from tests.attention_backends.reference import prefix_attention, tree_attention
 
 # Keys of the nodes are this much longer than those of the prefix. Their share of the attention is then large, and a
@@ -45,7 +47,6 @@ class Shape:
     vocab: int = 256
 
     def config(self, max_length: int) -> LlamaConfig:
-        """As a Llama configuration."""
         sizes = {"vocab_size": self.vocab, "hidden_size": self.hidden, "intermediate_size": self.intermediate}
         sizes |= {"num_hidden_layers": self.layers, "num_attention_heads": self.heads, "head_dim": self.head_dim}
         sizes |= {"num_key_value_heads": self.kv_heads, "max_position_embeddings": max_length}
@@ -66,7 +67,6 @@ def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
 
 
 def cache_bytes(shape: Shape, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Memory of the keys and values of a model."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * batch * length * dtype.itemsize
 
 
@@ -129,7 +129,6 @@ class DeviceAttention:
         return layer[0][:, :, : self.end], layer[1][:, :, : self.end]
 
     def context(self, capture: Any = None) -> TreeContext:
-        """The context of one forward for a backend."""
         lengths = SeqLens(self.lengths)
         positions = lengths.on(self.query.device)[:, None] + self.tree.depths
         return TreeContext(lengths, positions, self.tree.mask, capture)
@@ -139,13 +138,7 @@ class DeviceAttention:
         inputs = self.query, *self.written(layer)
         return context.attend(backend, index, *inputs, scaling=self.scaling, **self.features)
 
-    def attend_layers(self, backend: AttentionBackend, context: TreeContext) -> None:
-        """Run a backend on every layer, as in one forward."""
-        for index, layer in enumerate(self.layers):
-            self.attend(backend, layer, context, index)
-
     def state(self, backend: AttentionBackend, layer: Layer) -> AttentionState:
-        """A backend's output and log-sum-exp."""
         visible = _LogSumExp()
         out = self.attend(backend, layer, self.context(visible))
         return out, visible.lse
@@ -243,6 +236,31 @@ def dynamic_cache(cache: SpeculativeCache, length: int, copy: Cache | None = Non
     for index, layer in enumerate(cache.layers):
         copy.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
     return copy
+
+
+class BothCaches:
+    """A random model after a prompt, in a cache of this package and in one of transformers.
+
+    Args:
+        room (`int`): Tokens that the first cache can hold.
+        options: Further arguments of [`SpeculativeCache`].
+    """
+
+    def __init__(self, config: Any, prompt: int, room: int, **options: Any):
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        self.target, self.cache = TargetView(self.model), SpeculativeCache(config, 1, room, **options)
+        self.stock: Any = DynamicCache(config=config)
+        self.prompt = torch.randint(config.vocab_size, (1, prompt))
+        self.token = self.prompt[:, :1]
+        for cache in (self.cache, self.stock):
+            self.model(input_ids=self.prompt, **{CACHE_NAME: cache}, use_cache=True)
+
+    def forward(self) -> float:
+        """Seconds of processor time of transformers' own step, without what `generate` does between steps."""
+        started = time.process_time()
+        position = torch.tensor([[self.stock.get_seq_length()]])
+        self.model(input_ids=self.token, position_ids=position, **{CACHE_NAME: self.stock}, use_cache=True)
+        return time.process_time() - started
 
 
 class HfForward:

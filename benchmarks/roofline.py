@@ -70,13 +70,7 @@ class TargetShape:
         touched = 1 - (1 - self.experts_per_token / self.experts) ** tokens
         return self.read_weights + touched * self.expert_weights
 
-    def weights_per_token(self) -> float:
-        """Weights that one token is multiplied with."""
-        share = self.experts_per_token / self.experts if self.experts else 0.0
-        return self.read_weights + share * self.expert_weights
-
     def visible(self, context: int) -> int:
-        """Entries that a query sees, summed over the layers."""
         windows = self.windows or (None,) * self.layers
         return sum(context if window is None else min(window, context) for window in windows)
 
@@ -158,7 +152,6 @@ class Iteration:
 
     @property
     def iteration_ms(self) -> float:
-        """Time of drafting and verification together."""
         return self.draft_ms + self.verify_ms
 
     @property
@@ -200,13 +193,14 @@ class Roofline:
 
     @property
     def ar_ms(self) -> float:
-        """A step without a draft."""
         return self.verify_ms(1)
 
     def weights_ms(self, tokens: int) -> float:
         """All layers and the head on `tokens` tokens, attention apart."""
         read = self.shape.weights_read(tokens) * self.weight_bytes
-        return self._longer(read, FLOPS_PER_WEIGHT * self.shape.weights_per_token() * tokens)
+        share = self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0.0
+        multiplied = self.shape.read_weights + share * self.shape.expert_weights
+        return self._longer(read, FLOPS_PER_WEIGHT * multiplied * tokens)
 
     def attention_ms(self, queries: int, context: int | None = None) -> float:
         """Attention of all layers: `queries` per row over `context` entries, by default those of the cache."""
@@ -276,7 +270,6 @@ BRANCHING, BUDGET = [1, 3, 3, 3], 4096
 
 
 def tables(rooflines: list[Roofline], args: argparse.Namespace) -> str:
-    """A step and a verification at every place, then the drafters."""
     at = rooflines[0]
     facts = (
         f"Floors, computed and not measured: {at.shape.name} on {at.machine.name} ({at.machine.tb_per_second:g} TB/s, "
@@ -326,7 +319,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
-    """The GPU of `--gpu`, with measured rates in place of those of its data sheet."""
     if (args.tbs is None) != (args.tflops is None):
         raise ValueError("--tbs and --tflops belong together: pass both measured rates, or neither.")
     if args.tbs is None:

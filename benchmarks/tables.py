@@ -40,7 +40,6 @@ def section(records: Sequence[Record]) -> str:
 
 
 def report(records: Sequence[Record]) -> str:
-    """The whole report, also of `hf-longspec bench`."""
     is_matrix = of_kind(records, "environment", benchmark="bench")
     return matrix_report(records) if is_matrix else page_of(records).report(records)
 
@@ -71,7 +70,6 @@ def refreshed(path: Path, results: Path = RESULTS) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     parser.add_argument("pages", type=Path, nargs="*", default=pages, help="Markdown files (default: README and docs)")

@@ -100,7 +100,6 @@ class AttentionCase:
         return (time.perf_counter() - started) / len(outputs), outputs[0]
 
     def ours(self) -> tuple[float, torch.Tensor]:
-        """The same of our backend."""
         started = time.perf_counter()
         context = self.case.context()  # one per forward, as in a model
         layers = enumerate(self.case.layers)
@@ -148,12 +147,7 @@ class ForwardCase:
     def check(self) -> tuple[float, float, float, dict[str, float]]:
         """Relative difference of the logits, its budget, the seconds that both sides took, and nothing else."""
         (ours_seconds, ours), (hf_seconds, hf) = self.ours(), self.hf()
-        return (
-            relative_error(ours, hf.double()),
-            LOGIT_BUDGET[self.model.dtype],
-            ours_seconds + hf_seconds,
-            {},
-        )
+        return (relative_error(ours, hf.double()), LOGIT_BUDGET[self.model.dtype], ours_seconds + hf_seconds, {})
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -51,28 +51,18 @@ CHUNK_ROWS = 16
 
 @dataclass(frozen=True)
 class AuditReport:
-    """The result of [`audit`]. Positions are `(row, column)` of `sequences`, as they were passed.
+    """The result of [`audit`]. Positions are `(row, column)` of `sequences`, as they were passed."""
 
-    Args:
-        verdict (`str`): `"exact"` if every token is the argmax, `"near-tie"` if the others are within `eps` of it,
-            `"NOT lossless"` otherwise.
-        num_tokens (`int`): Tokens audited.
-        num_argmax (`int`): Tokens whose logit is the largest of their position; exact ties count.
-        first_divergence (`tuple[int, int]`, *optional*): Earliest token that is not the argmax.
-        first_failure (`tuple[int, int]`, *optional*): Earliest token further than `eps` below the argmax.
-        max_gap (`float`): Largest distance of an emitted token's logit below the largest logit.
-        eps (`float`): The allowed gap at the token whose gap came closest to it or exceeded it most.
-        margins (`torch.DoubleTensor` of shape `(num_tokens, 4)`): For each token, by position: row, position, how far
-            its logit lies above that of any other token (below: negative), and how far below was allowed.
-    """
-
+    # `"exact"` if every token is the argmax, `"near-tie"` if the others are within `eps` of it, else `"NOT lossless"`
     verdict: str
-    num_tokens: int
-    num_argmax: int
-    first_divergence: tuple[int, int] | None
-    first_failure: tuple[int, int] | None
-    max_gap: float
-    eps: float
+    num_tokens: int  # tokens audited
+    num_argmax: int  # tokens whose logit is the largest of their position; exact ties count
+    first_divergence: tuple[int, int] | None  # earliest token that is not the argmax
+    first_failure: tuple[int, int] | None  # earliest token further than `eps` below the argmax
+    max_gap: float  # largest distance of an emitted token's logit below the largest logit
+    eps: float  # the allowed gap at the token whose gap came closest to it or exceeded it most
+    # `(num_tokens, 4)`, for each token by position: row, position, how far its logit lies above that of any other token
+    # (below: negative), and how far below was allowed
     margins: torch.Tensor = field(compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -162,7 +152,6 @@ def _check(
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be audited."""
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder model, which is not supported.")
     if model.training:
@@ -172,7 +161,6 @@ def check_model(model: PreTrainedModel) -> None:
 def _rows(
     sequences: torch.Tensor, prompt_length: int, mask: torch.Tensor | None, pad: int | None, ends: set[int]
 ) -> list[_Row]:
-    """Cut every sequence out of its padding."""
     rows = []
     for number, tokens in enumerate(sequences.cpu()):
         keep = torch.ones(len(tokens), dtype=torch.bool)

@@ -141,7 +141,6 @@ class AutoDraft(DraftModel):
                 setattr(draft.generation_config, name, value)
 
     def _draft_of(self, model: PreTrainedModel, input_ids: torch.Tensor, config: Any, mask: Any) -> DraftModel:
-        """Return the chosen draft for a call."""
         if self.choice is None and input_ids.numel() and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             row = int(mask.sum(1).argmax())
             input_ids = input_ids[row : row + 1, mask[row, -input_ids.shape[1] :].bool()]
@@ -160,7 +159,6 @@ class AutoDraft(DraftModel):
 
     @property
     def last_speculation(self) -> SpeculationStats | None:
-        """Statistics of the last call."""
         return None if self.choice is None else self.chosen.last_speculation
 
     @last_speculation.setter
@@ -230,13 +228,13 @@ def draft_named_by(target: PreTrainedModel) -> Any:
 def load_named(name: Any, target: PreTrainedModel) -> tuple[str, DraftModel]:
     """Return the draft of a folder or Hub id: a saved one, a checkpoint of another project, or a small model.
 
-    The name that is returned with it is the folder, if there is one beside the target.
+    The name that is returned with it is the folder, if there is one in that of the target.
     """
     if not isinstance(name, str):
         raise ValueError("expected the name of a folder or a Hub id")
     place = target.config._name_or_path
-    beside = os.path.normpath(Path(place) / name)
-    name = beside if place and Path(beside).exists() else name
+    inner = os.path.normpath(Path(place) / name)
+    name = inner if place and Path(inner).exists() else name
     config = read_config(name)
     kind = config.get("model_type")
     draft: Any = DRAFTS[kind].model if kind in DRAFTS else reader_of(config)

@@ -66,10 +66,9 @@ class IncrementalDecoder:
         self._stream = None if self._backend is None else DecodeStream(skip_special_tokens=self.skip_special_tokens)
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self.tokenizer.decode(
+        return self.tokenizer.decode(
             tokens, skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
         )
-        return text
 
 
 class FileStreamer(BaseStreamer):

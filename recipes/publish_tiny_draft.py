@@ -147,7 +147,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_trained(source: Path, settings: dict[str, Any]) -> hf_longspec.DraftModel:
-    """Load a trained draft and set the settings for drafting."""
     if missing := [name for name in FILES if not any(source.rglob(name))]:
         raise SystemExit(f"{source} has no {', '.join(missing)}: train with recipes/train_tiny_draft.py first")
     if (size := sum(file.stat().st_size for file in source.rglob("*") if file.is_file())) >= MAX_BYTES:

@@ -164,7 +164,6 @@ def recall_table(sources: dict[str, Any]) -> str:
 
 
 def stage_table(history: list[dict[str, Any]]) -> str:
-    """Return a table of the last measurements of each stage."""
     cells = []
     for _, found in itertools.groupby(history, key=operator.itemgetter("stage")):
         stage = list(found)

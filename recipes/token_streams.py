@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def load_streams(*folders: Path) -> list[np.ndarray]:
-    """Load all streams of some folders, memory-mapped."""
     streams = []
     for folder in folders:
         if not (paths := sorted(folder.glob("*.npy"))):

@@ -21,14 +21,7 @@ from typing import Any
 
 import torch
 from token_streams import add_streams, cut_rows, folder_name, load_streams, streams_command
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Trainer,
-)
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 
 from hf_longspec import (
     AssistantDraftModel,

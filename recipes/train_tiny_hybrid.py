@@ -81,7 +81,6 @@ def hybrid_config() -> PreTrainedConfig:
 
 
 def with_labels(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Return a batch whose labels are its tokens."""
     tokens = torch.stack([row["input_ids"] for row in rows])
     return {"input_ids": tokens, "labels": tokens}
 

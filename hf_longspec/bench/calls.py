@@ -64,11 +64,9 @@ class Decoding:
 
     @property
     def greedy(self) -> bool:
-        """Whether no token is sampled."""
         return self.temperature == 0
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `generate`."""
         if self.greedy:
             return {"do_sample": False}
         chosen = {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -184,11 +182,9 @@ class Call:
 
     @property
     def tau(self) -> float:
-        """Tokens per verification."""
         return self.tokens / max(1, self.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurements for a result file, without the text."""
         values = {name: value for name, value in vars(self).items() if name not in ("text", "drafted")}
         return values | {"shares": {name: round(share, 4) for name, share in self.shares.items()}}
 
@@ -300,7 +296,7 @@ def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
 def accepted_depths(draft: Any) -> Iterator[list[int]]:
     """Count how deep every verification is accepted, also the last of a row, which is cut at the token limit."""
     histogram: list[int] = []
-    make, held = draft.drafter, vars(draft).get("drafter")
+    make, before = draft.drafter, vars(draft).get("drafter")
 
     def watched(binding: Any) -> Any:
         sequences = binding.rule.sequences
@@ -321,10 +317,10 @@ def accepted_depths(draft: Any) -> Iterator[list[int]]:
     try:
         yield histogram
     finally:
-        if held is None:
+        if before is None:
             del draft.drafter
         else:
-            draft.drafter = held
+            draft.drafter = before
 
 
 @dataclass(frozen=True, eq=False)

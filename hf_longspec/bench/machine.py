@@ -70,12 +70,12 @@ def without_folders(text: str) -> str:
     >>> without_folders("--data=/home/me/novels"), without_folders("org/model")
     ('--data=novels', 'org/model')
     """
-    return _ABSOLUTE.sub(lambda match: _shortened(match[0]), text)
 
+    def shortened(match: re.Match[str]) -> str:
+        relative = os.path.relpath(os.path.expanduser(match[0]))
+        return Path(match[0]).name if relative.startswith("..") else relative
 
-def _shortened(path: str) -> str:
-    relative = os.path.relpath(os.path.expanduser(path))
-    return Path(path).name if relative.startswith("..") else relative
+    return _ABSOLUTE.sub(shortened, text)
 
 
 def git_commit(folder: Path | None = None) -> str | None:
@@ -99,7 +99,6 @@ def native_bfloat16(device: torch.device | None = None) -> bool | None:
 
 
 def memory_gib() -> float | None:
-    """Memory of the machine."""
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
@@ -149,7 +148,6 @@ class PeakMemory:
             self.how = "high-water mark of the process's resident memory (VmHWM), interpreter included"
 
     def reset(self) -> None:
-        """Begin anew."""
         if self.on_cuda:
             for index in range(torch.cuda.device_count()):
                 torch.cuda.reset_peak_memory_stats(index)

@@ -51,7 +51,6 @@ class Matrix:
             self._audit(cell, turn, prompts, texts)
 
     def prompts_of(self, cell: Cell) -> list[list[Prompt]]:
-        """The prompts of every turn."""
         count = self.repeats * cell.batch
         if cell.context == OWN_LENGTH:
             limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**40

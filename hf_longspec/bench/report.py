@@ -84,7 +84,6 @@ def significant(value: float, digits: int = 4) -> float:
 
 
 def title_of(record: Mapping[str, Any]) -> str:
-    """The cell of a record in words."""
     how = ", ".join(f"{name} {value}" for name, value in record["decoding"].items()) or "greedy"
     length = f"{record['context']} tokens" if record["context"] else "prompts of their own length"
     return f"{length}, batch {record['batch']}, {record['dtype']}, {how}"
@@ -179,7 +178,6 @@ def _verdict(run: Any, cell: Mapping[str, Any], texts: Mapping[Any, Any], audit:
 
 
 def draft_of(row: Record) -> str:
-    """The draft of a row without its settings."""
     return str(row["method"]).partition(", ")[0]
 
 
@@ -335,7 +333,6 @@ def estimate(interval: dict[str, Any], form: str = ".2f", minus: float = 0.0) ->
 
 
 def matrix_report(records: Sequence[Record], brief: bool = False) -> str:
-    """Everything that was measured so far, as Markdown."""
     rows, environment = rows_of(records), of_kind(records, "environment")[0]
     settings = {
         key: value for key, value in environment["settings"].items() if key in ("target", "data", "tokens", "seed")

@@ -27,8 +27,8 @@ def replace_file(path: Path, content: str | bytes, through_links: bool = True) -
     place = path.resolve() if through_links else path
     place.parent.mkdir(parents=True, exist_ok=True)
     # a folder of its own: its name is new, and the file gets the usual permissions
-    with TemporaryDirectory(prefix=".hf-longspec-", dir=place.parent) as beside:
-        new = Path(beside) / "new"
+    with TemporaryDirectory(prefix=".hf-longspec-", dir=place.parent) as folder:
+        new = Path(folder) / "new"
         with new.open("wb") as file:
             file.write(content)
             file.flush()
@@ -105,7 +105,6 @@ def read_records(path: Path) -> list[Record]:
 
 
 def of_kind(records: Sequence[Record], kind: str, **values: Any) -> list[Record]:
-    """The records of one kind that have these values."""
     fields = {"kind": kind, **values}
     return [record for record in records if all(record.get(name) == value for name, value in fields.items())]
 

@@ -30,7 +30,6 @@ class Method:
     point: Point = ()  # settings of the draft that differ from its own
 
     def with_settings(self) -> Any:
-        """A context in which the draft has the settings of this point."""
         return changed(self.how, dict(self.point))
 
 
@@ -44,7 +43,6 @@ class Cell:
     decoding: Decoding = field(default_factory=Decoding)
 
     def key(self) -> dict[str, Any]:
-        """The values that all records of this cell have."""
         decoding = self.decoding.to_dict()
         return {"dtype": self.dtype, "context": self.context, "batch": self.batch, "decoding": decoding}
 
@@ -97,7 +95,6 @@ class Runner:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return self._now() - self._started
 
     @property

@@ -4,6 +4,7 @@ The work of a command is the function `run` of the module with its name. That mo
 it is imported when the options have been checked: `--help`, `--version`, wrong options and wrong prompts do without.
 """
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,7 +18,7 @@ try:
     import typer
 
     from . import checks, options
-    from .options import INPUT_ERROR, INTERRUPTED, number, output
+    from .options import INPUT_ERROR, INTERRUPTED, flag, number, output, text
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("typer", "rich"):
@@ -54,6 +55,10 @@ def command(check: Callable[[SimpleNamespace], None] | None = None) -> Callable[
                 status = import_module(f"{__package__}.{name}").run(args)
             raise typer.Exit(status or 0)
 
+        parameters = inspect.signature(signature).parameters.values()
+        debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=options.Debug)
+        run.__annotations__["debug"] = options.Debug  # every command has it
+        run.__signature__ = inspect.Signature([*parameters, debug])  # type: ignore[attr-defined]
         app.command()(run)
         return run
 
@@ -76,7 +81,7 @@ def generate(
         float, number(0, "Values above 1 penalise tokens of the text.", float, above=True)
     ] = 1.0,
     samples: Annotated[int, number(1, "Texts to sample, as one batch.", most=options.MOST_ROWS)] = 1,
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to the text.")] = False,
+    chat: Annotated[bool, flag("--chat", "Apply the chat template to the text.")] = False,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
@@ -84,15 +89,14 @@ def generate(
     data: Annotated[
         str | None, options.named("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Key or column of the prompts in --data. Default: prompt.")] = None,
+    column: Annotated[str | None, text("Key or column of the prompts in --data. Default: prompt.")] = None,
     output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
     batch: Annotated[int, number(1, "Rows of --data per batch.", most=options.MOST_ROWS)] = 8,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the --output of an interrupted run.")] = False,
-    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the drafted tokens.")] = False,
+    resume: Annotated[bool, flag("--resume", "Continue the --output of an interrupted run.")] = False,
+    show_drafts: Annotated[bool, flag("--show-drafts", "Colour the drafted tokens.")] = False,
     html: Annotated[Path | None, output("Write an HTML page with the drafted tokens marked.")] = None,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Continue a text with a draft, streaming the output.
 
@@ -135,7 +139,6 @@ def audit(
     device: options.Device = None,
     seed: options.Seed = 0,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Check that decoding with a draft is lossless.
 
@@ -166,22 +169,19 @@ def tune(
     results: Annotated[Path, output("File for results until the command is done.", suffix=".jsonl")] = Path(
         "tune.jsonl"
     ),
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted measurement.")] = False,
+    resume: Annotated[bool, flag("--resume", "Continue an interrupted measurement.")] = False,
     overwrite: options.Overwrite = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, but do not change the draft.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Measure, but do not change the draft.")] = False,
     context: Annotated[int, number(32, "Tokens per prompt.")] = 4096,
     prompts: Annotated[int, number(1, "Number of prompts, spread over the text.")] = 2,
     batch: Annotated[int, number(1, "Prompts per batch.", most=options.MOST_ROWS)] = 1,
     max_new_tokens: Annotated[int, number(4, "Tokens per prompt and run.")] = 64,
     repeats: Annotated[int, number(1, "Runs per candidate; the median counts.")] = 3,
-    sample: Annotated[
-        bool, typer.Option("--sample", help="Sample at temperature 1 instead of greedy decoding.")
-    ] = False,
+    sample: Annotated[bool, flag("--sample", "Sample at temperature 1 instead of greedy decoding.")] = False,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Find the fastest settings of a draft for your text and machine, and save them in the draft.
 
@@ -206,7 +206,7 @@ def tune(
 def serve(
     target: options.Target,
     draft: options.Draft = "ngram",
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1",
+    host: Annotated[str, text("Address to listen on; 0.0.0.0 for all networks.")] = "127.0.0.1",
     port: Annotated[int, number(1, "Port to listen on.", most=65535)] = 8000,
     max_tokens: Annotated[int, number(1, "New tokens that one request may ask for.")] = 8192,
     max_body: Annotated[int, number(1, "Size of a request in MiB.")] = 4,
@@ -214,7 +214,6 @@ def serve(
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
-    debug: options.Debug = False,
 ) -> None:
     """Serve a model with a draft over the API of OpenAI: chat, completions, streaming, tools.
 
@@ -232,7 +231,7 @@ def serve(
 
 
 @command()
-def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
+def env(as_json: options.Json = False) -> None:
     """Describe this installation for a bug report.
 
     Prints versions, processor and GPU, threads, the commit of a checkout, and the attention backends with the reasons
@@ -260,25 +259,24 @@ def bench(
             "Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin, the default. Repeatable."
         ),
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Key or column of the texts in --data. Default: text.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template of the target to each text.")] = False,
+    column: Annotated[str | None, text("Key or column of the texts in --data. Default: text.")] = None,
+    chat: Annotated[bool, flag("--chat", "Apply the chat template of the target to each text.")] = False,
     preset: Annotated[
         options.Preset | None,
-        typer.Option(
-            help="all: every training-free draft and those of --draft, at 1k to 16k tokens where positions and texts "
+        text(
+            "all: every training-free draft and those of --draft, at 1k to 16k tokens where positions and texts "
             "allow it, greedy and at temperature 1."
         ),
     ] = None,
     context: Annotated[
-        str | None,
-        typer.Option(help="Prompt lengths in tokens, such as 2k,8k; own: whole documents. Default: 2k."),
+        str | None, text("Prompt lengths in tokens, such as 2k,8k; own: whole documents. Default: 2k.")
     ] = None,
-    batch: Annotated[str, typer.Option(help="Batch sizes, such as 1,4.")] = "1",
-    dtype: Annotated[str, typer.Option(help="auto, or one or more of float32,bfloat16,float16.")] = "auto",
+    batch: Annotated[str, text("Batch sizes, such as 1,4.")] = "1",
+    dtype: Annotated[str, text("auto, or one or more of float32,bfloat16,float16.")] = "auto",
     assistant: Annotated[str | None, options.named("Small model for transformers' assisted generation.")] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="key=v1,v2: values of a draft setting, temperature, penalty, window or context. Repeatable."),
+        text("key=v1,v2: values of a draft setting, temperature, penalty, window or context. Repeatable."),
     ] = None,
     max_new_tokens: Annotated[int, number(2, "Tokens per row and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
@@ -287,11 +285,10 @@ def bench(
     output: Annotated[Path, output("Result file; the table and plots are written next to it.", suffix=".jsonl")] = Path(
         "bench.jsonl"
     ),
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the result file.")] = False,
+    resume: Annotated[bool, flag("--resume", "Continue the result file.")] = False,
     overwrite: options.Overwrite = False,
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw plots as PNG files.")] = True,
+    plots: Annotated[bool, flag("--plots/--no-plots", "Draw plots as PNG files.")] = True,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Benchmark drafts against plain generate, the loop without a draft, and prompt lookup.
 
@@ -315,18 +312,15 @@ def demo(
         str | None, options.named("Hub id or folder of the model. Default: the tiny target of the repository.")
     ] = None,
     draft: Annotated[str | None, options.named("Hub id or folder of a draft. Default: every kind.")] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="Text to continue. Default: a module of the standard library.")
-    ] = None,
+    file: Annotated[Path | None, text("Text to continue. Default: a module of the standard library.")] = None,
     context: Annotated[
         int | None, number(1, f"Maximum tokens of the prompt. Default: {options.DEMO_CONTEXT}, or what fits.")
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="Read all of the text that fits, even if that takes more than a minute.")
+        bool, flag("--whole", "Read all of the text that fits, even if that takes more than a minute.")
     ] = False,
     max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
     dtype: options.Dtype = options.DtypeName.float32,
-    debug: options.Debug = False,
 ) -> None:
     """Compare decoding with and without drafts on one long document.
 
@@ -345,28 +339,24 @@ def demo(
 
 @command(checks.train)
 def train(
-    config: Annotated[Path, typer.Option(help="YAML recipe, such as recipes/longspec_pretrain.yaml.")],
+    config: Annotated[Path, text("YAML recipe, such as recipes/longspec_pretrain.yaml.")],
     data: Annotated[
         list[str] | None,
         options.named(
             "Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's.", typer.Argument
         ),
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Key or column of the texts. Default: text.")] = None,
+    column: Annotated[str | None, text("Key or column of the texts. Default: text.")] = None,
     target: Annotated[str | None, options.named("Hub id or folder of the target.")] = None,
     draft: Annotated[str | None, options.named("Hub id or folder of a draft to continue.")] = None,
     output_dir: Annotated[
-        Path | None,
-        output("Folder for checkpoints and the draft.", options.require_writable_folder),
+        Path | None, output("Folder for checkpoints and the draft.", options.require_writable_folder)
     ] = None,
     max_steps: Annotated[int | None, number(1, "Optimizer steps.")] = None,
     learning_rate: Annotated[float | None, number(0, "Peak learning rate.", float, above=True)] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", help="Any other key of the recipe, such as training.seed=1.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last complete checkpoint.")] = False,
+    setting: Annotated[list[str] | None, flag("--set", "Any other key of the recipe, such as training.seed=1.")] = None,
+    resume: Annotated[bool, flag("--resume", "Continue from the last complete checkpoint.")] = False,
     overwrite: options.Overwrite = False,
-    debug: options.Debug = False,
 ) -> None:
     """Train a draft from a recipe.
 
@@ -389,7 +379,6 @@ def convert(
     output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
     target: Annotated[str | None, options.named("Hub id, folder or config.json of its target.")] = None,
     overwrite: options.Overwrite = False,
-    debug: options.Debug = False,
 ) -> None:
     """Convert a checkpoint of EAGLE-3, DFlash, Gemma 4, LongSpec or TokenSwift.
 
@@ -409,23 +398,21 @@ def convert(
 @command()
 def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
-    repo: Annotated[str | None, typer.Option(help="Repository to upload to, owner/name.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write to a folder instead of uploading.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Folder of a dry run. Default: DIR-hub.")] = None,
+    repo: Annotated[str | None, text("Repository to upload to, owner/name.")] = None,
+    dry_run: Annotated[bool, flag("--dry-run", "Write to a folder instead of uploading.")] = False,
+    output: Annotated[Path | None, text("Folder of a dry run. Default: DIR-hub.")] = None,
     overwrite: options.Overwrite = False,
-    results: Annotated[Path | None, typer.Option(help="Result file of benchmarks/acceptance.py for the draft.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the draft in --results. Default: that of DIR.")] = None,
-    base_model: Annotated[str | None, typer.Option(help="Hub id of the target.")] = None,
-    license: Annotated[str | None, typer.Option(help="License of the weights, such as apache-2.0.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    results: Annotated[Path | None, text("Result file of benchmarks/acceptance.py for the draft.")] = None,
+    name: Annotated[str | None, text("Name of the draft in --results. Default: that of DIR.")] = None,
+    base_model: Annotated[str | None, text("Hub id of the target.")] = None,
+    license: Annotated[str | None, text("License of the weights, such as apache-2.0.")] = None,
+    private: Annotated[bool, flag("--private", "Make a new repository private.")] = False,
     engine: Annotated[
-        str | None,
-        typer.Option(help="Repository for the code, owner/name. Default: one for all drafts of --repo's owner."),
+        str | None, text("Repository for the code, owner/name. Default: one for all drafts of --repo's owner.")
     ] = None,
     self_contained: Annotated[
-        bool, typer.Option("--self-contained", help="Put the code into the draft's repository, as without --repo.")
+        bool, flag("--self-contained", "Put the code into the draft's repository, as without --repo.")
     ] = False,
-    debug: options.Debug = False,
 ) -> None:
     """Publish a draft on the Hub with its code and a model card.
 
@@ -450,9 +437,7 @@ def _print_version(is_set: bool) -> None:
 
 @app.callback()
 def hf_longspec(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
-    ] = False,
+    version: Annotated[bool, flag("--version", "Show the version.", is_eager=True, callback=_print_version)] = False,
 ) -> None:
     """Lossless speculative decoding at long context."""
 

@@ -44,7 +44,6 @@ PACKAGES = ("pandas", "scipy")
 
 
 def run(args: SimpleNamespace) -> int:
-    """Measure and show; returns the exit status."""
     written = [args.output, args.output.with_suffix(".md"), *plots_beside(args.output)]
     claim(written, args.data or [], overwrite=args.overwrite, resume=args.resume)
     if args.resume:
@@ -180,7 +179,6 @@ def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: 
 
 
 def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
-    """Drafts under their names in the results."""
     short = [name_of(name) for name in names]
     if options.AUTO in names:
         raise CommandError(f"--draft {options.AUTO} chooses a draft, and here drafts are compared. Name them.")
@@ -199,7 +197,6 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
 
 
 def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
-    """A model for transformers' assisted generation."""
     with models.loading(name, "assistant"):
         assistant = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).eval().to(model.device)
         sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (assistant, model)]
@@ -234,7 +231,6 @@ def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
 
 
 def dtypes(text: str) -> list[str]:
-    """The types of `--dtype`."""
     if text == "auto":
         return [str(models.dtype_of(text, models.default_device())).removeprefix("torch.")]
     names = list(dict.fromkeys(part.strip() for part in text.split(",")))
@@ -256,7 +252,6 @@ def _write_floor(file: Runner, model: PreTrainedModel, cell: Cell) -> None:
 
 
 def show(file: Runner, plots: bool, as_json: bool) -> None:
-    """Print the table or the JSON object, and draw the plots."""
     records = file.records
     paths = [file.path, file.path.with_suffix(".md")]
     if plots:

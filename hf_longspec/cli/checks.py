@@ -59,12 +59,10 @@ def tune(args: SimpleNamespace) -> None:
 
 
 def bench(args: SimpleNamespace) -> None:
-    """Check `hf-longspec bench`."""
     options.require_sources("--data: ", args.data or [])
 
 
 def train(args: SimpleNamespace) -> None:
-    """Check `hf-longspec train`."""
     options.require_sources("", args.data or [])
 
 

@@ -8,7 +8,6 @@ from .outputs import claim
 
 
 def run(args: SimpleNamespace) -> None:
-    """Convert and save."""
     claim([args.output], [args.source, args.target], overwrite=args.overwrite)
     print(f"Reading {args.source}.", file=sys.stderr)
     draft = convert(args.source, args.target)

@@ -88,7 +88,6 @@ def run(args: SimpleNamespace) -> bool:
 
 
 def read_document() -> tuple[str, str]:
-    """Name and text of a module of the standard library."""
     modules = read_source(BUILTIN)
     if not modules:  # a distribution may leave sources out
         raise CommandError("this Python has no sources of its library. Pass a text with --file.")

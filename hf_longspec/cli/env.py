@@ -30,7 +30,6 @@ MACHINE = ("python", "torch", "cpu", "cores", "usable_cores", "threads", "simd",
 
 
 def run(args: SimpleNamespace) -> None:
-    """Print the report."""
     facts, in_checkout = environment(), (Path(__file__).resolve().parents[2] / ".git").exists()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count() * torch.cuda.is_available())]
     report = {

@@ -32,7 +32,6 @@ TAIL_CHARACTERS = 300  # of the prompt, shown on a page
 
 
 def run(args: SimpleNamespace) -> int:
-    """Continue a text and show it; returns the exit status."""
     how: dict[str, Any] = {"do_sample": bool(args.temperature), "repetition_penalty": args.repetition_penalty}
     if args.temperature:
         how |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
@@ -51,7 +50,7 @@ def run(args: SimpleNamespace) -> int:
             with Console(stderr=True).status("Trying drafts"):
                 loaded.draft.choose(loaded.model, ids, **how)
         set_seed(seed)
-        steps: list[StepText] | None = [] if args.show_drafts or args.html is not None else None
+        steps: list[VerifiedText] | None = [] if args.show_drafts or args.html is not None else None
         rows, stats = decode(loaded, ids, steps, args, max_new_tokens=args.max_new_tokens, **how)
         texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
         if args.as_json:
@@ -83,7 +82,7 @@ def run(args: SimpleNamespace) -> int:
 
 
 @dataclass(frozen=True)
-class StepText:
+class VerifiedText:
     """The text that one verification emitted.
 
     A character that several tokens spell together belongs to the last of them, special tokens have no text.
@@ -101,7 +100,7 @@ class DraftedTextStreamer(BaseStreamer):
     The loop streams the tokens of a step before it has recorded it, so a step is reported when the next one begins.
     """
 
-    def __init__(self, tokenizer: Any, stats: Callable[[], SpeculationStats], report: Callable[[StepText], None]):
+    def __init__(self, tokenizer: Any, stats: Callable[[], SpeculationStats], report: Callable[[VerifiedText], None]):
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
         self._stats = stats
         self._report = report
@@ -119,10 +118,10 @@ class DraftedTextStreamer(BaseStreamer):
     def end(self) -> None:
         self._report_recorded()
         for token in self._waiting:
-            self._report(StepText("", self._decoder.feed(token), 0, 0))
+            self._report(VerifiedText("", self._decoder.feed(token), 0, 0))
         self._waiting = []
         if rest := self._decoder.end():
-            self._report(StepText("", rest, 0, 0))
+            self._report(VerifiedText("", rest, 0, 0))
 
     def _report_recorded(self) -> None:
         """Report the steps whose tokens have arrived and that are recorded; step 0 is the prompt's token."""
@@ -136,7 +135,7 @@ class DraftedTextStreamer(BaseStreamer):
             pieces = [self._decoder.feed(token) for token in self._waiting[:count]]
             del self._waiting[:count]
             self._reported += 1
-            self._report(StepText("".join(pieces[:-1]), pieces[-1], count - 1, proposed))
+            self._report(VerifiedText("".join(pieces[:-1]), pieces[-1], count - 1, proposed))
 
 
 class TextsStreamer(BaseStreamer):
@@ -185,7 +184,7 @@ class TextsStreamer(BaseStreamer):
             self._file.flush()
 
 
-def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[str, str]) -> str:
+def html_page(title: str, prompt: str, steps: Sequence[VerifiedText], facts: dict[str, str]) -> str:
     """The text as a page that needs no other file."""
     verified = [(step.num_drafted, step.num_accepted) for step in steps if step.num_drafted]
     size = -(-len(verified) // MAX_BARS)
@@ -198,7 +197,7 @@ def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[st
 
 
 def decode(
-    loaded: LoadedModels, ids: torch.Tensor, steps: list[StepText] | None, args: SimpleNamespace, **how: Any
+    loaded: LoadedModels, ids: torch.Tensor, steps: list[VerifiedText] | None, args: SimpleNamespace, **how: Any
 ) -> tuple[list[list[int]], SpeculationStats]:
     """Generate, with a bar while the prompt is read, and until the end unless the text itself shows the progress."""
     quiet = args.as_json  # nothing goes to standard output meanwhile
@@ -206,7 +205,7 @@ def decode(
     draft, tokenizer = loaded.draft, loaded.tokenizer
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
 
-    def report(step: StepText) -> None:
+    def report(step: VerifiedText) -> None:
         assert steps is not None
         steps.append(step)
         if not quiet and args.show_drafts and console.is_terminal:
@@ -242,7 +241,7 @@ def decode(
     return sequences[:, ids.shape[1] :].tolist(), draft.last_speculation
 
 
-def page_of(loaded: LoadedModels, text: str, steps: Sequence[StepText], stats: SpeculationStats) -> str:
+def page_of(loaded: LoadedModels, text: str, steps: Sequence[VerifiedText], stats: SpeculationStats) -> str:
     """The text as an HTML page, with the statistics."""
     # for a folder its last part, because other people may read the page
     names = (loaded.target, loaded.draft_name)

@@ -31,14 +31,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 from rich.text import Text
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, logging
 
@@ -139,7 +132,6 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(target: str) -> Any:
-    """The tokenizer of `target`."""
     with loading(target, "tokenizer of", from_hub=True):
         try:
             return AutoTokenizer.from_pretrained(target)
@@ -155,7 +147,6 @@ def load_tokenizer(target: str) -> Any:
 
 
 def max_positions(target: str) -> int:
-    """Tokens that `target` has positions for; practically unlimited if its configuration names no limit."""
     with loading(target, "configuration of", from_hub=True):
         return positions_of(AutoConfig.from_pretrained(target))
 
@@ -243,7 +234,6 @@ def say(text: str, stderr: bool = False) -> None:
 
 
 def describe_device(device: torch.device) -> str:
-    """Name of the device and what matters for speed."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -263,11 +253,9 @@ class LoadedModels:
 
     @property
     def dtype(self) -> str:
-        """Name of the target's type."""
         return str(self.model.dtype).removeprefix("torch.")
 
     def record(self) -> dict[str, str]:
-        """Return the names of target and draft, dtype and device, for JSON."""
         device = str(self.model.device)
         return {"target": self.target, "draft": self.draft_name, "dtype": self.dtype, "device": device}
 
@@ -347,12 +335,10 @@ class Progress:
         self.next(text, total, tokens)
 
     def say(self, text: str) -> None:
-        """Show a description of the present task."""
         self._text = text
         self._bar.update(self._task, description=escape(text))
 
     def step(self, count: float = 1) -> None:
-        """Advance by so many steps."""
         self._bar.advance(self._task, count)
 
     def next(self, text: str, total: int, tokens: bool = False) -> None:
@@ -401,7 +387,6 @@ class SpeedColumn(ProgressColumn):
 
     @staticmethod
     def text(task: Task) -> str:
-        """The mean speed of a task so far."""
         speed = task.completed / task.elapsed if task.fields["tokens"] and task.elapsed else 0
         return f"{speed:,.{1 if speed < 100 else 0}f} tokens/s" if speed else ""
 

@@ -66,6 +66,16 @@ def number(
     return typer.Option(help=help, parser=parse, metavar=f"<{kind.__name__} {bounds}>")
 
 
+def text(help: str, **how: Any) -> Any:
+    """An option with the name of its parameter."""
+    return typer.Option(help=help, **how)
+
+
+def flag(name: str, help: str, **how: Any) -> Any:
+    """An option of this name, such as one without a value."""
+    return typer.Option(name, help=help, **how)
+
+
 def require_writable_file(file: Path, suffix: str = "") -> None:
     """Refuse a file that could not be written. Missing folders on its path are made with it."""
     if not file.name.endswith(suffix):
@@ -106,12 +116,6 @@ def output(help: str, check: Callable[..., None] = require_writable_file, **how:
     return typer.Option(help=help, callback=checked)
 
 
-def _require_name(name: str) -> None:
-    """Refuse an empty name, which `Path` takes for the current folder."""
-    if not name.strip():
-        raise typer.BadParameter("the name is empty. Pass a Hub id, a file or a folder.")
-
-
 def require_sources(option: str, names: Iterable[str]) -> None:
     """Refuse names of missing files, which have a suffix or lie in a folder, before the Hub is asked for them."""
     remedy = "Check the path; datasets of the Hub are named owner/name."
@@ -130,7 +134,8 @@ def named(help: str, make: Callable[..., Any] = typer.Option, **how: Any) -> Any
 
     def checked(value: Any) -> Any:
         for name in [value] if isinstance(value, str) else value or ():
-            _require_name(name)
+            if not name.strip():  # `Path` takes it for the current folder
+                raise typer.BadParameter("the name is empty. Pass a Hub id, a file or a folder.")
         return value
 
     return make(help=help, callback=checked, **how)
@@ -144,17 +149,16 @@ Draft = Annotated[
         "n-grams, the model's MTP layers and the draft that its card names."
     ),
 ]
-Prompt = Annotated[str | None, typer.Option(help="Text to continue, instead of a file.", show_default=False)]
+Prompt = Annotated[str | None, text("Text to continue, instead of a file.", show_default=False)]
 Setting = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Setting of the draft, such as num_assistant_tokens=6. Repeatable."),
+    list[str] | None, flag("--set", "Setting of the draft, such as num_assistant_tokens=6. Repeatable.")
 ]
-Dtype = Annotated[DtypeName, typer.Option(help="Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.")]
+Dtype = Annotated[DtypeName, text("Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
+Device = Annotated[str | None, text("cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.")]
 Seed = Annotated[int | None, number(0, "Seed of sampling.", most=2**32 - 1)]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist, in place of an error.")]
-Json = Annotated[bool, typer.Option("--json", help="Print a single JSON object to standard output.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace files that exist, in place of an error.")]
+Json = Annotated[bool, flag("--json", "Print a single JSON object to standard output.")]
+Debug = Annotated[bool, flag("--debug", "Show the traceback of an error.")]
 
 
 @contextmanager

@@ -23,7 +23,6 @@ ENGINE_FOLDER = Path("engine")
 
 
 def run(args: SimpleNamespace) -> None:
-    """Publish a draft, or write its repository."""
     engine = engine_of(args.repo, args.engine, args.self_contained)
     if not args.dry_run and args.repo is None:
         raise CommandError("no repository to upload to. Pass --repo, or --dry-run.")
@@ -77,7 +76,6 @@ def read_card(source: Path, **overrides: Any) -> Card:
 
 
 def load(source: Path) -> Any:
-    """The draft in a folder, by the installed class."""
     if not (source / "config.json").is_file():
         raise CommandError(f"{source} has no config.json. Pass the folder of a saved draft.")
     with quiet(progress_bars=False), loading(str(source), "draft"):

@@ -25,7 +25,7 @@ def continue_rows(args: SimpleNamespace, how: dict[str, Any]) -> int:
     work = Work(args.output, args.data, prompts, settings_of(args, how))
     done = work.finished() if args.resume else {}
     with load_models(args) as loaded:
-        rows = Rows(loaded, args, how)
+        rows = RowDecoder(loaded, args, how)
         batches = rows.batches([(row, prompt) for row, prompt in enumerate(prompts) if row not in done])
         state.wait_for_everyone()  # all have read what is finished before anyone writes
         if state.is_main_process:
@@ -76,7 +76,7 @@ def texts_of(source: str, column: str | None) -> Iterator[str | None]:
         yield text if isinstance(text, str) and text else None
 
 
-class Rows:
+class RowDecoder:
     """Continue rows in batches of similar lengths."""
 
     def __init__(self, loaded: LoadedModels, args: SimpleNamespace, how: dict[str, Any]):

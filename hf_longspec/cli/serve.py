@@ -26,7 +26,6 @@ GRACE = 2
 
 
 def run(args: SimpleNamespace) -> int:
-    """Serve until Ctrl-C; returns the exit status."""
     settings, device = options.read_settings(args.setting), find_device(args.device)
     try:
         socket.create_server((args.host, args.port)).close()
@@ -46,13 +45,7 @@ def run(args: SimpleNamespace) -> int:
 
 
 def make_routes(models: ModelManager, open_draft: Callable[[Any], Any], limits: Limits) -> Routes:
-    """Return the application for the model that is loaded.
-
-    Args:
-        models (`ModelManager`): Has loaded one model.
-        open_draft (`Callable`): Returns the draft for it.
-        limits (`Limits`): Bounds on requests.
-    """
+    """Return the application for the one model that is loaded, with the draft that `open_draft` returns for it."""
     (loaded,) = models.loaded_models.values()
     return Routes(models, Decoder(loaded.model, open_draft(loaded.model), Metrics()), limits)
 

@@ -53,7 +53,6 @@ class Recipe:
 
 
 def run(args: SimpleNamespace) -> int:
-    """Train; returns the exit status."""
     named = {
         "target": args.target,
         "draft": args.draft,
@@ -94,7 +93,6 @@ def dataset_of(sources: list[str]) -> dict[str, Any]:
 
 
 def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
-    """The recipe in `file`."""
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=options.YamlLoader)
     except OSError as error:
@@ -139,7 +137,6 @@ def check_names(what: str, names: dict[str, Any], known: Any) -> None:
 
 
 def train(recipe: Recipe, resume: bool) -> int:
-    """Train as a recipe describes and save the draft."""
     from ..training import DraftTrainer, DraftTrainingArguments
     from ..training.trainer import last_complete_checkpoint
 
@@ -232,7 +229,6 @@ class SaveAtInterrupt(TrainerCallback):
 
 
 def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: Any) -> Any:
-    """A dataset of a recipe, with rows as the trainer takes them."""
     from ..training import TokenWindows, pack
 
     if data is None:
@@ -277,7 +273,6 @@ def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def lora_config(settings: dict[str, Any] | None) -> Any:
-    """A `peft.LoraConfig`, or `None`."""
     if settings is None:
         return None
     try:

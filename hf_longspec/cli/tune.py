@@ -59,7 +59,6 @@ MEASURED = ("context", "prompts", "batch", "max_new_tokens", "repeats", "sample"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Measure, show and write the choice; returns the exit status."""
     name, text = args.name, args.text
     with load_models(args) as loaded:
         plan = plan_for(loaded.draft)
@@ -260,7 +259,6 @@ def _fastest_tree(name: str, trees: Sequence[list[int]], draft: Any, target: Tar
 
 
 def plan_for(draft: Any) -> Plan:
-    """Return the function that tunes this kind of draft."""
     tuned = {kind: row for kind, row in DRAFTS.items() if row.tune is not None}
     if (kind := draft.config.model_type) not in tuned:
         names = " or ".join(row.names[0] for row in tuned.values())

@@ -64,7 +64,6 @@ class Work:
                 part.unlink()
 
     def part(self, process: int) -> "Part":
-        """A new file for the rows of one process."""
         return Part(self, self._folder / f"rows-{process}.jsonl")
 
     def end(self) -> list[Record]:
@@ -84,7 +83,6 @@ class Work:
         return list(found.values())
 
     def line(self, row: int, **values: Any) -> str:
-        """A row of this run as a line."""
         return _line({"row": row, **values, "digest": self._digest_of(row)})
 
     def _digest_of(self, row: int) -> str:
@@ -135,7 +133,6 @@ class Part:
         self._add(work.header)
 
     def write(self, row: int, **values: Any) -> None:
-        """Add a row."""
         self._add(self._work.line(row, **values))
 
     def _add(self, line: str) -> None:

@@ -81,7 +81,6 @@ class Module:
 
     @property
     def needed_pieces(self) -> list[Piece]:
-        """Pieces that are copied."""
         return [piece for piece in self.pieces if piece.is_needed]
 
     @property
@@ -270,16 +269,13 @@ def _joined(file: str, modules: Sequence[Module], file_of: Mapping[str, str]) ->
             if name.split(".")[0] in module.names:
                 claim(name, (statement, original), module)
                 imports.setdefault(statement, set()).add(_spelled(original, name))
-        title = f"# {'-' * 20} {module.name}.py\n#\n{_commented(module.about)}\n\n" if len(modules) > 1 else ""
+        about = "\n".join(f"# {line}".rstrip() for line in module.about.split("\n"))
+        title = f"# {'-' * 20} {module.name}.py\n#\n{about}\n\n" if len(modules) > 1 else ""
         sections.append(title + "\n".join(texts).strip("\n"))
     about = f"{file}: joined from {', '.join(module.name + '.py' for module in modules)} of hf_longspec."
     about = modules[0].about + "\n" * ("\n" in modules[0].about) if len(modules) == 1 else about
     head = f'"""{about}"""\n\n' + "".join(f"{statement}\n" for statement in _statements(imports)) + "\n" * bool(imports)
     return head + "\n\n\n".join(sections) + "\n"
-
-
-def _commented(text: str) -> str:
-    return "\n".join(f"# {line}".rstrip() for line in text.split("\n"))
 
 
 def _spelled(name: str, bound: str) -> str:

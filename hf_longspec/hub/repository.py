@@ -55,6 +55,7 @@ except ImportError:
         )
 '''
 NOT_MEASURED = "Not measured."
+NO_LICENSE = "The code is licensed under Apache-2.0; the license of the weights was not stated."
 OWN_CODE = """\
 This draft needs transformers 5.17 or newer. The code is in this repository; `trust_remote_code=True` runs it."""
 ENGINE_CODE = """\
@@ -86,7 +87,6 @@ class Card:
 
     @classmethod
     def read(cls, facts: dict[str, Any]) -> "Card":
-        """Build a card from facts by name."""
         defaults = {fact.name: fact.default for fact in fields(cls)}
         if unknown := sorted(set(facts) - set(defaults)):
             raise ValueError(f"unknown on a model card: {', '.join(unknown)}. Expected some of {', '.join(defaults)}.")
@@ -112,7 +112,6 @@ class Card:
 
 
 def render(draft: Any, card: Card, engine: str | None = None) -> str:
-    """Return the README.md of a draft."""
     kind = draft.config.model_type
     tags = ["speculative-decoding", kind.replace("_", "-"), "draft-model", "long-context", "custom_code"]
     data = ModelCardData(
@@ -150,7 +149,7 @@ def render(draft: Any, card: Card, engine: str | None = None) -> str:
         settings=_settings(draft, card),
         acceptance=card.acceptance.strip() or NOT_MEASURED,
         training="" if draft.weightless and not card.training else f"## Training\n\n{_training(card)}\n\n",
-        limits=_paragraphs(limits, card.limits, _license(card)),
+        limits=_paragraphs(limits, card.limits, "" if card.license else NO_LICENSE),
     )
 
 
@@ -167,10 +166,6 @@ def _training(card: Card) -> str:
 
 def _paragraphs(*parts: str) -> str:
     return "\n\n".join(part.strip() for part in parts if part.strip())
-
-
-def _license(card: Card) -> str:
-    return "" if card.license else "The code is licensed under Apache-2.0; the license of the weights was not stated."
 
 
 def push(
@@ -248,7 +243,6 @@ def engine_of(repo_id: str | None, engine: str | None, self_contained: bool) -> 
 
 
 def check_engine(engine: str, repo_id: str | None) -> None:
-    """Check the name of an engine repository."""
     if "--" in engine:
         raise ValueError(f"engine {engine!r}: `auto_map` separates repository and class by --. Choose another name.")
     check_repo_id(engine)
@@ -278,7 +272,9 @@ def write_repository(
     full = card.complete(draft, repo_id or folder.name)
     code = draft_code(draft)  # with an engine, too: it refuses drafts that no engine holds
     code = code if engine is None else {}
-    texts = code | {"README.md": render(draft, full, engine), CARD_FACTS: _facts(card)}
+    # without the acceptance table, which is made from a results file each time
+    facts = {name: value for name, value in asdict(card).items() if value and name != "acceptance"}
+    texts = code | {"README.md": render(draft, full, engine), CARD_FACTS: json.dumps(facts, indent=2) + "\n"}
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".publish-") as temporary:
         built = Path(temporary)
@@ -322,7 +318,6 @@ def engine_code() -> dict[str, str]:
 
 
 def _methods() -> list[RegisteredDraft]:
-    """Return the drafts of the package."""
     return [draft for draft in DRAFTS.values() if draft.model.__module__.split(".")[0] == PACKAGE.name]
 
 
@@ -372,12 +367,6 @@ def _complete_config(path: Path, draft: Any, base_model: str, engine: str | None
     config["auto_map"] = {auto: f"{entry}.{name}" for auto, name in names.items()}
     config["target_name_or_path"] = base_model
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _facts(card: Card) -> str:
-    """Return the given facts as JSON, without the acceptance table, which is made from a results file each time."""
-    facts = {name: value for name, value in asdict(card).items() if value and name != "acceptance"}
-    return json.dumps(facts, indent=2) + "\n"
 
 
 def _remove_stale(folder: Path, files: list[Path]) -> None:

@@ -48,7 +48,7 @@ MOST_NODES = 4096
 class DraftModel(PreTrainedModel):
     """Base of all drafts. `config` holds the architecture, and `generation_config` the settings of drafting.
 
-    Subclasses define `config_class`, `max_nodes`, `drafter_class`, the class of a drafter of one call, which gets the
+    Subclasses define `config_class`, `drafter_class`, the class of a drafter of one call, which gets the
     [`Binding`] and the draft (or `make_drafter`), and `settings`, the keys of `generation_config` that they add: for
     each a [`Setting`], or its default alone. The class then has all defaults in `settings`, and the whole table in
     `declared`. Subclasses without parameters set `weightless`. Unless a subclass clears `takes_ngrams`, it also gets
@@ -140,7 +140,7 @@ class DraftModel(PreTrainedModel):
         weight = target.get_input_embeddings().weight
         return device_of(final_norm_of(target), weight.device), weight.dtype
 
-    def beside(self, target: PreTrainedModel) -> Self:
+    def placed_for(self, target: PreTrainedModel) -> Self:
         """Return this draft in eval mode at its `place`, or a copy, as the user may be training it in another dtype."""
         place = self.place(target)
         is_there = not self.training and (self.device, self.dtype) == place
@@ -216,12 +216,15 @@ class DraftModel(PreTrainedModel):
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return the drafter of one call with the present settings, without n-grams; see `drafter`."""
-        drafter: Drafter = self.drafter_class(binding, self)
-        return drafter
+        return self.drafter_class(binding, self)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree without n-grams, root included; see `num_tree_nodes`."""
-        raise NotImplementedError
+        """Return the number of nodes of a tree without n-grams, root included; see `num_tree_nodes`.
+
+        By default it is that of a tree of the setting `tree_widths`, or of a chain of `num_assistant_tokens`.
+        """
+        is_tree = "tree_widths" in self.settings
+        return 1 + (sum(self.setting("tree_widths")) if is_tree else self.setting("num_assistant_tokens"))
 
     @property
     def prompt_tokens(self) -> int:
@@ -284,7 +287,6 @@ class DraftModel(PreTrainedModel):
 
     @property
     def _num_ngram_nodes(self) -> int:
-        """Number of nodes that n-grams add to a tree."""
         return self.setting("ngram_candidates") * self.setting("ngram_num_tokens") if self.takes_ngrams else 0
 
     def setting(self, name: str) -> Any:
@@ -406,7 +408,9 @@ class DraftModel(PreTrainedModel):
             try:
                 read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")
             except (ImportError, AttributeError):
-                read = None  # published copies, also beside another version of the package, read their own format alone
+                read = (
+                    None  # published copies, also next to another version of the package, read their own format alone
+                )
             if read and (draft := read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub)):
                 return draft, {}
         if cls.weightless:

@@ -1,6 +1,6 @@
 """Base of all draft configurations, with the fields that describe the target."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from math import inf
 from typing import Any, ClassVar, Self
@@ -64,7 +64,7 @@ def is_packaged(cls: type) -> bool:
 
 
 class DraftConfig(PreTrainedConfig):
-    """Configuration of a draft. `sizes` are the ranges of a subclass's own fields, beside `SIZES`."""
+    """Configuration of a draft. `sizes` are the ranges of a subclass's own fields, in addition to `SIZES`."""
 
     model_type = "longspec_draft"
     sizes: ClassVar[dict[str, tuple[int, int]]] = {}
@@ -105,7 +105,6 @@ class DraftConfig(PreTrainedConfig):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
-        """Return the configuration of a draft for `target`."""
         return cls(**(cls.facts_of(target) | overrides))
 
     @classmethod
@@ -121,7 +120,7 @@ class DraftConfig(PreTrainedConfig):
         return facts | {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
     def check_types(self) -> None:
-        """Refuse fields of a wrong type or out of range, as a config.json may hold any values."""
+        """Refuse fields of a wrong type, out of range, or that do not fit together: a config.json may hold anything."""
         of_all = {field.name for field in fields(PreTrainedConfig)}
         for name, hint in ((field.name, field.type) for field in fields(self) if field.name not in of_all):
             value, (least, most) = getattr(self, name), (SIZES | self.sizes).get(name, (0, inf))
@@ -139,6 +138,12 @@ class DraftConfig(PreTrainedConfig):
                 f"hidden_act={activation!r} in the draft's config.json: expected the name of an activation of "
                 "transformers, such as 'silu'."
             )
+        for reason in self.contradictions():
+            raise ValueError(f"{reason}. Correct the draft's config.json, or use another draft.")
+
+    def contradictions(self) -> Iterable[str]:
+        """Yield which fields of the right types do not fit together, and the rule."""
+        return ()
 
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:

@@ -87,9 +87,8 @@ def read_settings(draft: Any, path: Any, **hub: Any) -> None:
         with readable(f"generation_config.json of {path}"):
             draft.generation_config = GenerationConfig.from_pretrained(path, **hub)
     except OSError as error:
-        if _is_malformed(error):
-            raise
-        # the repo has no generation_config.json
+        if isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError):
+            raise  # otherwise there is no such file
     for name, value in copy.deepcopy(draft.settings).items():
         if not hasattr(draft.generation_config, name):  # published before the setting existed
             setattr(draft.generation_config, name, value)
@@ -100,11 +99,6 @@ def read_settings(draft: Any, path: Any, **hub: Any) -> None:
             path,
             ", ".join(ignored),
         )
-
-
-def _is_malformed(error: OSError) -> bool:
-    """Return whether transformers found a JSON file that it could not read, as opposed to no file."""
-    return isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError)
 
 
 _SNAPSHOT_KWARGS = HUB_KWARGS - {"subfolder", "proxies"}
@@ -156,7 +150,6 @@ class Checkpoint:
         self.names = sorted(self._files)
 
     def read_config(self) -> dict[str, Any]:
-        """Return the config.json beside the files."""
         return read_config(self.source if self._on_hub else str(self._folder), **self._hub)
 
     def read(self, prefix: str | tuple[str, ...] = "", device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -187,12 +180,8 @@ class Checkpoint:
                 f"{self.source} has no {what}: missing tensors {missing}, unknown tensors {unknown}. Pass a checkpoint "
                 "in the format of the authors' training code."
             )
-        for name, shape in shapes.items():
-            if shape != expected[name].shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(shape)} in {self.source}, expected {tuple(expected[name].shape)}. Pass "
-                    "the target that the draft was trained for, and use files that were saved together."
-                )
+        remedy = "Pass the target that the draft was trained for, and use files that were saved together."
+        refuse_other_shapes(self.source, shapes, expected, remedy)
         weights = {names[name]: value for name, value in self.read(sources).items() if name in names}
         refuse_integers(self.source, weights, expected)
         return {name: torch.zeros(expected[name].shape) for name in expected.keys() - weights.keys()} | weights
@@ -208,6 +197,16 @@ class Checkpoint:
 
     def _fetch(self, files: Iterable[str]) -> None:
         self._folder = Path(snapshot_download(self.source, allow_patterns=list(files), **self._hub))
+
+
+def refuse_other_shapes(
+    source: str, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Tensor], remedy: str
+) -> None:
+    """Refuse tensors of other shapes than the expected ones."""
+    for name, shape in shapes.items():
+        if shape != expected[name].shape:
+            wanted = tuple(expected[name].shape)
+            raise ValueError(f"{name} has shape {tuple(shape)} in {source}, expected {wanted}. {remedy}")
 
 
 def refuse_integers(source: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

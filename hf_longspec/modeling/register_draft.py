@@ -126,7 +126,6 @@ class Converter:
 
 
 def converters() -> list[Converter]:
-    """Return the converters of all registered drafts."""
     return [draft.load("convert") for draft in DRAFTS.values() if draft.convert is not None]
 
 

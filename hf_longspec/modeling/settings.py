@@ -25,7 +25,6 @@ class Setting:
 
     @property
     def rule(self) -> str:
-        """The values that the setting may have, in words."""
         if self.kind is None:
             return f"one of {', '.join(self.choices)}"
         if self.kind is int:
@@ -39,7 +38,6 @@ class Setting:
         return " or ".join((*(["None"] if self.default is None else []), *map(repr, self.choices), rule))
 
     def allows(self, value: Any) -> bool:
-        """Return whether the setting may have this value."""
         if value is None or value in self.choices:
             return value is not None or self.default is None
         if self.kind is None:

@@ -66,10 +66,7 @@ class DocumentEncoder:
 
     def _conversation(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         encoded = self.tokenizer.apply_chat_template(
-            row[self.messages_column],
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=self.assistant_only,
+            row[self.messages_column], tokenize=True, return_dict=True, return_assistant_tokens_mask=self.assistant_only
         )
         tokens = torch.tensor(encoded["input_ids"])
         if not self.assistant_only:

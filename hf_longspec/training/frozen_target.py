@@ -255,7 +255,8 @@ class DraftObjective:
             correct one, `(levels, m)`. A slice that selects these `m` tokens: all `n`, except with Liger's kernel.
         """
         if target_hidden is not None:
-            objective = forward_kl(target_hidden, self._target_head)
+            norm = self.norm or torch.nn.Identity()
+            objective = forward_kl(target_hidden, lambda states: self._head(norm(states)))
         elif torch.is_grad_enabled() and (fused := liger_cross_entropy(self.ends, hidden)) is not None:
             return self._fused(fused, hidden, labels, counts)
         else:
@@ -266,10 +267,6 @@ class DraftObjective:
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits in the dtype of the target's head, whatever the dtype of the draft."""
         return self.ends.head(hidden.to(self.ends.model.get_output_embeddings().weight.dtype))
-
-    def _target_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the logits of the target's own hidden states."""
-        return self._head(hidden if self.norm is None else self.norm(hidden))
 
     def _fused(
         self,

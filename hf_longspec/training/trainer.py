@@ -111,11 +111,9 @@ class LevelsMethod(TrainingMethod):
         raise NotImplementedError
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compute the share of hits of every level, and the tau of a chain if the levels are independent."""
         return acceptance(counts, self.level)
 
     def is_trained(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return which labels are trained on, `(B, L)`."""
         return labels != IGNORED
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
@@ -163,7 +161,6 @@ class FinalStateMethod(LevelsMethod):
         return batch
 
     def facts(self) -> dict[str, Any]:
-        """Return the kind of the stored states, and the length at which rows are cut."""
         return {"states": "final_norm_input", "max_length": self.args.max_length}
 
 
@@ -173,12 +170,10 @@ def trained_drafts() -> dict[str, type[PreTrainedModel]]:
 
 
 def method_of(draft: Any) -> type[TrainingMethod]:
-    """Return the method that trains `draft`."""
     drafts = trained_drafts()
     for kind, draft_class in drafts.items():
         if isinstance(draft, draft_class):
-            method: type[TrainingMethod] = DRAFTS[kind].load("training")
-            return method
+            return DRAFTS[kind].load("training")
     calls = " or ".join(f"{draft_class.__name__}.from_target(target)" for draft_class in drafts.values())
     raise ValueError(f"a {type(draft).__name__} cannot be trained: create a draft with {calls}.")
 
@@ -302,7 +297,10 @@ class DraftTrainer(Trainer):
         # Trainer inspects a model's forward for these; a draft's forward takes no labels, and compute_loss shifts them.
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
-        self._place_target()
+        # accelerator.prepare_model does not move it under FSDP, and under mixed precision it replaces the forward of
+        # the user's model for good
+        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
+            target.to(args.device)
         # counted since the last log
         self.counts = torch.zeros(self.method.count_shape, dtype=torch.float64, device=args.device)
 
@@ -350,7 +348,6 @@ class DraftTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Compute the mean loss of a batch and the counts of its rows."""
         with torch.no_grad():
             loss, counts = self.method.evaluate(model, self._prepare_inputs(inputs))
         return loss, counts, None
@@ -406,15 +403,6 @@ class DraftTrainer(Trainer):
         store.fill(row, share, silent=self.args.disable_tqdm or not self.is_world_process_zero())
         self.accelerator.wait_for_everyone()
         return store
-
-    def _place_target(self) -> None:
-        """Move the target to this process's device, unless it is already distributed over devices.
-
-        `accelerator.prepare_model` is not used: it does not move the model under FSDP, and under mixed precision it
-        permanently replaces the forward of the user's model.
-        """
-        if getattr(self.target, "hf_device_map", None) is None and not getattr(self.target, "is_quantized", False):
-            self.target.to(self.args.device)
 
 
 def check_models(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:

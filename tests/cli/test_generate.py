@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import NgramDraftModel, SpeculationStats
 from hf_longspec.bench.calls import TokenClock
-from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, StepText, html_page
+from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, VerifiedText, html_page
 from hf_longspec.modeling.families.ngrams import NgramDrafter
 from tests.cli.conftest import run_command
 from tests.watching import after
@@ -167,12 +167,12 @@ def test_the_page_shows_the_text_and_needs_nothing_else(tiny, shown, expected):
 
 
 def test_a_page_escapes_text_and_bounds_its_chart():
-    steps = [StepText("<b>&", '"</pre>', 1, 4)] * 1001
+    steps = [VerifiedText("<b>&", '"</pre>', 1, 4)] * 1001
     content = html_page("<i>", "<script>", steps, {"a<b": "c&d"})
     assert texts_of(content) == ('<b>&"</pre>' * 1001, "<b>&" * 1001)
     assert "<script>" not in content and "&lt;script&gt;" in content and "<i>" not in content and "a&lt;b" in content
     assert 0 < content.count('<rect class="drafted"') <= MAX_BARS
-    assert "No verification" in html_page("t", "p", [StepText("", "x", 0, 0)], {})
+    assert "No verification" in html_page("t", "p", [VerifiedText("", "x", 0, 0)], {})
 
 
 def test_steps_agree_with_tokens_seen_between_drafter_and_loop(target, tiny, monkeypatch):

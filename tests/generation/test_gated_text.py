@@ -180,7 +180,8 @@ def test_a_partial_cache_is_rebuilt_after_more_plain_steps_than_it_has_room(targ
     generate(model, small, max_new_tokens=NEW)
     partial = built[0].partial
     assert recorded.trees and all(
-        length - start <= partial.policy.room(start) for start, length in zip(partial.built, partial.held, strict=True)
+        length - start <= partial.policy.room(start)
+        for start, length in zip(partial.built, partial.copied, strict=True)
     )
     assert min(partial.built) > max(LENGTHS)  # after the prompts
 

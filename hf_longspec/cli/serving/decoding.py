@@ -22,11 +22,7 @@ Cancelled = _GenerationCancelled
 
 
 class KeptCache:
-    """The cache of the last text, and the tokens that it holds.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-    """
+    """The cache of the last text, and the tokens that it holds."""
 
     def __init__(self, model: Any):
         self.cache = SpeculativeCache(model.config, 1, max_length=1)
@@ -39,10 +35,10 @@ class KeptCache:
 
         From here to [`KeptCache.end`] the cache counts as empty, so that a call that fails leaves nothing.
         """
-        held, self._tokens = self._tokens, []
-        pairs = zip(held, prompt[:-1], strict=False)
+        before, self._tokens = self._tokens, []
+        pairs = zip(before, prompt[:-1], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if self.cache.parts and common < len(held):  # states cannot be shortened
+        if self.cache.parts and common < len(before):  # states cannot be shortened
             common = self._start if self._start <= common else 0
             self.cache.go_back()
         if common and self._is_usable:
@@ -70,23 +66,14 @@ def continues_as_one_text(model: Any) -> bool:
 
 
 class Decoder:
-    """The model with its draft, on a thread of its own.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        draft ([`DraftModel`]): The draft.
-        metrics (`Metrics`): Counters.
-
-    Attributes:
-        jobs (`set[Job]`): Requests that are decoded or wait for that.
-    """
+    """The model with its draft, on a thread of its own."""
 
     def __init__(self, model: Any, draft: Any, metrics: Metrics):
         self.model, self.draft, self.metrics = model, draft, metrics
         self.max_length = positions_of(model.config)
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self.thread = InferenceThread()
-        self.jobs: set[Job] = set()
+        self.jobs: set[Job] = set()  # requests that are decoded or wait for that
         self._kept = KeptCache(model)
 
     def generate(self, seed: int | None, input_ids: torch.Tensor, generation_config: Any, **inputs: Any) -> Any:
@@ -118,10 +105,6 @@ class Job(GenerateManager):
 
     So nothing that belongs to a request is kept anywhere else. The server underneath swallows errors and
     cancellations, which are seen in [`Job.generate`] alone.
-
-    Args:
-        decoder ([`Decoder`]): The thread of the model.
-        seed (`int`, *optional*): Seed of sampling.
     """
 
     def __init__(self, decoder: Decoder, seed: int | None):
@@ -134,18 +117,15 @@ class Job(GenerateManager):
         return False
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> "Job":
-        """Return this job."""
         return self
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any):
-        """Stream the text; see `GenerateManager`."""
         self._fit(inputs, gen_config)
         return super().generate_streaming(self, processor, inputs, gen_config, *args, **kwargs)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ):
-        """Return the text; see `GenerateManager`."""
         self._fit(inputs, gen_config)
         return await super().generate_non_streaming(self, processor, inputs, gen_config, *args, **kwargs)
 
@@ -201,7 +181,6 @@ class Stop(StoppingCriteria):
     is_set = False
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return that no row stops."""
         if self.is_set:
             raise Cancelled
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -31,12 +31,7 @@ class Metrics:
         }
 
     def count(self, stats: SpeculationStats | None, reused: int) -> None:
-        """Add a request.
-
-        Args:
-            stats ([`SpeculationStats`], *optional*): `None` if the request ended before its prompt was read.
-            reused (`int`): Tokens of its prompt that were read before.
-        """
+        """Add a request, `reused` of whose prompt tokens were known; without `stats` it ended before its prompt."""
         self._counters["requests"].inc()
         self._counters["reused_tokens"].inc(reused)
         if stats is None:
@@ -56,5 +51,4 @@ class Metrics:
         sys.stderr.flush()
 
     def page(self) -> Response:
-        """Return the page of metrics."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

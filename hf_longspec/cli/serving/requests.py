@@ -151,11 +151,7 @@ class Sampling(Fields):
     max_tokens: PositiveInt | None = None
     stop: Text | Annotated[list[Text], Field(max_length=4), Items] | None = None
     logit_bias: (
-        dict[
-            Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")],
-            Annotated[float, Field(ge=-100, le=100)],
-        ]
-        | None
+        dict[Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None
     ) = None
     generation_config: Json[Generation] | None = None
     n: Literal[1] | None = None

@@ -31,17 +31,11 @@ CLIENT_LEFT = 499
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what clients may ask for.
+    """Bounds on what clients may ask for."""
 
-    Args:
-        body (`int`): MiB of a request.
-        tokens (`int`): New tokens of a request.
-        waiting (`int`): Requests that wait for another one.
-    """
-
-    body: int
-    tokens: int
-    waiting: int
+    body: int  # MiB of a request
+    tokens: int  # new tokens of a request
+    waiting: int  # requests that wait for another one
 
 
 class OneRequest:
@@ -104,13 +98,7 @@ class Wanted(BaseModel):
 
 
 class Routes:
-    """The application of the server.
-
-    Args:
-        models (`ModelManager`): Holds the one model.
-        decoder ([`Decoder`]): The thread of the model.
-        limits ([`Limits`]): Bounds on requests.
-    """
+    """The application of the server; `models` is a `ModelManager` with one model."""
 
     def __init__(self, models: Any, decoder: Decoder, limits: Limits):
         self.models, self.decoder, self.limits = models, decoder, limits
@@ -128,11 +116,9 @@ class Routes:
         self.app.get("/metrics")(decoder.metrics.page)
 
     async def chat(self, http: Request, request: ChatRequest) -> Response:
-        """Answer a chat."""
         return await self._answer(Chat, http, request)
 
     async def complete(self, http: Request, request: CompletionRequest) -> Response:
-        """Continue a text."""
         return await self._answer(Completion, http, request)
 
     async def load_model(self, wanted: Wanted) -> Response:
@@ -143,12 +129,10 @@ class Routes:
         return Response(b"data: " + bytes(event) + b"\n\n", media_type="text/event-stream")
 
     async def list_models(self) -> dict[str, Any]:
-        """List the one model."""
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": "local"}
         return {"object": "list", "data": [model]}
 
     async def health(self) -> dict[str, str]:
-        """Say that the server answers."""
         return {"status": "ok"}
 
     async def _answer(self, kind: type[OneRequest], http: Request, request: Sampling) -> Response:
@@ -190,7 +174,6 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 async def refused(http: Request, error: Any) -> Response:
-    """Answer what a route has refused."""
     return _error(error.status_code, str(error.detail))
 
 

@@ -5,8 +5,4 @@ from .modeling_assistant import AssistantConfig, AssistantDraftModel
 
 __all__ = ["AssistantConfig", "AssistantDraftModel"]
 
-register_draft(
-    AssistantConfig,
-    AssistantDraftModel,
-    card="hf_longspec.hub:templates/assistant.md",
-)
+register_draft(AssistantConfig, AssistantDraftModel, card="hf_longspec.hub:templates/assistant.md")

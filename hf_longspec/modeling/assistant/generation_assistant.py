@@ -29,14 +29,7 @@ from ...attention_backends.contexts import LevelContext, TreeContext
 from ...attention_backends.lengths import SeqLens, on_device
 from ...generation.cache import CACHE_NAME
 from ...generation.draft_tree import Beam, DraftTree
-from ...generation.drafter import (
-    Binding,
-    Drafter,
-    Verification,
-    drafted_tokens,
-    last_of,
-    noise_of_chain,
-)
+from ...generation.drafter import Binding, Drafter, Verification, drafted_tokens, last_of, noise_of_chain
 from ...generation.sampling import Coupling
 from ...generation.sparse_caches import WindowedCache
 from ...generation.target import Forward, Forwards, TargetView
@@ -78,15 +71,12 @@ class Inputs(NamedTuple):
 class Translation:
     """The tokens of a draft model with another tokenizer.
 
-    Args:
-        tokens (`torch.LongTensor` of shape `(vocab,)`): The draft's token for each token of the target.
-        shared (`torch.BoolTensor` of shape `(vocab,)`): Whether the two are the same; else the draft's one is the last
-            of those that the text of the target's token has, and is read, but not proposed.
-
     Source: https://huggingface.co/papers/2502.05202, algorithm 4.
     """
 
-    tokens: torch.Tensor
+    tokens: torch.Tensor  # `(vocab,)`: the draft's token for each token of the target
+    # `(vocab,)`: whether the two are the same. Otherwise the draft's one is the last of those that the text of the
+    # target's token has, and is read, but not proposed.
     shared: torch.Tensor
 
     @classmethod
@@ -114,7 +104,6 @@ class Translation:
         return cls(tokens, torch.tensor([token in pairs for token in range(vocab_size)]))
 
     def to(self, device: torch.device) -> "Translation":
-        """Return the translation on a device."""
         return Translation(self.tokens.to(device), self.shared.to(device))
 
 
@@ -154,7 +143,6 @@ class AssistantDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the draft's cache."""
         return self.cache.nbytes
 
     @contextmanager
@@ -196,7 +184,6 @@ class AssistantDrafter(Drafter):
         return self.mask_token is not None or self.ngram_depth > 0 or self.assistant.has_states
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """Return a chain or a tree of candidates after `root` `(batch,)`."""
         shape, start, rule = self.shape, self.cache.lengths, self.binding.rule
         counts = self.counts.on(self.device) if self._is_ragged else None
         dropped = None if self.window is None else self.cache.dropped.on(self.device)

@@ -20,22 +20,16 @@ from .generation_assistant import AssistantDrafter, Shape, Translation, size_of
 
 
 class AssistantConfig(DraftConfig):
-    """
-    Configuration of [`AssistantDraftModel`].
-
-    Args:
-        assistant_name_or_path (`str`, *optional*): Hub id or folder of the model that drafts; `"./assistant"` if it is
-            part of the saved draft. By default the target drafts for itself.
-        pard_token (`int`, *optional*): Mask token of a model that was trained with PARD, which then proposes all tokens
-            in one forward.
-        translates (`bool`, *optional*, defaults to `False`): Whether the model has another tokenizer than the target.
-    """
+    """Configuration of [`AssistantDraftModel`]."""
 
     model_type = "longspec_assistant"
 
+    # Hub id or folder of the model that drafts; "./assistant" if it is part of the saved draft. By default the target
+    # drafts for itself.
     assistant_name_or_path: str | None = None
+    # Mask token of a model that was trained with PARD, which then proposes all tokens in one forward.
     pard_token: int | None = None
-    translates: bool = False
+    translates: bool = False  # whether the model has another tokenizer than the target
 
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
@@ -244,7 +238,6 @@ class AssistantDraftModel(DraftModel):
                 self._assistant_tokenizer.save_pretrained(Path(save_directory) / WEIGHTS)
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """Return a drafter with the present settings."""
         assistant = binding.target.model if self.assistant is None else self.assistant
         if self._is_loaded and getattr(assistant, "hf_device_map", None) is None:
             assistant = assistant.to(binding.target.model.device)
@@ -257,7 +250,6 @@ class AssistantDraftModel(DraftModel):
         return AssistantDrafter(binding, TargetView(assistant, binding.target.steps.runner), self)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a chain or a tree, root included."""
         return size_of(self.shape())[0]
 
     def shape(self) -> Shape:
@@ -319,8 +311,7 @@ def _merged(model: Any) -> PreTrainedModel:
             f"the adapter of {type(model).__name__} cannot be merged into its weights, and would be saved without its "
             "base. Pass from_model a peft.PeftModel with LoRA or the like, or a model without an adapter."
         )
-    merged: PreTrainedModel = copy.deepcopy(model).merge_and_unload()
-    return merged
+    return copy.deepcopy(model).merge_and_unload()
 
 
 def _tokenizer(name: str) -> Any:

@@ -15,12 +15,12 @@ from ..configuration_base import text_config
 from ..families.aux_hidden_states import default_layer_ids
 from ..formats.speculators import (
     LAYER_FIELDS,
-    UNUSED,
     draft_of,
     fields_of,
     plain_fields,
     read_layers,
     refuse,
+    renamed,
     write_speculators,
 )
 from ..loading import Checkpoint
@@ -42,7 +42,7 @@ DFLASH_TARGETS = {
     "deepseek-ai/dspark_qwen3_8b_block7": "Qwen/Qwen3-8B",
     "deepseek-ai/dspark_qwen3_14b_block7": "Qwen/Qwen3-14B",
 }
-# Names in the assistant of Muse -> name here.
+# Beginnings of names in the assistant of Muse -> name here.
 MUSE_NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 SPECULATORS = ("dflash", "dspark", "dflash2")
 LAYER_TYPES = ("qwen3", "muse_glimmer_assistant")
@@ -60,6 +60,7 @@ OF_LAYER = {
     *(*LAYER_FIELDS, "num_hidden_layers", "attention_bias", "layer_types", "sliding_window", "use_sliding_window"),
     *("rope_parameters", "rope_theta", "rope_scaling", "mlp_bias"),
 }
+OF_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 OF_HEADS = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 FIELDS = {
     "z-lab": OF_LAYER | {"block_size", "dflash_config", "num_target_layers"},
@@ -68,8 +69,7 @@ FIELDS = {
     "speculators": OF_HEADS
     | {"speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config", "block_size"}
     | {"mask_token_id", "aux_hidden_state_layer_ids", "sample_from_anchor", "sliding_window_non_causal"}
-    | {"draft_vocab_size", "target_hidden_size", "conv_kernel_size", "conv_group_size", "selector_rank"}
-    | {"selector_top_k"},
+    | {"draft_vocab_size", "target_hidden_size", *OF_DFLASH2},
 }
 OF_DFLASH_CONFIG = {"mask_token_id", "target_layer_ids", "block_size", "projector_type"}
 
@@ -95,22 +95,6 @@ def layout_of(raw: Mapping[str, Any]) -> str | None:
     return "z-lab" if "dflash_config" in raw or "DFlashDraftModel" in named else None
 
 
-def renamed(names: list[str]) -> dict[str, str]:
-    """Return the name of this package for each tensor of a checkpoint that is used.
-
-    >>> renamed(["model.fc.weight", "encoder.output_norm_enc.weight", "verifier_norm.weight"])
-    {'model.fc.weight': 'fc.weight', 'encoder.output_norm_enc.weight': 'hidden_norm.weight'}
-    """
-    new_names = {}
-    for name in names:
-        new_name = name.removeprefix("model.")
-        for old, new in MUSE_NAMES.items():
-            new_name = new + new_name.removeprefix(old) if new_name.startswith(old) else new_name
-        if not new_name.startswith(UNUSED) and not new_name.endswith("rotary_emb.inv_freq"):
-            new_names[name] = new_name
-    return new_names
-
-
 def dflash_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None) -> Any:
     """Return the draft of a checkpoint, see [`Converter`].
 
@@ -118,7 +102,7 @@ def dflash_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedCon
         ValueError: If it is not a DFlash draft, or its files do not fit together or to the target.
     """
     raw = checkpoint.read_config()
-    names = renamed(checkpoint.names)
+    names = renamed(checkpoint.names, MUSE_NAMES)
     config = _config_of(checkpoint.source, raw, set(names.values()), target)
     biases = [f"layers.{i}.self_attn.{part}_proj.bias" for i in range(config.num_hidden_layers) for part in "qkvo"]
     heads = {"gated": ["markov_head.gate_proj.bias"], "rnn": ["markov_head.joint_proj.bias"]}
@@ -160,7 +144,6 @@ def _config_of(
     layers = _layer_ids(source, layout, values, num_layers, text)
     speculators = str(raw.get("speculators_model_type"))
     is_dspark = layout == "DeepSpec" or speculators == "dspark"
-    is_dflash2 = speculators == "dflash2"
     rank = int(raw.get("markov_rank", 256 if speculators == "dspark" else 0) or 0) if is_dspark else 0
     confidence = None
     if is_dspark and raw.get("enable_confidence_head", speculators == "dspark"):
@@ -190,10 +173,7 @@ def _config_of(
         markov_rank=rank,
         markov_head_type=str(raw.get("markov_head_type") or "vanilla"),
         confidence_head=confidence,
-        **({"conv_kernel_size": int(raw.get("conv_kernel_size", 2))} if is_dflash2 else {}),
-        **({"conv_group_size": int(raw.get("conv_group_size", 16))} if is_dflash2 else {}),
-        **({"selector_rank": int(raw.get("selector_rank", 256))} if is_dflash2 else {}),
-        **({"selector_top_k": int(raw.get("selector_top_k", 16))} if is_dflash2 else {}),
+        **{name: int(raw.get(name, default)) for name, default in OF_DFLASH2.items() if speculators == "dflash2"},
     )
 
 
@@ -250,11 +230,7 @@ def _windows(layout: str, raw: Mapping[str, Any], inner: Mapping[str, Any], num_
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
     is_speculators = layout == "speculators"
     is_causal = not raw.get("sliding_window_non_causal", raw.get("speculators_model_type") == "dflash2")
-    return {
-        "layer_windows": windows,
-        "block_window": is_speculators,
-        "causal_windows": is_speculators and is_causal,
-    }
+    return {"layer_windows": windows, "block_window": is_speculators, "causal_windows": is_speculators and is_causal}
 
 
 def save_speculators(draft: Any, folder: Any, target: PreTrainedModel | None = None) -> None:
@@ -269,14 +245,8 @@ def save_speculators(draft: Any, folder: Any, target: PreTrainedModel | None = N
     Raises:
         ValueError: If the format cannot say what the draft computes, or the target is needed.
     """
-    config = speculators_config(draft, target)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}
-    if draft.d2t is not None and "lm_head.weight" not in tensors:
-        if target is None:
-            raise ValueError("the draft has no lm_head.weight of its own, which the format requires: pass target=.")
-        rows = target.get_output_embeddings().weight.detach().cpu()[draft.token_ids.cpu()]
-        tensors["lm_head.weight"] = rows.to(draft.dtype).contiguous()
-    write_speculators(draft, tensors, config, folder)
+    required = () if draft.d2t is None else ("lm_head.weight",)
+    write_speculators(draft, speculators_config(draft, target), folder, target, required)
 
 
 def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dict[str, Any]:
@@ -305,6 +275,5 @@ def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dic
         values |= {"enable_confidence_head": config.confidence_head is not None}
         values |= {"confidence_head_with_markov": config.confidence_head == "markov"}
     if kind == "dflash2":
-        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        values |= {name: getattr(config, name) for name in names}
+        values |= {name: getattr(config, name) for name in OF_DFLASH2}
     return values

@@ -13,6 +13,7 @@ import torch
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding
 from ..families.aux_drafter import AuxDrafter
+from ..families.beams import Tensors
 from .layers_dflash import query_positions, slot_mask
 
 
@@ -24,13 +25,10 @@ class DFlashDrafter(AuxDrafter):
         self.threshold: float | None = draft.setting("confidence_threshold")
 
     def shape_of(self, draft: Any) -> tuple[list[int], int]:
-        """Return the widths of all levels, and how many of the best nodes are verified, root included."""
-        shape: tuple[list[int], int] = draft.tree_shape
-        return shape
+        return draft.tree_shape
 
     @property
     def tree_slots(self) -> int:
-        """Slots of a block."""
         return int(self.draft.config.block_size)
 
     def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
@@ -41,22 +39,19 @@ class DFlashDrafter(AuxDrafter):
             key, value = layer.entries(context, angles)
             ring.fill(key, value, positions)
 
-    def begin(self, inputs: tuple[torch.Tensor, ...], prefix: None) -> tuple[torch.Tensor, ...]:
+    def begin(self, inputs: Tensors, prefix: None) -> Tensors:
         """Return the roots `(B,)`, and states and positions of the entries that are stored first."""
         root, aux_hidden_states, tokens, positions, last = inputs
         return root.to(self.device), aux_hidden_states, tokens, positions, positions.gather(1, last)
 
-    def level_inputs(
-        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         """Return the entries to store for the first level; tokens, and what it computed, for the others."""
         if not depth:
             return shared
         logits, hidden, memory = states
-        parents = beam.parent_places.to(self.device)[..., None].expand(-1, -1, memory.shape[2])
-        return beam.tokens.to(self.device), logits, hidden, memory.gather(1, parents)
+        return beam.tokens.to(self.device), logits, hidden, self.of_parents(beam, memory)
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: None) -> tuple[torch.Tensor, ...]:
+    def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits after the newest level; logits `(B, S, draft vocabulary)` and states `(B, S, hidden)` of all
         slots, and the state of the Markov head after each node `(B, n, rank)`.
         """
@@ -84,7 +79,7 @@ class DFlashDrafter(AuxDrafter):
         fields = (*(part[:, :size] for part in tree.fields[:4]), tree.mask[:, :size, :size])
         return DraftTree.of_fields(fields, min(tree.max_depth, size - 1), tree.is_chain)
 
-    def cut(self, fields: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def cut(self, fields: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         """Make nodes padding whose confidence, times those of their ancestors, is below the threshold."""
         if self.threshold is None:
             return fields
@@ -117,5 +112,4 @@ class DFlashDrafter(AuxDrafter):
             return self.attend(query, ring.keys, ring.values, torch.cat([entries, slots], -1))
 
         states = draft.embed_block(root, self.binding.target.model).to(self.device, self.dtype)
-        outputs: torch.Tensor = draft.run(states, self.rotary(states, draft.block_positions(anchors)), attend)
-        return outputs
+        return draft.run(states, self.rotary(states, draft.block_positions(anchors)), attend)

@@ -72,8 +72,7 @@ class DFlashDraftModel(AuxDraftModel):
 
     def context(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Project auxiliary hidden states `(B, T, layers * hidden)` to what all layers read, `(B, T, hidden)`."""
-        projected: torch.Tensor = self.hidden_norm(self.fc(aux_hidden_states))
-        return projected
+        return self.hidden_norm(self.fc(aux_hidden_states))
 
     def embed_block(self, roots: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
         """Return embeddings `(N, S, hidden)` of blocks, which consist of a token `(N,)` and masks."""
@@ -98,8 +97,7 @@ class DFlashDraftModel(AuxDraftModel):
         """
         for layer in self.layers:
             states = layer(states, angles, attend)
-        outputs: torch.Tensor = self.norm(states)
-        return outputs
+        return self.norm(states)
 
     def first_memory(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the state `(..., rank)` of the Markov head before the first slot, after tokens `(...)`."""
@@ -135,8 +133,7 @@ class DFlashDraftModel(AuxDraftModel):
         if self.config.confidence_head == "markov":
             assert self.markov_head is not None
             hidden = torch.cat([hidden, self.markov_head.markov_w1(tokens)], -1)
-        logits: torch.Tensor = self.confidence_head.proj(hidden)[..., 0]
-        return logits
+        return self.confidence_head.proj(hidden)[..., 0]
 
     @property
     def tree_shape(self) -> tuple[list[int], int]:
@@ -150,7 +147,6 @@ class DFlashDraftModel(AuxDraftModel):
         return [nodes - depth for depth in range(1, min(slots, nodes - 1) + 1)], nodes
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
         return self.tree_shape[1]
 
     def check_settings(self, target: TargetView) -> None:

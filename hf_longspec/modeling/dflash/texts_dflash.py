@@ -30,7 +30,7 @@ def forward_on_texts(
         target (`PreTrainedModel`, *optional*): The target, for drafts without an embedding of their own.
         window (`int`, *optional*): Number of last entries that blocks attend to, in layers that were not trained
             with a window of their own. All by default.
-        sinks (`int`, *optional*, defaults to 0): First entries that they attend to beside the window.
+        sinks (`int`, *optional*, defaults to 0): First entries that they attend to in addition to the window.
         score (`Callable`, *optional*): Function of the states, for training.
 
     Returns:
@@ -43,8 +43,7 @@ def forward_on_texts(
     angles = rotary(states, draft.block_positions(anchors.flatten()))
 
     def entries(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = draft.layers[index].entries(context, context_angles)
-        return found
+        return draft.layers[index].entries(context, context_angles)
 
     states = draft.run(states, angles, BlockAttention(draft.config, anchors, entries, (window, sinks)))
     states = states.unflatten(0, anchors.shape)

@@ -60,11 +60,9 @@ class DFlashMethod(AuxMethod):
         return {**batch, "anchors": anchors, "labels": padded.gather(1, places.flatten(1)).view_as(places)}
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
-        """Count the labels of the blocks `(B, A, levels)` that each level predicts."""
         return self.is_trained(labels).sum((0, 1))
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the levels' mean losses, and the counts of each row."""
         blocks = self.draft.config.training_blocks
         shares = (torch.arange(blocks) / blocks).expand(len(inputs["input_ids"]), -1)
         inputs = self._with_blocks(inputs, shares)

@@ -15,13 +15,14 @@ from transformers.utils import logging
 from ..configuration_base import text_config
 from ..formats.speculators import (
     LAYER_FIELDS,
-    UNUSED,
+    OF_TARGET,
     USUAL_LENGTH,
     draft_of,
     fields_of,
     plain_fields,
     read_layers,
     refuse,
+    renamed,
     write_speculators,
 )
 from ..loading import Checkpoint
@@ -46,8 +47,9 @@ EAGLE3_TARGETS = {
     "RedHatAI/Qwen3-14B-speculator.eagle3": "Qwen/Qwen3-14B",
     "RedHatAI/Qwen3-32B-speculator.eagle3": "Qwen/Qwen3-32B",
 }
-# Norms of the auxiliary hidden states in older files -> name here.
-OLD_NORMS = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
+# Beginnings of names of the authors, and of norms of the auxiliary hidden states in older files -> here.
+OTHER_NAMES = {"midlayer.": "layers.0."}
+OTHER_NAMES |= {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
 # Architectures whose layer is the one of this package. The difference, norms of queries and keys, shows in the tensors.
 LAYER_TYPES = ("llama", "qwen3", "qwen2", "mistral")
 # Values of config.json and its eagle_config that are EAGLE-3's.
@@ -75,22 +77,6 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
     )
 
 
-def renamed(names: list[str]) -> dict[str, str]:
-    """Return the name of this package for each tensor of a checkpoint that is used.
-
-    >>> renamed(["model.fc_norm.0.weight", "midlayer.hidden_norm.weight", "verifier_norm.weight"])
-    {'model.fc_norm.0.weight': 'fc_norm.0.weight', 'midlayer.hidden_norm.weight': 'layers.0.hidden_norm.weight'}
-    """
-    new_names = {}
-    for name in names:
-        new_name = name.removeprefix("model.")
-        for old, new in {"midlayer.": "layers.0.", **OLD_NORMS}.items():
-            new_name = new + new_name.removeprefix(old) if new_name.startswith(old) else new_name
-        if not new_name.startswith(UNUSED) and not new_name.endswith("rotary_emb.inv_freq"):
-            new_names[name] = new_name
-    return new_names
-
-
 def eagle3_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None) -> Any:
     """Return the draft of a checkpoint, see [`Converter`].
 
@@ -98,7 +84,7 @@ def eagle3_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedCon
         ValueError: If it is not an EAGLE-3 draft, or its files do not fit together or to the target.
     """
     raw = checkpoint.read_config()
-    names = renamed(checkpoint.names)
+    names = renamed(checkpoint.names, OTHER_NAMES)
     config = _config_of(checkpoint.source, raw, set(names.values()), target)
     draft = draft_of(checkpoint, raw, names, config, "complete EAGLE-3 draft", dtype)
     if config.mask_token_id is not None:
@@ -217,15 +203,7 @@ def save_speculators(draft: Any, folder: Any, target: PreTrainedModel | None = N
     Raises:
         ValueError: If embedding or head are missing, or the layers of the target are not known.
     """
-    tensors = {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}
-    for name, part in (("embed_tokens.weight", "get_input_embeddings"), ("lm_head.weight", "get_output_embeddings")):
-        if name not in tensors:
-            if target is None:
-                raise ValueError(f"the draft has no {name} of its own, which the format requires: pass target=.")
-            rows = getattr(target, part)().weight.detach().cpu()
-            rows = rows if name == "embed_tokens.weight" else rows[draft.token_ids.cpu()]
-            tensors[name] = rows.to(draft.dtype).contiguous()
-    write_speculators(draft, tensors, speculators_config(draft, target), folder)
+    write_speculators(draft, speculators_config(draft, target), folder, target, OF_TARGET)
 
 
 def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dict[str, Any]:

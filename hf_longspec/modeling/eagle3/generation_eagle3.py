@@ -13,26 +13,22 @@ import torch
 from ...generation.draft_tree import Beam
 from ...generation.sparse_caches import visible
 from ..families.aux_drafter import AuxDrafter
+from ..families.beams import Tensors
 
 
 class Eagle3Drafter(AuxDrafter):
     """Draft a tree of fixed size with one small decoder."""
 
-    def level_inputs(
-        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the inputs of `first_level` or `next_level`."""
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         if not depth:
             return shared[:4]
-        parents = beam.parent_places.to(self.device)[..., None].expand(-1, -1, states[0].shape[2])
-        return states[0].gather(1, parents), beam.tokens, beam.ancestor_mask, shared[4] + depth, shared[4]
+        return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, shared[4] + depth, shared[4]
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: None) -> tuple[torch.Tensor, ...]:
+    def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam."""
         return self.next_level(*changing) if depth else self.first_level(*changing)
 
     def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store entries in the rings; see [`AuxDrafter.remember`]."""
         self._enter(aux_hidden_states, tokens, positions, positions[:, :0])
 
     def first_level(
@@ -57,18 +53,13 @@ class Eagle3Drafter(AuxDrafter):
             tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
             ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
             positions (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
-            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root. Nodes
-                see what it sees: the window does not move while drafting.
+            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root.
         """
-        first, nodes = ancestor_mask.shape[2] - ancestor_mask.shape[1], ancestor_mask.shape[2]
-        ancestors = ancestor_mask.to(self.device)
-        ancestors = ancestors & (torch.arange(nodes, device=self.device) > 0)  # the root's entry is a committed one
 
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             ring = self.rings[index]
-            ring.stage(key, value, first)
-            mask = torch.cat([ring.visible(end).expand(-1, ancestors.shape[1], -1), ancestors], -1)
-            return self.attend(query, ring.keys, ring.values, mask)
+            ring.stage(key, value, ancestor_mask.shape[2] - ancestor_mask.shape[1])
+            return self.attend(query, ring.keys, ring.values, self.tree_mask(ring, end, ancestor_mask))
 
         embedded = self.draft.embed(tokens.to(self.device), self.binding.target.model).to(self.device, self.dtype)
         angles = self.rotary(states, positions.expand_as(tokens))
@@ -97,8 +88,7 @@ class Eagle3Drafter(AuxDrafter):
         embedded = self.draft.embed(tokens, self.binding.target.model).to(self.device, self.dtype)
         states = self.draft.features(aux_hidden_states.to(self.device, self.dtype))
         angles = self.rotary(states, positions.clamp_min(0))
-        result: tuple[torch.Tensor, torch.Tensor] = self.draft.run(states, embedded, angles, attend, query_places)
-        return result
+        return self.draft.run(states, embedded, angles, attend, query_places)
 
 
 class ParallelEagle3Drafter(Eagle3Drafter):
@@ -109,13 +99,11 @@ class ParallelEagle3Drafter(Eagle3Drafter):
     of a level are the same after all of its nodes.
     """
 
-    def level_inputs(
-        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         """Return the entries to store for the first level, and the logits of all levels for the others."""
         return tuple(states) if depth else shared[:4]
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: None) -> tuple[torch.Tensor, ...]:
+    def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits `(B, 1, draft vocabulary)` of a level, and those of all `(B, levels, draft vocabulary)`."""
         logits = changing[0] if depth else self.draft.logits(self._rows(*changing), self.binding.target.model)
         return logits[:, depth : depth + 1], logits
@@ -148,5 +136,4 @@ class ParallelEagle3Drafter(Eagle3Drafter):
         )
         angles = self.rotary(states, torch.cat([positions.clamp_min(0), row_positions], 1))
         places = torch.cat([last, (length + rows).expand(len(last), -1)], 1)
-        outputs: torch.Tensor = draft.run(states, embedded.to(self.device, self.dtype), angles, attend, places)[0]
-        return outputs
+        return draft.run(states, embedded.to(self.device, self.dtype), angles, attend, places)[0]

@@ -10,7 +10,7 @@ from .configuration_eagle3 import Eagle3Config
 
 
 class Eagle3Layer(GradientCheckpointingLayer):
-    """One layer: attention and SwiGLU. The first one attends with normalised embedding and state beside each other."""
+    """One layer: attention and SwiGLU. The first one attends with the normalised embedding and state concatenated."""
 
     def __init__(self, config: Eagle3Config, index: int):
         super().__init__()

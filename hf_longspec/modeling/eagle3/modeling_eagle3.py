@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from ...generation.drafter import Binding
-from ...generation.target import TargetView
 from ..families.aux_drafter import AuxDrafter
 from ..families.aux_hidden_states import AuxDraftModel
 from ..families.aux_layers import Attend, Rotary
@@ -68,8 +67,7 @@ class Eagle3DraftModel(AuxDraftModel):
         if self.fc_norm is not None:
             parts = aux_hidden_states.chunk(self.config.num_aux_hidden_states, -1)
             aux_hidden_states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        features: torch.Tensor = self.fc(aux_hidden_states)
-        return features
+        return self.fc(aux_hidden_states)
 
     def run(
         self,
@@ -110,9 +108,4 @@ class Eagle3DraftModel(AuxDraftModel):
         return embedded, self.features(torch.cat([aux_hidden_states, hidden], 1))
 
     def make_drafter(self, binding: Binding) -> AuxDrafter:
-        """Return the drafter of one call: that of EAGLE-3, or of P-EAGLE."""
         return (Eagle3Drafter if self.mask_hidden is None else ParallelEagle3Drafter)(binding, self)
-
-    def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
-        return 1 + sum(self.setting("tree_widths"))

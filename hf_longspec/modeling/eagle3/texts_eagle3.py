@@ -38,7 +38,7 @@ def forward_on_texts(
             default.
         window (`int`, *optional*): Number of entries of the text that each place attends to, in layers that were
             not trained with a window of their own. All by default.
-        sinks (`int`, *optional*, defaults to 0): First entries that all places attend to beside the window.
+        sinks (`int`, *optional*, defaults to 0): First entries that all places attend to in addition to the window.
         score (`Callable`, *optional*): Function of the step and of its outputs `(B, T - s, hidden)`, for training.
 
     Returns:
@@ -51,7 +51,7 @@ def forward_on_texts(
     positions = places if position_ids is None else position_ids
     embedded, states = draft.embed(tokens, target), draft.features(aux_hidden_states.to(draft.dtype))
     logits: list[Any] = []
-    # layers trained with a window saw no sinks beside it
+    # layers trained with a window saw no sinks besides
     parallel = draft.mask_hidden is not None
     spans = [(size, 0, parallel) if size else (window, sinks, False) for size in draft.config.window_of_layers]
     attention = ChainedAttention(spans)

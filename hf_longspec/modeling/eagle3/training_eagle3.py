@@ -35,7 +35,6 @@ class Eagle3Method(AuxMethod):
         self.noise = RowNoise(args.seed, (1, 1), self.position_limit, args.max_offset or 0)
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
-        """Add the draft's positions."""
         length = batch["input_ids"].shape[1]
         check_length(length, self.position_limit)
         lengths = batch["attention_mask"].sum(1).tolist()

@@ -14,7 +14,7 @@ import torch
 from ...generation.drafter import Binding, Verification
 from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import LayerInputs
-from .beams import BeamDrafter
+from .beams import BeamDrafter, Tensors
 
 
 class Entries(NamedTuple):
@@ -41,13 +41,7 @@ class PromptAuxHiddenStates(LayerInputs):
     """
 
     def __init__(
-        self,
-        model: Any,
-        layers: Sequence[int],
-        lengths: Sequence[int],
-        starts: Sequence[int],
-        sinks: int,
-        window: int,
+        self, model: Any, layers: Sequence[int], lengths: Sequence[int], starts: Sequence[int], sinks: int, window: int
     ):
         super().__init__(model, layers)
         self.spans = [[(0, min(sinks, size)), (max(min(sinks, size), size - window), size)] for size in lengths]
@@ -90,7 +84,6 @@ class Angles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the frequencies."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.rotary.buffers())
 
     def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,8 +113,7 @@ class AuxDrafter(BeamDrafter):
         It is kept for later calls, as graphs read its tensors.
         """
         key = Angles, self.draft.effective("rope_theta"), self.device
-        angles: Angles = self.binding.part(key, lambda: Angles(self.draft.rotary_embedding(self.device)))
-        return angles
+        return self.binding.part(key, lambda: Angles(self.draft.rotary_embedding(self.device)))
 
     @property
     def tree_slots(self) -> int:
@@ -138,6 +130,16 @@ class AuxDrafter(BeamDrafter):
         """
         raise NotImplementedError
 
+    def tree_mask(self, ring: WindowRing, end: torch.Tensor, ancestor_mask: torch.Tensor) -> torch.Tensor:
+        """Return what nodes see, `(B, n, slots + N)`: what the root sees at `end` `(B, 1)`, and ancestors `(B, n, N)`.
+
+        The window does not move while drafting.
+        """
+        count, nodes = ancestor_mask.shape[1:]
+        # the root's entry is a committed one
+        ancestors = ancestor_mask.to(self.device) & (torch.arange(nodes, device=self.device) > 0)
+        return torch.cat([ring.visible(end).expand(-1, count, -1), ancestors], -1)
+
     @property
     def most_new(self) -> int:
         """Most tokens that a verification commits per row."""
@@ -145,7 +147,7 @@ class AuxDrafter(BeamDrafter):
 
     @cached_property
     def rings(self) -> list[WindowRing]:  # type: ignore[override]
-        """Entries of the committed text, for each layer. Layers trained with a window saw no sinks beside it."""
+        """Entries of the committed text, for each layer. Layers trained with a window saw no sinks besides."""
         config, rings = self.draft.config, []
         sizes = self.binding.cache.batch_size, config.num_key_value_heads, config.head_dim, self.dtype, self.device
         for index, layer_window in enumerate(config.window_of_layers):
@@ -158,13 +160,11 @@ class AuxDrafter(BeamDrafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the rings and of the auxiliary hidden states of the last verification."""
         pending = () if self.pending is None else self.pending
         return super().state_bytes + sum(x.numel() * x.element_size() for x in pending)
 
     @contextmanager
     def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> Iterator[None]:
-        """Keep the auxiliary hidden states of the first and the last tokens of the prompts."""
         layers = self.wants_hidden
         assert isinstance(layers, tuple)
         self._prompts = PromptAuxHiddenStates(
@@ -174,7 +174,6 @@ class AuxDrafter(BeamDrafter):
             yield
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Store the entries of the prompts whose states were kept, and those of the verification."""
         if self._prompts is not None:
             self._read(self._prompts, texts)
             self._prompts = None
@@ -205,7 +204,7 @@ class AuxDrafter(BeamDrafter):
         counts: torch.Tensor,
         lengths: torch.Tensor,
         *before: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Tensors:
         """Return the [`Entries`] of the kept nodes. The token of the last one is the next root, and not part of them.
 
         Rows that kept none keep those `before`.
@@ -233,12 +232,12 @@ class AuxDrafter(BeamDrafter):
         masks = grew[..., None], grew, grew, grew
         return tuple(torch.where(*three) for three in zip(masks, newest, before, strict=True))
 
-    def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def inputs(self, root: torch.Tensor) -> Tensors:
         """Return the roots `(B,)`, and the entries that the draft stores first."""
         assert self.pending is not None
         return root, *self.pending
 
-    def begin(self, inputs: tuple[torch.Tensor, ...], prefix: None) -> tuple[torch.Tensor, ...]:
+    def begin(self, inputs: Tensors, prefix: None) -> Tensors:
         """Return the entries with the root as the last token, and the position of the last one `(B, 1)`."""
         root, aux_hidden_states, tokens, positions, last = inputs
         tokens = tokens.scatter(1, last, root[:, None].to(tokens.device))
@@ -256,7 +255,6 @@ class AuxDrafter(BeamDrafter):
         return everywhere.index_copy(2, self.draft.token_ids.to(logits.device), logits)
 
     def _read(self, prompts: PromptAuxHiddenStates, texts: Sequence[torch.Tensor]) -> None:
-        """Store the entries of the prompts whose states were kept."""
         rows = [(row, entries) for row in range(len(texts)) if (entries := prompts.of_row(row)) is not None]
         if not rows:
             return

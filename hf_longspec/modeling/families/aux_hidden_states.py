@@ -6,7 +6,7 @@ values of the draft's own, in a ring for each layer, so that memory does not gro
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,35 +27,7 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 class AuxConfig(DraftConfig):
-    """Configuration of a draft that reads auxiliary hidden states.
-
-    Args:
-        hidden_size (`int`): Width of the draft.
-        target_hidden_size (`int`): Width of the target's residual stream.
-        num_aux_hidden_states (`int`): Number of the target's layers whose inputs ("auxiliary hidden states") are read.
-        target_layer_ids (`list[int]`): The layers whose inputs are read; the number of layers stands for the final
-            norm. The input of layer j is transformers' `hidden_states[j]`.
-        intermediate_size (`int`): Width of the SwiGLU.
-        num_hidden_layers (`int`): Number of layers.
-        num_attention_heads (`int`): Number of query heads.
-        num_key_value_heads (`int`): Number of key/value heads.
-        head_dim (`int`): Size of a head.
-        hidden_act (`str`): Activation of the SwiGLU.
-        rms_norm_eps (`float`): Epsilon of all norms.
-        initializer_range (`float`): Standard deviation of the initial weights.
-        attention_bias (`bool`): Whether the projections of the attention have a bias.
-        mlp_bias (`bool`): Whether the projections of the SwiGLU have a bias.
-        qk_norm (`bool`): Whether queries and keys are normalised before they are rotated.
-        draft_vocab_size (`int`, *optional*): Number of tokens that can be drafted; all of the vocabulary by default.
-        own_embedding (`bool`): Whether the draft has an embedding of its own. Otherwise it uses the target's.
-        own_head (`bool`): Whether the draft has a language-model head of its own. Otherwise it uses the target's.
-        mask_token_id (`int`, *optional*): Token of the entries whose token is not known yet, of drafts that draft
-            several tokens in one forward.
-        rope_parameters (`dict[str, Any]`, *optional*): Rotary embedding of the draft, independent of the target's.
-        max_position_embeddings (`int`): As in the checkpoint; no limit of positions.
-        layer_windows (`list[int | None]`, *optional*): Windows that the layers were trained with.
-        trained_max_length (`int`): Number of positions that a query saw in training, the default of `window`.
-    """
+    """Configuration of a draft that reads auxiliary hidden states, the inputs of some of the target's layers."""
 
     model_type = "longspec_aux"
     sizes: ClassVar[dict[str, tuple[int, int]]] = {
@@ -64,29 +36,31 @@ class AuxConfig(DraftConfig):
         "draft_vocab_size": (0, 2**24),
     }
 
-    hidden_size: int = 0
-    target_hidden_size: int = 0
-    num_aux_hidden_states: int = 3
+    hidden_size: int = 0  # width of the draft
+    target_hidden_size: int = 0  # width of the target's residual stream
+    num_aux_hidden_states: int = 3  # number of layers whose inputs are read
+    # These layers; their number stands for the final norm. The input of layer j is transformers' `hidden_states[j]`.
     target_layer_ids: list[int] | tuple[int, ...] = ()
-    intermediate_size: int = 0
+    intermediate_size: int = 0  # width of the SwiGLU
     num_hidden_layers: int = 1
     num_attention_heads: int = 1
     num_key_value_heads: int = 1
     head_dim: int = 0
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    draft_vocab_size: int | None = None
-    own_embedding: bool = False
-    own_head: bool = False
+    hidden_act: str = "silu"  # activation of the SwiGLU
+    rms_norm_eps: float = 1e-6  # epsilon of all norms
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+    attention_bias: bool = False  # whether the projections of the attention have a bias
+    mlp_bias: bool = False  # whether the projections of the SwiGLU have a bias
+    qk_norm: bool = False  # whether queries and keys are normalised before they are rotated
+    draft_vocab_size: int | None = None  # number of tokens that can be drafted; by default all of the vocabulary
+    own_embedding: bool = False  # whether the draft has an embedding of its own, in place of the target's
+    own_head: bool = False  # whether the draft has a language-model head of its own, in place of the target's
+    # Token of the entries whose token is not known yet, of drafts that draft several tokens in one forward.
     mask_token_id: int | None = None
-    rope_parameters: dict[str, Any] | None = None
-    max_position_embeddings: int = 2048
-    layer_windows: list[Any] | tuple[Any, ...] | None = None
-    trained_max_length: int = 2048
+    rope_parameters: dict[str, Any] | None = None  # rotary embedding of the draft, independent of the target's
+    max_position_embeddings: int = 2048  # as in the checkpoint; no limit of positions
+    layer_windows: list[Any] | tuple[Any, ...] | None = None  # windows that the layers were trained with
+    trained_max_length: int = 2048  # number of positions that a query saw in training, the default of `window`
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
@@ -112,23 +86,18 @@ class AuxConfig(DraftConfig):
         """Window that each layer was trained with; `None` for those that saw everything."""
         return list(self.layer_windows or [None] * self.num_hidden_layers)
 
-    def check_types(self) -> None:
-        """Refuse fields of a wrong type or out of range, and fields that do not fit together."""
-        super().check_types()
+    def contradictions(self) -> Iterator[str]:
         kind, windows = (self.rope_parameters or {}).get("rope_type", "default"), self.window_of_layers
-        reason = ""
         if kind not in ROPE_TYPES:
-            reason = f"rope_type={kind!r}: expected one of {', '.join(ROPE_TYPES)}, whose frequencies do not change."
-        elif self.num_attention_heads % self.num_key_value_heads:
-            reason = f"num_attention_heads={self.num_attention_heads}: expected a multiple of num_key_value_heads."
-        elif len(windows) != self.num_hidden_layers:
-            reason = f"layer_windows={windows!r}: expected an entry for each of the {self.num_hidden_layers} layers."
-        elif (self.draft_vocab_size or 0) > self.vocab_size:
-            reason = f"draft_vocab_size={self.draft_vocab_size}: expected at most vocab_size={self.vocab_size}."
-        elif (self.mask_token_id or 0) >= max(1, self.vocab_size):
-            reason = f"mask_token_id={self.mask_token_id}: expected a row of the embedding, below {self.vocab_size}."
-        if reason:
-            raise ValueError(f"{reason} Correct the draft's config.json, or use another draft.")
+            yield f"rope_type={kind!r}: expected one of {', '.join(ROPE_TYPES)}, whose frequencies do not change"
+        if self.num_attention_heads % self.num_key_value_heads:
+            yield f"num_attention_heads={self.num_attention_heads}: expected a multiple of num_key_value_heads"
+        if len(windows) != self.num_hidden_layers:
+            yield f"layer_windows={windows!r}: expected an entry for each of the {self.num_hidden_layers} layers"
+        if (self.draft_vocab_size or 0) > self.vocab_size:
+            yield f"draft_vocab_size={self.draft_vocab_size}: expected at most vocab_size={self.vocab_size}"
+        if (self.mask_token_id or 0) >= max(1, self.vocab_size):
+            yield f"mask_token_id={self.mask_token_id}: expected a row of the embedding, below {self.vocab_size}"
 
 
 def default_layer_ids(num_layers: int) -> list[int]:
@@ -178,7 +147,6 @@ class AuxDraftModel(DraftModel):
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
-        """Refuse targets without a final norm."""
         final_norm_of(target)
 
     @torch.no_grad()
@@ -210,8 +178,7 @@ class AuxDraftModel(DraftModel):
             ValueError: If the draft has no embedding of its own, and no target is given.
         """
         if self.embed_tokens is not None:
-            embedded: torch.Tensor = self.embed_tokens(tokens)
-            return embedded
+            return self.embed_tokens(tokens)
         module = _part_of(target, "input")
         embedded = module(tokens.to(module.weight.device) if module.weight.device.type != "meta" else tokens)
         scale = getattr(module, "embed_scale", None)  # of gemma, whose table the drafts read as it is
@@ -224,8 +191,7 @@ class AuxDraftModel(DraftModel):
             ValueError: If the draft has no head of its own, and no target is given.
         """
         if self.lm_head is not None:
-            logits: torch.Tensor = self.lm_head(outputs)
-            return logits
+            return self.lm_head(outputs)
         head = _part_of(target, "output")
         logits = head(outputs)
         return logits if self.d2t is None else logits[..., self.token_ids.to(logits.device)]
@@ -272,7 +238,6 @@ class AuxDraftModel(DraftModel):
         return getattr(self.config, name, None) if value is None else value
 
     def num_out_of_vocabulary(self, rows: Sequence[Sequence[int]]) -> int:
-        """Return how many tokens of some rows this draft cannot propose."""
         if self.d2t is None:
             return 0
         vocabulary = set(self.token_ids.tolist())
@@ -303,7 +268,6 @@ class AuxDraftModel(DraftModel):
         return tuple(layers)
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets of other sizes, and layers that do not exist."""
         refuse_compiled_forward(target.model)
         self._check_target(target)
         for layer in self.layers_of(target.config):

@@ -42,5 +42,4 @@ class Attention(nn.Module):
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """Project attention output `(B, H, T, D)` to `(B, T, hidden)`."""
-        projected: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return projected
+        return self.o_proj(attended.transpose(1, 2).flatten(2))

@@ -16,6 +16,8 @@ from ...generation.sampling import Coupling
 from ...generation.sparse_caches import WindowRing
 from ...generation.target import FixedStep
 
+Tensors = tuple[torch.Tensor, ...]
+
 
 @dataclass(eq=False)
 class FixedPrefix:
@@ -53,7 +55,7 @@ class BeamDrafter(Drafter):
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
-        self._owner, self.draft = draft, draft.beside(binding.target.model)
+        self._owner, self.draft = draft, draft.placed_for(binding.target.model)
         self.coupling = Coupling(binding.rule)
         self.widths, self.num_nodes = self.shape_of(draft)
         self.max_depth = len(self.widths)
@@ -80,21 +82,19 @@ class BeamDrafter(Drafter):
         widths: list[int] = draft.setting("tree_widths")
         return widths, 1 + sum(widths)
 
-    def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def inputs(self, root: torch.Tensor) -> Tensors:
         """Return the tensors that a tree is drafted from, `root` `(batch,)` first."""
         raise NotImplementedError
 
-    def begin(self, inputs: tuple[torch.Tensor, ...], prefix: Any) -> tuple[torch.Tensor, ...]:
+    def begin(self, inputs: Tensors, prefix: Any) -> Tensors:
         """Return what all levels of a tree share."""
         raise NotImplementedError
 
-    def level_inputs(
-        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         """Return the inputs of `level` for the newest level of a beam; `states` are further results of the last one."""
         raise NotImplementedError
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Any) -> tuple[torch.Tensor, ...]:
+    def level(self, changing: Tensors, depth: int, prefix: Any) -> Tensors:
         """Return logits `(B, n, V)` after the newest level of a beam, and states if there are any.
 
         The logits may be `(B, 1, V)` if they do not depend on the path.
@@ -102,6 +102,11 @@ class BeamDrafter(Drafter):
         `changing` is the result of `level_inputs`. The root has depth 0.
         """
         raise NotImplementedError
+
+    def of_parents(self, beam: Beam, states: torch.Tensor) -> torch.Tensor:
+        """Return the states `(B, n, D)` of the parents of the newest level, from those of the level above."""
+        parents = beam.parent_places.to(self.device)[..., None]
+        return states.gather(1, parents.expand(-1, -1, states.shape[2]))
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits `(B, n, vocab)` of the target's tokens."""
@@ -125,18 +130,17 @@ class BeamDrafter(Drafter):
         return self.rotates_as_target and self.binding.cache.rows.offsets is not None
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """Return a beam of the chosen widths after `root` `(batch,)`."""
         inputs, known, prefix = self.inputs(root), self.coupling.known(len(self.widths)), self.prefix()
         fields = self._grow(inputs, known, prefix)
         return DraftTree.of_fields(fields, len(self.widths), is_chain=max(self.widths) == 1)
 
     def grow(
         self,
-        inputs: tuple[torch.Tensor, ...],
+        inputs: Tensors,
         known: Sequence[torch.Tensor] = (),
         prefix: Any = None,
-        level: Callable[..., tuple[torch.Tensor, ...]] | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+        level: Callable[..., Tensors] | None = None,
+    ) -> Tensors:
         """Draft all levels, and return the [`DraftTree.fields`] of the tree.
 
         It writes to the rings and reads nothing on the host. The arguments are the results of `inputs`,
@@ -163,7 +167,7 @@ class BeamDrafter(Drafter):
 
         return self.grow(inputs, known, prefix, level)
 
-    def cut(self, fields: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def cut(self, fields: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         """Return the fields of a tree, maybe with some nodes made padding; `states` are results of the last level."""
         return fields
 
@@ -184,8 +188,7 @@ class BeamDrafter(Drafter):
         There may be more keys `(B, K, slots, D)` than the mask has.
         """
         key, value = key[:, :, : mask.shape[2]], value[:, :, : mask.shape[2]]
-        out: torch.Tensor = self._kernels.tree_attention(query, key, value, mask=mask, scaling=self.scaling)[0]
-        return out
+        return self._kernels.tree_attention(query, key, value, mask=mask, scaling=self.scaling)[0]
 
 
 @dataclass(eq=False)

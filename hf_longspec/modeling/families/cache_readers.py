@@ -13,7 +13,7 @@ from .beams import BeamDrafter, FixedPrefix
 SINKS = 4
 
 
-class Prefix(NamedTuple):
+class PrefixStates(NamedTuple):
     """The committed tokens in the layers of the target that are read."""
 
     lengths: SeqLens  # number of tokens of each row
@@ -37,13 +37,12 @@ class CacheReader(BeamDrafter):
     read_window: int | None = None
     """Number of last entries of a prefix that are read besides the sinks. All by default."""
 
-    def prefix(self) -> Prefix:
-        """Return the committed tokens in the target's cache."""
+    def prefix(self) -> PrefixStates:
         cache = self.binding.cache
         layers = (cache.layers[index] for index in self.read_layers)
-        return Prefix(cache.lengths, tuple((layer.keys, layer.values) for layer in layers))
+        return PrefixStates(cache.lengths, tuple((layer.keys, layer.values) for layer in layers))
 
-    def attend_prefix(self, prefix: Prefix, query: torch.Tensor) -> torch.Tensor:
+    def attend_prefix(self, prefix: PrefixStates, query: torch.Tensor) -> torch.Tensor:
         """Return the attention output `(B, H, N, D)` of queries to the committed tokens in the first layer."""
         keys, ranks = prefix.layers[0][0], self.binding.target.ranks
         if ranks is None or keys.shape[1] == self.draft.config.num_key_value_heads:
@@ -51,7 +50,7 @@ class CacheReader(BeamDrafter):
         # the cache holds the key/value heads of this rank, while every rank has the whole draft
         return ranks.all_heads(self._attend_heads(prefix, ranks.own_heads(query)))
 
-    def _attend_heads(self, prefix: Prefix, query: torch.Tensor) -> torch.Tensor:
+    def _attend_heads(self, prefix: PrefixStates, query: torch.Tensor) -> torch.Tensor:
         """Likewise, of the heads that are in the cache."""
         (keys, values), kernels = prefix.layers[0], self._kernels
         if self.read_window is not None:
@@ -64,7 +63,7 @@ class CacheReader(BeamDrafter):
     def key(self) -> tuple:
         return *super().key, self.read_window
 
-    def fixed_prefix(self, runner: Any, prefix: Prefix) -> "CachePrefix | None":
+    def fixed_prefix(self, runner: Any, prefix: PrefixStates) -> "CachePrefix | None":
         lengths = runner.lengths(prefix.lengths, 0, prefix.layers[0][0].shape[2])
         if lengths is None:
             return None
@@ -74,7 +73,7 @@ class CacheReader(BeamDrafter):
 
 @dataclass(eq=False)
 class CachePrefix(FixedPrefix):
-    """A [`Prefix`], which a graph gets as buffers and lengths."""
+    """A [`PrefixStates`], which a graph gets as buffers and lengths."""
 
     committed: SeqLens
     device: torch.device
@@ -97,5 +96,5 @@ class CachePrefix(FixedPrefix):
     def places(self) -> tuple[int, ...]:
         return self.layout
 
-    def of(self, inputs: Sequence[torch.Tensor]) -> Prefix:
-        return Prefix(self.lengths.of(inputs[0]), self.layers)
+    def of(self, inputs: Sequence[torch.Tensor]) -> PrefixStates:
+        return PrefixStates(self.lengths.of(inputs[0]), self.layers)

@@ -59,7 +59,6 @@ class TextIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size of tables and text in bytes."""
         return BYTES_PER_ENTRY * (2 * self.longest_key * self.size + len(self.text))
 
     def extend(self, tokens: Iterable[int], indexed: bool = True) -> None:
@@ -240,7 +239,6 @@ class NgramDrafter(Drafter):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of texts and tables in host memory."""
         return sum(index.nbytes for index in self.indexes)
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
@@ -253,22 +251,18 @@ class NgramDrafter(Drafter):
             self.indexes[row].extend(whole[len(self.indexes[row].text) :])
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Index the tokens that were emitted in the meantime."""
         for index, text, tokens in zip(self.indexes, texts, verification.tokens, strict=True):
             index.extend([*text[len(index.text) :].tolist(), *tokens])
 
     def observe(self, verification: Verification) -> None:
-        """Index the emitted tokens."""
         for index, tokens in zip(self.indexes, verification.tokens, strict=True):
             index.extend(tokens)
 
     def keep(self) -> None:
-        """Remember the generated tokens of every row."""
         if self.memory is not None and self.binding.rule is not None:
             self.memory.remember(self.binding.rule.sequences.generated)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """Return a trie of the best paths after `root` `(batch,)`, the last token of each row's text."""
         target, cache, max_depth = self.binding.target, self.binding.cache, self.max_depth
         fields = target.run(_trie, cache, self.table(root), root, max_depth=max_depth)
         return DraftTree.of_fields(fields, max_depth)
@@ -315,29 +309,23 @@ class JoinedDrafter(Drafter):
 
     @property
     def seed_tokens(self) -> int:
-        """Number of last prompt tokens that the other drafter observes."""
         return self.inner.seed_tokens
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of both drafters."""
         return self.inner.state_bytes + self.ngrams.state_bytes
 
     def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
-        """As the other drafter."""
         return self.inner.watch_prefill(lengths, starts)
 
     def attention(self) -> AbstractContextManager[None]:
-        """Return the context of the other drafter."""
         return self.inner.attention()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Begin with both drafters."""
         self.inner.start(texts, verification)
         self.ngrams.start(texts, verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Continue with both drafters."""
         self.inner.resume(texts, verification)
         self.ngrams.resume(texts, verification)
 
@@ -352,7 +340,6 @@ class JoinedDrafter(Drafter):
         return tree
 
     def capture(self, tree: DraftTree) -> Any:
-        """Return the capture of the other drafter for its own nodes."""
         joined, inner_tree = self._proposed or (None, tree)
         return self.inner.capture(inner_tree if tree is joined else tree)
 

@@ -90,7 +90,6 @@ class SelfDrafter(Drafter):
 
     @cached_property
     def _weight_bytes(self) -> int:
-        """Bytes of the target's weights, counted once per call."""
         return weight_bytes(self.binding.target)
 
     def chain(self, root: torch.Tensor, steps: "ChainSteps") -> tuple["Chain", Any, tuple[torch.Tensor, ...]]:

@@ -20,9 +20,5 @@ class SelfDraftModel(DraftModel):
         "acceptance": ACCEPTANCE,
     }
 
-    def max_nodes(self, target: TargetView) -> int:
-        return int(self.setting("num_assistant_tokens")) + 1
-
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets that are verified by masks."""
         refuse_masked(target, type(self).__name__)

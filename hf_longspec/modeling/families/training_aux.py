@@ -32,7 +32,6 @@ class AuxMethod(LevelsMethod):
         self.sinks = draft.setting("sinks")
 
     def facts(self) -> dict[str, Any]:
-        """Return the layers whose states are stored, the loss, and the length at which rows are cut."""
         return {"states": list(self.layers), "loss": self.args.loss, "max_length": self.args.max_length}
 
     def record(self, accelerator: Any) -> None:
@@ -42,7 +41,6 @@ class AuxMethod(LevelsMethod):
             self.draft.config.trained_max_length = self.window
 
     def is_trained(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return which labels are trained on, `(B, L)`."""
         present = super().is_trained(labels)
         if self.args.loss == "ce" and self.draft.d2t is not None:
             present = present & torch.isin(labels, self.draft.token_ids.to(labels.device))
@@ -50,8 +48,7 @@ class AuxMethod(LevelsMethod):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits `(n, draft vocabulary)` of states `(n, width)`."""
-        logits: torch.Tensor = self.draft.logits(states, self.target)
-        return logits
+        return self.draft.logits(states, self.target)
 
     def loss_of(self, states: torch.Tensor, goals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss of states `(n, hidden)`, and whether each most likely token is the goal.

@@ -6,7 +6,7 @@ draft before a tensor is read.
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,6 +67,22 @@ def draft_of(
     return draft.eval()
 
 
+def renamed(names: Iterable[str], beginnings: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of this package for each tensor of a checkpoint that is used; some beginnings are replaced.
+
+    >>> renamed(["model.fc.weight", "midlayer.norm.weight", "verifier_norm.weight"], {"midlayer.": "layers.0."})
+    {'model.fc.weight': 'fc.weight', 'midlayer.norm.weight': 'layers.0.norm.weight'}
+    """
+    new_names = {}
+    for name in names:
+        new_name = name.removeprefix("model.")
+        for old, new in beginnings.items():
+            new_name = new + new_name.removeprefix(old) if new_name.startswith(old) else new_name
+        if not new_name.startswith(UNUSED) and not new_name.endswith("rotary_emb.inv_freq"):
+            new_names[name] = new_name
+    return new_names
+
+
 def refuse(source: str, fact: str, rule: str) -> NoReturn:
     """Raise the error of a checkpoint that is not supported."""
     raise ValueError(f"{source}: {fact}, {rule}. Use another draft.")
@@ -97,10 +113,7 @@ def _compare_names(source: str, raw: Mapping[str, Any], target: str | None) -> N
     named = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     if named and target and Path(named).name.lower() != Path(target).name.lower():
         logger.warning(
-            "%s was made for %s, but the target is %s: fewer drafted tokens may be accepted.",
-            source,
-            named,
-            target,
+            "%s was made for %s, but the target is %s: fewer drafted tokens may be accepted.", source, named, target
         )
 
 
@@ -151,8 +164,29 @@ def _proposals(draft: Any, algorithm: str, count: int, target: PreTrainedModel |
     return algorithm_fields | {"verifier": verifier}
 
 
-def write_speculators(draft: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any], folder: Any) -> None:
-    """Write config.json and model.safetensors, with the mask of a reduced vocabulary."""
+# Parts that some drafts have of their own and that the format requires, and the method of a target that gives its part.
+OF_TARGET = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
+
+
+def write_speculators(
+    draft: Any, config: dict[str, Any], folder: Any, target: PreTrainedModel | None, required: Iterable[str]
+) -> None:
+    """Write config.json and model.safetensors, with the mask of a reduced vocabulary.
+
+    Args:
+        target (`PreTrainedModel`, *optional*): Gives the rows of the parts that the draft lacks.
+        required (`Iterable[str]`): Names of `OF_TARGET` that the format requires.
+
+    Raises:
+        ValueError: If one is missing, and there is no target.
+    """
+    tensors = {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}
+    for name in set(required) - tensors.keys():
+        if target is None:
+            raise ValueError(f"the draft has no {name} of its own, which the format requires: pass target=.")
+        rows = getattr(target, OF_TARGET[name])().weight.detach().cpu()
+        rows = rows if name == "embed_tokens.weight" else rows[draft.token_ids.cpu()]
+        tensors[name] = rows.to(draft.dtype).contiguous()
     if draft.d2t is not None:
         tensors["t2d"] = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
         tensors["t2d"][draft.token_ids.cpu()] = True

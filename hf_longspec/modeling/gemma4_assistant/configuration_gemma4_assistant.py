@@ -22,29 +22,20 @@ class SharedLayersConfig(Gemma4TextConfig):
 
     @property
     def kv_sharing_modes(self) -> list[str | None]:
-        """How each layer gets keys and values."""
         return ["reuse"] * self.num_hidden_layers
 
 
 class Gemma4AssistantDraftConfig(DraftConfig):
-    """Configuration of [`Gemma4AssistantDraftModel`].
-
-    Args:
-        layer_config (`dict[str, Any]`): The `text_config` of an assistant in transformers.
-        backbone_hidden_size (`int`): Width of the target.
-        use_ordered_embeddings (`bool`): Whether the head computes the logits of the tokens of some clusters only.
-        num_centroids (`int`): Number of clusters.
-        centroid_intermediate_top_k (`int`): Number of clusters whose tokens have logits.
-    """
+    """Configuration of [`Gemma4AssistantDraftModel`]."""
 
     model_type = "longspec_gemma4_assistant"
     sizes: ClassVar[dict[str, tuple[int, int]]] = {"backbone_hidden_size": (0, 2**17), "num_centroids": (0, 2**24)}
 
-    layer_config: dict[str, Any] | None = None
-    backbone_hidden_size: int = 0
-    use_ordered_embeddings: bool = False
-    num_centroids: int = 2048
-    centroid_intermediate_top_k: int = 32
+    layer_config: dict[str, Any] | None = None  # the `text_config` of an assistant in transformers
+    backbone_hidden_size: int = 0  # width of the target
+    use_ordered_embeddings: bool = False  # whether the head computes the logits of the tokens of some clusters only
+    num_centroids: int = 2048  # number of clusters
+    centroid_intermediate_top_k: int = 32  # number of clusters whose tokens have logits
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
@@ -70,11 +61,9 @@ class Gemma4AssistantDraftConfig(DraftConfig):
 
     @property
     def layer(self) -> SharedLayersConfig:
-        """Configuration of the layers, as an object."""
         fields = WITHOUT | (self.layer_config or {})
         layers = fields.get("num_hidden_layers", 1)
-        config: SharedLayersConfig = SharedLayersConfig.from_dict(fields | {"num_kv_shared_layers": layers})
-        return config
+        return SharedLayersConfig.from_dict(fields | {"num_kv_shared_layers": layers})
 
     @property
     def head_dim(self) -> int:
@@ -83,7 +72,6 @@ class Gemma4AssistantDraftConfig(DraftConfig):
         return int(max(size) if isinstance(size, list) else size)
 
     def check_types(self) -> None:
-        """Refuse fields of a wrong type or out of range, and parts of Gemma 4 that no assistant has."""
         super().check_types()
         fields = self.layer_config or {}
         check_sizes("layer_config in the draft's config.json", fields)

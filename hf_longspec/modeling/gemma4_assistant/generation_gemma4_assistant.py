@@ -13,7 +13,8 @@ from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target_modules import TargetEnds, final_norm_of
 from ..families.aux_drafter import Angles
-from ..families.cache_readers import CacheReader, Prefix
+from ..families.beams import Tensors
+from ..families.cache_readers import CacheReader, PrefixStates
 from .configuration_gemma4_assistant import layers_read
 
 
@@ -34,7 +35,6 @@ class Gemma4AssistantDrafter(CacheReader):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of the last tokens."""
         return self.state.nbytes
 
     @property
@@ -42,7 +42,6 @@ class Gemma4AssistantDrafter(CacheReader):
         return self.binding.cache if self.draft is self._owner else self.draft
 
     def observe(self, verification: Verification) -> None:
-        """Keep the target's state at the last committed token of each row."""
         assert verification.hidden is not None
         path, counts = verification.path, verification.num_nodes
         self.state = self.run(self.newest, verification.hidden, path, counts.on(path.device), self.state)
@@ -55,32 +54,23 @@ class Gemma4AssistantDrafter(CacheReader):
         states = self.norm(hidden.gather(1, last.expand(-1, 1, hidden.shape[2]))).to(before)
         return torch.where(counts.to(before.device)[:, None, None] > 0, states, before)
 
-    def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def inputs(self, root: torch.Tensor) -> Tensors:
         """Return the roots `(B,)`, and the states before them."""
         return root, self.state
 
-    def begin(self, inputs: tuple[torch.Tensor, ...], prefix: Prefix) -> tuple[torch.Tensor, ...]:
+    def begin(self, inputs: Tensors, prefix: PrefixStates) -> Tensors:
         """Return the states before the roots, and the position of all nodes `(B, 1)`."""
         return inputs[1], prefix.lengths.on(self.device)[:, None]
 
-    def level_inputs(
-        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Return tokens, states before them, and the position."""
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         before, positions = shared
-        if depth:
-            parents = beam.parent_places.to(self.device)[..., None]
-            before = states[0].gather(1, parents.expand(-1, -1, states[0].shape[2]))
-        return beam.tokens, before, positions
+        return beam.tokens, self.of_parents(beam, states[0]) if depth else before, positions
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Prefix) -> tuple[torch.Tensor, ...]:
+    def level(self, changing: Tensors, depth: int, prefix: PrefixStates) -> Tensors:
         """Return logits `(B, n, V)` after the newest level of a beam, and states `(B, n, hidden)`."""
         tokens, states, positions = changing
         embedded = self.ends.embed(tokens).to(self.device, self.dtype)
         used = slice(prefix.lengths.longest)
         layers = zip(self.kinds, prefix.layers, strict=True)
         shared = {kind: (keys[:, :, used], values[:, :, used]) for kind, (keys, values) in layers}
-        results: tuple[torch.Tensor, ...] = self.draft(
-            embedded, states, positions, self.angles.rotary, shared, prefix.lengths
-        )
-        return results
+        return self.draft(embedded, states, positions, self.angles.rotary, shared, prefix.lengths)

@@ -84,7 +84,6 @@ class Gemma4AssistantDraftModel(DraftModel):
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
-        """Refuse targets without rotary positions or a final norm."""
         decoder_of(target)
         final_norm_of(target)
 
@@ -165,10 +164,6 @@ class Gemma4AssistantDraftModel(DraftModel):
             tokens = logits.argmax(-1)
             found.append(logits)
         return found
-
-    def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
-        return 1 + sum(self.setting("tree_widths"))
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets of other sizes, and those whose keys and values the draft cannot read."""

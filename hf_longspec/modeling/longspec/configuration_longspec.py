@@ -56,7 +56,6 @@ class LongSpecConfig(DraftConfig):
 
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
-        """Return model type, shapes, head size and rotary settings of a target."""
         text = text_config(target)
         rotary = getattr(text, "rope_parameters", None)
         head_dim = shape_of(text, "head_dim") or text.hidden_size // text.num_attention_heads

@@ -16,7 +16,8 @@ from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification, last_of
 from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import TargetParts
-from ..families.cache_readers import CacheReader, Prefix
+from ..families.beams import Tensors
+from ..families.cache_readers import CacheReader, PrefixStates
 
 logger = logging.get_logger(__name__)
 
@@ -53,23 +54,20 @@ class LongSpecDrafter(CacheReader):
         self._remember(tokens, positions, positions >= 0)
         self.last_token = torch.stack([text[-1] for text in texts])
 
-    def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def inputs(self, root: torch.Tensor) -> Tensors:
         """Return the last emitted and the last committed token of every row, `(B,)` each."""
         return root, self.last_token
 
-    def begin(self, inputs: tuple[torch.Tensor, ...], prefix: Prefix) -> tuple[torch.Tensor, ...]:
+    def begin(self, inputs: Tensors, prefix: PrefixStates) -> Tensors:
         """Return the last committed tokens `(B,)`, and positions, cosines and sines of all levels."""
         # one column per depth, and one for the last committed token, whose keys may be missing, see observe
         positions = prefix.lengths.on(self.device)[:, None] + torch.arange(-1, len(self.widths), device=self.device)
         return inputs[1], positions, *self._rotary(positions, self.ring.keys)
 
-    def level_inputs(
-        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Return tokens and ancestors of the level, and what all levels share."""
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         return beam.tokens, beam.ancestor_mask, *shared
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Prefix) -> tuple[torch.Tensor, ...]:
+    def level(self, changing: Tensors, depth: int, prefix: PrefixStates) -> Tensors:
         """Return logits `(B, n, V)` after the newest level. The first one also runs the last committed token."""
         tokens, ancestor_mask, last_token, positions, cos, sin = changing
         columns = slice(depth + 1, depth + 2)

@@ -61,9 +61,6 @@ class LongSpecDraftModel(DraftModel):
 
     forward = forward_on_texts
 
-    def max_nodes(self, target: TargetView) -> int:
-        return 1 + sum(self.setting("tree_widths"))
-
     def check_settings(self, target: TargetView) -> None:
         """Refuse MLA targets, a KV layer that does not exist, and trees that are deeper than the window."""
         if target.has_latent_cache:
@@ -161,8 +158,7 @@ class CrossAttention(nn.Module):
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """Project attention output `(B, H, N, D)` to `(B, N, hidden)`."""
-        projected: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return projected
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _split(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

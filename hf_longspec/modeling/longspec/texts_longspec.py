@@ -36,8 +36,7 @@ def forward_on_texts(
     def attend_target(query: torch.Tensor) -> torch.Tensor:
         return shifted_attention(query, keys.to(query.dtype), values.to(query.dtype), gaps)
 
-    hidden_states: torch.Tensor = draft.block(hidden, rotary, parts, attend_self, attend_target)
-    return hidden_states
+    return draft.block(hidden, rotary, parts, attend_self, attend_target)
 
 
 def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:

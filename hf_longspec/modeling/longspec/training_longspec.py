@@ -50,7 +50,6 @@ class LongSpecMethod(TrainingMethod):
         return (labels[:, 1:] != IGNORED).sum()[None]
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summed loss of a prepared batch, and the hits and predicted tokens of every gap."""
         if "keys" in inputs:
             states = TargetStates(inputs["keys"], inputs["values"], inputs.get("hidden"))
         else:
@@ -76,11 +75,9 @@ class LongSpecMethod(TrainingMethod):
         return total[0] / by_row[..., 1].sum().clamp_min(1), by_row
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compute the acceptance of every gap, and the tau to expect from it."""
         return acceptance(counts, "gap", self.noise.gaps[0])
 
     def facts(self) -> dict[str, Any]:
-        """Return the layer, the loss and every setting that the positions depend on."""
         facts = {name: getattr(self.args, name) for name in ("loss", "seed", "anchors", "max_offset", "max_length")}
         return facts | {"kv_layer": self.parts.kv_layer}
 

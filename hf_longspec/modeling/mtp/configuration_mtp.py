@@ -10,28 +10,18 @@ from ..saved_config import readable
 
 
 class MtpConfig(DraftConfig):
-    """Configuration of [`MtpDraftModel`].
-
-    Args:
-        layer_config (`dict[str, Any]`): The target's text config, by which its decoder layers are built.
-        layer_idx (`int`): The layer of the target that the MTP layers are of the kind of.
-        num_mtp_layers (`int`): Number of MTP layers. One is run for every drafted token; of several, each is run once.
-        hidden_states_first (`bool`): Whether the state comes before the embedding in the input of the projection.
-        zero_first_embedding (`bool`): Whether the embedding at position 0 is zero.
-        final_norm (`bool`): Whether a norm follows the layer.
-        training_steps (`int`): Number of chained steps in training, if there is one layer.
-    """
+    """Configuration of [`MtpDraftModel`]."""
 
     model_type = "longspec_mtp"
     sizes: ClassVar[dict[str, tuple[int, int]]] = {"num_mtp_layers": (1, 2**8)}
 
-    layer_config: dict[str, Any] | None = None
-    layer_idx: int = 0
-    num_mtp_layers: int = 1
-    hidden_states_first: bool = False
-    zero_first_embedding: bool = False
-    final_norm: bool = True
-    training_steps: int = 3
+    layer_config: dict[str, Any] | None = None  # the target's text config, by which its decoder layers are built
+    layer_idx: int = 0  # the layer of the target that the MTP layers are of the kind of
+    num_mtp_layers: int = 1  # one is run for every drafted token; of several, each is run once
+    hidden_states_first: bool = False  # whether the state comes before the embedding in the input of the projection
+    zero_first_embedding: bool = False  # whether the embedding at position 0 is zero
+    final_norm: bool = True  # whether a norm follows the layer
+    training_steps: int = 3  # number of chained steps in training, if there is one layer
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
@@ -48,19 +38,15 @@ class MtpConfig(DraftConfig):
 
     @property
     def layer(self) -> PreTrainedConfig:
-        """The target's text config, as an object."""
         fields = dict(self.layer_config or {})
-        config: PreTrainedConfig = CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields)
-        return config
+        return CONFIG_MAPPING[fields.pop("model_type")].from_dict(fields)
 
     @property
     def head_dim(self) -> int:
-        """Size of a head of the target."""
         config: Any = self.layer
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def check_types(self) -> None:
-        """Refuse fields of a wrong type or out of range, and layers that this version of transformers lacks."""
         super().check_types()
         fields, where = self.layer_config or {}, "layer_config in the draft's config.json"
         if not isinstance(kind := fields.get("model_type"), str) or kind not in CONFIG_MAPPING:

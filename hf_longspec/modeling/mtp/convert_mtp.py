@@ -19,35 +19,26 @@ from transformers import PreTrainedModel
 
 from ...generation.target_modules import layer_at
 from ..configuration_base import text_config
-from ..loading import Checkpoint, refuse_integers
+from ..loading import Checkpoint, refuse_integers, refuse_other_shapes
 from .configuration_mtp import MtpConfig
 from .layers_mtp import decoder_like
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the tensors of MTP layer j in a target of N layers, in which `{n}` stands for N + j and `{j}` for j.
+    """Names of the tensors of MTP layer j in a target of N layers, in which `{n}` stands for N + j and `{j}` for j."""
 
-    Args:
-        block (`str`): Beginning of the names of the decoder layer.
-        parts (`dict[str, str]`): Beginning of the name of each other part, and its name in [`MtpLayer`].
-        fields (`dict[str, Any]`): Fields of [`MtpConfig`] that differ from their defaults.
-        types (`tuple[str, ...]`): Model types of published checkpoints with these names.
-    """
-
-    block: str
-    parts: dict[str, str]
-    fields: dict[str, Any]
-    types: tuple[str, ...]
+    block: str  # beginning of the names of the decoder layer
+    parts: dict[str, str]  # beginning of the name of each other part, and its name in [`MtpLayer`]
+    fields: dict[str, Any]  # fields of [`MtpConfig`] that differ from their defaults
+    types: tuple[str, ...]  # model types of published checkpoints with these names
 
 
 FAMILIES = {
     "DeepSeek": Family(
         "layers.{n}.",
         {
-            "layers.{n}.enorm.": "enorm.",
-            "layers.{n}.hnorm.": "hnorm.",
-            "layers.{n}.eh_proj.": "eh_proj.",
+            **{f"layers.{{n}}.{part}.": f"{part}." for part in ("enorm", "hnorm", "eh_proj")},
             "layers.{n}.shared_head.norm.": "norm.",
         },
         {},
@@ -77,11 +68,7 @@ FAMILIES = {
     ),
     "Ernie": Family(
         "mtp_block.{j}.",
-        {
-            "mtp_emb_norm.{j}.": "enorm.",
-            "mtp_hidden_norm.{j}.": "hnorm.",
-            "mtp_linear_proj.{j}.": "eh_proj.",
-        },
+        {"mtp_emb_norm.{j}.": "enorm.", "mtp_hidden_norm.{j}.": "hnorm.", "mtp_linear_proj.{j}.": "eh_proj."},
         {"zero_first_embedding": True, "final_norm": False},
         ("ernie4_5", "ernie4_5_moe"),
     ),
@@ -103,17 +90,11 @@ FORMATS = ("model.safetensors.index.json", "model.safetensors")
 
 @dataclass(frozen=True)
 class MtpCheckpoint:
-    """The MTP layers in a checkpoint.
-
-    Args:
-        checkpoint ([`Checkpoint`]): The checkpoint.
-        names (`dict[str, str]`): Name of each tensor in a draft, experts apart, by its name in the checkpoint.
-        fields (`dict[str, Any]`): Fields of [`MtpConfig`].
-    """
+    """The MTP layers in a checkpoint."""
 
     checkpoint: Checkpoint
-    names: dict[str, str]
-    fields: dict[str, Any]
+    names: dict[str, str]  # name of each tensor in a draft, experts apart, by its name in the checkpoint
+    fields: dict[str, Any]  # fields of [`MtpConfig`]
 
     @classmethod
     def of(cls, target: PreTrainedModel, source: str | None) -> Self:
@@ -158,12 +139,8 @@ class MtpCheckpoint:
                 "checkpoint=, a folder or Hub id with weights of the target that are complete, and not quantized "
                 "except to float8 in squares."
             )
-        for name, shape in shapes.items():
-            if shape != expected[name].shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(shape)} in {self.checkpoint.source}, expected "
-                    f"{tuple(expected[name].shape)}. Pass checkpoint=, the folder or Hub id of this target."
-                )
+        remedy = "Pass checkpoint=, the folder or Hub id of this target."
+        refuse_other_shapes(self.checkpoint.source, shapes, expected, remedy)
         weights = self._read("cpu", dtype)
         refuse_integers(self.checkpoint.source, weights, expected)
         return weights

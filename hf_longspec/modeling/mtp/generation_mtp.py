@@ -19,6 +19,7 @@ from ...generation.drafter import Binding
 from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import TargetParts, final_norm_of
 from ..families.aux_drafter import AuxDrafter
+from ..families.beams import Tensors
 
 # Entries of a prompt that several layers run at a time.
 PIECE = 256
@@ -35,12 +36,10 @@ class MtpDrafter(AuxDrafter):
         super().__init__(binding, draft)
 
     def make_rotary(self) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        """Return the rotary embedding of the target."""
         return lambda like, positions: self.parts.rotary(positions, like)
 
     @cached_property
     def rings(self) -> list[WindowRing]:  # type: ignore[override]
-        """What each layer stores of the committed text."""
         size, batch = self.draft.config.layer.hidden_size, self.binding.cache.batch_size
         shapes: list[torch.Size] = []
 
@@ -64,7 +63,6 @@ class MtpDrafter(AuxDrafter):
         return rings
 
     def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store entries in the rings; see [`AuxDrafter.remember`]."""
         size = tokens.shape[1] if self.depth == 1 else PIECE
         pieces = (x.split(max(size, 1), 1) for x in (aux_hidden_states, tokens, positions))
         for states, after, places in zip(*pieces, strict=True):
@@ -107,22 +105,20 @@ class MtpDrafter(AuxDrafter):
         self._carried[index] = torch.where(grew[..., None], at_end, carried), torch.where(grew, end, position)
         return torch.cat([carried, outputs[:, :-1]], 1), torch.where(earlier == places - 1, places, -1)
 
-    def level_inputs(
-        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         """Return the inputs of the newest level, or those of all levels with several layers."""
         if not depth:
             return shared[:4]
         if self.depth == 1:
             tokens, parents, positions, masks = beam.tokens, beam.parent_places, shared[4] + depth, beam.ancestor_mask
-            further: tuple[torch.Tensor, ...] = ()
+            further: Tensors = ()
         else:
             tokens, parents, _, depths, masks = (part[:, 1:] for part in beam.fields())
             positions, further = shared[4] + depths.to(self.device), (beam.tokens, states[1])
         above = parents.to(self.device)[..., None].expand(-1, -1, states[0].shape[2])
         return states[0].gather(1, above), tokens, masks, positions, shared[4], *further
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: None) -> tuple[torch.Tensor, ...]:
+    def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits `(B, n, V)` after the newest level of a beam, and states."""
         if not depth:
             outputs = self._enter(*changing)
@@ -153,13 +149,10 @@ class MtpDrafter(AuxDrafter):
             tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the nodes.
             ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
             positions (`torch.LongTensor` of shape `(B, 1)` or `(B, n)`): Positions of the nodes.
-            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root. Nodes
-                see what it sees: the window does not move while drafting.
+            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root.
         """
         ring, (count, nodes) = self.rings[index], ancestor_mask.shape[1:]
-        # the root's entry is a committed one
-        ancestors = ancestor_mask.to(self.device) & (torch.arange(nodes, device=self.device) > 0)
-        mask = torch.cat([ring.visible(end).expand(-1, count, -1), ancestors], -1)
+        mask = self.tree_mask(ring, end, ancestor_mask)
 
         def stage(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             ring.stage(keys, values, nodes - count)
@@ -168,8 +161,7 @@ class MtpDrafter(AuxDrafter):
 
         embedded = self.parts.embed(tokens).to(self.device, self.dtype)
         shown = positions.expand(-1, count)
-        outputs: torch.Tensor = self.draft.layers[index](states, embedded, shown, self.rotary(states, shown), stage)
-        return outputs
+        return self.draft.layers[index](states, embedded, shown, self.rotary(states, shown), stage)
 
     def _run(self, *args: Any) -> Any:
         """Return `None` with several layers, whose steps are neither compiled nor captured."""

@@ -70,7 +70,7 @@ def _why_not(decoder: PreTrainedModel, index: int) -> str | None:
     if kind in INDEXED_LAYERS:
         return f"it is a layer of type {kind}, whose indexer keeps keys of its own"
     if others := sorted(set(inspect.signature(layer).parameters) - MADE_OF):
-        return f"it is made with {', '.join(others)} beside its config and index"
+        return f"it is made with {', '.join(others)} in addition to its config and index"
     parameters = inspect.signature(layer.forward).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     if others := [name for name in names[1:] if name not in GIVEN]:  # after self
@@ -82,7 +82,7 @@ def _why_not(decoder: PreTrainedModel, index: int) -> str | None:
     return None
 
 
-class LayerStep:
+class LayerForward:
     """The cache and the attention context of one forward of one layer.
 
     Args:
@@ -156,7 +156,7 @@ class MtpLayer(GradientCheckpointingLayer):
         if self.zero_first_embedding:
             embedded = embedded * (positions > 0)[..., None]
         parts = self.enorm(embedded), self.hnorm(states)
-        step = LayerStep(store)
+        step = LayerForward(store)
         outputs = self.block(
             self.eh_proj(torch.cat(parts[::-1] if self.hidden_states_first else parts, -1)),
             position_embeddings=angles,
@@ -167,5 +167,4 @@ class MtpLayer(GradientCheckpointingLayer):
             tree=step,
         )
         outputs = outputs[0] if isinstance(outputs, tuple) else outputs
-        normed: torch.Tensor = outputs if self.norm is None else self.norm(outputs)
-        return normed
+        return outputs if self.norm is None else self.norm(outputs)

@@ -123,17 +123,12 @@ class MtpDraftModel(DraftModel):
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of last tokens of a text whose entries are kept."""
         window = self.setting("window")
         return 2**62 if window == "all" else int(window)
 
     def layers_of(self, text: Any) -> tuple[int, ...]:
         """Return the place of the target whose input is read: its final norm, which the draft applies itself."""
         return (text.num_hidden_layers,)
-
-    def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
-        return 1 + sum(self.setting("tree_widths"))
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse trees that are deeper than there are layers, if there are several, and their compilation."""

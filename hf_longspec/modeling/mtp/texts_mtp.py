@@ -28,7 +28,7 @@ def forward_on_texts(
         steps (`int`, *optional*, defaults to 1): Number of chained steps, at most that of several layers.
         target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
         window (`int`, *optional*): Number of entries of the text that each place attends to. All by default.
-        sinks (`int`, *optional*, defaults to 0): First entries that all places attend to beside the window.
+        sinks (`int`, *optional*, defaults to 0): First entries that all places attend to in addition to the window.
         score (`Callable`, *optional*): Function of the step and of its outputs `(B, n, hidden)`, for training.
 
     Returns:
@@ -51,11 +51,7 @@ def forward_on_texts(
 
 @torch.no_grad()
 def chain_logits(
-    draft: Any,
-    hidden_states: torch.Tensor,
-    tokens: torch.Tensor,
-    steps: int,
-    target: PreTrainedModel | None = None,
+    draft: Any, hidden_states: torch.Tensor, tokens: torch.Tensor, steps: int, target: PreTrainedModel | None = None
 ) -> list[torch.Tensor]:
     """Return the logits of the entries of a text, and those of a greedy chain after it.
 

@@ -5,8 +5,4 @@ from .modeling_ngram import NgramConfig, NgramDraftModel
 
 __all__ = ["NgramConfig", "NgramDraftModel"]
 
-register_draft(
-    NgramConfig,
-    NgramDraftModel,
-    card="hf_longspec.hub:templates/longspec_ngram.md",
-)
+register_draft(NgramConfig, NgramDraftModel, card="hf_longspec.hub:templates/longspec_ngram.md")

@@ -117,11 +117,9 @@ class NgramDraftModel(DraftModel):
         return draft, info
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """Return a drafter with the present settings."""
         return NgramDrafter(binding, self.setting, "num_assistant_tokens", self.memory)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of a tree, root included."""
         return 1 + int(self.setting("num_assistant_tokens") * self.setting("ngram_candidates"))
 
 

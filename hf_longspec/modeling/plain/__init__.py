@@ -5,8 +5,4 @@ from .modeling_plain import PlainConfig, PlainDraftModel
 
 __all__ = ["PlainConfig", "PlainDraftModel"]
 
-register_draft(
-    PlainConfig,
-    PlainDraftModel,
-    card="hf_longspec.hub:templates/longspec_plain.md",
-)
+register_draft(PlainConfig, PlainDraftModel, card="hf_longspec.hub:templates/longspec_plain.md")

@@ -127,7 +127,6 @@ class QuestDrafter(SelfDrafter):
         self.sparse.forget()
 
     def num_selected(self, length: int) -> int:
-        """Return how many tokens of the full pages of a prefix are read."""
         return self.num_pages(length) * self.page_size
 
     def num_pages(self, length: int) -> int:

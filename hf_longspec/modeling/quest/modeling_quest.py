@@ -37,7 +37,6 @@ class QuestDraftModel(SelfDraftModel):
     }
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets without keys of their own."""
         super().check_settings(target)
         if target.has_latent_cache:
             raise ValueError(

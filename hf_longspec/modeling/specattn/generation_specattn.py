@@ -50,7 +50,6 @@ class SpecAttnDrafter(SelfDrafter):
         return chain, self.sparse, (self.sparse.dense_used.lengths.on(root.device),)
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
-        """Return a capture of the prefix's scores, unless the selection needs none."""
         if self.selection == "window":
             return None
         return ScoreCapture(

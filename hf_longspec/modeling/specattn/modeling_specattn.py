@@ -47,7 +47,6 @@ class SpecAttnDraftModel(SelfDraftModel):
     }
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse per-head selection if heads share their cache."""
         super().check_settings(target)
         if target.has_latent_cache and self.setting("granularity") == "kv_head":
             raise ValueError(

@@ -89,12 +89,12 @@ class PartialCache(CompactCache):
         super().__init__(cache, dense_layers)
         self.policy = policy
         self.built: list[int | None]  # tokens of each row at its last build
-        self.held: list[int]  # tokens of each row at the last `catch_up`
+        self.copied: list[int]  # tokens of each row at the last `catch_up`
         self.forget()
 
     def forget(self) -> None:
         """Forget all builds, and keep the buffers."""
-        self.built, self.held = [None] * self.cache.batch_size, [0] * self.cache.batch_size
+        self.built, self.copied = [None] * self.cache.batch_size, [0] * self.cache.batch_size
 
     def due(self, count: int) -> list[int]:
         """Return the rows that need a build before `count` more tokens are committed."""
@@ -120,7 +120,7 @@ class PartialCache(CompactCache):
                 self._allocate(index)
             layer.keys[one, :, : entries.shape[-1]] = gather_entries(source.keys[one], entries)
             layer.values[one, :, : entries.shape[-1]] = gather_entries(source.values[one], entries)
-        self.built[row] = self.held[row] = length
+        self.built[row] = self.copied[row] = length
 
     def catch_up(self, width: int, target: TargetView) -> None:
         """Copy the entries that were committed since the last call. Every row must have been built.
@@ -135,19 +135,19 @@ class PartialCache(CompactCache):
         built = [length or 0 for length in self.built]
         ends = [self.policy.used(*row) for row in zip(built, lengths, strict=True)]
         self.used.lengths = SeqLens(ends)
-        if self.policy.dynamic and self.held != list(lengths):
+        if self.policy.dynamic and self.copied != list(lengths):
             self._copy_new(built, ends, width, target)
-        self.held = list(lengths)
+        self.copied = list(lengths)
 
     def _copy_new(self, built: list[int], ends: list[int], width: int, target: TargetView) -> None:
-        """Copy the entries of the tokens that were committed since `held` to their slots."""
+        """Copy the entries of the tokens that were committed since `copied` to their slots."""
         lengths = self.cache.lengths.host
-        count = max(length - held for length, held in zip(lengths, self.held, strict=True))
+        count = max(length - copied for length, copied in zip(lengths, self.copied, strict=True))
         if target.steps.captures:
             count = max(count, width)
         rows = []
-        for first, held, length, end in zip(built, self.held, lengths, ends, strict=True):
-            tokens, missing = range(held, length), count - (length - held)
+        for first, copied, length, end in zip(built, self.copied, lengths, ends, strict=True):
+            tokens, missing = range(copied, length), count - (length - copied)
             # rows with fewer tokens write to the slot after all entries, which is never read
             source = [*tokens, *[0] * missing]
             slots = [self.policy.slot(first, token) for token in tokens] + [self.policy.budget] * missing
@@ -199,7 +199,7 @@ class TokenSwiftDrafter(Drafter):
         self.num_nodes = num_static_nodes(self.widths)
         self.max_depth = len(self.widths)
         # Graphs hold the addresses of the heads' weights: those of a copy are dropped with it.
-        self._holder = draft.beside(binding.target.model)
+        self._holder = draft.placed_for(binding.target.model)
         self.heads, self.ends = self._holder.heads, TargetEnds(binding.target.model)
         self.coupling = Coupling(binding.rule)
         self.wants_hidden = draft.setting("self_draft") == "verify_hidden"

@@ -108,8 +108,7 @@ class TokenSwiftDraftModel(DraftModel):
                 f"sequential={self.config.sequential}, but embedded is {'missing' if embedded is None else 'passed'}. "
                 "Pass embedded to sequential heads, and only to these."
             )
-        states: torch.Tensor = self.heads(hidden.to(self.dtype), None if embedded is None else embedded.to(self.dtype))
-        return states
+        return self.heads(hidden.to(self.dtype), None if embedded is None else embedded.to(self.dtype))
 
     def max_nodes(self, target: TargetView) -> int:
         return num_static_nodes(self.levels())
@@ -124,7 +123,6 @@ class TokenSwiftDraftModel(DraftModel):
         return list(self.setting("tree_branching")[emitted:])
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets without a final norm, and trees and budgets that do not fit."""
         final_norm_of(target.model)
         refuse_compiled_forward(target.model)
         if self.setting("self_draft") == "partial_kv":
@@ -218,5 +216,4 @@ class TokenSwiftHead(GradientCheckpointingLayer):
         normed = self.input_layernorm(hidden)
         if embedded is not None:
             normed = nn.functional.silu(self.fusion(torch.cat([normed, self.token_layernorm(embedded)], -1)))
-        output: torch.Tensor = hidden + self.linear(normed)
-        return output
+        return hidden + self.linear(normed)
