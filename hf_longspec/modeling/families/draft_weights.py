@@ -29,6 +29,9 @@ class LowBitLinear(nn.Module):
     Products are computed in bfloat16, by torch's kernels for packed weights.
     """
 
+    packed: torch.Tensor
+    scales: torch.Tensor
+
     def __init__(self, linear: nn.Linear, bits: int):
         super().__init__()
         weight = linear.weight.detach()
@@ -91,7 +94,7 @@ def rounded_layers(target: PreTrainedModel, bits: int) -> Iterator[tuple[str, nn
     head = target.get_output_embeddings()
     for name, module in target.named_modules():
         if module is not head and "lora_" not in name and LowBitLinear.takes(module, bits):
-            yield name, module  # type: ignore[misc]
+            yield name, module
 
 
 def why_not_rounded(target: PreTrainedModel, weights: str) -> str | None:

@@ -106,8 +106,8 @@ class SelfDraftModel(DraftModel):
         for name, value in expected.items():
             if found[name] != value:
                 raise ValueError(
-                    f"draft_weights has {name}={found[name]}, and the target has {name}={value}. Pass the checkpoint of "
-                    "the target with other weights."
+                    f"draft_weights has {name}={found[name]}, and the target has {name}={value}. Pass the checkpoint "
+                    "of the target with other weights."
                 )
         if reasons := TargetView(copied).why_not():
             raise ValueError(f"draft_weights={type(copied).__name__} cannot draft: {'; '.join(reasons)}.")
