@@ -48,9 +48,9 @@ class AutoDraft(DraftModel):
     """Decode with the fastest of the drafts that exist for a target.
 
     These are the draft that the target's card or config.json names as `draft_model`, the MTP layers of its checkpoint,
-    on a GPU the target with weights of 4 bits, and n-grams. The first call of `generate` continues the end of its longest prompt with each of them and without a
-    draft, by a few tokens and sampled as the call is. This and all later calls use the fastest, `chosen`, whose gate
-    goes on to measure. `choice` says what was chosen and why.
+    on a GPU the target with weights of 4 bits, and n-grams. The first call of `generate` continues the end of its
+    longest prompt with each of them and without a draft, by a few tokens and sampled as the call is. This and all later
+    calls use the fastest, `chosen`, whose gate goes on to measure. `choice` says what was chosen and why.
 
     ```python
     draft = AutoDraft.from_target(target)
