@@ -5,6 +5,7 @@ Nothing is timed, so other programs may run at the same time. benchmarks/suites/
     python -m benchmarks.acceptance --target hub_cards/tiny-target --data novels --data stdlib --threads 1
     python -m benchmarks.acceptance --draft hub_cards/tiny-longspec --output benchmarks/results/drafts.jsonl
     python -m benchmarks.acceptance --draft ngram --output benchmarks/results/ngram.jsonl
+    python -m benchmarks.acceptance --settings draft_weights --output benchmarks/results/draft-weights.jsonl
 """
 
 from collections.abc import Mapping, Sequence
@@ -107,6 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
         "NAME=FOLDER, a folder or a Hub id of a trained draft, or ngram; repeat to compare (default: SpecAttn)"
     )
     parser.add_argument("--draft", action="append", help=drafts_help)
+    parser.add_argument("--settings", help="settings in the file (default: those of the type of each draft)")
     parser.add_argument("--lengths", type=harness.integers, default="2048,8192,15872", help="default: %(default)s")
     parser.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")
@@ -118,7 +120,8 @@ def main(arguments: list[str] | None = None) -> None:
         None: harness.open_draft("specattn", model)
     }
     tokens, origin = harness.load_prompts(args.target, args.data, max(args.lengths), args.prompts)
-    planned = plan({name: draft.config.model_type for name, draft in drafts.items()}, args.lengths)
+    kinds = {name: args.settings or draft.config.model_type for name, draft in drafts.items()}
+    planned = plan(kinds, args.lengths)
     settings = {"tokens": args.tokens, **origin}
     if not args.draft:
         settings["defaults"] = hf_longspec.SpecAttnDraftModel.settings | {"gate": False}

@@ -19,7 +19,7 @@ from hf_longspec.bench.machine import git_commit
 from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
 from hf_longspec.bench.report import NO_TIME, summarize
 from hf_longspec.bench.runner import Runner, rotated
-from hf_longspec.modeling.register_draft import weightless_drafts
+from hf_longspec.modeling.register_draft import preset_of, weightless_drafts
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -199,7 +199,11 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
 
 def open_draft(name: str, model: PreTrainedModel) -> Any:
     made = weightless_drafts().get(name)
-    return AutoModel.from_pretrained(name, dtype=model.dtype) if made is None else made.from_target(model)
+    return (
+        AutoModel.from_pretrained(name, dtype=model.dtype)
+        if made is None
+        else made.from_target(model, **preset_of(name))
+    )
 
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import integers
 from hf_longspec.bench.report import table
+from hf_longspec.modeling.families.draft_weights import BITS, GROUP
 
 
 @dataclass(frozen=True)
@@ -232,10 +233,19 @@ class Roofline:
         name = f"LongSpec {'+'.join(map(str, widths))}"
         return self._iteration(name, draft, 1 + sum(widths), len(widths) + 1)
 
-    def specattn(self, gamma: int, ratio: float) -> Iteration:
-        """SpecAttn: gamma steps of the whole target over a share of the cache."""
-        step = self.weights_ms(self.batch) + ratio * self.attention_ms(1)
-        return self._iteration(f"SpecAttn gamma {gamma}, {ratio:.0%}", gamma * step, gamma + 1, gamma + 1)
+    def specattn(self, gamma: int, ratio: float, draft_weights: str | None = None) -> Iteration:
+        """SpecAttn: gamma steps of the whole target over a share of the cache, maybe with weights of fewer bits."""
+        weights, name = self.weights_ms(self.batch), f"SpecAttn gamma {gamma}, {ratio:.0%}"
+        if draft_weights is not None:
+            name += f", {draft_weights}"
+            head = self.shape.vocab * self.shape.hidden
+            rounded = self.shape.weights_read(self.batch) - head
+            # in 4 bits a group has two numbers of two bytes; those of 8 bits, one for each row, are not counted
+            of_one = BITS[draft_weights] / 8 + (4 / GROUP if draft_weights == "int4" else 0)
+            read = rounded * of_one + head * self.weight_bytes
+            weights = self._longer(read, FLOPS_PER_WEIGHT * self.shape.weights_per_token() * self.batch)
+        step = weights + ratio * self.attention_ms(1)
+        return self._iteration(name, gamma * step, gamma + 1, gamma + 1)
 
     def tokenswift(self, branching: list[int], budget: int | None = 4096) -> Iteration:
         """TokenSwift: heads of one square matrix each, with one pass over the language-model head for all of them.
@@ -283,7 +293,7 @@ def tables(rooflines: list[Roofline], args: argparse.Namespace) -> str:
         verified = {f"verify {n}, ms": f"{at.verify_ms(n):.2f}" for n in args.nodes}
         steps.append({**place, "step, ms": f"{at.ar_ms:.2f}", **verified})
         iterations = [at.longspec(widths) for widths in TREES]
-        iterations += [at.specattn(gamma, RATIO) for gamma in args.gammas]
+        iterations += [at.specattn(gamma, RATIO, weights) for gamma in args.gammas for weights in (None, *BITS)]
         iterations += [at.tokenswift(BRANCHING, budget=budget) for budget in (BUDGET, None)]
         for iteration in iterations:
             times = {"draft, ms": iteration.draft_ms, "verify, ms": iteration.verify_ms}

@@ -17,7 +17,7 @@ from .generation.sequences import SpeculationStats
 from .generation.target import TargetView
 from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig, text_config
-from .modeling.register_draft import DRAFTS, reader_of
+from .modeling.register_draft import DRAFTS, preset_of, reader_of, weightless_drafts
 from .modeling.saved_config import read_config, shortened
 
 logger = logging.get_logger(__name__)
@@ -25,6 +25,8 @@ logger = logging.get_logger(__name__)
 # Key of a target's card or configuration that names its draft.
 CARD_KEY = "draft_model"
 MTP, NGRAMS, PLAIN, ASSISTANT = "longspec_mtp", "longspec_ngram", "longspec_plain", "longspec_assistant"
+# The target with weights of 4 bits, by its name on the command line.
+CHEAP = "self-int4"
 # Tokens of a trial, and the last ones of the prompt that it reads.
 TRIAL_TOKENS, TRIAL_PROMPT = 32, 1024
 # The first call of a kind may compile, capture graphs and check the target.
@@ -46,9 +48,9 @@ class AutoDraft(DraftModel):
     """Decode with the fastest of the drafts that exist for a target.
 
     These are the draft that the target's card or config.json names as `draft_model`, the MTP layers of its checkpoint,
-    and n-grams. The first call of `generate` continues the end of its longest prompt with each of them and without a
-    draft, by a few tokens and sampled as the call is. This and all later calls use the fastest, `chosen`, whose gate
-    goes on to measure. `choice` says what was chosen and why.
+    on a GPU the target with weights of 4 bits, and n-grams. The first call of `generate` continues the end of its
+    longest prompt with each of them and without a draft, by a few tokens and sampled as the call is. This and all later
+    calls use the fastest, `chosen`, whose gate goes on to measure. `choice` says what was chosen and why.
 
     ```python
     draft = AutoDraft.from_target(target)
@@ -94,6 +96,11 @@ class AutoDraft(DraftModel):
             draft._candidates[DRAFTS[MTP].config.short_name()] = DRAFTS[MTP].model.from_target(target)
         except (OSError, ValueError) as error:  # most checkpoints have no such layers
             logger.debug("%s", error)
+        if target.device.type == "cuda":  # where a step takes as long as reading the weights
+            try:
+                draft._candidates[CHEAP] = weightless_drafts()[CHEAP].from_target(target, **preset_of(CHEAP))
+            except ValueError as error:  # another kind of target, or too little memory
+                logger.debug("%s", error)
         draft._candidates[DRAFTS[NGRAMS].config.short_name()] = DRAFTS[NGRAMS].model.from_target(target)
         return draft
 

@@ -40,7 +40,7 @@ from ..cli import CommandError, one_line, options
 from ..generation.target import TargetView
 from ..modeling.assistant.modeling_assistant import AssistantDraftModel
 from ..modeling.loading import refuse_missing_weights
-from ..modeling.register_draft import reader_of, weightless_drafts
+from ..modeling.register_draft import preset_of, reader_of, weightless_drafts
 from ..modeling.saved_config import read_config
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -299,7 +299,7 @@ def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | Non
     if name == options.AUTO:
         draft = AutoDraft.from_target(model, report=partial(say, stderr=True))
     else:
-        draft = load_draft(name, model) if known is None else known.from_target(model)
+        draft = load_draft(name, model) if known is None else known.from_target(model, **preset_of(name))
     for key, value in (settings or {}).items():
         if key not in draft.settings:
             had = ", ".join(sorted(draft.settings)) or "none"

@@ -3,6 +3,8 @@
 Values are checked while the arguments are parsed. torch and transformers are not imported for that, nor for the help.
 """
 
+import ast
+import itertools
 import math
 import re
 import sys
@@ -32,9 +34,11 @@ def training_free() -> list[str]:
     """Return the names of `weightless_drafts`, read from the registrations, as importing them imports torch."""
     found = []
     for file in sorted(MODELING.glob("*/__init__.py")):
-        call = file.read_text(encoding="utf-8").partition("register_draft(")[2]
-        if call and "training=" not in call and "reads=" not in call:
-            found += [file.parent.name, *re.findall(r'"(\w+)"', call.partition("aliases=")[2])]
+        calls = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+        parts = {part.arg: part.value for call in calls for part in call.keywords}
+        if "card" in parts and not parts.keys() & {"training", "reads"}:
+            names = (ast.literal_eval(parts[part]) for part in ("aliases", "presets") if part in parts)
+            found += [file.parent.name, *itertools.chain(*names)]
     return found
 
 

@@ -7,7 +7,7 @@ Published copies of a draft hold neither this file nor what a registration names
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pkgutil import resolve_name
 from typing import Any
@@ -35,11 +35,12 @@ class RegisteredDraft:
     # checkpoint of another project. A class with `reads_published` does it by `convert`
     reads: str | None = None
     aliases: tuple[str, ...] = ()  # further names on the command line, for drafts without weights
+    presets: dict[str, dict[str, Any]] = field(default_factory=dict)  # likewise, with the settings they stand for
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the draft on the command line: the short name of its config, and its aliases."""
-        return self.config.short_name(), *self.aliases
+        """Names of the draft on the command line: the short name of its config, its aliases, and its presets."""
+        return self.config.short_name(), *self.aliases, *self.presets
 
     def load(self, role: str) -> Any:
         """Import the object that the registration names as `"training"`, `"convert"`, `"tune"` or `"reads"`."""
@@ -95,6 +96,11 @@ def register_draft(config: type[DraftConfig], model: type[DraftModel], **parts: 
 def weightless_drafts() -> dict[str, type[DraftModel]]:
     """Return the drafts that need no training, by their names on the command line."""
     return {name: draft.model for draft in DRAFTS.values() if draft.model.weightless for name in draft.names}
+
+
+def preset_of(name: str) -> dict[str, Any]:
+    """Return the settings that a name of a draft without weights stands for; none for most."""
+    return next((draft.presets[name] for draft in DRAFTS.values() if name in draft.presets), {})
 
 
 def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:

@@ -26,7 +26,7 @@ class Setting:
     @property
     def rule(self) -> str:
         if self.kind is None:
-            return f"one of {', '.join(self.choices)}"
+            return f"{'None or ' if self.default is None else ''}one of {', '.join(self.choices)}"
         if self.kind is int:
             rule = "an integer " + (
                 f"of at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"

@@ -36,6 +36,9 @@ def test_a_tiny_model_by_hand():
     drafted = fast.specattn(2, 0.5)
     assert drafted.draft_ms == pytest.approx(2 * (weights + kv / 2))
     assert drafted.c == pytest.approx((weights + kv) / (3 * weights + 2 * kv))
+    # the head of 80 in two bytes, the rest in half a byte and four bytes for 64 weights
+    cheap = 2 * layer * (0.5 + 4 / 64) + 8 * (0.5 + 4 / 64) + 80 * 2
+    assert fast.specattn(2, 0.5, "int4").draft_ms == pytest.approx(2 * (cheap + kv / 2))
     assert drafted.break_even_tau == pytest.approx(1 / drafted.c)
     heads = 2 * (8 * 8 + 0) * 2
     assert fast.tokenswift([1, 2, 2], budget=10).draft_ms == pytest.approx(heads + weights + kv / 10)

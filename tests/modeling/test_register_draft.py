@@ -9,7 +9,7 @@ from hf_longspec.cli import CommandError
 from hf_longspec.cli.models import open_draft
 from hf_longspec.cli.tune import plan_for
 from hf_longspec.hub.repository import Card, render
-from hf_longspec.modeling.register_draft import DRAFTS, converters, weightless_drafts
+from hf_longspec.modeling.register_draft import DRAFTS, converters, preset_of, weightless_drafts
 from hf_longspec.training.trainer import TrainingMethod, method_of
 from tests.modeling.calls import check_text
 from tests.modeling.toy_draft import ToyConfig, ToyDraftModel
@@ -99,6 +99,8 @@ def test_names_on_the_command_line():
     names = weightless_drafts()
     assert {*names.values()} == {draft.model for draft in DRAFTS.values() if not draft.training and not draft.reads}
     assert all(names[model.__module__.split(".")[2]] is model for model in names.values())
+    assert names["self-int4"] is names["specattn"]
+    assert preset_of("self-int4")["draft_weights"] == "int4" and not preset_of("specattn")
     assert names["ngram"] is NgramDraftModel and names["vegas"] is names["specattn"]
     assert LongSpecDraftModel not in names.values()
 

@@ -46,6 +46,7 @@ OF_ALL |= {"ngram_num_tokens": COUNT, "ngram_size": ([0, 17, True], [1, 16])}
 OF_ALL |= {"ngram_source": (["all", "web", 3], ["both", "pool", "lookup"]), "ngram_preload": BOOL}
 SPARSE = {"num_assistant_tokens": COUNT}
 SPARSE |= {"sparse_ratio": ([0.0, -0.1, 1.01, 7, True, "all", float("nan")], [0.001, 1, 1.0])}
+SPARSE |= {"draft_weights": (["int2", 4], [None, "int8"])}
 SPARSE |= {"sparse_min_tokens": COUNT, "acceptance": (["typical", 1], ["rejection", "coupled"])}
 RANGES = {
     E: {
@@ -69,7 +70,7 @@ RANGES = {
     L: {"tree_widths": (WIDTHS[0] + [[1] * 511], WIDTHS[1]), "cross_attention_window": MAYBE_COUNT},
     S: SPARSE
     | {
-        "selection": (["pages", "best"], ["two_rows", "all_rows", "accepted_rows", "last_accepted", "window"]),
+        "selection": (["pages", "best"], ["two_rows", "all_rows", "accepted_rows", "last_accepted", "window", "all"]),
         "score": (["probabilities"], ["logits", "weights"]),
         "granularity": (["head"], ["layer", "kv_head"]),
     },

@@ -1,6 +1,7 @@
 """Drafters with which the target drafts for itself, on a part of its cache."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,27 +16,30 @@ from ...generation.drafter import Binding, Drafter, drafted_tokens, noise_of_cha
 from ...generation.sampling import TokenRule
 from ...generation.sparse_caches import budget
 from ...generation.target import Forward, Forwards, TargetView
+from .draft_weights import LowBitLinear
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
 # small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
 KV_FACTOR = 16
 
 
-def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
+def speedup_bound(gamma: int, share: float, weights: float, kv: float, drafting: float) -> float:
     """Return an upper bound on the tokens per second of speculation, relative to plain steps.
 
-    A plain step reads `weights` bytes of weights, and `kv` bytes of keys and values for all rows together, of which a
-    drafting step reads the `share` from 0 to 1.
+    A plain step reads `weights` bytes of weights, and `kv` bytes of keys and values for all rows together. A drafting
+    step reads `drafting` bytes of weights, and of the keys and values the `share` from 0 to 1.
 
-    >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0), speedup_bound(4, 1.0, 1.0, 1e9)
+    >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0, drafting=1.0), speedup_bound(4, 1.0, 1.0, 1e9, 1.0)
     (1.0, 1.0)
-    >>> speedup_bound(gamma=4, share=0.0, weights=0.0, kv=1.0)
+    >>> speedup_bound(gamma=4, share=0.0, weights=0.0, kv=1.0, drafting=0.0)
     5.0
+    >>> speedup_bound(gamma=4, share=1.0, weights=1.0, kv=0.0, drafting=0.25)
+    2.5
     """
     if not weights and not kv:
         return float(gamma + 1)
     kv *= KV_FACTOR
-    return (gamma + 1) * (weights + kv) / ((gamma + 1) * weights + kv * (1 + gamma * share))
+    return (gamma + 1) * (weights + kv) / (weights + gamma * drafting + kv * (1 + gamma * share))
 
 
 def weight_bytes(target: TargetView) -> int:
@@ -44,9 +48,9 @@ def weight_bytes(target: TargetView) -> int:
     Only linear layers outside of experts count, since a step reads some of the experts only.
     """
     total = sum(
-        module.weight.nbytes
+        (module.packed if isinstance(module, LowBitLinear) else module.weight).nbytes
         for name, module in target.model.named_modules()
-        if isinstance(module, nn.Linear) and "expert" not in name
+        if isinstance(module, nn.Linear | LowBitLinear) and "expert" not in name
     )
     return total // (1 if target.ranks is None else target.ranks.size)
 
@@ -58,7 +62,7 @@ def entry_bytes(layers: Sequence[Any]) -> int:
 
 
 class SelfDrafter(Drafter):
-    """Draft chains with the target itself on a part of its cache, `sparse`.
+    """Draft chains on a part of the target's cache, `sparse`, with the target itself or a copy with cheaper weights.
 
     Subclasses set `sparse` and implement `chain` and `observe`.
     """
@@ -69,6 +73,8 @@ class SelfDrafter(Drafter):
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
+        copied = draft.weights_for(binding.target.model)
+        self.stepper = binding.target if copied is None else TargetView(copied, binding.target.steps.runner)
         self.gamma = self.max_depth = draft.setting("num_assistant_tokens")
         self.num_nodes = self.gamma + 1
         self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
@@ -86,11 +92,16 @@ class SelfDrafter(Drafter):
         lengths = self.binding.cache.lengths.host
         share = sum(map(self.num_selected, lengths)) / max(1, sum(lengths))
         layers = [self.binding.cache.layers[index] for index in self.sparse.sparse_layers]
-        return speedup_bound(self.max_depth, share, self._weight_bytes, entry_bytes(layers) * sum(lengths))
+        weights, drafting = self._weight_bytes
+        return speedup_bound(self.max_depth, share, weights, entry_bytes(layers) * sum(lengths), drafting)
 
     @cached_property
-    def _weight_bytes(self) -> int:
-        return weight_bytes(self.binding.target)
+    def _weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights that the target and a drafting step read, counted once per call."""
+        return weight_bytes(self.binding.target), weight_bytes(self.stepper)
+
+    def attention(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.stepper is self.binding.target else self.stepper.attention()
 
     def chain(self, root: torch.Tensor, steps: "ChainSteps") -> tuple["Chain", Any, tuple[torch.Tensor, ...]]:
         """Return a chain in one graph, the cache of its steps, and its inputs after the roots `(batch,)`."""
@@ -98,7 +109,7 @@ class SelfDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`, drafted in one graph if that is possible."""
-        rule, target = self.binding.rule, self.binding.target
+        rule, target = self.binding.rule, self.stepper
         noise = noise_of_chain(self.binding, self.gamma, self._is_drawn)
         with_q, drafted = self._is_drawn and noise is not None, None
         steps = ChainSteps(rule, self.gamma, self.binding.max_length, with_q, target.windows)
@@ -112,8 +123,8 @@ class SelfDrafter(Drafter):
         return DraftTree.chain(drafted[0], q=drafted[1])
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
-        """Run the target on one token per row over what it reads, and return logits `(batch, vocab)`."""
-        target = self.binding.target
+        """Run one token per row over what a drafting step reads, and return logits `(batch, vocab)`."""
+        target = self.stepper
         is_fixed = self.steps_compile or not target.steps.compiles
         logits: torch.Tensor = self.sparse.step(target, token, self.binding.max_length, fixed_shape=is_fixed)[0]
         self.sparse.advance()

@@ -27,7 +27,7 @@ CAPTURED_ROWS = {
     "accepted_rows": "each_row",
     "last_accepted": "each_row",
 }
-SELECTIONS = (*CAPTURED_ROWS, "window")
+SELECTIONS = (*CAPTURED_ROWS, "window", "all")
 
 
 class SpecAttnDrafter(SelfDrafter):
@@ -37,7 +37,8 @@ class SpecAttnDrafter(SelfDrafter):
         super().__init__(binding, draft)
         self.selection, self.score = draft.setting("selection"), draft.setting("score")
         self.granularity = draft.setting("granularity")
-        shape = binding.cache, binding.target.sliding_layers, self.max_depth
+        every = frozenset(range(len(binding.cache.layers)))
+        shape = binding.cache, every if self.selection == "all" else binding.target.sliding_layers, self.max_depth
         self.sparse: SelectedCache = binding.part((SelectedCache, *shape), lambda: SelectedCache(*shape))
 
     @property
@@ -50,7 +51,7 @@ class SpecAttnDrafter(SelfDrafter):
         return chain, self.sparse, (self.sparse.dense_used.lengths.on(root.device),)
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
-        if self.selection == "window":
+        if self.selection not in CAPTURED_ROWS:
             return None
         return ScoreCapture(
             last_node=tree.last_node,

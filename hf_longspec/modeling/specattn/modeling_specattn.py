@@ -34,8 +34,8 @@ class SpecAttnDraftModel(SelfDraftModel):
     settings: ClassVar[dict[str, Any]] = {
         "selection": Setting(
             "two_rows",
-            "Query rows of the verification whose scores select the entries; `two_rows` is the paper's, and `window` "
-            "takes the last entries.",
+            "Query rows of the verification whose scores select the entries; `two_rows` is the paper's, `window` takes "
+            "the last entries, and `all` reads every entry where it lies.",
             choices=SELECTIONS,
         ),
         "score": Setting(
