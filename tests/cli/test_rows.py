@@ -150,9 +150,9 @@ def complete(tmp_path):
     work.begin(done)
     pending = [row for row in range(len(TEXTS)) if row not in done]
     for process in (0, 1):
-        part = work.part(process)
+        write = work.writer(process)
         for row in pending[process::2]:
-            part.write(row, text=TEXTS[row])
+            write(row, text=TEXTS[row])
     work.end()
     assert [(record["row"], record["text"]) for record in read(tmp_path / "out.jsonl")] == list(enumerate(TEXTS))
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
@@ -164,9 +164,9 @@ def interrupted(tmp_path):
     work = work_of(tmp_path)
     work.begin({})
     for process in (0, 1):
-        part = work.part(process)
+        write = work.writer(process)
         for row in range(process, len(TEXTS), 2):
-            part.write(row, text=TEXTS[row])
+            write(row, text=TEXTS[row])
     return folder_of(tmp_path / "out.jsonl") / "rows-0.jsonl"
 
 
