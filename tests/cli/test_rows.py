@@ -89,7 +89,7 @@ def test_a_row_that_fails_is_written_as_such_and_tried_again(tiny, tmp_path, exp
     assert "no prompt" in missing["error"] and "17000 tokens" in long["error"] and surrogate["error"]
     write(data, [{"text": text} for text in TEXTS])
     decoded = []
-    before(monkeypatch, module.Rows, "decode", lambda _, batch, part: decoded.extend(row for row, _ in batch))
+    before(monkeypatch, module.RowDecoder, "decode", lambda _, batch, part: decoded.extend(row for row, _ in batch))
     assert run_command(*arguments(tiny, data, output, "--column", "text", "--resume")).exit_code == 0
     assert [record["text"] for record in read(output)] == expected and sorted(decoded) == [1, 2, 3]
 
@@ -123,7 +123,7 @@ def test_an_interrupted_run_is_continued(tiny, data, tmp_path, expected, monkeyp
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        before(patch, module.Rows, "decode", interrupt)
+        before(patch, module.RowDecoder, "decode", interrupt)
         assert run_command(*arguments(tiny, data, output, "--batch", 2)).exit_code == 130
     header, *rows = read(part)
     assert header["data"] == str(data) and len(rows) == 2 and not output.exists()
