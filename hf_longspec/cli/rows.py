@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from transformers import set_seed
 from ..bench.prompts import around_a_message, left_padded, read_rows
 from ..cli import CommandError, one_line
 from .models import LoadedModels, Progress, default_device, dtype_of, find_device, load_models, say
-from .work import Part, Work
+from .work import Work
 
 
 def continue_rows(args: SimpleNamespace, how: dict[str, Any]) -> int:
@@ -31,7 +31,7 @@ def continue_rows(args: SimpleNamespace, how: dict[str, Any]) -> int:
         if state.is_main_process:
             work.begin(done)
         state.wait_for_everyone()
-        rows.run(batches[state.process_index :: state.num_processes], work.part(state.process_index))
+        rows.run(batches[state.process_index :: state.num_processes], work.writer(state.process_index))
     state.wait_for_everyone()
     if not state.is_main_process:
         return 0
@@ -76,6 +76,9 @@ def texts_of(source: str, column: str | None) -> Iterator[str | None]:
         yield text if isinstance(text, str) and text else None
 
 
+Write = Callable[..., object]  # adds a row to the file of this process, given its number and values
+
+
 class RowDecoder:
     """Continue rows in batches of similar lengths."""
 
@@ -104,18 +107,18 @@ class RowDecoder:
         except Exception as error:  # of tokenizers, for example about lone surrogates
             return error
 
-    def run(self, batches: Sequence[list[tuple[int, Any]]], part: Part) -> None:
+    def run(self, batches: Sequence[list[tuple[int, Any]]], write: Write) -> None:
         """Continue all batches, and write each row as soon as it is done."""
         with Progress(sum(map(len, batches)), "Generating") as progress:
             for batch in batches:
                 for row, error in batch:
                     if not torch.is_tensor(error):
-                        part.write(row, error=one_line(error))
-                self.decode([(row, ids) for row, ids in batch if torch.is_tensor(ids)], part)
+                        write(row, error=one_line(error))
+                self.decode([(row, ids) for row, ids in batch if torch.is_tensor(ids)], write)
                 progress.step(len(batch))
                 progress.say(f"Generating, {self.speed()}")
 
-    def decode(self, batch: Sequence[tuple[int, torch.Tensor]], part: Part) -> None:
+    def decode(self, batch: Sequence[tuple[int, torch.Tensor]], write: Write) -> None:
         """Continue the rows of one batch, one by one if the batch fails; a row that fails alone is written as such."""
         if not batch:
             return
@@ -131,9 +134,9 @@ class RowDecoder:
         except Exception as error:  # of memory, of processors
             if len(batch) > 1:
                 for entry in batch:
-                    self.decode([entry], part)
+                    self.decode([entry], write)
             else:
-                part.write(batch[0][0], error=one_line(error))
+                write(batch[0][0], error=one_line(error))
             return
         self.seconds += time.perf_counter() - started
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -141,7 +144,7 @@ class RowDecoder:
             count = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
             self.tokens += count
             text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
-            part.write(row, text=text, prompt_tokens=len(prompt), new_tokens=count)
+            write(row, text=text, prompt_tokens=len(prompt), new_tokens=count)
 
     def speed(self) -> str:
         """Tokens per second, with the time to read prompts."""

@@ -7,7 +7,7 @@ Every row has a digest of the settings and of its prompt, so that a row of anoth
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,11 @@ class Work:
             if part.name != FINISHED:
                 part.unlink()
 
-    def part(self, process: int) -> "Part":
-        return Part(self, self._folder / f"rows-{process}.jsonl")
+    def writer(self, process: int) -> Callable[..., object]:
+        """Begin the file of one process, and return a function that adds a row to it, given its number and values."""
+        file = (self._folder / f"rows-{process}.jsonl").open("w", encoding="utf-8", buffering=1)  # written line by line
+        file.write(self.header)
+        return lambda row, **values: file.write(_line({"row": row, **values, "digest": self._digest_of(row)}))
 
     def end(self) -> list[Record]:
         """Write all rows in the order of the prompts to the output, and remove the folder."""
@@ -81,9 +84,6 @@ class Work:
         with suppress(OSError):  # something else is in it, and stays
             self._folder.rmdir()
         return list(found.values())
-
-    def line(self, row: int, **values: Any) -> str:
-        return _line({"row": row, **values, "digest": self._digest_of(row)})
 
     def _digest_of(self, row: int) -> str:
         """Digest of the settings and of a prompt; empty for a row that `--data` does not have."""
@@ -123,21 +123,6 @@ class Work:
 
     def _refusal(self, what: str) -> CommandError:
         return CommandError(f"--resume {self._name}: {what}. Pass the same ones, another --output, or --overwrite.")
-
-
-class Part:
-    """The file of one process, to which each row is added as soon as it is known."""
-
-    def __init__(self, work: Work, path: Path):
-        self._work, self._file = work, path.open("w", encoding="utf-8")
-        self._add(work.header)
-
-    def write(self, row: int, **values: Any) -> None:
-        self._add(self._work.line(row, **values))
-
-    def _add(self, line: str) -> None:
-        self._file.write(line)
-        self._file.flush()
 
 
 def folder_of(output: Path) -> Path:

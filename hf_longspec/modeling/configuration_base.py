@@ -64,7 +64,10 @@ def is_packaged(cls: type) -> bool:
 
 
 class DraftConfig(PreTrainedConfig):
-    """Configuration of a draft. `sizes` are the ranges of a subclass's own fields, in addition to `SIZES`."""
+    """Configuration of a draft: the target's shapes, which are all that drafts without weights need.
+
+    `sizes` are the ranges of a subclass's own fields, in addition to `SIZES`.
+    """
 
     model_type = "longspec_draft"
     sizes: ClassVar[dict[str, tuple[int, int]]] = {}

@@ -103,6 +103,8 @@ class LevelsMethod(TrainingMethod):
         layers: bool | tuple[int, ...] = True,
     ):
         super().__init__(draft, target, args)
+        if (steps := count_shape[0]) < 1:
+            raise ValueError(f"training_steps={steps} in the draft's config: expected at least 1; 3 is usual.")
         self.count_shape = count_shape
         self.hidden_pass = HiddenPass(target, args.target_chunk_size, layers)
 

@@ -89,7 +89,7 @@ def test_a_row_that_fails_is_written_as_such_and_tried_again(tiny, tmp_path, exp
     assert "no prompt" in missing["error"] and "17000 tokens" in long["error"] and surrogate["error"]
     write(data, [{"text": text} for text in TEXTS])
     decoded = []
-    before(monkeypatch, module.Rows, "decode", lambda _, batch, part: decoded.extend(row for row, _ in batch))
+    before(monkeypatch, module.RowDecoder, "decode", lambda _, batch, part: decoded.extend(row for row, _ in batch))
     assert run_command(*arguments(tiny, data, output, "--column", "text", "--resume")).exit_code == 0
     assert [record["text"] for record in read(output)] == expected and sorted(decoded) == [1, 2, 3]
 
@@ -123,7 +123,7 @@ def test_an_interrupted_run_is_continued(tiny, data, tmp_path, expected, monkeyp
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        before(patch, module.Rows, "decode", interrupt)
+        before(patch, module.RowDecoder, "decode", interrupt)
         assert run_command(*arguments(tiny, data, output, "--batch", 2)).exit_code == 130
     header, *rows = read(part)
     assert header["data"] == str(data) and len(rows) == 2 and not output.exists()
@@ -150,9 +150,9 @@ def complete(tmp_path):
     work.begin(done)
     pending = [row for row in range(len(TEXTS)) if row not in done]
     for process in (0, 1):
-        part = work.part(process)
+        write = work.writer(process)
         for row in pending[process::2]:
-            part.write(row, text=TEXTS[row])
+            write(row, text=TEXTS[row])
     work.end()
     assert [(record["row"], record["text"]) for record in read(tmp_path / "out.jsonl")] == list(enumerate(TEXTS))
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
@@ -164,9 +164,9 @@ def interrupted(tmp_path):
     work = work_of(tmp_path)
     work.begin({})
     for process in (0, 1):
-        part = work.part(process)
+        write = work.writer(process)
         for row in range(process, len(TEXTS), 2):
-            part.write(row, text=TEXTS[row])
+            write(row, text=TEXTS[row])
     return folder_of(tmp_path / "out.jsonl") / "rows-0.jsonl"
 
 

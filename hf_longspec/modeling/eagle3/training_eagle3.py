@@ -29,8 +29,6 @@ class Eagle3Method(AuxMethod):
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         self.steps = draft.config.training_steps
-        if self.steps < 1:
-            raise ValueError(f"training_steps={self.steps} in the draft's config: expected at least 1; 3 is usual.")
         super().__init__(draft, target, args, self.steps)
         self.noise = RowNoise(args.seed, (1, 1), self.position_limit, args.max_offset or 0)
 

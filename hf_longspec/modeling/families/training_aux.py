@@ -21,8 +21,6 @@ class AuxMethod(LevelsMethod):
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments, levels: int):
         text = target.config.get_text_config(decoder=True)
         self.target, self.layers = target, draft.layers_of(text)
-        if draft.embed_tokens is not None:
-            draft.embed_tokens.requires_grad_(False)
         hidden_layers = (*self.layers, text.num_hidden_layers) if args.loss == "kl" else self.layers
         super().__init__(draft, target, args, (levels, 2), hidden_layers)
         self.ends, self.norm = TargetEnds(target), final_norm_of(target)
@@ -30,6 +28,8 @@ class AuxMethod(LevelsMethod):
         setting = getattr(draft.generation_config, "window", None)
         self.window: int | None = setting if isinstance(setting, int) else None
         self.sinks = draft.setting("sinks")
+        if draft.embed_tokens is not None:
+            draft.embed_tokens.requires_grad_(False)
 
     def facts(self) -> dict[str, Any]:
         return {"states": list(self.layers), "loss": self.args.loss, "max_length": self.args.max_length}

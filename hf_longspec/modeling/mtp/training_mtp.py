@@ -24,8 +24,6 @@ class MtpMethod(FinalStateMethod):
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         self.steps = draft.config.training_steps if len(draft.layers) == 1 else len(draft.layers)
-        if self.steps < 1:
-            raise ValueError(f"training_steps={self.steps} in the draft's config: expected at least 1; 3 is usual.")
         super().__init__(draft, target, args, (self.steps, 2))
         self.target = target
         window = draft.setting("window")

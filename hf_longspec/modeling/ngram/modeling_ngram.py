@@ -24,8 +24,6 @@ MEMORY = "memory.safetensors"
 
 
 class NgramConfig(DraftConfig):
-    """Configuration of [`NgramDraftModel`]: the target's shapes only, as there are no weights."""
-
     model_type = "longspec_ngram"
 
 

@@ -12,8 +12,6 @@ from ..configuration_base import DraftConfig
 
 
 class PlainConfig(DraftConfig):
-    """Configuration of [`PlainDraftModel`]: the target's shapes only."""
-
     model_type = "longspec_plain"
 
 

@@ -10,8 +10,6 @@ from .generation_quest import QuestDrafter
 
 
 class QuestConfig(DraftConfig):
-    """Configuration of [`QuestDraftModel`]: the target's shapes only, as there are no weights."""
-
     model_type = "longspec_quest"
 
 

@@ -11,8 +11,6 @@ from .generation_specattn import SELECTIONS, SpecAttnDrafter
 
 
 class SpecAttnConfig(DraftConfig):
-    """Configuration of [`SpecAttnDraftModel`]: the target's shapes only, as there are no weights."""
-
     model_type = "specattn"
 
 

@@ -10,8 +10,6 @@ from .generation_token_recycling import CHANCES, TokenRecyclingDrafter
 
 
 class TokenRecyclingConfig(DraftConfig):
-    """Configuration of [`TokenRecyclingDraftModel`]: the target's shapes only, as there are no weights."""
-
     model_type = "longspec_token_recycling"
 
 
