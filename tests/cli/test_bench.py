@@ -1,4 +1,4 @@
-"""`hf-longspec bench` on the tiny target of the repository, at sizes that take seconds."""
+"""`hf-longspec bench` on the tiny target, at sizes that take seconds."""
 
 import json
 from pathlib import Path
@@ -16,17 +16,19 @@ from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import save_byte_target
 from tests.watching import after, before
 
-TARGET, LONGSPEC = str(HUB_CARDS / "tiny-target"), str(HUB_CARDS / "tiny-longspec")
+TARGET, LONGSPEC = "../cards/tiny-target", "../cards/tiny-longspec"
 TEXT = str(HUB_CARDS.parent / "README.md")
 SMALL = ["--target", TARGET, "--context", "64", "--max-new-tokens", "8", "--repeats", "1", "--no-plots"]
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Run in an empty folder, with a bandwidth that takes no second to measure."""
-    monkeypatch.chdir(tmp_path)
+def here(tiny, tmp_path, monkeypatch):
+    """Run in an empty folder beside the drafts, with a bandwidth that takes no second to measure."""
+    (tmp_path / "cards").symlink_to(tiny.target.parent)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(bench, "read_gb_per_second", lambda device: 10.0)
-    return tmp_path
+    return tmp_path / "here"
 
 
 def invoke(*arguments):
@@ -61,7 +63,7 @@ def test_drafts_are_measured_beside_all_baselines(here, monkeypatch):
     assert {Path(name).name for name in found["files"]} == {"bench.jsonl", "bench.md", *pictures}
     written = (here / "bench.jsonl").read_text(encoding="utf-8") + (here / "bench.md").read_text(encoding="utf-8")
     assert found["environment"]["command"] == "hf-longspec bench --target tiny-target"
-    assert str(HUB_CARDS) not in written and str(here) not in written and "/somewhere" not in written
+    assert "cards/" not in written and str(here) not in written and "/somewhere" not in written
 
 
 def test_a_sweep_measures_every_point_and_the_terminal_shows_less_than_the_file(here):
@@ -94,7 +96,7 @@ def test_decoding_and_context_are_swept_and_the_floor_is_bytes_over_bandwidth(he
     assert not list(here.glob("*.png"))
     model = models.load_target(TARGET, torch.float32)
     weights = sum(p.numel() for p in model.parameters())  # its embedding is its head
-    cache = 2 * 12 * 2 * 64  # keys and values, layers, heads, head size
+    cache = 2 * 2 * 2 * 64  # keys and values, layers, heads, head size
     floors = {record["context"]: record["seconds"] for record in of_kind(read_records(here / "bench.jsonl"), "floor")}
     assert floors == {n: pytest.approx((weights + cache * n) * 4 / 10e9) for n in (32, 48)}
 

@@ -182,7 +182,8 @@ class TestOtherTokenizers:
         assert torch.equal(generate(target, draft, vocab_size=12), generate(target, None, vocab_size=12))
         if not {"window", "ngram_candidates"} & settings.keys():  # a part of the text; n-grams are longer
             assert all_accepted(draft)
-        check_sampled_text(target, draft, vocab_size=12)
+        if "compile" not in settings:  # which would trace all graphs again
+            check_sampled_text(target, draft, vocab_size=12)
         assert draft.last_speculation.num_accepted_draft_tokens > 0
         assert not run_as_they_are and (graphs.frame_count > 0) == ("compile" in settings)
 
