@@ -51,7 +51,7 @@ def run(invoke):
 
 def test_drafts_are_measured_beside_all_baselines(run, tiny, here, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/bin/hf-longspec", "bench", "--target", str(tiny.target)])
-    options = ["--draft", tiny.longspec, "--draft", "ngram", "--assistant", tiny.target, "--repeats", "2", "--json", "--plots"]
+    options = f"--draft {tiny.longspec} --draft ngram --assistant {tiny.target} --repeats 2 --json --plots".split()
     options += ["--max-new-tokens", "32"]  # transformers drafts up to 20 tokens in one step
     result, _ = run(*options, "--data", "builtin")
     found = json.loads(result.stdout)
