@@ -148,6 +148,7 @@ def test_vocabularies_may_differ_by_padding(tmp_path, of_target, of_draft, setti
     target = type(tiny_target("qwen3")).from_pretrained(folders[0])
     draft = AssistantDraftModel.from_pretrained(folders[1], target=target, num_assistant_tokens=2, **settings)
     assert torch.equal(generate(target, draft, vocab_size=12), generate(target, None, vocab_size=12))
+    torch.manual_seed(5)
     generate(target, draft, vocab_size=12, do_sample=True)
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
