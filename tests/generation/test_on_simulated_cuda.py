@@ -247,7 +247,11 @@ PER_LAYER = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("steps", "dtype"), list(PER_LAYER), ids=str)
+@pytest.mark.parametrize(
+    ("steps", "dtype"),
+    [one if one[0] != "auto" else pytest.param(*one, marks=pytest.mark.soak) for one in PER_LAYER],
+    ids=str,
+)
 def test_launches_of_a_layer(steps, dtype, monkeypatch):
     launches = []
     for layers in (1, 2):
@@ -326,8 +330,14 @@ KINDS = {
 }
 
 
+# test_fused_layers.py compares the logits of the others.
+TELLING = ("gemma2", "cohere2", "gpt_oss", "deepseek_v3")
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize(
+    "name", [name if name in TELLING else pytest.param(name, marks=pytest.mark.soak) for name in KINDS]
+)
 def test_text_of_fused_kinds_of_layers(name):
     """By default, with two rows whose nodes go to different slots."""
     tiny = VARIANTS.get(name, partial(tiny_target, name))
