@@ -28,11 +28,12 @@ READY_INTEROP := $(VENV_INTEROP)/.ready
 
 # What can differ between transformers versions: architectures, masks and positions, caches, what generate() passes on,
 # loading and saving, a training run. What depends on torch or on arithmetic of the package alone runs in `make test`.
-MIN_TESTS := $(addprefix tests/generation/test_,cache.py checks.py decoding.py drafter.py \
-	forward_check.py logits.py masked.py multimodal.py rotary.py route.py sequences.py target.py target_modules.py \
-	trial.py step.py::test_every_architecture_without_experts_is_one_graph) \
-	$(addprefix tests/modeling/test_,base.py checkpoint.py contract.py settings.py) tests/training/test_trainer.py \
-	$(addprefix tests/robustness/test_,every_architecture.py fuzz.py malformed.py persistence.py) \
+MIN_TESTS := $(addprefix tests/generation/test_,cache.py checks.py decoding.py forward_check.py logits.py masked.py \
+	multimodal.py rotary.py route.py sequences.py target.py target_modules.py trial.py \
+	step.py::test_every_architecture_without_experts_is_one_graph) tests/modeling/test_base.py \
+	$(addprefix tests/modeling/test_contract.py::test_,rejected_drafts_are_rolled_back saving_and_loading \
+	inside_transformers_own_assisted_decoding an_offloaded_target) tests/training/test_trainer.py \
+	$(addprefix tests/robustness/test_,every_architecture.py fuzz.py malformed.py) \
 	tests/hub/test_published.py tests/cli/test_serve.py tests/test_public_api.py
 
 # What depends on the version of torch and of the triton that comes with it: graphs, operators, the interpreter.
@@ -41,13 +42,13 @@ TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/,test_simulated_cu
 	on_simulated_cuda.py)
 # Float32 results of the package beside those of transformers, or of loops: sums in another order, which depends on the
 # instructions of the processor.
-CPU_TESTS := $(addprefix tests/attention_backends/test_,contexts.py interface.py pages.py \
-	parity.py registry.py scores.py torch_backend.py) $(addprefix tests/generation/test_,cache.py \
-	coupling.py decoding.py draft_tree.py forward_check.py logits.py target.py target_modules.py) tests/modeling/test_contract.py \
-	$(addprefix tests/modeling/,eagle3 families longspec quest specattn) \
-	$(addprefix tests/modeling/tokenswift/test_,convert_tokenswift.py generation_tokenswift.py modeling_tokenswift.py \
-	partial_kv.py) $(addprefix tests/training/test_,losses.py target_states.py training_longspec.py \
-	training_tokenswift.py) tests/robustness/test_threads.py tests/test_auditing.py
+CPU_TESTS := $(addprefix tests/attention_backends/test_,contexts.py interface.py pages.py parity.py registry.py \
+	scores.py torch_backend.py) $(addprefix tests/generation/test_,decoding.py forward_check.py target.py \
+	target_modules.py) $(addprefix tests/modeling/test_contract.py::test_,greedy_text_is_that_of_stock_generate \
+	rejected_drafts_are_rolled_back) $(addprefix tests/modeling/eagle3/test_,generation_eagle3.py modeling_eagle3.py) \
+	$(addprefix tests/modeling/longspec/test_,attention_longspec.py generation_longspec.py) tests/modeling/specattn \
+	tests/modeling/quest $(addprefix tests/modeling/tokenswift/test_,generation_tokenswift.py modeling_tokenswift.py) \
+	$(addprefix tests/training/test_,losses.py target_states.py) tests/test_auditing.py
 # torch's kernels without AVX by default, as on no machine that runs the tests; MKL and oneDNN without AVX-512.
 OLDER_CPU = ATEN_CPU_CAPABILITY=$(SIMD) MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 GPU_TESTS := tests/attention_backends/triton $(addprefix tests/attention_backends/test_,pages.py parity.py)

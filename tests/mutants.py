@@ -10,15 +10,17 @@ pass on the unchanged copy.
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
+
 from tests.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("hf_longspec", "tests", "benchmarks", "hub_cards", "pyproject.toml", "LICENSE")
+COPIED = ("hf_longspec", "tests")
+LINKED = ("benchmarks", "hub_cards", "pyproject.toml", "LICENSE")
 
 
 def main() -> int:
@@ -30,7 +32,14 @@ def main() -> int:
         print(table())
         return 0
     chosen = [mutation for mutation in MUTATIONS if args.only in mutation.rule]
-    survived = [mutation.rule for mutation in chosen if not is_caught(mutation)]
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in COPIED:
+            shutil.copytree(ROOT / part, folder / part)
+        for part in LINKED:
+            (folder / part).symlink_to(ROOT / part)
+        import_libraries()
+        survived = [mutation.rule for mutation in chosen if not is_caught(mutation, folder)]
     print(f"{len(chosen) - len(survived)} of {len(chosen)} mutations were caught")
     return int(bool(survived))
 
@@ -41,24 +50,56 @@ def table() -> str:
     return "\n".join(["| rule that is broken | in `hf_longspec/` | test that fails |", "|---|---|---|", *rows])
 
 
-def is_caught(mutation: Mutation) -> bool:
-    """Apply a mutation to a copy of the sources, run its test, and report the result."""
-    with TemporaryDirectory() as folder:
-        for name in COPIED:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-            copy(ROOT / name, Path(folder) / name)
-        path = Path(folder) / "hf_longspec" / mutation.file
-        source = path.read_text(encoding="utf-8")
-        if source.count(mutation.old) != 1:
-            raise SystemExit(f"{mutation.file}: {mutation.old!r} occurs {source.count(mutation.old)} times, not once")
-        path.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutation.test]
-        result = subprocess.run(
-            command, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True
-        )
-    caught = result.returncode == 1  # 1: tests failed; others: nothing ran
+def import_libraries() -> None:
+    """Import what takes seconds here, for all the processes that run a test."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does, before Triton is imported
+    import torch._dynamo
+    import transformers.generation
+    import transformers.modeling_utils  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def is_caught(mutation: Mutation, folder: Path) -> bool:
+    """Apply a mutation to the copy of the sources, run its test, undo it, and report the result."""
+    path = folder / "hf_longspec" / mutation.file
+    source = path.read_text(encoding="utf-8")
+    if source.count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.file}: {mutation.old!r} occurs {source.count(mutation.old)} times, not once")
+    path.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+    status = run(folder, "-q", "-x", "-p", "no:cacheprovider", mutation.test, is_silent=True)
+    caught = status == pytest.ExitCode.TESTS_FAILED  # others: nothing ran
+    path.write_text(source, encoding="utf-8")
     print(f"{'caught  ' if caught else 'SURVIVED'} {mutation.rule} ({mutation.test})", flush=True)
     return caught
+
+
+def run_in_folders(folders: list[str], *arguments: str) -> None:
+    """Run pytest in several copies; leave with the first exit status that is not 0."""
+    import_libraries()
+    for folder in folders:
+        if status := run(Path(folder), *arguments):
+            sys.exit(status)
+
+
+def run(folder: Path, *arguments: str, is_silent: bool = False) -> int:
+    """Run pytest in a copy of the sources, in a fork of this process; return its exit status."""
+    process = os.fork()
+    if not process:
+        status = 255
+        try:
+            os.chdir(folder)
+            os.environ["PYTHONPATH"] = sys.path[0] = str(folder)
+            for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+                del sys.modules[name]
+            if is_silent:
+                silent = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(silent, 1), os.dup2(silent, 2)
+            status = pytest.main([*arguments])
+        finally:
+            sys.stdout.flush()
+            os._exit(int(status))
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 if __name__ == "__main__":

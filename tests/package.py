@@ -68,10 +68,10 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 def use(wheel: Path, folder: Path) -> Path:
     """Install the wheel in an empty environment, generate a text there and call the command; return its Python."""
     environment = folder / "environment"
-    venv.create(environment, with_pip=True)
+    venv.create(environment)
     python = environment / "bin" / "python"
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
-    subprocess.run([python, "-m", "pip", "install", *options, wheel], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", *options, wheel], check=True)
     site = next((environment / "lib").glob("python*/site-packages"))
     # a path in a .pth file follows the environment's own, and .pth files there, such as editable installs, are not read
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")

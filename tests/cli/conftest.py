@@ -1,10 +1,13 @@
-"""The published tiny target and its drafts, and a way to run a command on them."""
+"""The bundled tiny target and its drafts, cut to two layers, and a way to run a command on them."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_longspec.cli import app, models
@@ -30,16 +33,35 @@ def command():
     return run_command
 
 
+def cut(folder):
+    """Write the bundled target and two drafts to a folder, with the first and the last of twelve layers alone.
+
+    The drafts are still accepted at times, and a forward takes a fifth of the time.
+    """
+    target = folder / "tiny-target"
+    shutil.copytree(HUB_CARDS / "tiny-target", target, ignore=shutil.ignore_patterns("config.json", "model.*"))
+    model = AutoModelForCausalLM.from_pretrained(HUB_CARDS / "tiny-target")
+    model.model.layers = model.model.layers[:: len(model.model.layers) - 1]
+    model.config.num_hidden_layers = len(model.model.layers)
+    model.save_pretrained(target)
+    for name in ("longspec", "tokenswift"):
+        draft = shutil.copytree(HUB_CARDS / f"tiny-{name}", folder / f"tiny-{name}")
+        config = json.loads((draft / "config.json").read_text())
+        config["target"]["num_hidden_layers"] = 2
+        (draft / "config.json").write_text(json.dumps(config | ({"kv_layer": 1} if "kv_layer" in config else {})))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Paths: the tiny target, its drafts, and a text to continue."""
-    notes = tmp_path_factory.mktemp("text") / "notes.txt"
+    notes, cards = tmp_path_factory.mktemp("text") / "notes.txt", cut(tmp_path_factory.mktemp("cards"))
     lines = [
         f"def set_{name}(self, value):\n    self._{name} = value\n    return self\n\n" for name in ("a", "width", "b")
     ]
     notes.write_text("class Shape:\n" + "".join(lines) * 2, encoding="utf-8")
-    drafts = {name: HUB_CARDS / f"tiny-{name}" for name in ("longspec", "tokenswift")}
-    return SimpleNamespace(target=HUB_CARDS / "tiny-target", notes=notes, **drafts)
+    drafts = {name: cards / f"tiny-{name}" for name in ("longspec", "tokenswift")}
+    return SimpleNamespace(target=cards / "tiny-target", notes=notes, **drafts)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from hf_longspec.cli.serving.routes import Limits
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 POSITIONS = 700
-NEW = 24
+NEW = 14
 
 
 def with_template(model, folder, template=TEMPLATE):

@@ -1,19 +1,21 @@
 """`audit`: verdicts and exit codes for right decoding, and for verifiers that were broken on purpose."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 import hf_longspec.generation.sampling as rules
 from hf_longspec.generation.verification import Acceptance, accept_greedy, accept_rejection, accept_sampled
+from tests.cli.conftest import HUB_CARDS
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 # A SpecAttn draft that reads next to nothing, and so is wrong often.
 BLIND = ["--draft", "specattn", "--set", "sparse_min_tokens=4", "--set", "sparse_ratio=0.02"]
 BLIND += ["--set", "selection=window"]
-SMALL = ["--draft", Path(__file__).parents[2] / "hub_cards/tiny-assistant", "--set", "acceptance=rejection"]
+# The whole bundled target: what is left of it in two layers is too near to this draft.
+SMALL = ["--target", HUB_CARDS / "tiny-target", "--draft", HUB_CARDS / "tiny-assistant"]
+SMALL += ["--set", "acceptance=rejection"]
 SHORT = ["--max-new-tokens", 24, "--context", 96]
 # A cold distribution, far from that of the draft: with it the broken rules below deviate by 10 sigma and more.
 SAMPLED = ["--max-new-tokens", 4, "--context", 24, "--samples", 128, "--sample-tokens", 3, "--batch", 128]

@@ -1,4 +1,4 @@
-"""`hf-longspec bench` on the tiny target of the repository, at sizes that take seconds."""
+"""`hf-longspec bench` on the tiny target, at sizes that take seconds."""
 
 import json
 from pathlib import Path
@@ -16,9 +16,8 @@ from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import save_byte_target
 from tests.watching import after, before
 
-TARGET, LONGSPEC = str(HUB_CARDS / "tiny-target"), str(HUB_CARDS / "tiny-longspec")
 TEXT = str(HUB_CARDS.parent / "README.md")
-SMALL = ["--target", TARGET, "--context", "64", "--max-new-tokens", "8", "--repeats", "1", "--no-plots"]
+SMALL = ["--context", "64", "--max-new-tokens", "8", "--repeats", "1", "--no-plots"]
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +28,30 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def invoke(*arguments):
-    data = [] if "--data" in arguments else ["--data", TEXT]
-    return run_command("bench", *SMALL, *data, *arguments)
+@pytest.fixture
+def invoke(tiny):
+    def call(*arguments):
+        data = [] if "--data" in arguments else ["--data", TEXT]
+        return run_command("bench", "--target", tiny.target, *SMALL, *data, *arguments)
+
+    return call
 
 
-def run(*arguments):
-    """Output and calls of a run that must succeed."""
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    return result, of_kind(read_records(Path("bench.jsonl")), "run")
+@pytest.fixture
+def run(invoke):
+    """`run(*arguments)`: output and calls of a run that must succeed."""
+
+    def call(*arguments):
+        result = invoke(*arguments)
+        assert result.exit_code == 0, result.output
+        return result, of_kind(read_records(Path("bench.jsonl")), "run")
+
+    return call
 
 
-def test_drafts_are_measured_beside_all_baselines(here, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/somewhere/bin/hf-longspec", "bench", "--target", TARGET])
-    options = ["--draft", LONGSPEC, "--draft", "ngram", "--assistant", TARGET, "--repeats", "2", "--json", "--plots"]
+def test_drafts_are_measured_beside_all_baselines(run, tiny, here, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/hf-longspec", "bench", "--target", str(tiny.target)])
+    options = f"--draft {tiny.longspec} --draft ngram --assistant {tiny.target} --repeats 2 --json --plots".split()
     options += ["--max-new-tokens", "32"]  # transformers drafts up to 20 tokens in one step
     result, _ = run(*options, "--data", "builtin")
     found = json.loads(result.stdout)
@@ -61,10 +69,10 @@ def test_drafts_are_measured_beside_all_baselines(here, monkeypatch):
     assert {Path(name).name for name in found["files"]} == {"bench.jsonl", "bench.md", *pictures}
     written = (here / "bench.jsonl").read_text(encoding="utf-8") + (here / "bench.md").read_text(encoding="utf-8")
     assert found["environment"]["command"] == "hf-longspec bench --target tiny-target"
-    assert str(HUB_CARDS) not in written and str(here) not in written and "/somewhere" not in written
+    assert str(tiny.target.parent) not in written and str(here) not in written and "/somewhere" not in written
 
 
-def test_a_sweep_measures_every_point_and_the_terminal_shows_less_than_the_file(here):
+def test_a_sweep_measures_every_point_and_the_terminal_shows_less_than_the_file(run, here):
     """Of the settings that a draft has."""
     sweeps = ["--sweep", "sparse_ratio=0.5", "--sweep", "num_assistant_tokens=2,3"]
     result, calls = run("--draft", "specattn", "--draft", "ngram", *sweeps)
@@ -77,7 +85,7 @@ def test_a_sweep_measures_every_point_and_the_terminal_shows_less_than_the_file(
     assert "share of floor |" in file and "share of floor |" not in result.stdout
 
 
-def test_tau_by_category_of_several_data_sets(here):
+def test_tau_by_category_of_several_data_sets(run, here):
     (here / "first.jsonl").write_text(json.dumps({"text": ["word " * 90], "category": "math"}), encoding="utf-8")
     (here / "second.jsonl").write_text(json.dumps({"text": "other " * 90}), encoding="utf-8")
     _, calls = run("--data", "first.jsonl", "--data", "second.jsonl", "--draft", "ngram", "--batch", "2")
@@ -87,19 +95,19 @@ def test_tau_by_category_of_several_data_sets(here):
     assert f"| ngram | {taus[0]} | {taus[1]} |" in (here / "bench.md").read_text(encoding="utf-8")
 
 
-def test_decoding_and_context_are_swept_and_the_floor_is_bytes_over_bandwidth(here):
+def test_decoding_and_context_are_swept_and_the_floor_is_bytes_over_bandwidth(run, tiny, here):
     _, calls = run("--draft", "ngram", "--sweep", "context=32,48", "--sweep", "penalty=1.5")
     found = {(call["context"], call["decoding"]["penalty"], call["decoding"]["window"]) for call in calls}
     assert found == {(32, 1.5, 1024), (48, 1.5, 1024)}
     assert not list(here.glob("*.png"))
-    model = models.load_target(TARGET, torch.float32)
+    model = models.load_target(str(tiny.target), torch.float32)
     weights = sum(p.numel() for p in model.parameters())  # its embedding is its head
-    cache = 2 * 12 * 2 * 64  # keys and values, layers, heads, head size
+    cache = 2 * 2 * 2 * 64  # keys and values, layers, heads, head size
     floors = {record["context"]: record["seconds"] for record in of_kind(read_records(here / "bench.jsonl"), "floor")}
     assert floors == {n: pytest.approx((weights + cache * n) * 4 / 10e9) for n in (32, 48)}
 
 
-def test_prompts_of_their_own_length_from_a_column(here):
+def test_prompts_of_their_own_length_from_a_column(run, here):
     lines = [json.dumps({"title": n, "story": "def f(x): return x + 1; " * n}) for n in (2, 3, 5)]
     (here / "q.jsonl").write_text("\n".join(lines), encoding="utf-8")
     options = ["--data", "q.jsonl", "--column", "story", "--context", "own", "--batch", "2", "--draft", "ngram"]
@@ -109,7 +117,7 @@ def test_prompts_of_their_own_length_from_a_column(here):
     assert '"column": "story"' in (here / "bench.jsonl").read_text(encoding="utf-8")
 
 
-def test_an_interrupted_run_keeps_its_lines_and_is_gone_on_with(here, monkeypatch):
+def test_an_interrupted_run_keeps_its_lines_and_is_gone_on_with(invoke, run, here, monkeypatch):
     calls = []
 
     def interrupt(*_, **__):
@@ -133,7 +141,7 @@ def test_an_interrupted_run_keeps_its_lines_and_is_gone_on_with(here, monkeypatc
     assert resumed[:2] == first and len(resumed) == 4
 
 
-def test_other_settings_and_another_environment_are_not_resumed(here, monkeypatch):
+def test_other_settings_and_another_environment_are_not_resumed(invoke, here, monkeypatch):
     assert invoke("--minutes", "1e-9").exit_code == 0
     written = (here / "bench.jsonl").read_bytes()
     settings = invoke("--resume", "--max-new-tokens", "9", "--draft", "specattn")
@@ -147,7 +155,7 @@ def test_other_settings_and_another_environment_are_not_resumed(here, monkeypatc
     assert invoke("--minutes", "1e-9", "--overwrite").exit_code == 0 and (here / "bench.jsonl").read_bytes() != written
 
 
-def test_a_wrong_text_is_the_exit_status(monkeypatch):
+def test_a_wrong_text_is_the_exit_status(invoke, monkeypatch):
 
     def spoil(call, model, method, *_, **__):
         if type(method).__name__ == "NgramDraftModel":
@@ -159,7 +167,7 @@ def test_a_wrong_text_is_the_exit_status(monkeypatch):
     assert "## Wrong texts" in result.output
 
 
-def test_a_missing_package_of_the_report_is_named_first(here, monkeypatch):
+def test_a_missing_package_of_the_report_is_named_first(invoke, here, monkeypatch):
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     result = invoke()
     assert result.exit_code == 2 and "not installed: pip install pandas scipy" in result.output

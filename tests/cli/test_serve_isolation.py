@@ -40,7 +40,7 @@ def tiny(name, folder, tokenizer):
     return with_template(folder / "model", folder / "tiny")
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module")
 def pair(request, tiny_folder):
     """A server, and the answers of `generate`."""
     folder = tiny_folder(request.param)
@@ -53,6 +53,7 @@ def tiny_folder(tmp_path_factory):
     return lambda name: tiny(name, tmp_path_factory.mktemp(name), HUB_CARDS / "tiny-target")
 
 
+@pytest.mark.parametrize("pair", TARGETS, indirect=True)
 def test_requests_that_extend_the_last_one_repeat_it_or_do_not(pair):
     server, expected = pair
     texts = [SHARED + "one", "four five, four", SHARED + "two", SHARED + "two, three", SHARED + "two", "seven"]
@@ -157,7 +158,11 @@ ENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+# Every end where states and keys are to be put back, each once for the other targets.
+CASES = [*((TARGETS[1], end) for end in ENDS), *((TARGETS[place % 2 * 2], end) for place, end in enumerate(ENDS))]
+
+
+@pytest.mark.parametrize(("pair", "end"), CASES, ids=lambda one: getattr(one, "__name__", one), indirect=["pair"])
 def test_a_request_after_one_that_did_not_finish(pair, monkeypatch, end):
     server, expected = pair
     assert answered(server, "four five") == expected("four five")
@@ -166,6 +171,7 @@ def test_a_request_after_one_that_did_not_finish(pair, monkeypatch, end):
     assert streamed(server, SHARED + "next one") == expected(SHARED + "next one")
 
 
+@pytest.mark.parametrize("pair", TARGETS[:1], indirect=True)
 def test_a_client_that_leaves_ends_its_generation(pair):
     """The next one does not wait for 400 tokens."""
     server, expected = pair
@@ -176,6 +182,7 @@ def test_a_client_that_leaves_ends_its_generation(pair):
     assert after["hf_longspec_generated_tokens_total"] - before["hf_longspec_generated_tokens_total"] < 300
 
 
+@pytest.mark.parametrize("pair", TARGETS[:2], indirect=True)
 def test_a_seed_is_of_one_request(pair):
     """Answers with a seed are those of `generate` with it, and the next answer without one is another each time."""
     server, expected = pair
@@ -226,6 +233,7 @@ def test_a_cache_with_states_refuses_shorter_lengths():
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("pair", TARGETS, indirect=True)
 def test_sixteen_clients_that_leave_at_random(pair, monkeypatch):
     """60 seconds of streams and single answers, some cut off, some failing: all whole ones are those of `generate`."""
     server, expected = pair

@@ -71,6 +71,7 @@ class TestNextCall:
     def test_buffers_are_dropped(self, pair, drop, monkeypatch, caplog):
         """Every call captures its steps again, in the memory that the graphs of the target share."""
         model, draft = pair
+        draft.generation_config.compile = "graph"
         prompts = tiny_prompts(24, (21,))
         if drop == "memory":
             monkeypatch.setattr(cuda_graphs, "MOST_MEMORY", 1e-8)

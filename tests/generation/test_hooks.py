@@ -30,6 +30,10 @@ def hidden_of(output):
     return output[0] if isinstance(output, tuple) else output
 
 
+def nowhere(module, args, output):
+    pass
+
+
 def everywhere(module, args, output):
     hidden_of(output).add_(DIRECTION)
 
@@ -172,29 +176,39 @@ def test_hooks(name):
         assert drafted == plain and reason in spent.reason and spent.num_forwards == 0
 
 
+def steered(hook):
+    """A target with a hook in its first layer."""
+    model = tiny_target("llama")
+    model.model.layers[0].register_forward_hook(hook)
+    return model
+
+
+@functools.cache
+def steered_text(hook, draft_class=None, **options):
+    """The text of a target with a hook, without a draft or with the plain one."""
+    model = steered(hook)
+    return generate(model, draft_class and draft_class.from_target(model), **options).tolist()
+
+
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_steering_everywhere_is_served_with_every_draft(kind):
     """Greedy, and at equal seed; the steering changes the text."""
-    model = tiny_target("llama")
-    unsteered = generate(model)
-    handle = model.model.layers[0].register_forward_hook(everywhere)
+    model = steered(everywhere)
     draft = make_draft(kind, model, **({"acceptance": "coupled"} if kind in ("specattn", "quest") else {}))
-    assert generate(model, draft).tolist() == generate(model).tolist() != unsteered.tolist()
+    assert generate(model, draft).tolist() == steered_text(everywhere) != steered_text(nowhere)
     assert draft.last_speculation.num_spec_steps > 0
-    sampled = generate(model, PlainDraftModel.from_target(model), do_sample=True)
-    assert generate(model, draft, do_sample=True).tolist() == sampled.tolist()
-    handle.remove()
+    sampled = steered_text(everywhere, PlainDraftModel, do_sample=True)
+    assert generate(model, draft, do_sample=True).tolist() == sampled
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_hook_of_the_last_token_ends_speculation_of_every_draft(kind):
-    model = tiny_target("llama")
+    model = steered(at_the_last_token)
     draft = make_draft(kind, model)
-    model.model.layers[0].register_forward_hook(at_the_last_token)
     with pytest.raises(ValueError, match=r"does not treat all tokens alike.*on_unsupported"):
         generate(model, draft)
     draft.generation_config.on_unsupported = "plain"
-    assert generate(model, draft, do_sample=True).tolist() == generate(model, do_sample=True).tolist()
+    assert generate(model, draft, do_sample=True).tolist() == steered_text(at_the_last_token, do_sample=True)
     assert draft.last_speculation.num_forwards == 0
 
 

@@ -1,7 +1,8 @@
 """What processors and constraints are asked about, and processors whose state changes with their calls."""
 
 import threading
-from itertools import product
+from functools import cache
+from itertools import cycle, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,6 +55,14 @@ def constrained(model, draft, lengths, after_end=(), **options):
     ).tolist()
 
 
+@cache
+def plainly_constrained(model, lengths):
+    """The greedy text of `generate`, and the sampled one of the plain loop."""
+    plain = PlainDraftModel.from_target(model)
+    greedy = constrained(model, None, lengths, after_end=[0], do_sample=False)
+    return greedy, constrained(model, plain, lengths, do_sample=True, top_k=0)
+
+
 TREES = [(kind, settings) for kind, name, settings in VARIANTS if name in ("llama", "qwen3")]
 
 
@@ -61,13 +70,11 @@ TREES = [(kind, settings) for kind, name, settings in VARIANTS if name in ("llam
 def test_constraints_are_asked_what_plain_decoding_asks(target, kind, settings):
     """An empty list, as of a text that plain decoding does not reach, is an error."""
     model = target("llama", **FEW_TOKENS)
-    draft, plain = draft_of(kind, model, **settings), PlainDraftModel.from_target(model)
+    draft = draft_of(kind, model, **settings)
     for lengths in (LENGTHS[:1], LENGTHS):
-        assert constrained(model, draft, lengths, do_sample=False) == constrained(
-            model, None, lengths, after_end=[0], do_sample=False
-        )
-        sampled = [constrained(model, one, lengths, do_sample=True, top_k=0) for one in (plain, draft)]
-        assert sampled[0] == sampled[1]
+        greedy, sampled = plainly_constrained(model, lengths)
+        assert constrained(model, draft, lengths, do_sample=False) == greedy
+        assert constrained(model, draft, lengths, do_sample=True, top_k=0) == sampled
 
 
 REJECTION = [("specattn", {}), ("longspec_quest", {}), ("longspec_assistant", {})]
@@ -94,8 +101,9 @@ class Successors(LogitsProcessor):
         return scores + mask
 
 
-@pytest.mark.parametrize("kind", ["longspec", "longspec_ngram", "specattn", "tokenswift"])
-@pytest.mark.parametrize("window", [1, None])
+@pytest.mark.parametrize(
+    ("kind", "window"), [("longspec", 1), ("longspec_ngram", None), ("specattn", 1), ("tokenswift", None)]
+)
 def test_processors_are_not_asked_after_an_end_token(target, kind, window, monkeypatch):
     """Rows that have ended before others are shown with padding, of token 0, where plain `generate` shows them."""
     monkeypatch.setattr(Successors, "history_window", window)
@@ -245,28 +253,32 @@ STATEFUL = {
 }
 
 
-@pytest.mark.parametrize("make", STATEFUL, ids=lambda make: make.__name__)
-def test_processors_with_state_decode_without_the_draft(target, make):
+@pytest.mark.parametrize(("make", "lengths"), zip(STATEFUL, cycle(((13,), LENGTHS))), ids=lambda one: str(one)[:30])
+def test_processors_with_state_decode_without_the_draft(target, make, lengths):
     """The text of stock `generate` with the user's own object, which nothing has called before; or an error."""
     model, draft = target("llama"), NgramDraftModel.from_target(target("llama"))
-    for lengths in ((13,), LENGTHS):
-        text = generate(model, None, lengths, logits_processor=[make()], max_new_tokens=20)
-        processor = make()
-        draft.generation_config.on_unsupported = "error"
-        with pytest.raises(ValueError, match=STATEFUL[make]) as caught:
-            generate(model, draft, lengths, logits_processor=[processor])
-        assert "stateless" not in str(caught.value)
-        draft.generation_config.on_unsupported = "plain"
-        assert torch.equal(generate(model, draft, lengths, logits_processor=[processor], max_new_tokens=20), text)
-        assert draft.last_speculation.reason
+    text = generate(model, None, lengths, logits_processor=[make()], max_new_tokens=20)
+    processor = make()
+    draft.generation_config.on_unsupported = "error"
+    with pytest.raises(ValueError, match=STATEFUL[make]) as caught:
+        generate(model, draft, lengths, logits_processor=[processor])
+    assert "stateless" not in str(caught.value)
+    draft.generation_config.on_unsupported = "plain"
+    assert torch.equal(generate(model, draft, lengths, logits_processor=[processor], max_new_tokens=20), text)
+    assert draft.last_speculation.reason
+
+
+@cache
+def text_of_a_budget(model):
+    return generate(model, None, logits_processor=[Budget()], max_new_tokens=20)
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_a_budget_under_every_draft(target, kind):
     model = target("llama", **FEW_TOKENS)
-    draft = draft_of(kind, model, on_unsupported="plain")
-    texts = [generate(model, one, logits_processor=[Budget()], max_new_tokens=20) for one in (None, draft)]
-    assert torch.equal(*texts) and texts[0][0, 33 + 14] == 7
+    draft, expected = draft_of(kind, model, on_unsupported="plain"), text_of_a_budget(model)
+    assert torch.equal(generate(model, draft, logits_processor=[Budget()], max_new_tokens=20), expected)
+    assert expected[0, 33 + 14] == 7
 
 
 @pytest.mark.parametrize(
@@ -281,7 +293,7 @@ def test_a_budget_under_every_draft(target, kind):
 )
 def test_guidance_and_watermarks(target, options):
     model = target("llama")
-    for do_sample, draft in product((False, True), (NgramDraftModel, SpecAttnDraftModel)):
+    for do_sample, draft in ((False, NgramDraftModel), (True, SpecAttnDraftModel)):
         one = draft.from_target(model)
         texts = [generate(model, beside, (13,), do_sample=do_sample, **options) for beside in (None, one)]
         assert torch.equal(*texts) and one.last_speculation.reason

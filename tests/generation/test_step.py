@@ -27,7 +27,8 @@ def generate(model, draft, mode, rows=2, new=24, **options):
     return generate_text(model, draft, LENGTHS[:rows], max_new_tokens=new, **options)
 
 
-@pytest.mark.parametrize("kind", ["plain", "specattn", "longspec"])
+# tests/modeling/test_compiled_drafts.py compiles another drafter of trees.
+@pytest.mark.parametrize("kind", ["plain", "specattn", pytest.param("longspec", marks=pytest.mark.soak)])
 def test_the_text_is_that_of_the_steps_as_they_are(kind, graphs):
     """Ragged rows, greedy and sampled; then longer rows in a larger cache, which build no further graph."""
     llama = tiny_target("llama", num_hidden_layers=1)  # the next test compiles two layers

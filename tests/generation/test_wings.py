@@ -52,29 +52,25 @@ def test_wings_build_on_the_core_and_on_shared_ones_alone():
         assert path.stem in ("register", "__init__") or wings <= SHARED, path
 
 
-def run_without(wing, folder, *arguments):
-    """Run Python with a copy of the package that lacks a wing."""
+def copy_without(wing, folder):
+    """Make a copy of the package and its tests that lacks a wing."""
     shutil.copytree(ROOT, folder / "hf_longspec", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / f"hf_longspec/generation/wings/{wing}.py").unlink()
     shutil.copytree(TESTS, folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "hub_cards", "benchmarks", "LICENSE"):
         (folder / name).symlink_to(TESTS.parent / name)
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return folder
 
 
-def check_without(wing, folder, files, selection):
-    """Tests of some files pass without a wing, and some of them run."""
-    options = "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", selection
-    done = run_without(wing, folder, "-m", "pytest", *options, *(f"tests/{file}" for file in files))
+def run_pytest(folders, *arguments):
+    """Run pytest in each of some copies, in forks of a process that has imported torch; return the output."""
+    script = "import sys; from tests.mutants import run_in_folders; run_in_folders(sys.argv[1].split(), *sys.argv[2:])"
+    options = "-q", "-x", "-n", "0", "-p", "no:cacheprovider"
+    command = [sys.executable, "-c", script, " ".join(map(str, folders)), *options, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(folders[0])}
+    done = subprocess.run(command, cwd=folders[0], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert re.search(r"[1-9]\d* passed", done.stdout)
-
-
-@pytest.mark.parametrize("wing", IN_CI)
-def test_texts_without_a_wing(wing, tmp_path):
-    check_without(wing, tmp_path, ["generation/test_decoding.py"], "every_kind_of_attention or length_limit")
+    return done.stdout
 
 
 @pytest.mark.soak
@@ -86,34 +82,38 @@ def test_all_tests_that_do_not_name_a_wing_pass_without_it(wing, tmp_path):
     ]
     files = [path.relative_to(TESTS) for path in paths if not re.search(words, path.read_text(encoding="utf-8"))]
     assert files
-    check_without(wing, tmp_path, files, " and ".join(f"not {word}" for word in re.findall(r"\w{4,}", words)))
+    selection = " and ".join(f"not {word}" for word in re.findall(r"\w{4,}", words))
+    output = run_pytest([copy_without(wing, tmp_path)], "-k", selection, *(f"tests/{file}" for file in files))
+    assert re.search(r"[1-9]\d* passed", output)
 
 
 CALLS = """
-import sys
+import pytest
 import torch
 from transformers import DynamicCache
 from hf_longspec import PlainDraftModel
 from hf_longspec.generation.cache import CACHE_NAME
 from tests.tiny_targets import tiny_prompts, tiny_target
 
-wing, reason = sys.argv[1:]
-scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-model = tiny_target("llama", **({"rope_parameters": scaling} if wing == "rotary_limit" else {}))
-ids = tiny_prompts(model.config.vocab_size, (9,))[0]
-more = {"images": {"position_ids": torch.arange(9).expand(3, 1, -1)}, "user_caches": {CACHE_NAME: DynamicCache()}}
-draft = PlainDraftModel.from_target(model)
-draft.generation_config.on_unsupported = "error"
-call = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more.get(wing, {})}
-try:
-    model.generate(ids, **call, assistant_model=draft)
-except ValueError as error:
-    assert reason in str(error) and "not in this copy" in str(error), error
-    print("refused")
+def test_a_call_is_refused():
+    wing, reason = {wing!r}, {reason!r}
+    scaling = {{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+    model = tiny_target("llama", **({{"rope_parameters": scaling}} if wing == "rotary_limit" else {{}}))
+    ids = tiny_prompts(model.config.vocab_size, (9,))[0]
+    more = {{"images": {{"position_ids": torch.arange(9).expand(3, 1, -1)}}}}
+    more |= {{"user_caches": {{CACHE_NAME: DynamicCache()}}}}
+    draft = PlainDraftModel.from_target(model)
+    draft.generation_config.on_unsupported = "error"
+    call = {{"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more.get(wing, {{}})}}
+    with pytest.raises(ValueError, match=f"{{reason}}.*not in this copy"):
+        model.generate(ids, **call, assistant_model=draft)
 """
 
 
-@pytest.mark.parametrize("wing", IN_CI)
-def test_a_call_that_needs_a_missing_wing_is_refused_by_name(wing, tmp_path):
-    done = run_without(wing, tmp_path, "-c", CALLS, wing, WINGS[wing][1])
-    assert done.returncode == 0 and done.stdout.strip() == "refused", done.stderr[-2000:]
+def test_texts_without_a_wing_and_a_call_that_needs_it_and_is_refused_by_name(tmp_path):
+    folders = [copy_without(wing, tmp_path / wing) for wing in IN_CI]
+    for wing, folder in zip(IN_CI, folders, strict=True):
+        (folder / "tests/test_refused.py").write_text(CALLS.format(wing=wing, reason=WINGS[wing][1]))
+    selection = "(every_kind_of_attention and (llama or gemma3)) or length_limit or is_refused"
+    output = run_pytest(folders, "-k", selection, "tests/generation/test_decoding.py", "tests/test_refused.py")
+    assert len(re.findall(r"[2-9]\d* passed|1\d+ passed", output)) == len(IN_CI)

@@ -1,8 +1,11 @@
 """One call of `generate` with a draft, as most tests of drafts make it."""
 
+from weakref import WeakKeyDictionary
+
 import torch
 
 from hf_longspec import PlainDraftModel
+from tests.generation.conftest import SHARED
 from tests.tiny_targets import tiny_prompts
 
 LENGTHS = (33, 3, 13)
@@ -16,13 +19,24 @@ def generate(model, draft, lengths=LENGTHS, vocab_size=None, **options):
     return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **GREEDY | options)
 
 
+_texts = WeakKeyDictionary()
+
+
+def reference(model, draft, lengths=LENGTHS, **options):
+    """The text of `generate` without a draft, or of the loop with the plain one; kept where tests share the target."""
+    texts = _texts.setdefault(model, {}) if model in SHARED else {}
+    key = repr((draft, lengths, sorted(options.items())))
+    if key not in texts:
+        torch.manual_seed(5)
+        texts[key] = generate(model, draft and draft.from_target(model), lengths, **options)
+    return texts[key]
+
+
 def check_sampled_text(model, draft, **options):
     """At equal seed, the text is that of the loop without a draft."""
-    texts = []
-    for beside in (PlainDraftModel.from_target(model), draft):
-        torch.manual_seed(5)
-        texts.append(generate(model, beside, **{"do_sample": True} | options))
-    assert torch.equal(*texts)
+    options = {"do_sample": True} | options
+    torch.manual_seed(5)
+    assert torch.equal(generate(model, draft, **options), reference(model, PlainDraftModel, **options))
 
 
 def check_text(target, draft, **options):
@@ -31,7 +45,7 @@ def check_text(target, draft, **options):
     if options.get("do_sample"):
         check_sampled_text(target, draft, **options)
     else:
-        assert torch.equal(generate(target, draft, **options), generate(target, None, **options))
+        assert torch.equal(generate(target, draft, **options), reference(target, None, **options))
     stats = draft.last_speculation
     assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
 

@@ -31,7 +31,7 @@ STEPS = {
     "PARD": ("longspec_assistant", {"num_assistant_tokens": 3, "pard_token": 11}, set()),
 }
 SHORT = ("eagle3", "verify_hidden")  # each of the others takes many seconds to compile
-CALLS = ({}, {"do_sample": True, "top_p": 0.95}, {"do_sample": True, "repetition_penalty": 1.3, "min_p": 0.05})
+CALLS = ({}, {"do_sample": True, "repetition_penalty": 1.3, "min_p": 0.05})
 
 
 def steps_of(*modules):

@@ -1,6 +1,5 @@
 """The contract of every registered draft, with settings with which something is drafted, accepted and refused."""
 
-from functools import cache
 from itertools import cycle, product, zip_longest
 
 import pytest
@@ -13,7 +12,7 @@ from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import ATTENTION
-from tests.modeling.calls import GREEDY, LENGTHS, NEVER, check_sampled_text, generate
+from tests.modeling.calls import GREEDY, LENGTHS, NEVER, check_sampled_text, generate, reference
 from tests.rounding import rounding
 from tests.tiny_targets import TINY_TARGETS, made_for, randomize, tiny_prompts, tiny_target
 
@@ -46,11 +45,6 @@ def draft_of(kind, model, **settings):
     draft = made_for(DRAFTS[kind].model, model, **(SETTINGS.get(kind, {}) | {"on_unsupported": "error"} | settings))
     randomize(draft, SEEDS.get(kind, 3))
     return draft
-
-
-@cache
-def stock_text(model):
-    return generate(model, None)
 
 
 def check_drafted(draft, model):
@@ -91,7 +85,7 @@ def test_greedy_text_is_that_of_stock_generate(target, kind, name):
             draft_of(kind, model)
         return
     draft = draft_of(kind, model)
-    check_same(generate(model, draft), stock_text(model), draft, "generate() without a draft")
+    check_same(generate(model, draft), reference(model, None), draft, "generate() without a draft")
     check_drafted(draft, model)
 
 
@@ -140,7 +134,7 @@ VARIANTS = [
 def test_settings_change_no_text(target, kind, name, settings):
     model = target(name, **FEW_TOKENS)
     draft = draft_of(kind, model, **settings)
-    check_same(generate(model, draft), stock_text(model), draft, "generate() without a draft")
+    check_same(generate(model, draft), reference(model, None), draft, "generate() without a draft")
     assert draft.last_speculation.num_accepted_draft_tokens > 0, "expected that something is accepted"
     check_sampled_text(model, draft, **WARPED)
 
@@ -202,7 +196,7 @@ def test_under_autocast_every_token_is_the_choice_of_the_target(target, kind, na
     assert report.verdict != NOT_LOSSLESS and report.num_tokens == len(LENGTHS) * NEW
     assert model.dtype == torch.float32
     check_drafted(draft, model)
-    assert torch.equal(generate(model, draft), stock_text(model))  # nothing of it is left
+    assert torch.equal(generate(model, draft), reference(model, None))  # nothing of it is left
 
 
 @KINDS
@@ -264,7 +258,7 @@ def test_saving_and_loading(target, kind, tmp_path):
     loaded.save_pretrained(tmp_path / "again")
     for file in ("config.json", "generation_config.json"):
         assert (tmp_path / "again" / file).read_text() == (tmp_path / "saved" / file).read_text()
-    check_same(generate(model, loaded), stock_text(model), loaded, "generate() without a draft")
+    check_same(generate(model, loaded), reference(model, None), loaded, "generate() without a draft")
     assert loaded.last_speculation.acceptance_histogram == drafted, (
         "expected what the draft accepted before it was saved"
     )
@@ -293,7 +287,7 @@ def test_inside_transformers_own_assisted_decoding(target, kind, name, settings,
         return candidates, logits
 
     drafter.get_candidates = counting
-    expected = generate(model, None, (41,))
+    expected = reference(model, None, (41,))
     monkeypatch.setattr(model, "_get_candidate_generator", lambda **kwargs: drafter)
     assert torch.equal(generate(model, None, (41,), prompt_lookup_num_tokens=3), expected)
     assert max(offered) == drafter.max_depth, (
@@ -310,7 +304,7 @@ def test_an_offloaded_target(kind):
     """Its weights wait on the meta device and come when a layer runs."""
     accelerate = pytest.importorskip("accelerate")
     model = tiny_target("qwen3", **FEW_TOKENS)
-    expected, draft = stock_text(model), draft_of(kind, model)
+    expected, draft = reference(model, None), draft_of(kind, model)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert next(model.parameters()).device.type == "meta"
     assert torch.equal(generate(model, draft, max_new_tokens=8), expected[:, : max(LENGTHS) + 8])
@@ -326,7 +320,7 @@ def test_a_draft_of_nan_changes_no_text(target, kind, value):
     draft = draft_of(kind, model)
     for weight in draft.parameters():
         torch.nn.init.constant_(weight, value)
-    assert torch.equal(generate(model, draft), stock_text(model))
+    assert torch.equal(generate(model, draft), reference(model, None))
     check_sampled_text(model, draft, **WARPED)
 
 
@@ -334,6 +328,6 @@ def test_a_draft_of_nan_changes_no_text(target, kind, value):
 def test_a_draft_in_another_dtype_or_in_training_is_copied_not_changed(target, kind):
     model = target("llama", **FEW_TOKENS)
     draft = draft_of(kind, model).to(torch.bfloat16).train()
-    assert torch.equal(generate(model, draft), stock_text(model))
+    assert torch.equal(generate(model, draft), reference(model, None))
     assert all(module.training for module in draft.modules())
     assert draft.weightless or draft.dtype == torch.bfloat16

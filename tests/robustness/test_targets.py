@@ -1,6 +1,7 @@
 """Targets that are not a plain model in memory: adapters, offloading, quantisation, pipelines."""
 
 import warnings
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -132,8 +133,10 @@ def test_the_small_model_of_a_pipeline_is_loaded_as_before(tokenizer, tmp_path):
 ADAPTERS = ["one", "__base__", "two"]
 
 
-@pytest.mark.parametrize("modules", [["q_proj", "v_proj", "down_proj"], ["o_proj", "embed_tokens", "lm_head"]], ids=len)
-@pytest.mark.parametrize("kind", ALL_KINDS)
+MODULES = [["q_proj", "v_proj", "down_proj"], ["o_proj", "embed_tokens", "lm_head"]]
+
+
+@pytest.mark.parametrize(("kind", "modules"), [*zip(ALL_KINDS, cycle(MODULES))], ids=str)
 def test_an_adapter_for_each_row(kind, modules, monkeypatch):
     """Greedy, and at equal seed; every check and trial of the target runs anew under these rows."""
     peft = pytest.importorskip("peft")

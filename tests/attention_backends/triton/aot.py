@@ -36,9 +36,9 @@ GPUS = {
 }
 GROUPS = 4
 # Features by rows in `short`.
-SHORT = {16: ("plain", "all"), 32: ("plain",), 64: ("plain", "none", "scores", "all")}
+SHORT = {16: ("plain",), 32: (), 64: ("all",)}
 # dtype, sizes of keys and values, softcap: every choice that `sparse_config` can make, at the sizes of common models;
-# one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first two.
+# one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first one.
 SPARSE = (
     (torch.bfloat16, 128, 128, None),
     (torch.bfloat16, 80, 80, 3.0),
@@ -118,18 +118,18 @@ def move(dtype, size):
     commit.move_nodes._init_fn(buffers, path, lengths, lengths)
 
 
-def layer(dtype, size, value_size, hidden):
-    """Launch the kernels between attention and matrix products."""
+def layer(dtype, size, value_size, hidden, most=None):
+    """Launch the kernels between attention and matrix products, in all their forms or in the first ones."""
     row, weight = torch.empty(1, 3, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
-    for form in layers.NORM_FORMS:
+    for form in layers.NORM_FORMS[:most]:
         layers.add_norm(row, weight, 1e-5, form, row, row)
         layers.add_norm(row, weight, 1e-5, form)
-    for activation in layers.ACTIVATIONS:
+    for activation in [*layers.ACTIVATIONS][:most]:
         layers.gated(activation, row, row)
     query, key = (torch.empty(1, heads, 3, size, dtype=dtype) for heads in (2 * GROUPS, 2))
     value = torch.empty(1, 2, 3, value_size, dtype=dtype)
     keys, values = (torch.empty(1, 2, 70, numbers, dtype=dtype) for numbers in (size, value_size))
-    for form in layers.ROTARY_FORMS:
+    for form in layers.ROTARY_FORMS[:most]:
         for written in (None, (value, values, torch.arange(3))):
             factors = torch.empty(1, 3, size // 2 // form.numbers, dtype=dtype)  # of a part of every vector
             layers.rotate(query, key, factors, factors, form, query, key if written is None else keys, written)
@@ -146,11 +146,11 @@ def calls(everything, gpu):
                     yield "hybrid", hybrid, (size, rows, dtype, features)
             for rows in all_rows[: 2 if everything else 1]:
                 yield "tree", tree, (size, rows, dtype)
-    for case in SPARSE if everything else SPARSE[:2]:
+    for case in SPARSE if everything else SPARSE[:1]:
         yield "sparse", sparse, case
     for case in ((torch.bfloat16, 128), (torch.float32, 3), (torch.float16, 5), (torch.int8, 7)):
         yield "move", move, case  # words of 8, 4, 2 and 1 bytes
-    for case in LAYERS if everything else LAYERS[:1]:
+    for case in LAYERS if everything else [(*LAYERS[0], 1)]:
         yield "layer", layer, case
     if everything:
         yield "spilling", spilling, ()

@@ -148,6 +148,7 @@ def test_vocabularies_may_differ_by_padding(tmp_path, of_target, of_draft, setti
     target = type(tiny_target("qwen3")).from_pretrained(folders[0])
     draft = AssistantDraftModel.from_pretrained(folders[1], target=target, num_assistant_tokens=2, **settings)
     assert torch.equal(generate(target, draft, vocab_size=12), generate(target, None, vocab_size=12))
+    torch.manual_seed(5)
     generate(target, draft, vocab_size=12, do_sample=True)
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
@@ -182,7 +183,8 @@ class TestOtherTokenizers:
         assert torch.equal(generate(target, draft, vocab_size=12), generate(target, None, vocab_size=12))
         if not {"window", "ngram_candidates"} & settings.keys():  # a part of the text; n-grams are longer
             assert all_accepted(draft)
-        check_sampled_text(target, draft, vocab_size=12)
+        if "compile" not in settings:  # which would trace all graphs again
+            check_sampled_text(target, draft, vocab_size=12)
         assert draft.last_speculation.num_accepted_draft_tokens > 0
         assert not run_as_they_are and (graphs.frame_count > 0) == ("compile" in settings)
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from hf_longspec import DFlashDraftModel, Eagle3DraftModel
 from hf_longspec.modeling.dflash.generation_dflash import DFlashDrafter
 from hf_longspec.modeling.eagle3.generation_eagle3 import ParallelEagle3Drafter
-from tests.modeling.calls import LENGTHS, check_sampled_text, generate, watch_levels
+from tests.modeling.calls import LENGTHS, check_sampled_text, generate, reference, watch_levels
 from tests.modeling.dflash.test_modeling_dflash import FIXTURES, NAMES
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.rounding import rounding
@@ -132,7 +132,7 @@ def test_a_block_is_cut_where_confidence_ends(target, monkeypatch, nodes, settin
     """Against products along each path. The text stays the same, fewer tokens are drafted and verified."""
     model, threshold, whole, trees = target("llama", vocab_size=9), 0.2, [], []
     draft = random_draft(DFlashDraftModel, model, block_size=5, num_tree_nodes=nodes, gate=False, **settings)
-    text = generate(model, None, (9, 4), max_new_tokens=40)
+    text = reference(model, None, (9, 4), max_new_tokens=40)
     assert torch.equal(generate(model, draft, (9, 4), max_new_tokens=40), text)
     uncut = draft.last_speculation.num_draft_tokens / draft.last_speculation.num_forwards
     propose, cut = DFlashDrafter.propose, DFlashDrafter.cut
@@ -197,7 +197,7 @@ def test_published_layouts_draft_from_a_folder(target, name):
     model = target("llama", **SIZES)
     cls, folder = (Eagle3DraftModel, PEAGLE) if name.startswith("peagle") else (DFlashDraftModel, FIXTURES / name)
     draft = cls.from_pretrained(folder, target=model, gate=False, on_unsupported="error")
-    assert torch.equal(generate(model, draft), generate(model, None))
+    assert torch.equal(generate(model, draft), reference(model, None))
     check_sampled_text(model, draft, temperature=0.7)
     assert draft.last_speculation.num_draft_tokens > 0
     text = tiny_prompts(97, (15,))[0]

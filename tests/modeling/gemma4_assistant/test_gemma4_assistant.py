@@ -40,8 +40,8 @@ TREE, CHAIN = [24, 12], [1, 1, 1]
 
 # Of targets like that of the fixture, which transformers cannot run: its layers share keys without inputs of their own.
 # The small ones that are published share, the large ones do not.
-SHARED = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
-OWN = {"num_kv_shared_layers": 0, "attention_k_eq_v": True}
+TARGETS = {"shared": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}}
+TARGETS |= {"own": {"num_kv_shared_layers": 0, "attention_k_eq_v": True}}
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def published():
     return AutoModelForCausalLM.from_pretrained(FIXTURE / "target").eval()
 
 
-@pytest.fixture(scope="module", params=[SHARED, OWN], ids=["shared", "own"])
+@pytest.fixture(scope="module")
 def gemma(request):
-    fields = json.loads((FIXTURE / "target" / "config.json").read_text()) | request.param
+    fields = json.loads((FIXTURE / "target" / "config.json").read_text()) | TARGETS[request.param]
     target = Gemma4ForCausalLM(Gemma4TextConfig(**fields)).eval()
     peak(target, 96)
     return target
@@ -130,7 +130,7 @@ def own_class(unified, **fields):
     return made
 
 
-@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize(("gemma", "unified"), [("shared", False), ("own", True)], indirect=["gemma"])
 def test_clusters_of_tokens(gemma, unified, tmp_path):
     """Logits of transformers' own class for the tokens of the best clusters; all others are out of the question."""
     own = own_class(unified, use_ordered_embeddings=True, centroid_intermediate_top_k=3)
@@ -171,14 +171,18 @@ def test_clusters_that_are_refused(fields, error, tmp_path):
         Gemma4AssistantDraftModel.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(("lengths", "do_sample"), [(LENGTHS, False), ((26,), True)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("gemma", "lengths", "do_sample"), [("shared", LENGTHS, False), ("own", (26,), True)], indirect=["gemma"]
+)
 def test_text(gemma, assistant, lengths, do_sample):
     assistant.generation_config.tree_widths = TREE
     check_text(gemma, assistant, do_sample=do_sample, lengths=lengths)
 
 
 @pytest.mark.parametrize(
-    ("widths", "options", "chunk"), [(CHAIN, {}, 7), (TREE, {"do_sample": True}, 5), (TREE, {}, None)]
+    ("gemma", "widths", "options", "chunk"),
+    [("shared", CHAIN, {}, 7), ("own", TREE, {"do_sample": True}, 5), ("own", TREE, {}, None)],
+    indirect=["gemma"],
 )
 def test_drafting_is_a_forward_over_the_text(gemma, assistant, widths, options, chunk, monkeypatch):
     """Of the most likely token of every level, after a text of any length, with what a plain cache holds.
@@ -232,6 +236,7 @@ def test_saved_and_chosen_by_a_target(published, assistant, tmp_path, monkeypatc
         assert isinstance(candidates[str(folder)], Gemma4AssistantDraftModel)
 
 
+@pytest.mark.parametrize("gemma", ["own"], indirect=True)
 def test_a_folder_given_by_its_name(gemma, monkeypatch):
     """To `generate`, which loads it once, and to the option `--draft` of the commands."""
     folder, loaded = FIXTURE / "assistant", []
@@ -244,6 +249,7 @@ def test_a_folder_given_by_its_name(gemma, monkeypatch):
     assert len(loaded) == 2 and loaded[1].last_speculation.num_draft_tokens > 0
 
 
+@pytest.mark.parametrize("gemma", ["shared"], indirect=True)
 def test_half_precision(gemma):
     draft = Gemma4AssistantDraftModel.from_pretrained(FIXTURE / "assistant", dtype="bfloat16")
     assert draft.dtype == torch.bfloat16
