@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,8 @@ def run(args: SimpleNamespace) -> bool:
     console = Console(highlight=False)
     target, context = models.find_target(args.target), args.context
     name, document = read_document() if args.text is None else (args.file.name, args.text)
-    with models.quiet(progress_bars=not Path(target).is_dir()):
+    with ExitStack() as stack:
+        stack.enter_context(models.quiet(progress_bars=not Path(target).is_dir()))
         tokenizer = models.load_tokenizer(target)
         room = models.max_positions(target) - args.max_new_tokens
         if room < 1 or (context or 0) > room:
@@ -56,6 +58,7 @@ def run(args: SimpleNamespace) -> bool:
         if context is None and model.dtype == torch.bfloat16 and native_bfloat16(model.device) is False:
             context = EMULATED_CONTEXT
         drafts = load_drafts(draft_names(target, args.draft), model)
+        stack.enter_context(models.noticing_others(one_thread=True))
         text, ids = make_prompt(tokenizer, name, document, min(context or options.DEMO_CONTEXT, room))
         if (read := ids.shape[1]) > PIECE:
             with console.status("Estimating the time"):
