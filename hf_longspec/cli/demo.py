@@ -63,10 +63,10 @@ def run(args: SimpleNamespace) -> bool:
         if (read := ids.shape[1]) > PIECE:
             with console.status("Estimating the time"):
                 needed, fitting = estimate(model, ids, args.max_new_tokens, 2 + len(drafts))
-            console.print(f"{read:,} tokens of {name} take about {models.duration(needed)} or more.", markup=False)
+            models.say(f"{read:,} tokens of {name} take about {models.duration(needed)} or more.")
             if args.context is None and not args.whole and fitting < read:
                 text, ids = make_prompt(tokenizer, name, document, fitting)
-                console.print("The prompt is shortened to what takes about a minute; --whole or --context read more.")
+                models.say("The prompt is shortened to what takes about a minute; --whole or --context read more.")
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         console.print(
             f"{type(model).__name__}, {size:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, "
@@ -162,11 +162,13 @@ def measure(
     with PromptProgress(model, ids.shape[1], f"{name}: reading the prompt", console) as bar:
 
         def arrived(count: int) -> None:
-            if count == 1:  # the prompt has been read
+            if count == 1 and shown is None:  # the prompt has been read
+                bar.next(f"{name}: decoding", tokens, tokens=True)
+            bar.step()
+            if count == 1 and shown is not None:
                 bar.stop()
-                if shown is not None:
-                    tail = shown[1][-TAIL_CHARACTERS:]
-                    console.print(tail, style="dim", end="", markup=False, soft_wrap=True)
+                tail = shown[1][-TAIL_CHARACTERS:]
+                console.print(tail, style="dim", end="", markup=False, soft_wrap=True)
 
         measured = call(ids, tokens, on_arrival=arrived, text=text)
     if shown is not None:

@@ -56,7 +56,7 @@ def test_the_prompt_is_counted_in_tokens():
         ("generate", ["--samples", 64, "--temperature", 1], r"Generating: [\d,]+ of 2,048 tokens"),
         ("generate", ["--json"], r"Generating: [\d,]+ of 32 tokens"),
         ("generate", [], r"Generating: [\d,]+ of 32 tokens"),
-        ("audit", [], r".+: [\d,]+ of 64 tokens"),
+        ("audit", [], r".+: [\d,]+ of 32 tokens"),
     ],
 )
 def test_without_a_terminal_a_line_comes_now_and_then(tiny, monkeypatch, name, more, shown):
