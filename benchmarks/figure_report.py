@@ -304,10 +304,16 @@ def fill_table(text: str, cell: Callable[[str, str], str | None]) -> str:
 CLASSES = {"Eagle3": "EAGLE-3", "Ngram": "n-grams", "Assistant": "small model", "TokenRecycling": "Token Recycling"}
 
 
+PART_NOTE = (
+    "tau: tokens per verification. Cost: the time of an iteration in steps of no draft, so a draft is faster than no draft "
+    "if its tau is above its cost."
+)
+
+
 def part(records: Sequence[Record], name: str) -> str:
     """Return tau and speeds of no draft and of the systems whose names begin with `name`, and claims about them."""
     entries = [row for row in rows(records) if row["system"] == PLAIN or row["system"].startswith(name)]
-    return "\n\n".join(filter(None, [headline(entries), claims(records, name)]))
+    return "\n\n".join(filter(None, [headline(entries), PART_NOTE, claims(records, name)]))
 
 
 def summary(records: Sequence[Record]) -> str:

@@ -314,7 +314,12 @@ def demo(
     target: Annotated[
         str | None, options.named("Hub id or folder of the model. Default: the tiny target of the repository.")
     ] = None,
-    draft: Annotated[str | None, options.named("Hub id or folder of a draft. Default: every kind.")] = None,
+    draft: Annotated[
+        str | None,
+        options.named(
+            "Hub id or folder of a draft. Default: n-grams and SpecAttn; the tiny target has trained ones too."
+        ),
+    ] = None,
     file: Annotated[
         Path | None, typer.Option(help="Text to continue. Default: a module of the standard library.")
     ] = None,
