@@ -305,8 +305,8 @@ CLASSES = {"Eagle3": "EAGLE-3", "Ngram": "n-grams", "Assistant": "small model", 
 
 
 PART_NOTE = (
-    "tau: tokens per verification. Cost: the time of an iteration in steps of no draft, so a draft is faster than no draft "
-    "if its tau is above its cost."
+    "tau: tokens per verification. Cost: the time of an iteration in steps of no draft, so a draft is faster than no "
+    "draft if its tau is above its cost."
 )
 
 
