@@ -1,4 +1,5 @@
 # Every target works from a bare checkout with make and Python >= 3.11, and reuses what an earlier one installed.
+# `make demo` runs in the environment that is active, or in .venv, if hf_longspec is installed there.
 #
 #   PYTHON       interpreter that the environments are made from             make test PYTHON=python3.12
 #   TORCH_INDEX  where torch comes from, if not where pip looks by default   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -65,9 +66,14 @@ help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
 
-demo: $(READY) ## continue a long document with and without speculation, and compare
+# An interpreter whose environment has the package, which brings what the demo needs.
+INSTALLED := $(if $(filter demo,$(MAKECMDGOALS)),$(firstword $(foreach python,python $(VENV)/bin/python,$(shell \
+	$(python) -c "from importlib.metadata import version; version('hf_longspec'), version('torch'), version('typer')" \
+	2>/dev/null && echo $(python)))))
+
+demo: $(if $(INSTALLED),,$(READY)) ## continue a long document with and without speculation, and compare
 	@echo "Running the demo on $(if $(TARGET),$(TARGET),the tiny target that comes with the repository)."
-	$(VENV)/bin/python -m hf_longspec.cli.app demo $(if $(TARGET),--target "$(TARGET)") $(if $(FILE),--file "$(FILE)")
+	$(or $(INSTALLED),$(VENV)/bin/python) -m hf_longspec.cli.app demo $(if $(TARGET),--target "$(TARGET)") $(if $(FILE),--file "$(FILE)")
 
 test: suite absent-gpu ## the whole test suite, on the newest torch and transformers
 
@@ -129,6 +135,7 @@ tables: $(READY) ## put the committed results into README and docs/, and draw th
 	@echo "Writing the tables of README.md, docs/ and benchmarks/results, and the figures in docs/images."
 	$(VENV)/bin/python -m benchmarks.tables --reports
 	$(VENV)/bin/python -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/drafts.svg
+	$(VENV)/bin/python -m benchmarks.gpu_chart benchmarks/results/gpu.jsonl docs/images/gpu.svg
 
 models: $(READY) ## run every draft on every decoder of transformers, and put the table into docs/models.md
 	@echo "Running every draft on a tiny model of every type. This takes minutes."

@@ -6,7 +6,7 @@ python -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/d
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -265,25 +265,37 @@ def goals(records: Sequence[Record], entries: Sequence[Record]) -> str:
 
 
 def fill(records: Sequence[Record], text: str) -> str:
-    """Write the speeds of drafts over `generate` into a table that names the class of a draft in each line.
+    """Write the speeds on the processor into a table that names the class of a draft in each line.
 
-    The columns are those whose headings begin with "x `generate`", one per mode. A line has the fastest system of its
-    class after the longest context.
+    They are those of the fastest system of the class after the longest context, greedy unless the heading of a column
+    says "sampled", over `generate` or over no draft.
     """
-    entries, lines = rows(records), text.strip().split("\n")
-    headings = [cell.strip() for cell in lines[0].split("|")]
-    columns = [index for index, heading in enumerate(headings) if heading.startswith("x `generate`")]
+    entries = rows(records)
+
+    def cell(kind: str, heading: str) -> str | None:
+        key = next((key for end, key in FILLED.items() if heading.startswith("CPU") and heading.endswith(end)), None)
+        if key is None:
+            return None
+        at = at_longest(entries, "sample" if "sampled" in heading else "greedy")
+        systems = [PLAIN] if kind == "Plain" else METHODS[CLASSES.get(kind, kind)]
+        best = fastest(at, systems)
+        return _shown(best, key) if best else ""
+
+    return fill_table(text, cell)
+
+
+FILLED = {"x `generate`": "to_generate", "x no draft": "to_plain"}
+
+
+def fill_table(text: str, cell: Callable[[str, str], str | None]) -> str:
+    """Write `cell(kind, heading)` into each line of a table that names a `kind` of DraftModel; `None` keeps a cell."""
+    lines = text.strip().split("\n")
+    headings = [part.strip() for part in lines[0].split("|")]
     for place, line in enumerate(lines):
         if match := re.search(r"`(\w+)DraftModel`", line):
-            cells = line.split("|")
-            for index, mode in zip(columns, MODES, strict=True):
-                at = at_longest(entries, mode)
-                if match[1] == "Plain":
-                    best = next((row for row in at if row["system"] == PLAIN), None)
-                else:
-                    best = fastest(at, METHODS[CLASSES.get(match[1], match[1])])
-                cells[index] = f" {_shown(best, 'to_generate') if best else ''} "
-            lines[place] = "|".join(cells)
+            values = [cell(match[1], heading) for heading in headings]
+            cells = zip(line.split("|"), values, strict=True)
+            lines[place] = "|".join(old if new is None else f" {new} " for old, new in cells)
     return "\n".join(lines)
 
 
@@ -291,10 +303,16 @@ def fill(records: Sequence[Record], text: str) -> str:
 CLASSES = {"Eagle3": "EAGLE-3", "Ngram": "n-grams", "Assistant": "small model", "TokenRecycling": "Token Recycling"}
 
 
+PART_NOTE = (
+    "tau: tokens per verification. Cost: the time of an iteration in steps of no draft, so a draft is faster than no "
+    "draft if its tau is above its cost."
+)
+
+
 def part(records: Sequence[Record], name: str) -> str:
     """Return tau and speeds of no draft and of the systems whose names begin with `name`, and claims about them."""
     entries = [row for row in rows(records) if row["system"] == PLAIN or row["system"].startswith(name)]
-    return "\n\n".join(filter(None, [headline(entries), claims(records, name)]))
+    return "\n\n".join(filter(None, [headline(entries), PART_NOTE, claims(records, name)]))
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -343,10 +361,13 @@ def _by_context(entries: Sequence[Record], title: str, cell: Any) -> list[str]:
 
 PICTURES = SUITE["pictures"]
 # Colour and dashes of a curve, which matplotlib takes as tuples.
-STYLES = {
-    method: (colour, (dashes[0], tuple(dashes[1])) if isinstance(dashes, list) else dashes)
-    for method, (colour, dashes) in PICTURES["styles"].items()
-}
+STYLES, OTHERS = (
+    {
+        name: (colour, (dashes[0], tuple(dashes[1])) if isinstance(dashes, list) else dashes)
+        for name, (colour, dashes) in styles
+    }
+    for styles in (PICTURES["styles"].items(), enumerate(PICTURES["others"]))
+)
 NO_DRAFT: tuple[str, Any] = ("black", (0, (1, 1.2)))
 AXES = {"tau": "tau, tokens per verification", "to_generate": "speed, times that of generate"}
 # A picture is 800 pixels wide at 100 per inch.
@@ -367,13 +388,20 @@ def draw(records: Sequence[Record], path: Path) -> None:
         rank = {method: fastest(at_longest(entries, mode), METHODS[method]) for method in STYLES}
         best[mode] = {row["system"]: STYLES[method] for method, row in rank.items() if row}
         panels: list[list[Panel]] = [
-            [(title, mode, key, dict(zip(subset, STYLES.values(), strict=False))) for key in AXES]
+            [(title, mode, key, styles_of(subset)) for key in AXES]
             for title, names in PICTURES["settings"].items()
             if (subset := [name for name in chain(*map(_members, names)) if name in systems])
         ]
         _draw(entries, panels, path.with_stem(f"{path.stem}-settings-{mode}"))
     if modes:
         _draw(entries, [[(MODES[mode], mode, key, best[mode]) for mode in modes] for key in AXES], path)
+
+
+def styles_of(systems: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """Return the style of each system: that of its method for the first one of a method."""
+    own = {METHODS[method][0]: style for method, style in STYLES.items()}
+    others = iter(OTHERS.values())
+    return {system: own[system] if system in own else next(others) for system in systems}
 
 
 def _members(name: str) -> list[str]:

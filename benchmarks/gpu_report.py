@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import gpu_goals
+from benchmarks.figure_report import CLASSES, fill_table
 from benchmarks.gpu_goals import FUSED, GRAPH, HF_ATTENTION, TRITON, ratio
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.report import Column, range_of, table
@@ -121,6 +122,19 @@ def pair(records: Sequence[Record]) -> str:
         "tokens/s without fused kernels": lambda row: str(row.get(GRAPH, "")),
     }
     return table(rows, columns)
+
+
+def fill(records: Sequence[Record], text: str) -> str:
+    """Write the speeds on the bundled target into the columns of a table that begin with "H100"."""
+    speeds = {row["method"]: row.get(FUSED, row.get("stock")) for row in of_kind(records, "pair")}
+    over = {"x `generate`": speeds[HF], "x no draft": speeds[PLAIN]}
+
+    def cell(kind: str, heading: str) -> str | None:
+        base = next((base for end, base in over.items() if heading.startswith("H100") and heading.endswith(end)), None)
+        speed = speeds.get(PLAIN if kind == "Plain" else CLASSES.get(kind, kind))
+        return None if base is None else f"{speed / base:.2f}" if speed else ""
+
+    return fill_table(text, cell)
 
 
 def attention(records: Sequence[Record]) -> str:

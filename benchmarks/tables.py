@@ -1,7 +1,8 @@
 """Write what result files say into the pages, between `<!-- bench:start NAME -->` and `<!-- bench:end -->`.
 
 NAME says which result files: `figure` is the part of its report that documents quote, with a note and its environment,
-`figure:LongSpec` the systems whose names begin so, alone, and `figure:fill` fills columns of the table in the block.
+`figure:LongSpec` the systems whose names begin so, alone. `figure:fill` and `gpu-more:fill` fill columns of the block's
+table.
 
     python -m benchmarks.tables                    # README.md and all pages of docs/
     python -m benchmarks.tables --reports          # and the report of each result file
@@ -13,7 +14,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.figure_report import fill
+from benchmarks import figure_report, gpu_report
 from benchmarks.pages import PAGES, Page
 from hf_longspec.bench.report import matrix_report, with_defaults
 from hf_longspec.bench.results import Record, of_kind, read_records
@@ -48,7 +49,7 @@ def refreshed(path: Path, results: Path = RESULTS) -> str:
     """The text of a page with all its blocks regenerated; ValueError for a block that is not as documented."""
 
     def block(match: re.Match[str]) -> str:
-        parts = []
+        parts, filled = [], match["old"]
         for name in match["what"].split():
             file, colon, part = name.partition(":")
             records = read_records(results / f"{file}.jsonl")
@@ -56,7 +57,8 @@ def refreshed(path: Path, results: Path = RESULTS) -> str:
             if not colon:
                 parts.append(section(records))
             elif part == "fill":
-                parts.append(fill(records, match["old"]))
+                filled = (gpu_report if file.startswith("gpu") else figure_report).fill(records, filled)
+                parts = [filled]
             else:
                 page = page_of(records)
                 shown = page.about(records, part.replace("_", " ")) if page.about else page.headline(records)

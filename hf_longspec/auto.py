@@ -137,7 +137,10 @@ class AutoDraft(DraftModel):
                     speeds[name] = trial_speed(target, draft, ids, options)
             plain = speeds.pop("")
             best = max(speeds, key=lambda name: speeds[name])
-            self._candidates, self.choice = {best: drafts[best]}, line(best, speeds, plain)
+            self._candidates, self.choice = (
+                {best: drafts[best]},
+                line(best, speeds, plain, bool(options.get("do_sample"))),
+            )
             self._report(self.choice)
         self._pass_settings(self.chosen)
         return self.chosen
@@ -203,10 +206,11 @@ def trial_speed(target: PreTrainedModel, draft: DraftModel, ids: torch.Tensor, o
     return max(speeds)
 
 
-def line(best: str, speeds: dict[str, float], plain: float) -> str:
+def line(best: str, speeds: dict[str, float], plain: float, is_sampled: bool) -> str:
     """Return the line that says what was chosen and why."""
     if len(speeds) == 1:
-        return f"draft: {best}, as no other exists for this model"
+        seldom = "; sampled text repeats little, so the gate may pause it" if is_sampled else ""
+        return f"draft: {best}, as no other exists for this model{seldom}"
     if not speeds[best]:
         return f"draft: {best}, without a comparison, as there is no text or the target does not take drafts"
     others = ", ".join(f"{speed:.3g} with {name}" for name, speed in speeds.items() if name != best)

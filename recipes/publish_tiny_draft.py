@@ -29,26 +29,29 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_BYTES = 4_000_000  # keeps a clone of the repository small
 FILES = ("config.json", "generation_config.json", "model.safetensors")
 
-# A chain pays on CPU cores: verifying 16 nodes takes several times as long as one (benchmarks/results/verification.md).
+# Depth of the learning curve's chains.
 CHAIN = 3
+# The fastest settings of each draft on a CPU after 16K tokens (benchmarks/results/figure.md).
 SETTINGS: dict[str, dict[str, Any]] = {
-    "longspec": {"tree_widths": [1] * CHAIN},
-    "eagle3": {"tree_widths": [1] * CHAIN},
+    "longspec": {"tree_widths": [1, 1, 1, 1], "cross_attention_window": 1020},
+    "eagle3": {"tree_widths": [4, 4, 4, 3]},
     "dflash": {"num_tree_nodes": None},
-    "assistant": {"num_assistant_tokens": CHAIN, "window": 512},
+    "assistant": {"num_assistant_tokens": 4, "window": 512},
     "tokenswift": {"self_draft": "verify_hidden", "tree_branching": [1, 1, 1, 1]},
 }
-BEAM = f"""\
-The tree is a chain of {CHAIN} tokens, which pays most on a CPU. Wider trees accept more. If verifying them is
-cheap on your device, try `draft.generation_config.tree_widths = [4, 4, 4, 3]`."""
 WHY = {
-    "longspec": BEAM,
-    "eagle3": BEAM,
+    "longspec": """\
+The tree is a chain of 4 tokens, and the cross-attention reads the first 4 and the last 1,020 keys: the fastest settings
+on a CPU after 16K tokens (benchmarks/results/figure.md). Wider trees accept more. If verifying them is cheap on your
+device, try `draft.generation_config.tree_widths = [4, 4, 4, 3]`.""",
+    "eagle3": """\
+The tree has 4, 4, 4 and 3 nodes per level. After 16K tokens on a CPU it was as fast as a chain of 4 tokens, which
+verifies less (benchmarks/results/figure.md): `draft.generation_config.tree_widths = [1, 1, 1, 1]`.""",
     "dflash": """\
 The draft is a chain of all tokens of a block. If verifying nodes is cheap on your device, try a tree:
 `draft.generation_config.num_tree_nodes = 16`.""",
-    "assistant": f"""\
-The model drafts chains of {CHAIN} tokens and keeps the last 512 tokens of the text, so that its cost does not
+    "assistant": """\
+The model drafts chains of 4 tokens and keeps the last 512 tokens of the text, so that its cost does not
 grow with the context. `draft.generation_config.window = None` keeps all.""",
     "tokenswift": """\
 The tree is a chain: one candidate of each head. If verifying nodes is cheap on your device, try the paper's

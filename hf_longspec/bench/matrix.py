@@ -44,9 +44,12 @@ class Matrix:
         progress.step((len(self.methods) - len(usable)) * self.repeats)
         for turn, prompts in enumerate(self.prompts_of(cell) if usable else []):
             texts: dict[str, torch.Tensor] = {}
+            last = ""
             for method in rotated(usable, turn):
-                progress.say(f"{title_of(cell.key())}: {method.name}, turn {turn + 1} of {self.repeats}")
-                self._measure(cell, method, turn, prompts, texts)
+                progress.say(f"{title_of(cell.key())}: {method.name}, turn {turn + 1} of {self.repeats}{last}")
+                if found := self._measure(cell, method, turn, prompts, texts):
+                    speed = found["tokens"] / max(found["decode_seconds"], 1e-9)
+                    last = f", {speed:.1f} tokens/s in the last call"
                 progress.step()
             self._audit(cell, turn, prompts, texts)
 
@@ -73,8 +76,8 @@ class Matrix:
 
     def _measure(
         self, cell: Cell, method: Method, turn: int, prompts: list[Prompt], texts: dict[str, torch.Tensor]
-    ) -> None:
-        """One call, unless the file has it; its text is added to `texts`."""
+    ) -> Record | None:
+        """One call, unless the file has it; its text is added to `texts`. `None` if it was left out."""
 
         def call(rows: list[torch.Tensor], tokens: int, seed: int) -> Call:
             how: dict[str, Any] = {"decoding": cell.decoding, "tokens": tokens, "seed": seed, "memory": self.memory}
@@ -100,7 +103,7 @@ class Matrix:
             }
 
         rows = [prompt.ids for prompt in prompts]
-        self.results.measure("run", cell.key() | {"method": method.name, "turn": turn}, run, warm_up)
+        return self.results.measure("run", cell.key() | {"method": method.name, "turn": turn}, run, warm_up)
 
     def _audit(self, cell: Cell, turn: int, prompts: list[Prompt], texts: Mapping[str, torch.Tensor]) -> None:
         """Audit the first text of each method that is not that of plain `generate`."""

@@ -311,7 +311,12 @@ def demo(
     target: Annotated[
         str | None, options.named("Hub id or folder of the model. Default: the tiny target of the repository.")
     ] = None,
-    draft: Annotated[str | None, options.named("Hub id or folder of a draft. Default: every kind.")] = None,
+    draft: Annotated[
+        str | None,
+        options.named(
+            "Hub id or folder of a draft. Default: n-grams and SpecAttn; the tiny target has trained ones too."
+        ),
+    ] = None,
     file: Annotated[Path | None, text("Text to continue. Default: a module of the standard library.")] = None,
     context: Annotated[
         int | None, number(1, f"Maximum tokens of the prompt. Default: {options.DEMO_CONTEXT}, or what fits.")

@@ -25,7 +25,7 @@ from ..auditing import (
 )
 from ..bench.calls import TokenClock
 from ..cli import CommandError
-from .models import LoadedModels, Progress, load_models, say
+from .models import LoadedModels, Progress, PromptProgress, load_models, say
 
 # From best to worst.
 STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}
@@ -43,17 +43,13 @@ def run(args: SimpleNamespace) -> bool:
         loaded.draft.generation_config.on_unsupported = "error"  # plain text would be compared with itself
         room = max(args.max_new_tokens, args.sample_tokens)
         prompts = [(name, loaded.encode(name, text, last=args.context, room=room)) for name, text in args.texts]
-        total = 2 * len(prompts) * args.max_new_tokens + args.samples * args.sample_tokens
-        with Progress(total, "Decoding", tokens=True) as progress:
-            audits = [
-                (name, *audit_prompt(loaded, name, ids, args.max_new_tokens, args.eps, progress))
-                for name, ids in prompts
-            ]
-            sampling = None
-            if args.samples:
-                first = prompts[0][1]
+        audits = [(name, *audit_prompt(loaded, name, ids, args.max_new_tokens, args.eps)) for name, ids in prompts]
+        sampling = None
+        if args.samples:
+            first = prompts[0][1]
+            with Progress(args.samples * args.sample_tokens, "Sampling", tokens=True) as progress:
                 drawn = draw_samples(loaded, first, args, progress)
-                sampling = audit_sampling(loaded.model, first, drawn, args.temperature)
+            sampling = audit_sampling(loaded.model, first, drawn, args.temperature)
     verdict = max((compared.verdict for _, compared, _ in audits), key=list(STYLES).index)
     if sampling is not None and sampling.verdict != FOLLOWS:
         verdict = NOT_LOSSLESS
@@ -66,16 +62,22 @@ def run(args: SimpleNamespace) -> bool:
 
 
 def audit_prompt(
-    loaded: LoadedModels, name: str, ids: torch.Tensor, max_new_tokens: int, eps: float | None, progress: Progress
+    loaded: LoadedModels, name: str, ids: torch.Tensor, max_new_tokens: int, eps: float | None
 ) -> tuple[Comparison, float]:
     """Continue the prompt `(1, length)` both ways; returns the comparison, and the tokens per verification."""
     texts: list[torch.Tensor] = []
     for draft in (None, loaded.draft):
-        progress.say(f"{name}: {'plain generate' if draft is None else loaded.draft_name}")
-        clock = TokenClock(on_arrival=lambda count: progress.step())
+        task = f"{name}: {'plain generate' if draft is None else loaded.draft_name}"
         how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        texts.append(loaded.model.generate(ids, assistant_model=draft, streamer=clock, **how))
-        progress.step(max_new_tokens - clock.total)  # a text may end early
+        with PromptProgress(loaded.model, ids.shape[1], f"{task}, reading the prompt") as progress:
+
+            def arrived(count: int, progress: Progress = progress, task: str = task) -> None:
+                if count == 1:
+                    progress.next(task, max_new_tokens, tokens=True)
+                progress.step()
+
+            clock = TokenClock(on_arrival=arrived)
+            texts.append(loaded.model.generate(ids, assistant_model=draft, streamer=clock, **how))
     compared = compare(loaded.model, texts[0], texts[1], ids.shape[1], max_new_tokens, eps)
     return compared, loaded.draft.last_speculation.mean_acceptance_length
 

@@ -30,7 +30,7 @@ from ..cli import CommandError, models, options
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
-from .models import Progress
+from .models import Progress, noticing_others
 from .outputs import claim
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
@@ -95,7 +95,8 @@ class Bench:
         settings = self._settings(cells, prompts)
         file = Runner(output, "bench", matrix_report, seconds, settings, facts, resume)
         try:
-            with file, Progress(len(cells) * len(methods) * self.repeats * len(self.dtypes)) as progress:
+            total = len(cells) * len(methods) * self.repeats * len(self.dtypes)
+            with noticing_others(), file, Progress(total) as progress:
                 for name in self.dtypes:
                     if name != self.dtypes[0]:
                         del model, methods  # before the next one is loaded

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,8 @@ def run(args: SimpleNamespace) -> bool:
     console = Console(highlight=False)
     target, context = models.find_target(args.target), args.context
     name, document = read_document() if args.text is None else (args.file.name, args.text)
-    with models.quiet(progress_bars=not Path(target).is_dir()):
+    with ExitStack() as stack:
+        stack.enter_context(models.quiet(progress_bars=not Path(target).is_dir()))
         tokenizer = models.load_tokenizer(target)
         room = models.max_positions(target) - args.max_new_tokens
         if room < 1 or (context or 0) > room:
@@ -56,14 +58,15 @@ def run(args: SimpleNamespace) -> bool:
         if context is None and model.dtype == torch.bfloat16 and native_bfloat16(model.device) is False:
             context = EMULATED_CONTEXT
         drafts = load_drafts(draft_names(target, args.draft), model)
+        stack.enter_context(models.noticing_others(one_thread=True))
         text, ids = make_prompt(tokenizer, name, document, min(context or options.DEMO_CONTEXT, room))
         if (read := ids.shape[1]) > PIECE:
             with console.status("Estimating the time"):
                 needed, fitting = estimate(model, ids, args.max_new_tokens, 2 + len(drafts))
-            console.print(f"{read:,} tokens of {name} take about {models.duration(needed)} or more.", markup=False)
+            models.say(f"{read:,} tokens of {name} take about {models.duration(needed)} or more.")
             if args.context is None and not args.whole and fitting < read:
                 text, ids = make_prompt(tokenizer, name, document, fitting)
-                console.print("The prompt is shortened to what takes about a minute; --whole or --context read more.")
+                models.say("The prompt is shortened to what takes about a minute; --whole or --context read more.")
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         console.print(
             f"{type(model).__name__}, {size:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, "
@@ -158,11 +161,13 @@ def measure(
     with PromptProgress(model, ids.shape[1], f"{name}: reading the prompt", console) as bar:
 
         def arrived(count: int) -> None:
-            if count == 1:  # the prompt has been read
+            if count == 1 and shown is None:  # the prompt has been read
+                bar.next(f"{name}: decoding", tokens, tokens=True)
+            bar.step()
+            if count == 1 and shown is not None:
                 bar.stop()
-                if shown is not None:
-                    tail = shown[1][-TAIL_CHARACTERS:]
-                    console.print(tail, style="dim", end="", markup=False, soft_wrap=True)
+                tail = shown[1][-TAIL_CHARACTERS:]
+                console.print(tail, style="dim", end="", markup=False, soft_wrap=True)
 
         measured = call(ids, tokens, on_arrival=arrived, text=text)
     if shown is not None:

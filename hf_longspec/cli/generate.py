@@ -75,7 +75,7 @@ def run(args: SimpleNamespace) -> int:
                 Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
             say(str(stats), stderr=True)
             if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
-                say(message_of(stats.gate_decisions[-1]), stderr=True)
+                say(message_of(stats.gate_decisions[-1], stats.method), stderr=True)
         if args.html is not None:
             replace_file(args.html, page_of(loaded, text, steps or [], stats))
     return options.INTERRUPTED if stats.interrupted else 0

@@ -4,6 +4,7 @@ Progress is shown on standard error, so that standard output holds results only.
 """
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from transformers.utils import CONFIG_NAME, logging
 
 from ..auto import AutoDraft
 from ..cli import CommandError, one_line, options
+from ..generation.sequences import busy_machine
 from ..generation.target import TargetView
 from ..modeling.assistant.modeling_assistant import AssistantDraftModel
 from ..modeling.loading import refuse_missing_weights
@@ -231,6 +233,28 @@ def say(text: str, stderr: bool = False) -> None:
     """Print sentences, which break between words in a terminal and not at all in a pipe."""
     console = Console(stderr=stderr, highlight=False)
     console.print(text, markup=False, soft_wrap=not console.is_terminal)
+
+
+@contextmanager
+def noticing_others(one_thread: bool = False) -> Iterator[None]:
+    """Say in a line that other programs use the machine while something is measured.
+
+    With `one_thread`, a machine that is busy before the measurement is used with one thread.
+    """
+    started, processor, threads = time.perf_counter(), time.process_time(), torch.get_num_threads()
+    if before := busy_machine():
+        fewer = " One thread is used." if one_thread and threads > 1 else ""
+        say(f"This machine is busy ({before}): speeds are lower, and ratios less certain.{fewer}", stderr=True)
+    try:
+        if before and one_thread:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+    during = busy_machine(time.perf_counter() - started, time.process_time() - processor)
+    if during and not before:
+        remedy = "; OMP_NUM_THREADS=1 is faster then" if threads > 1 else ""
+        say(f"The machine was busy ({during}): speeds are lower, and ratios less certain{remedy}.", stderr=True)
 
 
 def describe_device(device: torch.device) -> str:

@@ -26,7 +26,7 @@ from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
-from .models import LoadedModels, Progress, PromptProgress, describe_device, load_models, say
+from .models import LoadedModels, Progress, PromptProgress, describe_device, load_models, noticing_others, say
 
 Settings = dict[str, Any]
 
@@ -78,7 +78,7 @@ def run(args: SimpleNamespace) -> int:
         facts = {"device": describe_device(model.device), "hf_longspec": __version__}
         file = Runner(args.results, "tune", None, math.inf, settings, facts, args.resume or None)
         try:
-            with file, PromptProgress(model, windows.numel(), "Reading the prompts") as progress:
+            with noticing_others(), file, PromptProgress(model, windows.numel(), "Reading the prompts") as progress:
                 decoder = Decoder(model, prefill(model, windows), args.max_new_tokens)
                 tuner = Tuner(args, loaded, decoder, progress, file)
                 best = plan(loaded.draft, TargetView(model), args.context, tuner.measure)

@@ -22,7 +22,7 @@ from .call import Call, refuse
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
 from .sampling import NoiseRows, TokenRule
-from .sequences import Outputs, Sequences, SpeculationStats
+from .sequences import Outputs, Sequences, SpeculationStats, busy_machine
 from .target import Step, chain_of_last_tokens
 from .verification import Acceptance, packed
 from .wing import FIRST_CHECKS, GATE, WINGS
@@ -102,7 +102,7 @@ class Session:
     checks_target = True
 
     def __init__(self, call: Call):
-        self.started = time.perf_counter()
+        self.started, self.processor_started = time.perf_counter(), time.process_time()
         self.call, self.target, self.draft, self.prompts = call, call.target, call.draft, call.prompts
         self.max_length, self.held = call.max_length, call.prompts.held
         self.stats = SpeculationStats(method=call.draft.config.short_name())
@@ -281,7 +281,10 @@ class Session:
         is_kept = self.cache.shorten([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
         returns_cache = self.outputs.as_dict or self.call.store.is_users
         self.call.store.settle(self, self.prompts.columns(self.cache) if returns_cache else None, is_kept)
-        self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
+        seconds = time.perf_counter() - self.started
+        self.stats.decode_seconds = seconds - self.stats.prefill_seconds
+        if self.sequences.device.type == "cpu":
+            self.stats.busy = busy_machine(seconds, time.process_time() - self.processor_started)
         self.stats.draft_state_bytes = self.drafter.state_bytes
         self.drafter.keep()
         self.stats.num_out_of_draft_vocabulary = self.draft.num_out_of_vocabulary(self.sequences.generated)

@@ -4,6 +4,7 @@ Results are the sequences, scores and logits per position if they are requested,
 """
 
 import copy
+import os
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +20,28 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..attention_backends.lengths import on_device
 from .cache import CACHE_NAME
 from .verification import along_path
+
+# A machine is busy if its load average is above so many times its cores, to which the threads of this process belong,
+# or if a computation of some seconds gets less than this share of one core.
+MOST_LOAD, LEAST_SHARE, LEAST_SECONDS = 1.25, 0.7, 2.0
+
+
+def busy_machine(seconds: float = 0.0, processor_seconds: float = 0.0) -> str | None:
+    """Return what shows that other programs take the processor from a computation; `None` if nothing does.
+
+    The threads of torch wait for each other in every operation, so two on a busy machine can be many times slower than
+    one.
+
+    Args:
+        seconds (`float`, *optional*): Time of the computation.
+        processor_seconds (`float`, *optional*): Processor time of this process in it, all threads together.
+    """
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > MOST_LOAD * cores:
+        return f"load {load:.1f} on {cores} core{'s' if cores > 1 else ''}"
+    if seconds > LEAST_SECONDS and processor_seconds < LEAST_SHARE * seconds:
+        return f"{processor_seconds / seconds:.0%} of one core's time"
+    return None
 
 
 @dataclass(frozen=True)
@@ -68,6 +91,8 @@ class SpeculationStats:
     decode_seconds: float = 0.0  # time after the first token
     draft_state_bytes: int = 0  # bytes that the drafter kept besides the target's cache
     gate_decisions: list[GateDecision] = field(default_factory=list)  # decisions of the gate, one for each change
+    # on a processor, what shows that other programs slowed the call, see `busy_machine`
+    busy: str | None = field(default=None, compare=False)
     interrupted: bool = False  # whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call
     # `(batch, length)`: after Ctrl-C, prompts and generated tokens, as `generate` would have returned them. `None` if
     # no token was generated.
@@ -140,6 +165,7 @@ class SpeculationStats:
             f"{f'{self.num_plain_steps} plain steps, ' if self.num_plain_steps else ''}"
             f"{self.tokens_per_second:.1f} tokens/s after {self.prefill_seconds:.2f} s of prefill"
             f"{', interrupted' if self.interrupted else ''}"
+            f"{f', on a busy machine ({self.busy})' if self.busy else ''}"
         )
 
 

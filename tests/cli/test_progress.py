@@ -53,10 +53,10 @@ def test_the_prompt_is_counted_in_tokens():
 @pytest.mark.parametrize(
     ("name", "more", "shown"),
     [
-        ("generate", ["--samples", 3, "--temperature", 1], r"Generating: [\d,]+ of 36 tokens"),
-        ("generate", ["--json"], r"Generating: [\d,]+ of 12 tokens"),
-        ("generate", [], r"Generating: [\d,]+ of 12 tokens"),
-        ("audit", [], r".+: [\d,]+ of 24 tokens"),
+        ("generate", ["--samples", 3, "--temperature", 1], r"Generating: [\d,]+ of 96 tokens"),
+        ("generate", ["--json"], r"Generating: [\d,]+ of 32 tokens"),
+        ("generate", [], r"Generating: [\d,]+ of 32 tokens"),
+        ("audit", [], r".+: [\d,]+ of 32 tokens"),
     ],
 )
 def test_without_a_terminal_a_line_comes_now_and_then(tiny, monkeypatch, name, more, shown):
@@ -66,6 +66,21 @@ def test_without_a_terminal_a_line_comes_now_and_then(tiny, monkeypatch, name, m
     assert result.exit_code == 0, result.output
     assert re.search(rf"^{shown}, [\d.,]+ tokens/s, [\w ]+ left$", result.stderr, re.MULTILINE), result.stderr
     assert " left" not in result.stdout
+
+
+def test_a_busy_machine_is_noticed_once_and_used_with_one_thread(monkeypatch, capsys):
+    states = iter([None, "50% of one core's time", "load 9.0 on 2 cores", "load 9.0 on 2 cores"])
+    monkeypatch.setattr(models, "busy_machine", lambda *seconds: next(states))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    with models.noticing_others():
+        assert not capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("The machine was busy (50% of one core's time): ")
+    with models.noticing_others(one_thread=True):
+        assert "busy (load 9.0 on 2 cores): " in (err := capsys.readouterr().err) and "One thread is used." in err
+        assert threads[-1] == 1
+    assert threads[-1] == 2 and not capsys.readouterr().err
 
 
 def test_texts_of_several_rows_come_line_by_line_and_are_those_of_the_tokenizer(tiny):

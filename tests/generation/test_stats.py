@@ -1,11 +1,13 @@
 """Statistics: their definitions, and their agreement with what was really emitted."""
 
 import json
+import os
 
 import pytest
 import torch
 
 from hf_longspec import SpeculationStats
+from hf_longspec.generation import sequences
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -22,6 +24,22 @@ def test_definitions():
     assert (stats.num_spec_steps, stats.num_emitted_tokens, stats.num_accepted_draft_tokens) == (4, 10, 6)
     assert json.loads(json.dumps(stats.to_dict()))["mean_acceptance_length"] == 2.5
     assert "mine: tau 2.50 over 4 verifications, 6/14 drafted tokens accepted, 5.0 tokens/s" in str(stats)
+
+
+@pytest.mark.parametrize(
+    ("load", "processor_seconds", "busy"),
+    [(2.4, 7.1, None), (2.6, 20.0, "load 2.6 on 2 cores"), (0.1, 6.9, "69% of one core's time"), (0.1, 19.0, None)],
+)
+def test_a_call_on_a_busy_machine_says_so(plain_run, monkeypatch, load, processor_seconds, busy):
+    monkeypatch.setattr(sequences, "MOST_LOAD", 1.25)
+    monkeypatch.setattr(sequences, "LEAST_SHARE", 0.7)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert sequences.busy_machine(10.0, processor_seconds) == busy
+    run = plain_run("llama", (9,), max_new_tokens=3)  # too short for a share of the processor's time
+    stats = run.again(run.draft("plain"), return_dict_in_generate=True).speculation
+    assert stats.busy == (busy if load > 2.5 else None)
+    assert str(stats).endswith(f", on a busy machine ({busy})" if load > 2.5 else " s of prefill")
 
 
 @pytest.mark.parametrize("kind", ["tree", "specattn", "plain"])

@@ -64,7 +64,7 @@ def test_from_training_to_the_card(longspec, tmp_path):
     draft = AutoModel.from_pretrained(tmp_path / "card")
     assert draft.dtype == torch.bfloat16 and draft.config.target_name_or_path == "tiny-target"
     assert 0 < draft.config.trained_max_length <= 256
-    assert draft.setting("tree_widths") == [1, 1, 1] and "a chain of 3 tokens" in text
+    assert draft.setting("tree_widths") == [1, 1, 1, 1] and "a chain of 4 tokens" in text
     assert (longspec / "commit.txt").read_text() == (git_commit(PROJECT) or "")
 
 

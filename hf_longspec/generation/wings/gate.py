@@ -303,7 +303,7 @@ class GatedDrafter:
             self._stats.gate_decisions.append(decision)
             if decision.choice == PLAIN and self._stats.method not in _reported:
                 _reported.add(self._stats.method)
-                logger.info(message_of(decision))
+                logger.info(message_of(decision, self._stats.method))
 
     def _inform(self, verification: Verification) -> None:
         """Let the other drafter start, go on, or resume after plain steps."""
@@ -369,14 +369,14 @@ def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: 
     return GatedDrafter(drafter, gate, may_speculate, stats, keep)
 
 
-def message_of(decision: GateDecision) -> str:
-    """Return the line that says that drafting is paused."""
+def message_of(decision: GateDecision, method: str) -> str:
+    """Return the line that says that drafting with a draft of this name is paused."""
     draft, plain = decision.draft_tokens_per_second, decision.plain_tokens_per_second
     if not decision.tau:
         speeds = f"at most {draft:.3g} tokens/s if every draft were accepted, {plain:.3g} without"
     else:
         speeds = f"{draft:.3g} vs {plain:.3g} tokens/s"
-    return f"hf_longspec: drafting paused, plain decoding is faster here ({speeds}); see docs/gate.md"
+    return f"{method}: drafting paused, plain decoding is faster here ({speeds}); see docs/gate.md"
 
 
 class Gate(Wing):

@@ -1,0 +1,69 @@
+"""The picture of `gpu.py`: milliseconds per token of `generate`, of the loop without a draft, and of drafts by tau.
+
+python -m benchmarks.gpu_chart benchmarks/results/gpu.jsonl docs/images/gpu.svg
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figure_report import POINTS, STYLES, WIDTH
+from benchmarks.gpu_goals import FUSED
+from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.bench.plots import make_panels
+from hf_longspec.bench.results import Record, of_kind, read_records
+
+HEIGHT = 2.9
+# The target has random weights, whose tau says nothing: an iteration is divided by tau that trained drafts may reach.
+TAUS = (2, 3, 4)
+DRAFT = "LongSpec"
+GREY, BLACK = "#8c8c8c", "black"
+
+
+def bars(records: Sequence[Record], context: int) -> list[tuple[str, float, str, bool]]:
+    """Return the label, milliseconds per token and colour of each bar, and whether it was measured."""
+    rows = {
+        (row["draft"].partition(",")[0], row["mode"]): row["ms"]["median"]
+        for row in of_kind(records, "iteration", batch=1, context=context)
+    }
+    iteration, colour = rows[DRAFT, FUSED], STYLES[DRAFT][0]
+    return [
+        ("generate of transformers", rows[HF, "sdpa"], GREY, True),
+        ("no draft", rows[PLAIN, FUSED], BLACK, True),
+        *((f"{DRAFT}, if tau is {tau}", iteration / tau, colour, False) for tau in TAUS),
+    ]
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Write the picture, a panel per context."""
+    import matplotlib
+
+    contexts = sorted({row["context"] for row in of_kind(records, "iteration", batch=1, draft=HF)})
+    with matplotlib.rc_context({"font.size": POINTS, "svg.hashsalt": path.stem}):
+        figure, axes = make_panels(1, len(contexts), (WIDTH, HEIGHT))
+        for place, (axis, context) in enumerate(zip(axes[0], contexts, strict=True)):
+            _panel(axis, bars(records, context), f"After {context:,} tokens", with_labels=not place)
+        figure.supxlabel(
+            "milliseconds per token; hatched: measured time of an iteration divided by tau", fontsize=POINTS
+        )
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
+
+
+def _panel(axis: Any, shown: Sequence[tuple[str, float, str, bool]], title: str, with_labels: bool) -> None:
+    for place, (_, ms, colour, is_measured) in enumerate(shown):
+        fill: dict[str, Any] = (
+            {"color": colour} if is_measured else {"edgecolor": colour, "fill": False, "hatch": "////"}
+        )
+        axis.barh(place, ms, height=0.68, **fill)
+        axis.annotate(f"{ms:.1f}", (ms, place), (4, 0), textcoords="offset points", va="center")
+    axis.set_yticks(range(len(shown)), [label if with_labels else "" for label, *_ in shown])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.15 * max(ms for _, ms, *_ in shown))
+    axis.set(title=title)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    results, picture = map(Path, sys.argv[1:])
+    draw(read_records(results), picture)

@@ -1,0 +1,22 @@
+"""The chart of a GPU: measured bars are those of the table, the others are labelled by the tau that they assume."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_chart
+from benchmarks.gpu_report import without_draft
+from hf_longspec.bench.results import read_records
+
+RECORDS = read_records(Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu.jsonl")
+
+
+def test_bars_are_those_of_the_table_and_the_rest_says_what_it_assumes(tmp_path):
+    shown = gpu_chart.bars(RECORDS, 32768)
+    lines = without_draft(RECORDS).splitlines()
+    cells = [float(line.split("|")[2]) for line in lines if "ms per token" in line]
+    assert cells == pytest.approx([ms for _, ms, _, is_measured in shown if is_measured], abs=0.05)
+    assumed = {label: ms for label, ms, _, is_measured in shown if not is_measured}
+    assert {label[-1]: round(ms * int(label[-1]), 2) for label, ms in assumed.items()} == dict.fromkeys("234", 15.76)
+    gpu_chart.draw(RECORDS, tmp_path / "gpu.svg")
+    assert (tmp_path / "gpu.svg").stat().st_size > 1000
