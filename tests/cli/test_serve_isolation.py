@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.cli.serving.decoding import continues_as_one_text
+from hf_longspec.prefix_cache import continues_as_one_text
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.modeling.plain.modeling_plain import PlainDraftModel
 from tests.cli.conftest import HUB_CARDS

@@ -37,11 +37,13 @@ class Limits:
         body (`int`): MiB of a request.
         tokens (`int`): New tokens of a request.
         waiting (`int`): Requests that wait for another one.
+        cache (`int`): MiB of keys and values of texts before the last one.
     """
 
     body: int
     tokens: int
     waiting: int
+    cache: int
 
 
 class OneRequest:

@@ -354,8 +354,8 @@ class RecurrentMode(HybridMode):
         return reasons + super().why_not(target)
 
     def continues_texts(self, target: Any) -> bool:
-        """Return whether no layer limits its step sizes in forwards of several tokens alone."""
-        return not limits_steps(target.model)
+        """Return whether no layer limits its step sizes, or ignores its state, in forwards of several tokens alone."""
+        return not limits_steps(target.model) and not ignores_earlier_states(target.model)
 
     def why_not_call(self, call: Any) -> Iterator[str]:
         """Yield reasons why recurrent states would differ from those of plain `generate`."""
