@@ -96,9 +96,11 @@ class PrefixCache:
         Raises:
             ValueError: If there are several prompts, or inputs beside the tokens.
         """
-        if others := [name for name, value in options.items() if isinstance(value, torch.Tensor)]:
-            if (mask := options.get("attention_mask")) is None or others != ["attention_mask"] or not mask.all():
-                raise ValueError(f"{', '.join(others)}: a PrefixCache knows texts by their tokens. Call model.generate().")
+        mask = options.get("attention_mask")
+        others = [name for name, value in options.items() if isinstance(value, torch.Tensor) and value is not mask]
+        if others or (mask is not None and not mask.all()):
+            names = ", ".join(others) or "padding in attention_mask"
+            raise ValueError(f"{names}: a PrefixCache knows texts by their tokens alone. Call model.generate().")
         cache = self.take(input_ids)
         config = options.get("generation_config") or self.model.generation_config
         states = self.read(input_ids, cache, options.get("prefill_chunk_size") or config.prefill_chunk_size)
@@ -226,5 +228,7 @@ def _states_of(cache: SpeculativeCache) -> dict[str, torch.Tensor]:
 def _row(tokens: torch.Tensor) -> torch.Tensor:
     """Return the one row of `(1, T)` tokens, on the CPU."""
     if tokens.dim() != 2 or len(tokens) != 1:
-        raise ValueError(f"input_ids has shape {tuple(tokens.shape)}: a PrefixCache takes one prompt, (1, P), per call.")
+        raise ValueError(
+            f"input_ids has shape {tuple(tokens.shape)}: a PrefixCache takes one prompt, (1, P), per call."
+        )
     return tokens[0].cpu()

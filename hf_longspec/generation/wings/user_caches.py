@@ -140,9 +140,7 @@ def _stand_in(cache: SpeculativeCache, held: list[int], columns: torch.Tensor) -
     return not bool((is_held & (columns != of_cache)).any())
 
 
-def take_over(
-    cache: Any, buffers: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None
-) -> None:
+def take_over(cache: Any, buffers: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None) -> None:
     """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
 
     This frees the original, unless it is static. A layer with a sliding window holds its last tokens only. The slots
@@ -237,15 +235,20 @@ def _why_not(cache: Any) -> str | None:
     return None
 
 
-def why_too_short(cache: Any, max_length: int, windows: Sequence[int | None]) -> str | None:
-    """Return why a static cache has no room for all tokens but the last of `max_length`; `None` if it has.
+def why_too_short(cache: Any, call: Call) -> str | None:
+    """Return why a static cache has no room for the text of a call, but for its last token; `None` if it has.
 
-    A layer with as many slots as its window, of the `windows` of all layers, has room.
+    A layer with as many slots as a window has room.
     """
-    sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
-    if all(size + 1 >= max_length or size in windows for size in sizes):
+    if not isinstance(cache, StaticCache) or user_cache_of(cache) is None:
         return None
-    return f"{CACHE_NAME} is a {type(cache).__name__} of {max(sizes)} slots, and the text may have {max_length} tokens"
+    sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    if all(size >= call.max_length - 1 or size in call.target.windows for size in sizes):
+        return None
+    return (
+        f"{CACHE_NAME} is a StaticCache of {max(sizes)} slots, and the text may have {call.max_length} tokens. Make it "
+        f"with max_cache_len={call.max_length - 1} or more."
+    )
 
 
 def _new(cache: Any, config: PreTrainedConfig) -> Any:
@@ -349,14 +352,11 @@ class UserCaches(Wing):
         return why_not_stored(None, implementation)
 
     def why_not(self, call: Call) -> Iterator[str]:
-        cache = call.model_kwargs[CACHE_NAME]
-        if reason := why_not_stored(cache, call.config.cache_implementation):
+        cache, limit = call.model_kwargs[CACHE_NAME], call.target.rotary_limit
+        if reason := why_not_stored(cache, call.config.cache_implementation) or why_too_short(cache, call):
             yield reason
-        elif isinstance(cache, StaticCache) and user_cache_of(cache) is not None:
-            if reason := why_too_short(cache, call.max_length, call.target.windows):
-                yield f"{reason}. Make it with max_cache_len={call.max_length - 1} or more."
-        if call.columns_apart and call.target.rotary_limit < call.max_length:
-            yield (
-                f"input_ids lacks {call.columns_apart} tokens of {CACHE_NAME}, which run again where rotary frequencies "
-                f"change, at position {call.target.rotary_limit}. Pass the whole conversation."
+        if call.columns_apart and (call.inputs or limit < call.max_length):
+            cause = (
+                f"with {', '.join(call.inputs)}" if call.inputs else f"as rotary frequencies change at {limit} tokens"
             )
+            yield f"input_ids lacks {call.columns_apart} tokens of {CACHE_NAME}, {cause}. Pass the whole conversation."
