@@ -129,10 +129,8 @@ class PrefixCache:
             entries |= {name: state.clone() for name, state in text.states.get(count, {}).items()}
             entries = {name: entry.to(self._devices[name]) for name, entry in entries.items()}
         if cache is None:
-            cache = SpeculativeCache(self.model.config, 1, 1)
-            cache.hold(entries, [count])
-        else:
-            _fill(cache, entries, count)
+            return SpeculativeCache.holding(self.model.config, entries, [count])
+        _fill(cache, entries, count)
         return cache
 
     def read(self, input_ids: torch.Tensor, cache: SpeculativeCache, chunk_size: int | None) -> Any:

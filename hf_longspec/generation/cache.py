@@ -229,12 +229,6 @@ class SpeculativeLayer(CacheLayerMixin):
             return None, None
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a packed copy."""
-        keys, values = (None if x is None else x.clone() for x in self.entries())
-        capacity = 0 if self.is_initialized else self.capacity
-        return vars(self) | {"keys": keys, "values": values, "capacity": capacity}
-
 
 class CachePart:
     """What a cache holds beside keys and values. It is staged, committed and dropped with them."""
@@ -362,17 +356,12 @@ class SpeculativeCache(Cache):
 
     @property
     def max_length(self) -> int:
-        """Committed tokens that a row can hold without reallocation."""
+        """Committed tokens that a row can hold without reallocation; 0 if the cache is packed."""
         return max(self._slots - self.tree_slots, 0)
 
     @property
     def _slots(self) -> int:
         return min(layer.capacity for layer in self.key_layers)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the tensors have the size of the tokens, without room for further ones."""
-        return self._slots == 0
 
     def set_lengths(self, lengths: SeqLens | Sequence[int]) -> None:
         """Set the number of tokens that each row holds; entries beyond it, as of right padding, are dropped.
@@ -508,6 +497,19 @@ class SpeculativeCache(Cache):
         self._start = None
         self._set_lengths(SeqLens.of(lengths))
 
+    @classmethod
+    def holding(
+        cls,
+        config: PreTrainedConfig,
+        entries: dict[str, torch.Tensor],
+        lengths: Sequence[int],
+        tree_slots: int = DEFAULT_TREE_SLOTS,
+    ) -> "SpeculativeCache":
+        """Return a cache that holds `entries` of rows with these lengths."""
+        cache = cls(config, len(lengths), 1, tree_slots)
+        cache.hold(entries, lengths)
+        return cache
+
     @property
     def counts(self) -> list[int]:
         """Tokens of each row, also after plain generation, which adds as many to all rows and not to `lengths`."""
@@ -537,9 +539,10 @@ class SpeculativeCache(Cache):
         for layer in self.layers:
             yield *(layer.entries() if isinstance(layer, SpeculativeLayer) else (None, None)), None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the way back to the start of a call."""
-        return vars(self) | {"_start": None}
+    def __reduce__(self) -> Any:
+        """Let copies and pickles hold the tokens alone, packed."""
+        entries = {name: entry.clone() for name, entry in self.entries().items()}
+        return type(self).holding, (self.config, entries, self.counts, self.tree_slots)
 
     def save(self, path: str | PathLike) -> None:
         """Write all that is held to a file of safetensors, with a fingerprint of the config."""

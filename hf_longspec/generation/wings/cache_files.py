@@ -46,7 +46,4 @@ def load_cache(cls: Any, path: str | os.PathLike, config: PreTrainedConfig, devi
                 f"this config {wanted[:12]}. Load it with the config of its model, or read the text again."
             )
         entries = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    lengths = json.loads(metadata["lengths"])
-    cache = cls(config, len(lengths), max(1, *lengths))
-    cache.hold(entries, lengths)
-    return cache
+    return cls.holding(config, entries, json.loads(metadata["lengths"]))

@@ -135,10 +135,6 @@ class RecurrentStates(CachePart):
         for index, layer in enumerate(self.layers):
             layer.put({name: entries.get(f"{index}.{name}") for name in STATES})
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the way back to the start of a call."""
-        return vars(self) | {"_copies": None}
-
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)

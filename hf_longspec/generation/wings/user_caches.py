@@ -302,7 +302,7 @@ class OwnCache(CallCache):
         return held_by(self.cache, mask)
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
-        self._was_packed = getattr(self.cache, "is_packed", False)  # a cache of an older copy has no such field
+        self._was_packed = self.cache.max_length == 0
         return super().open(call, nodes, self.cache)
 
     def settle(self, session: Any, columns: torch.Tensor | None, is_kept: bool) -> None:
