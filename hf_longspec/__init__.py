@@ -19,6 +19,7 @@ _LAZY = {
     "Drafter": "generation.drafter",
     "FileStreamer": "streaming",
     "IncrementalDecoder": "streaming",
+    "PrefixCache": "prefix_cache",
     "SamplingReport": "auditing",
     "audit": "auditing",
     "audit_sampling": "auditing",

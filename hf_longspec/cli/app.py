@@ -211,6 +211,9 @@ def serve(
     max_tokens: Annotated[int, number(1, "New tokens that one request may ask for.")] = 8192,
     max_body: Annotated[int, number(1, "Size of a request in MiB.")] = 4,
     max_waiting: Annotated[int, number(0, "Requests that may wait for others; more get status 429.")] = 32,
+    cache_memory: Annotated[
+        int, number(0, "MiB of memory for the keys and values of earlier texts, beside those of the last one.")
+    ] = 2048,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,

@@ -14,7 +14,7 @@ try:
 
     from .serving.decoding import Decoder
     from .serving.metrics import Metrics
-    from .serving.routes import Limits, Routes
+    from .serving.routes import MIB, Limits, Routes
 except ModuleNotFoundError as error:
     remedy = "pip install -U 'transformers[serving]' 'starlette>=1.6' prometheus-client"
     raise CommandError(f"serve needs {error.name}, which is not installed: {remedy}") from error
@@ -38,7 +38,7 @@ def run(args: SimpleNamespace) -> int:
         with loading(args.target, "model of", from_hub=True):
             dtype = str(dtype_of(args.dtype, device)).removeprefix("torch.")
             models = ModelManager(device=str(device), dtype=dtype, force_model=args.target)
-            limits = Limits(args.max_body, args.max_tokens, args.max_waiting)
+            limits = Limits(args.max_body, args.max_tokens, args.max_waiting, args.cache_memory)
             routes = make_routes(models, lambda model: open_draft(args.draft, model, settings), limits)
         make_server(routes, args.host, args.port).run()
     return 0
@@ -47,7 +47,8 @@ def run(args: SimpleNamespace) -> int:
 def make_routes(models: ModelManager, open_draft: Callable[[Any], Any], limits: Limits) -> Routes:
     """Return the application for the one model that is loaded, with the draft that `open_draft` returns for it."""
     (loaded,) = models.loaded_models.values()
-    return Routes(models, Decoder(loaded.model, open_draft(loaded.model), Metrics()), limits)
+    decoder = Decoder(loaded.model, open_draft(loaded.model), Metrics(), limits.cache * MIB)
+    return Routes(models, decoder, limits)
 
 
 def make_server(routes: Routes, host: str, port: int) -> uvicorn.Server:

@@ -1,7 +1,8 @@
 """A preallocated key/value cache with per-row lengths, staged writes and an in-place commit."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,9 @@ class SpeculativeLayer(CacheLayerMixin):
 
     Sliding-window layers are stored at full length too, and the attention backend applies the window. A rejected node
     therefore never evicts a committed one.
+
+    A layer of capacity 0 with tokens is packed: its tensors have the size of the tokens and may be those of another
+    cache. They are never written to, as `reserve` moves the tokens to buffers before.
     """
 
     is_compileable = False
@@ -109,7 +113,6 @@ class SpeculativeLayer(CacheLayerMixin):
                 f"Make it with SpeculativeCache(config, batch_size={batch_size}, max_length=...)."
             )
         self._allocate(key_states, value_states, self.capacity)
-        self.device = key_states.device
 
     def _allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, capacity: int) -> None:
         """Allocate buffers of `capacity` slots with the rows, heads, widths and dtypes of these states."""
@@ -121,7 +124,7 @@ class SpeculativeLayer(CacheLayerMixin):
 
     def place(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Use these buffers `(B, K, S, D)`."""
-        self.keys, self.values, self.is_initialized = keys, values, True
+        self.keys, self.values, self.is_initialized, self.device = keys, values, True, keys.device
         self.rows.layout += 1
 
     def reserve(self, capacity: int) -> None:
@@ -156,21 +159,21 @@ class SpeculativeLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new entries, and return views of all slots written so far, the new ones included."""
+        count, lengths = key_states.shape[2], self.rows.lengths
+        end = self.length + count
+        if not self.rows.staged:
+            if lengths.is_ragged or self.rows.columns is not None:
+                raise ValueError(
+                    f"the rows hold {lengths.host} tokens, and plain generate needs rows of equal length without "
+                    "padding. Continue each row in its own cache, or start a new cache."
+                )
+            self.reserve(end)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.dtype != self.keys.dtype or value_states.dtype != self.values.dtype:
             self._widen(key_states, value_states)
-        count = key_states.shape[2]
         if self.rows.staged:
             return self._stage(key_states, value_states, count)
-        lengths = self.rows.lengths
-        if lengths.is_ragged or self.rows.columns is not None:
-            raise ValueError(
-                f"the rows hold {lengths.host} tokens, and plain generate needs rows of equal length without padding. "
-                "Continue each row in its own cache, or start a new cache."
-            )
-        end = self.length + count
-        self.reserve(end)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
@@ -204,7 +207,7 @@ class SpeculativeLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Return the number of slots of the buffers, staging slots included."""
-        return self.capacity
+        return max(self.capacity, self.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return key length and offset of the mask that transformers builds for `query_length` new tokens."""
@@ -220,15 +223,22 @@ class SpeculativeLayer(CacheLayerMixin):
         """Remove all tokens, and keep the buffers."""
         self.length = 0
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows in place, for beam search."""
-        if self.is_initialized:
-            self.keys.copy_(self.keys.index_select(0, beam_idx.to(self.keys.device)))
-            self.values.copy_(self.values.index_select(0, beam_idx.to(self.values.device)))
+    def entries(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return views of keys and values of all tokens; `None` if there are none yet."""
+        if not self.is_initialized:
+            return None, None
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
 class CachePart:
     """What a cache holds beside keys and values. It is staged, committed and dropped with them."""
+
+    def entries(self) -> dict[str, torch.Tensor]:
+        """Return views of what is committed, see [`SpeculativeCache.entries`]."""
+        return {}
+
+    def hold(self, entries: dict[str, torch.Tensor]) -> None:
+        """Hold what `entries` of such a part has returned."""
 
     def stage(self, tree: DraftTree | None, lengths: SeqLens) -> None:
         """Prepare for a forward over the nodes of a tree after committed tokens."""
@@ -287,6 +297,8 @@ def layers_of(config: Any, rows: Rows, capacity: int, of_keys: Callable[..., Any
 
 # Nodes that one verification may stage after the committed tokens.
 DEFAULT_TREE_SLOTS = 80
+# Functions `save` and `load` of files, which a wing has.
+FILES: dict[str, Callable[..., Any]] = {}
 
 
 class SpeculativeCache(Cache):
@@ -294,7 +306,8 @@ class SpeculativeCache(Cache):
 
     It also works as `past_key_values` of plain `model.generate`, and can be passed again for a second turn. A call that
     needs more room reallocates the buffers once, larger by at least half. On a CPU the buffers take memory as tokens
-    are stored, so a generous `max_length` costs nothing. Other devices allocate all of it at the first step.
+    are stored, so a generous `max_length` costs nothing. Other devices allocate all of it at the first step. Copies,
+    pickles and files of a cache have the size of its tokens.
 
     Args:
         config (`PreTrainedConfig`): Configuration of the target model.
@@ -309,7 +322,7 @@ class SpeculativeCache(Cache):
     def __init__(
         self, config: PreTrainedConfig, batch_size: int, max_length: int, tree_slots: int = DEFAULT_TREE_SLOTS
     ):
-        text_config = config.get_text_config(decoder=True)
+        self.config = text_config = config.get_text_config(decoder=True)
         if batch_size < 1 or max_length < 1 or tree_slots < 1:
             raise ValueError(
                 f"batch_size={batch_size}, max_length={max_length}, tree_slots={tree_slots}: each must be at least 1."
@@ -346,8 +359,12 @@ class SpeculativeCache(Cache):
 
     @property
     def max_length(self) -> int:
-        """Committed tokens that a row can hold without reallocation."""
-        return min(layer.capacity for layer in self.key_layers) - self.tree_slots
+        """Committed tokens that a row can hold without reallocation; 0 if the cache is packed."""
+        return max(self._slots - self.tree_slots, 0)
+
+    @property
+    def _slots(self) -> int:
+        return min(layer.capacity for layer in self.key_layers)
 
     def set_lengths(self, lengths: SeqLens | Sequence[int]) -> None:
         """Set the number of tokens that each row holds; entries beyond it, as of right padding, are dropped.
@@ -379,7 +396,7 @@ class SpeculativeCache(Cache):
 
         Some parts of a cache need the `tree` of the nodes.
         """
-        if num_nodes > self.tree_slots or self.lengths.longest + num_nodes > self.max_length + self.tree_slots:
+        if num_nodes > self.tree_slots or self.lengths.longest + num_nodes > self._slots:
             raise ValueError(
                 f"{num_nodes} nodes do not fit after {self.lengths.longest} committed tokens in a cache of "
                 f"max_length={self.max_length} and tree_slots={self.tree_slots}. Raise whichever is too small."
@@ -458,6 +475,90 @@ class SpeculativeCache(Cache):
         """Return the number of tokens stored: that of the longest row if lengths differ."""
         # the first layer may have no keys
         return max(layer.length for layer in self.key_layers) if self.parts else super().get_seq_length(layer_idx)
+
+    def entries(self) -> dict[str, torch.Tensor]:
+        """Return views of all that is held, `(B, ...)` each, by names that only caches of one config share."""
+        columns, length = self.rows.columns, self.lengths.longest
+        found = {"columns": None if columns is None else columns[:, :length], "offsets": self.rows.offsets}
+        for index, layer in enumerate(self.key_layers):
+            found[f"{index}.keys"], found[f"{index}.values"] = layer.entries()
+        for part in self.parts:
+            found |= part.entries()
+        return {name: entry for name, entry in found.items() if entry is not None}
+
+    def hold(self, entries: dict[str, torch.Tensor], lengths: Sequence[int]) -> None:
+        """Hold `entries` of rows with these lengths, and nothing else. The cache is packed then."""
+        self.rollback()
+        self.rows.batch_size = len(lengths)
+        self.rows.columns, self.rows.offsets = entries.get("columns"), entries.get("offsets")
+        for index, layer in enumerate(self.key_layers):
+            if (keys := entries.get(f"{index}.keys")) is not None:
+                layer.place(keys, entries[f"{index}.values"])
+            layer.capacity = 0
+        for part in self.parts:
+            part.hold(entries)
+        self._start = None
+        self._set_lengths(SeqLens.of(lengths))
+
+    @classmethod
+    def holding(
+        cls,
+        config: PreTrainedConfig,
+        entries: dict[str, torch.Tensor],
+        lengths: Sequence[int],
+        tree_slots: int = DEFAULT_TREE_SLOTS,
+    ) -> "SpeculativeCache":
+        """Return a cache that holds `entries` of rows with these lengths."""
+        cache = cls(config, len(lengths), 1, tree_slots)
+        cache.hold(entries, lengths)
+        return cache
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each row, also after plain generation, which adds as many to all rows and not to `lengths`."""
+        stored = self.get_seq_length()
+        return list(self.lengths.host) if self.lengths.longest == stored else [stored] * self.batch_size
+
+    def pack(self) -> None:
+        """Copy the tokens to tensors of their size, and drop the buffers."""
+        self.hold({name: entry.clone() for name, entry in self.entries().items()}, self.counts)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in their order; the cache is packed then."""
+        rows, counts = torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()], self.counts
+        entries = {name: entry.index_select(0, rows.to(entry.device)) for name, entry in self.entries().items()}
+        self.hold(entries, [counts[row] for row in rows.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, as for several questions about one text; the cache is packed then."""
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows, for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, None]]:
+        """Yield views of keys and values of each layer, and no window, as in a `DynamicCache` without windows."""
+        for layer in self.layers:
+            yield *(layer.entries() if isinstance(layer, SpeculativeLayer) else (None, None)), None
+
+    def __reduce__(self) -> Any:
+        """Let copies and pickles hold the tokens alone, packed."""
+        entries = {name: entry.clone() for name, entry in self.entries().items()}
+        return type(self).holding, (self.config, entries, self.counts, self.tree_slots)
+
+    def save(self, path: str | PathLike) -> None:
+        """Write all that is held to a file of safetensors, with a fingerprint of the config."""
+        FILES["save"](self, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike, config: PreTrainedConfig, device: Any = "cpu") -> "SpeculativeCache":
+        """Read a cache that [`SpeculativeCache.save`] has written for a model of this config.
+
+        Raises:
+            ValueError: If the file was written for another config.
+        """
+        return FILES["load"](cls, path, config, device)
 
     def reset(self) -> None:
         """Remove all tokens, and keep the buffers."""

@@ -99,17 +99,26 @@ class Call:
     ):
         self.target = TargetView(model, _runner(draft, model, input_ids.device))
         self.draft, self.input_ids = draft, input_ids
-        self.tokens = input_ids.long()  # the type of generated tokens
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self.config, self.streamer, self.model_kwargs = config, streamer, model_kwargs
         self.mask, self.position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        # the type of generated tokens, with any tokens in the place of those that the cache alone has
+        self.tokens = pad(input_ids.long(), (self.columns_apart, 0))
         self.store, self.prompts_class, self.session_class = CallCache(), Prompts, None
         self.inputs: dict[str, Any] = {}
 
     @cached_property
     def max_length(self) -> int:
         """Maximum number of tokens of a row, prompt included."""
-        return max_length_of(self.config, self.target, self.tokens.shape[1])
+        return max_length_of(self.config, self.target, self.input_ids.shape[1]) + self.columns_apart
+
+    @cached_property
+    def columns_apart(self) -> int:
+        """Number of columns that the cache holds and `input_ids` lacks: new tokens alone come with the whole mask."""
+        cache, width = self.model_kwargs.get(CACHE_NAME), self.input_ids.shape[1]
+        # transformers drops a mask without zeros, from 5.24 on
+        whole = (getattr(self.config, "_mask_length", None) or width) if self.mask is None else self.mask.shape[1]
+        return whole - width if whole > width and cache is not None and cache.get_seq_length() == whole - width else 0
 
     @cached_property
     def rare(self) -> list[str]:
@@ -315,10 +324,18 @@ class CallCache:
     def settle(self, session: Any, columns: torch.Tensor | None, is_kept: bool) -> None:
         """Leave the text of a call in the cache; `is_kept` says whether the cache could be cut to it."""
         session.cache.rows.columns = columns
+        if session.outputs.as_dict:
+            pack_if_mostly_free(session.cache)
 
     def returned(self, cache: SpeculativeCache) -> Any:
         """Return the cache that is a part of the result."""
         return cache
+
+
+def pack_if_mostly_free(cache: SpeculativeCache) -> None:
+    """Copy the tokens of a cache that the user gets, if they fill less than half of its buffers."""
+    if 2 * cache.lengths.longest < cache.max_length + cache.tree_slots:
+        cache.pack()
 
 
 def unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:

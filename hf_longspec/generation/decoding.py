@@ -106,11 +106,12 @@ class Session:
         self.call, self.target, self.draft, self.prompts = call, call.target, call.draft, call.prompts
         self.max_length, self.held = call.max_length, call.prompts.held
         self.stats = SpeculationStats(method=call.draft.config.short_name())
-        target, input_ids = self.target, self.prompts.input_ids
+        target, input_ids = self.target, call.input_ids.long()
         batch_size, do_sample = len(input_ids), bool(call.config.do_sample)
         pad = getattr(call.config, "_pad_token_tensor", None)
         pad = 0 if pad is None else int(pad)  # a call may have no padding token
-        self.sequences = Sequences(input_ids, call.stopping_criteria, pad, self.max_length, call.streamer, target.ranks)
+        most = self.max_length - call.columns_apart
+        self.sequences = Sequences(input_ids, call.stopping_criteria, pad, most, call.streamer, target.ranks)
         noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
         self.rule = TokenRule(call.logits_processor, do_sample, self.sequences, noise)
         self.outputs = Outputs(call.config, batch_size)

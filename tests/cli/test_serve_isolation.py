@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.cli.serving.decoding import continues_as_one_text
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.modeling.plain.modeling_plain import PlainDraftModel
+from hf_longspec.prefix_cache import continues_as_one_text
 from tests.cli.conftest import HUB_CARDS
 from tests.cli.served import NEW, Reference, answered, ask, metrics, serving, streamed, wait_for, with_template
 from tests.robustness.peaked_weights import peak

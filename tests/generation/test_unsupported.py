@@ -122,15 +122,15 @@ def offloaded(model):
 
 
 CACHES = {
-    "static": (
-        lambda model: StaticCache(config=model.config, max_cache_len=32),
-        "a StaticCache; only Dynamic",
+    "other": (lambda model: OtherCache(), "a OtherCache; only DynamicCache, StaticCache and"),
+    "other-filled": (
+        lambda model: filled(model, OtherCache(), 4),
+        "a OtherCache; only DynamicCache.*Pass a DynamicCache",
     ),
-    "static-filled": (
-        lambda model: filled(model, StaticCache(config=model.config, max_cache_len=32), 4),
-        "a StaticCache; only DynamicCache.*Pass a DynamicCache",
+    "static-short": (
+        lambda model: StaticCache(config=model.config, max_cache_len=14),
+        "a StaticCache of 14 slots, and the text may have 16 tokens. Make it with max_cache_len=15 or more",
     ),
-    "other": (lambda model: OtherCache(), "a OtherCache; only DynamicCache and"),
     "quantized": (quantized, "QuantizedCache"),
     "offloaded": (offloaded, "offloading=True"),
     "other-layers": (foreign_layers, "a DynamicCache; layers of the kind OtherLayer"),
@@ -143,9 +143,9 @@ def test_caches(target, name):
     model = target("llama")
     input_ids, mask = tiny_prompts(128, (9,))
     call = {"input_ids": input_ids, "attention_mask": mask, CACHE_NAME: make(model)}
-    stock_error = (AssertionError, AttributeError, RuntimeError) if name == "offloaded" else None
-    check_unsupported(lambda: model, reason, call, stock_error=stock_error)
-    if name == "static-filled":
+    errors = {"offloaded": (AssertionError, AttributeError, RuntimeError), "static-short": IndexError}
+    check_unsupported(lambda: model, reason, call, stock_error=errors.get(name))
+    if name == "other-filled":
         check_plain(lambda: model, reason, call, PlainDraftModel, "custom_generate", do_sample=True)
         check_plain(lambda: model, reason, call, PlainDraftModel, do_sample=True, return_dict_in_generate=False)
 
@@ -234,8 +234,7 @@ def test_the_warning_comes_once_and_the_reason_every_time(target, caplog):
     transformers_logging.warning_once.cache_clear()
     found = []
     for _ in range(2):
-        cache = StaticCache(config=model.config, max_cache_len=41)
-        call = {"input_ids": tiny_prompts(128, (11,))[0], CACHE_NAME: cache, "do_sample": False}
+        call = {"input_ids": tiny_prompts(128, (11,))[0], CACHE_NAME: OtherCache(), "do_sample": False}
         draft.last_speculation = None
         run(model, call, draft)
         found.append(draft.last_speculation.reason)
@@ -251,7 +250,7 @@ def test_what_stays_an_error_comes_first(target):
     model = target("llama")
     draft = PlainDraftModel.from_target(model)
     input_ids, mask = tiny_prompts(128, (9,))
-    call = {"input_ids": input_ids, CACHE_NAME: StaticCache(config=model.config, max_cache_len=32)}
+    call = {"input_ids": input_ids, CACHE_NAME: OtherCache()}
     for options, message in (
         ({"attention_mask": mask.flip(1).scatter(1, torch.tensor([[8]]), 0)}, "attention_mask ends with 0"),
         ({"num_assistant_tokens": 2}, "num_assistant_tokens=2"),

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import math
 from collections.abc import Awaitable, Callable
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -14,67 +12,78 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 from ...cli import one_line
 from ...generation.cache import CACHE_NAME, SpeculativeCache
-from ...generation.target import TargetView
+from ...prefix_cache import PrefixCache, common_length, continues_as_one_text
 from ..models import positions_of, say
 from .metrics import Metrics
 
 Cancelled = _GenerationCancelled
+# Tokens of a prompt between two copies of recurrent states, where other prompts may continue.
+STATES_EVERY = 1024
 
 
 class KeptCache:
-    """The cache of the last text, and the tokens that it holds."""
+    """The cache of the last text, the tokens that it holds, and texts before it.
 
-    def __init__(self, model: Any):
+    Args:
+        model (`PreTrainedModel`): The target.
+        max_bytes (`int`): Bound on the memory of the texts before the last one, which are kept on the host.
+    """
+
+    def __init__(self, model: Any, max_bytes: int):
         self.cache = SpeculativeCache(model.config, 1, max_length=1)
-        self._tokens: list[int] = []
+        self.earlier = PrefixCache(model, max_bytes, device="cpu")
+        self._tokens = torch.tensor([], dtype=torch.long)
         self._start = 0  # number of tokens at the start of the last call, for caches with states
+        self._states: Any = None  # of the last prompt, see `PrefixCache.read`
         self._is_usable = continues_as_one_text(model)
 
-    def begin(self, prompt: list[int]) -> int:
-        """Keep the tokens that begin a prompt, and return how many these are; at least one is left to be read.
+    def begin(self, prompt: torch.Tensor) -> int:
+        """Keep the tokens that begin a prompt `(1, P)`, and return how many these are; at least one is left to be read.
 
         From here to [`KeptCache.end`] the cache counts as empty, so that a call that fails leaves nothing.
         """
-        before, self._tokens = self._tokens, []
-        pairs = zip(before, prompt[:-1], strict=False)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if self.cache.parts and common < len(before):  # states cannot be shortened
-            common = self._start if self._start <= common else 0
-            self.cache.go_back()
-        if common and self._is_usable:
-            self.cache.set_lengths([common])
+        held, self._tokens = self._tokens, self._tokens[:0]
+        usable = common = common_length(held, prompt[0, :-1].cpu()) if self._is_usable else 0
+        if common < len(held):
+            self.earlier.put(held[None], self.cache, self._states)
+            if self.cache.parts:  # states cannot be shortened
+                usable = self._start if self._start <= common else 0
+        if usable and usable >= self.earlier.find(prompt):
+            if common < len(held):
+                self.cache.go_back()
+            self.cache.set_lengths([usable])
         else:
-            common = 0
-            self.cache.reset()
+            usable = self.earlier.take(prompt, self.cache).counts[0]
+        self._states = self.earlier.read(prompt, self.cache, STATES_EVERY)
         self.cache.remember()
-        self._start = common
-        return common
+        self._start = self.cache.counts[0]
+        return usable
 
-    def end(self, text: list[int]) -> None:
-        """Note the tokens of a finished call, as many as the cache says that it holds."""
-        self._tokens = text[: self.cache.get_seq_length()]
-
-
-def continues_as_one_text(model: Any) -> bool:
-    """Return whether a text after a cache is that of one call; if not, every prompt is read whole.
-
-    Rotary frequencies that change with the length, indexers, and a clamp that Mamba-2 layers apply in forwards of
-    several tokens alone tell a second turn from a first one.
-    """
-    target = TargetView(model)
-    return target.mode.continues_texts(target) and target.rotary_limit == math.inf
+    def end(self, text: torch.Tensor) -> None:
+        """Note the tokens `(T,)` of a finished call, as many as the cache says that it holds."""
+        self._tokens = text[: self.cache.get_seq_length()].cpu()
 
 
 class Decoder:
-    """The model with its draft, on a thread of its own."""
+    """The model with its draft, on a thread of its own.
 
-    def __init__(self, model: Any, draft: Any, metrics: Metrics):
+    Args:
+        model (`PreTrainedModel`): The target.
+        draft ([`DraftModel`]): The draft.
+        metrics (`Metrics`): Counters.
+        max_bytes (`int`): Memory of the host for the caches of earlier texts.
+
+    Attributes:
+        jobs (`set[Job]`): Requests that are decoded or wait for that.
+    """
+
+    def __init__(self, model: Any, draft: Any, metrics: Metrics, max_bytes: int):
         self.model, self.draft, self.metrics = model, draft, metrics
         self.max_length = positions_of(model.config)
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self.thread = InferenceThread()
-        self.jobs: set[Job] = set()  # requests that are decoded or wait for that
-        self._kept = KeptCache(model)
+        self.jobs: set[Job] = set()
+        self._kept = KeptCache(model, max_bytes)
 
     def generate(self, seed: int | None, input_ids: torch.Tensor, generation_config: Any, **inputs: Any) -> Any:
         """Run `generate` with the draft, on the thread of the model."""
@@ -84,7 +93,7 @@ class Decoder:
         keeps = is_text and (generation_config.num_beams or 1) == 1
         try:
             if keeps:
-                reused = self._kept.begin(input_ids[0].tolist())
+                reused = self._kept.begin(input_ids)
                 inputs[CACHE_NAME] = self._kept.cache
             devices = [self.model.device] if self.model.device.type == "cuda" else []
             with torch.random.fork_rng(devices, enabled=seed is not None):
@@ -94,7 +103,7 @@ class Decoder:
                     input_ids=input_ids, generation_config=generation_config, assistant_model=self.draft, **inputs
                 )
             if keeps:
-                self._kept.end(sequences[0].tolist())
+                self._kept.end(sequences[0])
             return sequences
         finally:  # also after an error, or a client that has left
             self.metrics.count(self.draft.last_speculation, reused)

@@ -36,6 +36,7 @@ class Limits:
     body: int  # MiB of a request
     tokens: int  # new tokens of a request
     waiting: int  # requests that wait for another one
+    cache: int  # MiB of keys and values of texts before the last one
 
 
 class OneRequest:

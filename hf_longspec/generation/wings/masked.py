@@ -77,11 +77,6 @@ class IndexedLayer(SpeculativeLayer):
         super().reset()
         self.indexer.reset()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows in place, for beam search."""
-        super().reorder_cache(beam_idx)
-        self.indexer.reorder_cache(beam_idx)
-
     def adopt(self, layer: Any, stored: int, held: Sequence[int], columns: Tensor | None) -> None:
         """Copy the keys of the indexer of a user's cache, which holds `stored` columns."""
         if not layer.is_indexer_initialized:

@@ -50,7 +50,7 @@ def _finding(processor: Any, call: Any) -> str | None:
     state = made = UserState(held)
     if state.unknown is not None:
         return f"reaches a {state.unknown}, whose state cannot be compared before and after a call. Keep it out of it"
-    ids, vocab_size = call.tokens, call.target.vocab_size
+    ids, vocab_size = call.input_ids.long(), call.target.vocab_size
     scores = torch.linspace(-4, 4, vocab_size, device=ids.device).repeat(len(ids), 1)
     handle = before_forward(call.target.model, refuse)
     try:

@@ -163,6 +163,15 @@ class RecurrentStates(CachePart):
         for own, layer in zip(self.layers, other.layers, strict=True):
             own.put(layer.copied())
 
+    def entries(self) -> dict[str, torch.Tensor]:
+        states = {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(self.layers) for name in STATES}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def hold(self, entries: dict[str, torch.Tensor]) -> None:
+        self._reached = self._copies = None
+        for index, layer in enumerate(self.layers):
+            layer.put({name: entries.get(f"{index}.{name}") for name in STATES})
+
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers) if self._fixed is None else self._fixed.nbytes
@@ -468,11 +477,13 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         """Copy the states to a layer of a user's cache."""
         if self.convolution is None:
             return
-        layer.lazy_initialization(conv_states=self.convolution, conv_kernel_size=self.convolution.shape[-1])
+        if not layer.is_conv_states_initialized[0]:
+            layer.lazy_initialization(conv_states=self.convolution, conv_kernel_size=self.convolution.shape[-1])
         layer.conv_states[0].copy_(self.convolution)
         layer.has_previous_state[0] = True
         if self.state is not None:
-            layer.lazy_initialization(recurrent_states=self.state)
+            if not layer.is_recurrent_states_initialized[0]:
+                layer.lazy_initialization(recurrent_states=self.state)
             layer.recurrent_states[0].copy_(self.state)
 
     @property
@@ -492,11 +503,6 @@ class StateLayer(LinearAttentionCacheLayerMixin):
                 f"crop({tokens_to_remove}): the recurrent states of this cache cannot be shortened. Start a new cache."
             )
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows, for beam search."""
-        states = ((name, state) for name in STATES if (state := getattr(self, name)) is not None)
-        self.put({name: state.index_select(0, beam_idx.to(state.device)) for name, state in states})
-
 
 class HybridLayer(SpeculativeLayer, StateLayer):
     """Keys, values and states of one layer."""
@@ -515,11 +521,6 @@ class HybridLayer(SpeculativeLayer, StateLayer):
         """Remove all tokens, and keep the buffers."""
         SpeculativeLayer.reset(self)
         StateLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Reorder the rows, for beam search."""
-        SpeculativeLayer.reorder_cache(self, beam_idx)
-        StateLayer.reorder_cache(self, beam_idx)
 
 
 class RecurrentMode(HybridMode):
@@ -561,8 +562,8 @@ class RecurrentMode(HybridMode):
         return reasons + super().why_not(target)
 
     def continues_texts(self, target: Any) -> bool:
-        """Return whether no layer limits its step sizes in forwards of several tokens alone."""
-        return not limits_steps(target.model)
+        """Return whether no layer limits its step sizes, or ignores its state, in forwards of several tokens alone."""
+        return not limits_steps(target.model) and not ignores_earlier_states(target.model)
 
     def why_not_call(self, call: Any) -> Iterator[str]:
         """Yield reasons why recurrent states would differ from those of plain `generate`."""

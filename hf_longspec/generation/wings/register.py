@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..cache import LAYERS
+from ..cache import FILES, LAYERS
 from ..call import GAPS, HOOKS, IMAGES, PROCESSORS, USER_CACHE
 from ..target import ROTARY_LIMIT, TENSOR_PARALLELISM
 from ..wing import FIRST_CHECKS, GATE, MODES, WINGS
@@ -23,6 +23,10 @@ try:
     from .user_caches import UserCaches
 except ImportError:
     UserCaches = None  # type: ignore[assignment, misc]
+try:
+    from .cache_files import load_cache, save_cache
+except ImportError:
+    load_cache = save_cache = None  # type: ignore[assignment]
 try:
     from .padding import Gaps
 except ImportError:
@@ -58,6 +62,7 @@ def register_wings() -> None:
     modes = RECURRENT, MASKED, HYBRID  # the last one takes all targets
     MODES[:] = [mode for mode in modes if mode is not None]
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
+    FILES.update({"save": save_cache, "load": load_cache})
     wings: dict[str, Any] = {USER_CACHE: UserCaches, GAPS: Gaps, PROCESSORS: Processors, IMAGES: Inputs}
     wings |= {ROTARY_LIMIT: RotaryFrequencies, FIRST_CHECKS: FirstChecks, HOOKS: Hooks, GATE: Gate}
     wings[TENSOR_PARALLELISM] = Parallel

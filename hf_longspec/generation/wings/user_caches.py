@@ -1,27 +1,32 @@
 """A cache that the user passed is taken over at the start of a call, and updated at its end.
 
-Plain `generate` writes to the cache that it gets. The loop cannot, because a `DynamicCache` cannot stage a tree. Its
-layers become views of the used part of the loop's own buffers instead, without a copy. For padded texts they become
-copies, with slots for the padding: the loop drops it, and plain `generate` keeps a column for it in the cache and in
-its windows.
+Plain `generate` writes to the cache that it gets. The loop cannot, because neither a `DynamicCache` nor a `StaticCache`
+can stage a tree. The layers of a `DynamicCache` become views of the used part of the loop's own buffers instead, or
+copies of it if most of the buffers is free. The tensors of a `StaticCache` stay, and get the entries. For padded texts
+all get copies, with slots for the padding: the loop drops it, and plain `generate` keeps a column for it in the cache
+and in its windows.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
     LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
 from transformers.utils import logging
 
 from ..cache import CACHE_NAME, SpeculativeCache, slots_of
-from ..call import Call, CallCache, columns_of, places_of
+from ..call import Call, CallCache, columns_of, pack_if_mostly_free, places_of
 from ..wing import Wing
 
 logger = logging.get_logger(__name__)
@@ -31,7 +36,8 @@ try:
 except ImportError:  # before transformers 5.23
     DynamicIndexedLayer = DynamicLayer
 
-# Layers of a DynamicCache that can be taken over.
+# Layers of a DynamicCache or a StaticCache that can be taken over. Those with indexers choose among as many keys as a
+# static layer has slots.
 KNOWN_LAYERS = {
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -39,6 +45,10 @@ KNOWN_LAYERS = {
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
 }
 
 
@@ -47,7 +57,7 @@ def is_own(cache: Any) -> bool:
     return getattr(cache, "_is_longspec_cache", False)
 
 
-def user_cache_of(cache: Any) -> DynamicCache | None:
+def user_cache_of(cache: Any) -> Any:
     """Return the user's cache, or `None` for a [`SpeculativeCache`] and for the empty cache that `generate` creates.
 
     `generate` marks a cache that it was given, and not one that it creates.
@@ -98,7 +108,7 @@ def refuse_cache(
     if not (is_ours := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
         return
     if has_states:
-        _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else DynamicCache(config=config))
+        _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else _new(cache, config))
     stored = _stored(cache)
     rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
     if rows not in (None, len(input_ids)):
@@ -117,7 +127,7 @@ def refuse_cache(
     if stored >= input_ids.shape[1] or any(count >= size for count, size in rows_held):
         raise ValueError(
             f"{CACHE_NAME} holds {stored} tokens, and input_ids has {input_ids.shape[1]}. Pass the whole "
-            "conversation, which must be longer than the cache."
+            "conversation, which must be longer than the cache, or its new tokens with attention_mask of the whole."
         )
 
 
@@ -130,13 +140,11 @@ def _stand_in(cache: SpeculativeCache, held: list[int], columns: torch.Tensor) -
     return not bool((is_held & (columns != of_cache)).any())
 
 
-def take_over(
-    cache: DynamicCache, buffers: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None
-) -> None:
+def take_over(cache: Any, buffers: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None) -> None:
     """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
 
-    This frees the original. A layer with a sliding window holds its last tokens only. The slots before them stay zero,
-    as no later token attends to them.
+    This frees the original, unless it is static. A layer with a sliding window holds its last tokens only. The slots
+    before them stay zero, as no later token attends to them.
 
     With padding, the entries of the tokens are copied side by side, and the original stays as it is.
 
@@ -151,20 +159,22 @@ def take_over(
             buffer.adopt(layer, stored, held, columns)
         if _holds(layer):
             buffer.lazy_initialization(layer.keys, layer.values)
-            first = stored - layer.keys.shape[2]
+            count = min(stored, layer.keys.shape[2])  # a static layer has free slots
+            first = stored - count
             if columns is None:
-                buffer.keys[:, :, first:stored] = layer.keys
-                buffer.values[:, :, first:stored] = layer.values
-                _point(layer, buffer.keys, buffer.values, stored)
+                buffer.keys[:, :, first:stored] = layer.keys[:, :, :count]
+                buffer.values[:, :, first:stored] = layer.values[:, :, :count]
+                if not isinstance(layer, StaticLayer):
+                    _point(layer, buffer.keys, buffer.values, stored)
             else:  # what a window has dropped is filled with any entry, as no later token attends to it
-                places = (columns - first).clamp(0, layer.keys.shape[2] - 1)
+                places = (columns - first).clamp(0, count - 1)
                 buffer.keys[:, :, : max(held)] = slots_of(layer.keys, places)
                 buffer.values[:, :, : max(held)] = slots_of(layer.values, places)
     buffers.set_lengths(held)
 
 
-def bring_up_to_date(cache: DynamicCache, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
-    """Point the layers of the user's cache to the entries of `buffers`, as many as the shortest row has.
+def bring_up_to_date(cache: Any, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
+    """Let the layers of the user's cache hold the entries of `buffers`, as many as the shortest row has.
 
     The next call computes the missing tokens of longer rows, like any other token of its input.
 
@@ -193,26 +203,58 @@ def _point(
 ) -> None:
     """Set keys and values of a layer to what it keeps of the first `length` columns: views, unless `columns` differ."""
     first = 0
-    if isinstance(layer, DynamicSlidingWindowLayer):
+    if isinstance(layer, StaticLayer):
+        first = max(0, length - layer.max_cache_len)
+    elif isinstance(layer, DynamicSlidingWindowLayer):
         first = max(0, length - layer.sliding_window + 1)
         layer.cumulative_length = length
     if columns is None:
-        layer.keys, layer.values = keys[:, :, first:length], values[:, :, first:length]
-        return
-    places = places_of(columns, first, length)
-    layer.keys, layer.values = slots_of(keys, places), slots_of(values, places)
+        keys, values = keys[:, :, first:length], values[:, :, first:length]
+    else:
+        places = places_of(columns, first, length)
+        keys, values = slots_of(keys, places), slots_of(values, places)
+    if isinstance(layer, StaticLayer):  # its tensors stay, as graphs read them
+        layer.keys[:, :, : length - first] = keys
+        layer.values[:, :, : length - first] = values
+        layer.cumulative_length.fill_(length)
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int = length
+    else:
+        layer.keys, layer.values = keys, values
 
 
 def _why_not(cache: Any) -> str | None:
     """Return why the layers of this cache cannot be read and written; `None` if they can."""
-    if type(cache) is not DynamicCache:
-        return "only DynamicCache and SpeculativeCache work with a draft"
+    if type(cache) not in (DynamicCache, StaticCache):
+        return "only DynamicCache, StaticCache and SpeculativeCache work with a draft"
     if cache.offloading:
         return "offloading=True moves keys and values away from the device of the model, where the loop needs them"
     kinds = {type(layer) for layer in cache.layers if not _is_dummy(layer)}
     if other := kinds - KNOWN_LAYERS:
         return f"layers of the kind {', '.join(sorted(kind.__name__ for kind in other))} are not supported with a draft"
     return None
+
+
+def why_too_short(cache: Any, call: Call) -> str | None:
+    """Return why a static cache has no room for the text of a call, but for its last token; `None` if it has.
+
+    A layer with as many slots as a window has room.
+    """
+    if not isinstance(cache, StaticCache) or user_cache_of(cache) is None:
+        return None
+    sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    if all(size >= call.max_length - 1 or size in call.target.windows for size in sizes):
+        return None
+    return (
+        f"{CACHE_NAME} is a StaticCache of {max(sizes)} slots, and the text may have {call.max_length} tokens. Make it "
+        f"with max_cache_len={call.max_length - 1} or more."
+    )
+
+
+def _new(cache: Any, config: PreTrainedConfig) -> Any:
+    """Return an empty cache of the class of a user's cache, for this config."""
+    options = {"max_cache_len": 1} if isinstance(cache, StaticCache) else {}
+    return type(cache)(config=config, **options)
 
 
 def _refuse_other_layers(cache: Any, expected: Any) -> None:
@@ -260,11 +302,17 @@ class OwnCache(CallCache):
         return held_by(self.cache, mask)
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
+        self._was_packed = self.cache.max_length == 0
         return super().open(call, nodes, self.cache)
+
+    def settle(self, session: Any, columns: torch.Tensor | None, is_kept: bool) -> None:
+        session.cache.rows.columns = columns
+        if self._was_packed:  # buffers that the user has made stay
+            pack_if_mostly_free(session.cache)
 
 
 class UserCache(OwnCache):
-    """A `DynamicCache` of the user, which is adopted at the start, and updated at the end."""
+    """A `DynamicCache` or `StaticCache` of the user, which is adopted at the start, and updated at the end."""
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
         cache = CallCache.open(self, call, nodes, None)
@@ -275,6 +323,8 @@ class UserCache(OwnCache):
         if session.target.has_states and not (is_kept and _ends_in_one_column(session)):
             logger.info("%s is as before the call, as states of rows of different lengths do not fit it.", CACHE_NAME)
         else:
+            if columns is None and not isinstance(self.cache, StaticCache):  # others get copies
+                pack_if_mostly_free(session.cache)
             bring_up_to_date(self.cache, session.cache, columns)
 
     def returned(self, cache: SpeculativeCache) -> Any:
@@ -302,5 +352,11 @@ class UserCaches(Wing):
         return why_not_stored(None, implementation)
 
     def why_not(self, call: Call) -> Iterator[str]:
-        if reason := why_not_stored(call.model_kwargs[CACHE_NAME], call.config.cache_implementation):
+        cache, limit = call.model_kwargs[CACHE_NAME], call.target.rotary_limit
+        if reason := why_not_stored(cache, call.config.cache_implementation) or why_too_short(cache, call):
             yield reason
+        if call.columns_apart and (call.inputs or limit < call.max_length):
+            cause = (
+                f"with {', '.join(call.inputs)}" if call.inputs else f"as rotary frequencies change at {limit} tokens"
+            )
+            yield f"input_ids lacks {call.columns_apart} tokens of {CACHE_NAME}, {cause}. Pass the whole conversation."
