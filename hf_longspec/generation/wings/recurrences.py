@@ -164,8 +164,11 @@ class PerNode:
         return kept.choose(state, torch.zeros_like(state) if before is None else before)
 
 
-def expect_nodes_of(layer: Any) -> None:
-    """Let the next convolution of this thread, and the recurrence after it, be those of a layer with staged nodes."""
+def expect_tokens_of(layer: Any) -> None:
+    """Let the next convolution of this thread, and the recurrence after it, be those of a layer.
+
+    Its tokens are staged nodes, or right-padded rows of prompts.
+    """
     _expected.convolution, _expected.recurrence = layer, None
 
 
@@ -341,6 +344,12 @@ RECURRENCES: dict[str, Callable] = {
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _mamba1,
 }
+# Places and names of their arguments, and the values with which a token leaves a state as it is.
+_UNCHANGED: dict[Callable, dict[int, tuple[str, float]]] = {
+    _delta_rule: {3: ("g", 0.0), 4: ("beta", 0.0)},
+    _mamba2: {1: ("dt", -torch.inf)},
+    _mamba1: {1: ("dt", -torch.inf)},
+}
 CONVOLUTION = "causal_conv1d_fn"
 
 _guard = threading.Lock()
@@ -416,6 +425,20 @@ def _wrapped(name: str, original: Callable) -> Callable:
         layer = None if torch.compiler.is_compiling() else _take(kind)
         if kind == "convolution":
             _expected.recurrence = layer
-        return original(*args, **kwargs) if layer is None else ours(layer, original, *args, **kwargs)
+        if layer is not None and layer.nodes is not None:
+            return ours(layer, original, *args, **kwargs)
+        if layer is not None and kind == "recurrence":
+            args = _with_neutral_padding(ours, layer.part.is_text, list(args), kwargs)
+        return original(*args, **kwargs)
 
     return wrapper
+
+
+def _with_neutral_padding(ours: Callable, is_text: Tensor, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Replace inputs of a recurrence so that a state passes padding, where `is_text` `(B, N)` is false, unchanged."""
+    for place, (name, value) in _UNCHANGED[ours].items():
+        values, key = (kwargs, name) if name in kwargs else (args, place)
+        tokens = is_text.to(values[key].device)
+        tokens = tokens[:, None] if ours is _mamba1 else tokens.view(*tokens.shape, *[1] * (values[key].ndim - 2))
+        values[key] = values[key].masked_fill(~tokens, value)
+    return args
