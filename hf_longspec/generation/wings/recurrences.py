@@ -33,8 +33,6 @@ from torch.nn.functional import softplus
 from ...attention_backends.lengths import SeqLens
 from ..draft_tree import DraftTree
 
-# Packages with other implementations of these functions, which transformers prefers when they are installed.
-KERNEL_PACKAGES = ("fla", "mamba_ssm", "causal_conv1d")
 # Added to squared norms by all functions of transformers that normalise queries and keys.
 NORM_EPSILON = 1e-6
 # Bounds of Mamba-2's step sizes, which are positive, that change nothing.
@@ -344,13 +342,15 @@ RECURRENCES: dict[str, Callable] = {
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _mamba1,
 }
-# Places and names of their arguments, and the values with which a token leaves a state as it is.
-_UNCHANGED: dict[Callable, dict[int, tuple[str, float]]] = {
-    _delta_rule: {3: ("g", 0.0), 4: ("beta", 0.0)},
-    _mamba2: {1: ("dt", -torch.inf)},
-    _mamba1: {1: ("dt", -torch.inf)},
-}
 CONVOLUTION = "causal_conv1d_fn"
+# Packages whose kernels transformers calls in place of these functions where they are installed.
+_PACKAGES = {_delta_rule: "fla", _mamba2: "mamba_ssm", _mamba1: "mamba_ssm", _convolution: "causal_conv1d"}
+# Names or places of their arguments, and values with which a token leaves a state as it is.
+_UNCHANGED: dict[Callable, dict[Any, float]] = {
+    _delta_rule: {"g": 0.0, "beta": 0.0},
+    _mamba2: {1: -torch.inf},
+    _mamba1: {1: -torch.inf},
+}
 
 _guard = threading.Lock()
 # Calls in which the functions of a module are replaced, and the functions of transformers.
@@ -382,16 +382,20 @@ def recurrences_replaced(model: nn.Module) -> Iterator[None]:
 def why_not_replaceable(model: nn.Module, config: Any) -> list[str]:
     """Return why the states of a model cannot be verified and rolled back; empty if they can."""
     reasons = []
-    functions = {name for kind in {type(module).__module__ for module in model.modules()} for name in _functions(kind)}
-    if CONVOLUTION not in functions:
+    if CONVOLUTION not in _functions_of(model):
         reasons.append("its recurrent layers do not call the functions of transformers that keep states in a cache")
     if (states := getattr(config, "number_of_conv_states", 1)) > 1:
         reasons.append(f"its layers keep {states} convolution states each, and the loop keeps one")
     if getattr(model, "_use_kernels", False):
         reasons.append("use_kernels=True replaces the recurrence of its layers; load it without use_kernels")
-    if packages := [name for name in KERNEL_PACKAGES if importlib.util.find_spec(name)]:
-        reasons.append(f"the kernels of {', '.join(packages)} for its recurrent layers are untested; uninstall them")
     return reasons
+
+
+def origin_of_functions(model: nn.Module) -> str:
+    """Return words for where the functions of a model's recurrent layers come from: packages, or transformers."""
+    packages = {_PACKAGES[RECURRENCES.get(name, _convolution)] for name in _functions_of(model)}
+    installed = sorted(name for name in packages if importlib.util.find_spec(name))
+    return f"the kernels of {', '.join(installed)}" if installed else "the functions of transformers"
 
 
 def limits_steps(model: nn.Module) -> bool:
@@ -404,11 +408,19 @@ def ignores_earlier_states(model: nn.Module) -> bool:
     return any("mamba_selective_scan" in _functions(type(module).__module__) for module in model.modules())
 
 
+def mixers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that call the functions which are replaced."""
+    return [part for part in model.modules() if any(isinstance(child, nn.Conv1d) for child in part.children())]
+
+
 def has_input_bias(model: nn.Module) -> bool:
     """Return whether the inputs of a convolution have a bias, which gives padding before a prompt a value."""
-    mixers = (part for part in model.modules() if any(isinstance(child, nn.Conv1d) for child in part.children()))
-    inputs = (child for part in mixers for name, child in part.named_children() if "in_proj" in name)
+    inputs = (child for part in mixers(model) for name, child in part.named_children() if "in_proj" in name)
     return any(getattr(layer, "bias", None) is not None for layer in inputs)
+
+
+def _functions_of(model: nn.Module) -> set[str]:
+    return {name for kind in {type(module).__module__ for module in model.modules()} for name in _functions(kind)}
 
 
 def _functions(module: str) -> dict[str, Callable]:
@@ -427,18 +439,18 @@ def _wrapped(name: str, original: Callable) -> Callable:
             _expected.recurrence = layer
         if layer is not None and layer.nodes is not None:
             return ours(layer, original, *args, **kwargs)
+        inputs = list(args)
         if layer is not None and kind == "recurrence":
-            args = _with_neutral_padding(ours, layer.part.is_text, list(args), kwargs)
-        return original(*args, **kwargs)
+            _neutralise(ours, layer.part.is_text, inputs, kwargs)
+        return original(*inputs, **kwargs)
 
     return wrapper
 
 
-def _with_neutral_padding(ours: Callable, is_text: Tensor, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _neutralise(ours: Callable, is_text: Tensor, args: list[Any], kwargs: dict[str, Any]) -> None:
     """Replace inputs of a recurrence so that a state passes padding, where `is_text` `(B, N)` is false, unchanged."""
-    for place, (name, value) in _UNCHANGED[ours].items():
-        values, key = (kwargs, name) if name in kwargs else (args, place)
+    for key, value in _UNCHANGED[ours].items():
+        values: Any = kwargs if key in kwargs else args
         tokens = is_text.to(values[key].device)
         tokens = tokens[:, None] if ours is _mamba1 else tokens.view(*tokens.shape, *[1] * (values[key].ndim - 2))
         values[key] = values[key].masked_fill(~tokens, value)
-    return args

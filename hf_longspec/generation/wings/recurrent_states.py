@@ -28,6 +28,8 @@ from .recurrences import (
     has_input_bias,
     ignores_earlier_states,
     limits_steps,
+    mixers,
+    origin_of_functions,
     recurrences_replaced,
     why_not_replaceable,
 )
@@ -91,7 +93,7 @@ class RecurrentStates(CachePart):
 
     @contextmanager
     def padded(self, ends: Sequence[int], positions: torch.Tensor) -> Iterator[None]:
-        """Keep the states of rows as they are after their first `ends[b]` tokens, in a forward at `positions` `(B, N)`."""
+        """Let a forward at `positions` `(B, N)` leave the states of each row after its first `ends[b]` tokens."""
         self.is_text = positions < on_device(ends, positions.device)[:, None]
         try:
             yield
@@ -367,6 +369,9 @@ class RecurrentMode(HybridMode):
             reasons.append("it has chunked attention, which the attention backends do not support")
         return reasons + super().why_not(target)
 
+    def replaced_layers(self, target: Any) -> tuple[list[Any], str]:
+        return mixers(target.model), origin_of_functions(target.model)
+
     def continues_texts(self, target: Any) -> bool:
         """Return whether no layer limits its step sizes in forwards of several tokens alone."""
         return not limits_steps(target.model)
@@ -428,7 +433,7 @@ class RecurrentMode(HybridMode):
 
     @contextmanager
     def around_prefill(self, cache: Any, positions: torch.Tensor, num_keys: int) -> Iterator[None]:
-        model, heads = getattr(cache.rows.plain, "padded", None) or (None, [num_keys])
+        model, heads = getattr(cache.rows.plain, "padded", None) or (torch.nn.Module(), [num_keys])
         if min(heads) >= num_keys:
             yield
             return

@@ -1,7 +1,6 @@
 """The gated delta rule over a text, and over single tokens."""
 
 from fla.ops import normalised, recurrence
-
 from tests.kernel_packages.counted import counted
 
 

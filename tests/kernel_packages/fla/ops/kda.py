@@ -1,8 +1,8 @@
 """Kimi Delta Attention over a text, and over single tokens."""
 
 import torch
-from fla.ops import normalised, recurrence
 
+from fla.ops import normalised, recurrence
 from tests.kernel_packages.counted import counted
 
 
