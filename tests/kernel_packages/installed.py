@@ -7,29 +7,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.kernel_packages.counted import CALLS, FAULTS
+
 FOLDER = Path(__file__).parent
 NAMES = "fla", "mamba_ssm", "causal_conv1d"
 
 
 @contextmanager
-def packages_installed() -> Iterator[None]:
-    """Let Python find the stand-ins, and restore the modules of transformers that are imported again meanwhile."""
-    before = {name: module for name, module in sys.modules.items() if ".modeling_" in name}
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in [name for name in sys.modules if name.partition(".")[0] in NAMES]:
-            del sys.modules[name]
-        sys.modules.update(before)
+def with_packages(model: Any, **faults: Any) -> Iterator[Any]:
+    """Yield a model of the same class and weights, whose module is imported again where the stand-ins are found.
 
-
-def with_packages(model: Any) -> Any:
-    """Return a model of the same class, config and weights, from a module that is imported again."""
+    `faults` are functions that run in place of stand-ins and get them as their first argument.
+    """
     name, kind = type(model).__module__, type(model).__name__
-    sys.modules.pop(name)
-    copy = getattr(importlib.import_module(name), kind)(model.config).eval().to(model.dtype)
-    copy.load_state_dict(model.state_dict())
-    copy.generation_config.eos_token_id = None
-    return copy
+    before = sys.modules.pop(name)
+    sys.path.insert(0, str(FOLDER))
+    CALLS.clear()
+    FAULTS.update(faults)
+    try:
+        copy = getattr(importlib.import_module(name), kind)(model.config).eval().to(model.dtype)
+        copy.load_state_dict(model.state_dict())
+        copy.generation_config.eos_token_id = None
+        yield copy
+    finally:
+        FAULTS.clear()
+        sys.path.remove(str(FOLDER))
+        for module in [module for module in sys.modules if module.partition(".")[0] in NAMES]:
+            del sys.modules[module]
+        sys.modules[name] = before

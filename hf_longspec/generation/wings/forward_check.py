@@ -157,10 +157,10 @@ def _outputs_of(layers: Sequence[torch.nn.Module]) -> Iterator[list[list[torch.T
 
 
 def _left(cache: SpeculativeCache, row: int, outputs: list[list[torch.Tensor]], places: Any) -> dict[str, Any]:
-    """Return what recurrent layers leave of a row, in lists by names: their outputs at some places, and their states."""
+    """Return what recurrent layers leave of a row, lists by names: their outputs at some places, and their states."""
     layers = [layer.copied(row) for layer in cache.layers if hasattr(layer, "copied")]
     states = {name: [layer[name] for layer in layers if layer[name] is not None] for name in (layers or [{}])[0]}
-    return states | {"output": [torch.cat(parts, 1)[row, places] for parts in outputs]}
+    return states | {"output": [torch.cat(parts, 1)[row, places] for parts in outputs if parts]}
 
 
 def _compare_layers(target: TargetView, origin: str, plain: dict[str, Any], verified: dict[str, Any]) -> None:
@@ -173,10 +173,8 @@ def _compare_layers(target: TargetView, origin: str, plain: dict[str, Any], veri
         pairs = [(one.float(), other.to(one.device)) for one, other in zip(tensors, verified[name], strict=True)]
         gaps = [float((a - b).norm() / a.norm()) if a.shape == b.shape else math.inf for a, b in pairs]
         if (gap := min(gaps, default=0)) > tolerance:
-            differs = (
-                f"differs by {gap:.3g} of its norm or more from that of {origin}; the tolerance is {tolerance:.3g}"
-            )
-            raise _refusal(target, f"the {name} of its recurrent layers {differs}")
+            which = f"the {name} of its recurrent layers differs from that of {origin}"
+            raise _refusal(target, f"{which} by {gap:.3g} of its norm or more; the tolerance is {tolerance:.3g}")
 
 
 def _refusal(target: TargetView, reason: str) -> ValueError:
