@@ -57,10 +57,9 @@ def check_target(
 ) -> None:
     """Compare verification and plain forward after the longest row of `cache`, once per process and kind of target.
 
-    A kind is given by class, config, dtype of the weights and attention implementation, by whether there is room for a
-    tree of more than a root, and by whether it begins with states. The check runs the last few tokens of one of the
-    `texts`, at positions below `limit`, and writes only to free slots of the cache. Call it outside of
-    [`TargetView.attention`].
+    A kind is given by class, config, dtype of the weights and attention implementation, and by whether there is room
+    for a tree of more than a root. The check runs the last few tokens of one of the `texts`, at positions below
+    `limit`, and writes only to free slots of the cache. Call it outside of [`TargetView.attention`].
 
     With `logits` `(batch, vocab)` of the last token of every text, from one forward over the text with images and the
     like, it also verifies the end of a text that is not in the cache, which must run without these inputs.
@@ -76,8 +75,7 @@ def check_target(
     count = max(1, min(NUM_TOKENS, len(texts[row]), limit - start, (slots + 1) // 2))
     implementation, settings = str(target.config._attn_implementation), target.config.to_json_string(use_diff=False)
     dtype = target.model.dtype, torch.is_autocast_enabled(texts[row].device.type)
-    has_states = target.mode.has_states and start > 0
-    kind = type(target.model), *dtype, implementation, settings, logits is not None, count > 1, has_states
+    kind = type(target.model), *dtype, implementation, settings, logits is not None, count > 1
     if kind in _checked:
         return
     chain = texts[row][-count:].expand(cache.batch_size, -1)
