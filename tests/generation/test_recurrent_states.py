@@ -112,6 +112,23 @@ def test_steps_of_mamba2_are_limited_in_forwards_of_several_tokens(made, name, l
             inputs["prefill_chunk_size"] = None
 
 
+@pytest.mark.parametrize(
+    ("name", "lengths", "chunk"),
+    [
+        ("qwen3_5_text", (40, 3, 23), 17),  # one of 35 tokens would be alone in a third chunk, where rows have ended
+        ("kimi_linear", (4, 23, 30), 16),
+        ("granitemoehybrid", (22, 1, 6), 16),
+        ("falcon_h1", (1, 13), 7),
+        ("lfm2_moe", (33, 2, 18), 9),
+        ("jamba", (2, 19), None),
+    ],
+    ids=str,
+)
+def test_prompts_of_different_lengths_run_in_the_same_forwards(made, name, lengths, chunk, monkeypatch):
+    monkeypatch.delattr(TargetView, "prefill_rows")
+    check_text(made(name), lengths, prefill_chunk_size=chunk)
+
+
 def test_which_tokens_plain_generate_runs_alone():
     """Against the split of the prompts, by rows with padding of 0, 1 and 4."""
     lags = (0, 1, 4)

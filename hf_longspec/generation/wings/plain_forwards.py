@@ -9,7 +9,7 @@ from torch import Tensor
 from ...attention_backends.lengths import on_device
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlainForwards:
     """The forwards in which plain `generate` runs the tokens of a call: prompts in chunks, then one column each."""
 
@@ -17,6 +17,8 @@ class PlainForwards:
     stored: int  # columns that the cache of plain `generate` held before the call
     prompt: int  # columns of the prompts
     chunk: int  # columns of a forward of the prompts
+    # the target, and how many tokens of each row the prefill runs, if it runs rows of different lengths right-padded
+    padded: tuple[Any, list[int]] | None = None
 
     @classmethod
     def of(cls, prompts: Any) -> "PlainForwards":

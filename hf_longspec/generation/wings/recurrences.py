@@ -34,8 +34,6 @@ from torch.nn.functional import pad, rms_norm, softplus
 from ...attention_backends.lengths import SeqLens
 from ..draft_tree import DraftTree
 
-# Packages with other implementations of these functions, which transformers prefers when they are installed.
-KERNEL_PACKAGES = ("fla", "mamba_ssm", "causal_conv1d")
 # Added to squared norms by all functions of transformers that normalise queries and keys.
 NORM_EPSILON = 1e-6
 # Bounds of Mamba-2's step sizes, which are positive, that change nothing.
@@ -240,8 +238,11 @@ class PerNode(Terms):
         return kept.choose(self.states[kept.rows, kept.last], before, out)
 
 
-def expect_nodes_of(layer: Any) -> None:
-    """Let the next convolution of this thread, and the recurrence after it, be those of a layer with staged nodes."""
+def expect_tokens_of(layer: Any) -> None:
+    """Let the next convolution of this thread, and the recurrence after it, be those of a layer.
+
+    Its tokens are staged nodes, or right-padded rows of prompts.
+    """
     _expected.convolution, _expected.recurrence = layer, None
 
 
@@ -448,6 +449,14 @@ RECURRENCES: dict[str, Callable] = {
     "mamba_selective_scan": _mamba1,
 }
 CONVOLUTION = "causal_conv1d_fn"
+# Packages whose kernels transformers calls in place of these functions where they are installed.
+_PACKAGES = {_delta_rule: "fla", _mamba2: "mamba_ssm", _mamba1: "mamba_ssm", _convolution: "causal_conv1d"}
+# Names or places of their arguments, and values with which a token leaves a state as it is.
+_UNCHANGED: dict[Callable, dict[Any, float]] = {
+    _delta_rule: {"g": 0.0, "beta": 0.0},
+    _mamba2: {1: -torch.inf},
+    _mamba1: {1: -torch.inf},
+}
 
 _guard = threading.Lock()
 # Calls in which the functions of a module are replaced, and the functions of transformers.
@@ -479,16 +488,20 @@ def recurrences_replaced(model: nn.Module) -> Iterator[None]:
 def why_not_replaceable(model: nn.Module, config: Any) -> list[str]:
     """Return why the states of a model cannot be verified and rolled back; empty if they can."""
     reasons = []
-    functions = {name for kind in {type(module).__module__ for module in model.modules()} for name in _functions(kind)}
-    if CONVOLUTION not in functions:
+    if CONVOLUTION not in _functions_of(model):
         reasons.append("its recurrent layers do not call the functions of transformers that keep states in a cache")
     if (states := getattr(config, "number_of_conv_states", 1)) > 1:
         reasons.append(f"its layers keep {states} convolution states each, and the loop keeps one")
     if getattr(model, "_use_kernels", False):
         reasons.append("use_kernels=True replaces the recurrence of its layers; load it without use_kernels")
-    if packages := [name for name in KERNEL_PACKAGES if importlib.util.find_spec(name)]:
-        reasons.append(f"the kernels of {', '.join(packages)} for its recurrent layers are untested; uninstall them")
     return reasons
+
+
+def origin_of_functions(model: nn.Module) -> str:
+    """Return words for where the functions of a model's recurrent layers come from: packages, or transformers."""
+    packages = {_PACKAGES[RECURRENCES.get(name, _convolution)] for name in _functions_of(model)}
+    installed = sorted(name for name in packages if importlib.util.find_spec(name))
+    return f"the kernels of {', '.join(installed)}" if installed else "the functions of transformers"
 
 
 def limits_steps(model: nn.Module) -> bool:
@@ -501,11 +514,19 @@ def ignores_earlier_states(model: nn.Module) -> bool:
     return any("mamba_selective_scan" in _functions(type(module).__module__) for module in model.modules())
 
 
+def mixers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that call the functions which are replaced."""
+    return [part for part in model.modules() if any(isinstance(child, nn.Conv1d) for child in part.children())]
+
+
 def has_input_bias(model: nn.Module) -> bool:
     """Return whether the inputs of a convolution have a bias, which gives padding before a prompt a value."""
-    mixers = (part for part in model.modules() if any(isinstance(child, nn.Conv1d) for child in part.children()))
-    inputs = (child for part in mixers for name, child in part.named_children() if "in_proj" in name)
+    inputs = (child for part in mixers(model) for name, child in part.named_children() if "in_proj" in name)
     return any(getattr(layer, "bias", None) is not None for layer in inputs)
+
+
+def _functions_of(model: nn.Module) -> set[str]:
+    return {name for kind in {type(module).__module__ for module in model.modules()} for name in _functions(kind)}
 
 
 def _functions(module: str) -> dict[str, Callable]:
@@ -522,6 +543,20 @@ def _wrapped(name: str, original: Callable) -> Callable:
         layer = None if torch.compiler.is_compiling() else _take(kind)
         if kind == "convolution":
             _expected.recurrence = layer
-        return original(*args, **kwargs) if layer is None else ours(layer, original, *args, **kwargs)
+        if layer is not None and layer.nodes is not None:
+            return ours(layer, original, *args, **kwargs)
+        inputs = list(args)
+        if layer is not None and kind == "recurrence":
+            _neutralise(ours, layer.part.is_text, inputs, kwargs)
+        return original(*inputs, **kwargs)
 
     return wrapper
+
+
+def _neutralise(ours: Callable, is_text: Tensor, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Replace inputs of a recurrence so that a state passes padding, where `is_text` `(B, N)` is false, unchanged."""
+    for key, value in _UNCHANGED[ours].items():
+        values: Any = kwargs if key in kwargs else args
+        tokens = is_text.to(values[key].device)
+        tokens = tokens[:, None] if ours is _mamba1 else tokens.view(*tokens.shape, *[1] * (values[key].ndim - 2))
+        values[key] = values[key].masked_fill(~tokens, value)

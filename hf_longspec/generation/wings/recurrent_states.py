@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from ...attention_backends.lengths import SeqLens
+from ...attention_backends.lengths import SeqLens, on_device
 from ..cache import CACHE_NAME, CachePart, Rows, SpeculativeLayer
 from ..draft_tree import DraftTree
 from ..target import FixedStep
@@ -27,10 +27,12 @@ from .recurrences import (
     Stepped,
     Terms,
     Window,
-    expect_nodes_of,
+    expect_tokens_of,
     has_input_bias,
     ignores_earlier_states,
     limits_steps,
+    mixers,
+    origin_of_functions,
     recurrences_replaced,
     why_not_replaceable,
 )
@@ -61,14 +63,17 @@ class RecurrentStates(CachePart):
 
     Attributes:
         nodes ([`StagedNodes`], *optional*): The nodes of the verification that is staged.
+        is_text (`torch.BoolTensor` of shape `(batch, N)`, *optional*):
+            Which tokens of a forward of prompts are not padding; `None` if all are text.
     """
 
     def __init__(self, cache: Any):
         self.cache = cache
         self.layers = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
         self.nodes: StagedNodes | None = None
+        self.is_text: torch.Tensor | None = None
         self._copies: list[dict[str, torch.Tensor | None]] | None = None
-        # lengths to which a commit has taken the states, as long as nothing else has changed them
+        # lengths to which a commit or padded prompts have taken the states, if nothing else has changed them since
         self._reached: tuple[int, ...] | None = None
         self._fixed: FixedStates | None = None
         # joined terms of the last verification, if a graph computed them, and what runs a step
@@ -120,6 +125,16 @@ class RecurrentStates(CachePart):
                 layer.put(dict(zip(STATES, states, strict=True)))
             self._reached = None
 
+    @contextmanager
+    def padded(self, ends: Sequence[int], positions: torch.Tensor) -> Iterator[None]:
+        """Let a forward at `positions` `(B, N)` leave the states of each row after its first `ends[b]` tokens."""
+        self.is_text = positions < on_device(ends, positions.device)[:, None]
+        try:
+            yield
+        finally:
+            self.is_text = None
+        self._reached = tuple(ends)
+
     def drop(self) -> None:
         self.nodes, self._terms = None, []
         for layer in self.layers:
@@ -139,7 +154,7 @@ class RecurrentStates(CachePart):
             StateLayer.reset(layer)
 
     def why_not_lengths(self, lengths: SeqLens) -> str | None:
-        if not any(layer.has_previous_state[0] for layer in self.layers):
+        if lengths.host == self._reached or not any(layer.has_previous_state[0] for layer in self.layers):
             return None
         # forwards of plain `generate` count in the layers alone
         read = max((layer.length for layer in self.cache.key_layers), default=0)
@@ -276,6 +291,8 @@ class StatesInGraph:
         layers (`dict[int, StateLayer]`): A layer for the mixers of transformers, by its index in the cache.
     """
 
+    is_text: torch.Tensor | None = None  # prompts do not run in graphs
+
     def __init__(self, fixed: FixedStates):
         self.fixed = fixed
         self.nodes: StagedNodes | None = None
@@ -405,11 +422,17 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         else:
             size = self.convolution.shape[-1]
             inputs = torch.cat([self.convolution, conv_states], -1)
-        if self.nodes is None:
-            self.convolution = inputs[..., -size:].clone()
-        else:
+        is_text = None if self.part is None else self.part.is_text
+        if self.nodes is not None:
             self._staged["convolution"] = Window(inputs, self.nodes.windows(size).to(inputs.device))
-            expect_nodes_of(self)
+        elif is_text is not None:
+            places = is_text.sum(1, keepdim=True) + torch.arange(size, device=is_text.device)
+            index = places.to(inputs.device)[:, None].expand(-1, inputs.shape[1], -1)
+            self.convolution = inputs.gather(2, index)
+        else:
+            self.convolution = inputs[..., -size:].clone()
+            return inputs
+        expect_tokens_of(self)
         return inputs
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
@@ -561,6 +584,9 @@ class RecurrentMode(HybridMode):
             reasons.append("it has chunked attention, which the attention backends do not support")
         return reasons + super().why_not(target)
 
+    def replaced_layers(self, target: Any) -> tuple[list[Any], str]:
+        return mixers(target.model), origin_of_functions(target.model)
+
     def continues_texts(self, target: Any) -> bool:
         """Return whether no layer limits its step sizes, or ignores its state, in forwards of several tokens alone."""
         return not limits_steps(target.model) and not ignores_earlier_states(target.model)
@@ -602,17 +628,33 @@ class RecurrentMode(HybridMode):
         return max(nodes, self.seed_tokens) + 1  # see `tails` for one more
 
     def begin(self, cache: Any, prompts: Any) -> None:
-        cache.rows.plain = PlainForwards.of(prompts)
+        prompts.plain = cache.rows.plain = PlainForwards.of(prompts)
 
     def needs_chains(self, prompts: Any) -> bool:
-        return len(set(map(len, prompts.texts))) > 1
+        """Return whether rows differ, and limits of step sizes depend on the number of tokens of a forward."""
+        return len(set(map(len, prompts.texts))) > 1 and limits_steps(prompts.target.model)
 
     def tails(self, prompts: Any, sizes: list[int]) -> list[int]:
         if prompts.by_chains:
             return sizes
-        count = len(prompts.new[0]) - sizes[0]  # all rows have as many new tokens
+        new = list(map(len, prompts.new))
+        count = max(new) - sizes[new.index(max(new))]
         is_alone = count % (prompts.chunk_size or max(count, 2)) == 1
-        return [size + is_alone for size in sizes]
+        sizes = [min(size + is_alone, most) for size, most in zip(sizes, new, strict=True)]
+        if len(set(new)) > 1:
+            heads = [held + most - size for held, most, size in zip(prompts.held, new, sizes, strict=True)]
+            prompts.plain.padded = prompts.target.model, heads
+        return sizes
+
+    @contextmanager
+    def around_prefill(self, cache: Any, positions: torch.Tensor, num_keys: int) -> Iterator[None]:
+        model, heads = getattr(cache.rows.plain, "padded", None) or (torch.nn.Module(), [num_keys])
+        if min(heads) >= num_keys:
+            yield
+            return
+        states = next(part for part in cache.parts if isinstance(part, RecurrentStates))
+        with recurrences_replaced(model), states.padded([min(head, num_keys) for head in heads], positions):
+            yield
 
     def padded_chain(self, tokens: torch.Tensor, size: int) -> torch.Tensor:
         return pad(tokens, (0, 1)) if tokens.shape[1] % size == 1 else tokens

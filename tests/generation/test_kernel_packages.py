@@ -1,0 +1,157 @@
+"""Hybrid targets whose functions are kernels of fla, mamba-ssm and causal-conv1d: stand-ins, which run on a CPU."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.wings import forward_check
+from hf_longspec.generation.wings.recurrences import mixers
+from tests.generation.drafted_calls import (
+    ONE,
+    RAGGED,
+    arguments,
+    check_a_commit,
+    check_a_returned_cache,
+    drafted,
+    generated,
+)
+from tests.generation.test_recurrent_states import SEEDS, SOAKED, TYPES
+from tests.kernel_packages.counted import CALLS
+from tests.kernel_packages.installed import with_packages
+from tests.pairwise import pairwise
+from tests.robustness.enumeration import build
+
+SEED_TOKENS = 5  # of the drafts of these tests
+CASES = pairwise(TYPES, (True, False), (ONE, RAGGED))
+CASES += [pytest.param(*one.values, *way, marks=one.marks) for one in SOAKED for way in ((True, RAGGED), (False, ONE))]
+EVERY = [*TYPES, *SOAKED]
+# Functions over several tokens; a type without one has convolutions alone.
+KERNELS = {
+    "qwen3_5_text": "chunk_gated_delta_rule",
+    "kimi_linear": "chunk_kda",
+    "granitemoehybrid": "mamba_chunk_scan_combined",
+    "falcon_h1": "mamba_chunk_scan_combined",
+    "jamba": "selective_scan_fn",
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_checked(monkeypatch):
+    monkeypatch.setattr(forward_check, "_checked", set())
+
+
+@pytest.fixture(scope="module")
+def made():
+    models = {}
+
+    def make(name):
+        if name not in models:
+            models[name] = build(name, SEEDS.get(name, 0))
+        return models[name]
+
+    return make
+
+
+def seen(name):
+    """Numbers of tokens for which a kernel over several tokens ran."""
+    return {tokens for kernel, tokens in CALLS if kernel == name and tokens > 1}
+
+
+@pytest.mark.parametrize(("name", "chain", "lengths"), CASES, ids=str)
+def test_text_is_that_of_generate_with_the_same_packages(made, name, chain, lengths):
+    """The prompts run their kernels, rows of any lengths in one forward, and the nodes of drafts do not."""
+    with with_packages(made(name)) as model:
+        assert TargetView(model).why_not() == [] and mixers(model)  # after the trial, which runs two tokens
+        inputs = arguments(lengths, do_sample=False)
+        text = generated(model, **inputs)
+        kernels = {kernel for kernel, tokens in CALLS if tokens == max(lengths)}
+        assert "causal_conv1d_fn" in kernels and KERNELS.get(name, "causal_conv1d_fn") in kernels
+        CALLS.clear()
+        draft = drafted(model, chain, text, max(lengths))
+        assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
+        for kernel in kernels - {"causal_conv1d_fn"}:
+            assert seen(kernel) == {max(lengths) - SEED_TOKENS}
+        stats = draft.last_speculation
+        assert 1 < stats.num_emitted_tokens / stats.num_spec_steps < draft.num_nodes
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_states_after_a_commit_are_those_of_their_single_steps(made, name):
+    with with_packages(made(name)) as model:
+        check_a_commit(model)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("granitemoehybrid", "dynamic"), ("kimi_linear", "speculative")])
+def test_a_returned_cache_continues(made, name, kind):
+    with with_packages(made(name)) as model:
+        check_a_returned_cache(model, kind)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "jamba"])
+def test_half_precision_is_no_reason_to_refuse(made, name):
+    """Rounding differs between kernels and closed forms; texts may, too."""
+    with with_packages(copy.deepcopy(made(name)).to(torch.bfloat16)) as model:
+        draft = drafted(model, False, torch.zeros(3, 80, dtype=torch.long), 40)
+        generated(model, **arguments(RAGGED, do_sample=False), assistant_model=draft)
+        assert len(forward_check._checked) == 1
+
+
+def transposed(function, *args, **options):
+    """A kernel over a text or its tokens that keeps states `[B, H, V, K]`."""
+    given = {name: state.mT for name in ("initial_state", "initial_states") if (state := options.get(name)) is not None}
+    out, *state = function(*args, **options | given)
+    return out, *(None if one is None else one.mT.contiguous() for one in state)
+
+
+def transposed_in_place(function, state, *args, **options):
+    own = state.mT.contiguous()
+    out = function(own, *args, **options)
+    state.copy_(own.mT)
+    return out
+
+
+def not_in_place(function, x, state, *args, **options):
+    return function(x, state.clone(), *args, **options)
+
+
+MAMBA = {"selective_state_update": transposed_in_place}
+FAULTS = [
+    ("qwen3_5_text", dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), transposed), "fla"),
+    ("kimi_linear", dict.fromkeys(("chunk_kda", "fused_recurrent_kda"), transposed), "fla"),
+    ("granitemoehybrid", {"mamba_chunk_scan_combined": transposed} | MAMBA, "mamba_ssm"),
+    ("jamba", {"selective_scan_fn": transposed} | MAMBA, "mamba_ssm"),
+    ("lfm2_moe", {"causal_conv1d_update": not_in_place}, "causal_conv1d"),
+]
+
+
+PRECISIONS = itertools.cycle([torch.bfloat16, torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("name", "faults", "package", "dtype", "length"),
+    [(*fault, next(PRECISIONS), length) for length in (37, 5) for fault in FAULTS],
+    ids=str,
+)
+def test_kernels_with_states_of_another_kind_are_refused_by_name(made, name, faults, package, dtype, length):
+    """Also after a prompt of which a prefill runs nothing. States of fla's kernels are square here."""
+    model = copy.deepcopy(made(name)).to(dtype)
+    with with_packages(model, **faults) as model:
+        inputs = arguments((length,), do_sample=False)
+        draft = drafted(model, True, torch.zeros(1, 80, dtype=torch.long), length)
+        for _ in range(2):  # a refusal is not forgotten
+            with pytest.raises(ValueError, match=rf"{type(model).__name__} cannot be verified: .*recurrent") as error:
+                generated(model, **inputs, assistant_model=draft)
+        assert package in str(error.value) and (package == "fla") == ("fla" in str(error.value))
+
+
+def test_without_the_check_the_text_is_wrong(made):
+    """With states in another layout, which plain `generate` of this package never notices."""
+    with with_packages(made("qwen3_5_text"), **FAULTS[0][1]) as model:
+        inputs = arguments((37,), do_sample=False)
+        text = generated(model, **inputs)
+        draft = drafted(model, True, text, 37)
+        draft.generation_config.check_target = False
+        assert generated(model, **inputs, assistant_model=draft).tolist() != text.tolist()
