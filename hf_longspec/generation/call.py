@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..attention_backends.contexts import TreeContext
 from .cache import CACHE_NAME, SpeculativeCache
-from .sampling import is_history_free
+from .sampling import TokenRule, is_history_free
 from .target import Known, TargetView
 from .wing import WINGS
 
@@ -81,6 +81,7 @@ class Call:
         prompts ([`Prompts`]): Prompts without their padding.
         store ([`CallCache`]): Cache of the loop, and of the user.
         session_class (*optional*): Subclass of [`Session`] that runs the call; wings choose it.
+        rule_class (`Callable`): Makes the [`TokenRule`] of the call; wings choose it.
         inputs (`dict[str, Any]`): Inputs of the first forward beside the tokens, which a wing has read.
     """
 
@@ -105,6 +106,7 @@ class Call:
         self.mask, self.position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         self.store, self.prompts_class, self.session_class = CallCache(), Prompts, None
         self.inputs: dict[str, Any] = {}
+        self.rule_class: Callable[..., TokenRule] = TokenRule
 
     @cached_property
     def max_length(self) -> int:

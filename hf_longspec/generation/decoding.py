@@ -21,7 +21,7 @@ from ..attention_backends.lengths import SeqLens, on_device
 from .call import Call, refuse
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
-from .sampling import NoiseRows, TokenRule
+from .sampling import NoiseRows
 from .sequences import Outputs, Sequences, SpeculationStats
 from .target import Step, chain_of_last_tokens
 from .verification import Acceptance, packed
@@ -112,7 +112,7 @@ class Session:
         pad = 0 if pad is None else int(pad)  # a call may have no padding token
         self.sequences = Sequences(input_ids, call.stopping_criteria, pad, self.max_length, call.streamer, target.ranks)
         noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
-        self.rule = TokenRule(call.logits_processor, do_sample, self.sequences, noise)
+        self.rule = call.rule_class(call.logits_processor, do_sample, self.sequences, noise)
         self.outputs = Outputs(call.config, batch_size)
         self.root = input_ids[:, -1]
         # which rows emitted tokens, on the host and on the device, in the last step in which a row did not
@@ -281,6 +281,8 @@ class Session:
         self.call.store.settle(self, self.prompts.columns(self.cache) if returns_cache else None, is_kept)
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
         self.stats.draft_state_bytes = self.drafter.state_bytes
+        self.stats.processor_seconds = self.rule.processor_seconds
+        self.stats.num_processed_nodes = self.rule.num_processed_nodes
         self.drafter.keep()
         self.stats.num_out_of_draft_vocabulary = self.draft.num_out_of_vocabulary(self.sequences.generated)
         self.stats.interrupted = self.sequences.interrupted
