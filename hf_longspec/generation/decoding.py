@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention_backends.lengths import SeqLens, on_device
-from .call import Call, refuse
+from .call import GRAMMAR, Call, refuse
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
 from .sampling import NoiseRows
@@ -118,7 +118,7 @@ class Session:
         # which rows emitted tokens, on the host and on the device, in the last step in which a row did not
         self._going: tuple[list[bool], torch.Tensor] = [], self.root
 
-        nodes = target.mode.tree_slots(self.draft.num_tree_nodes(target))
+        nodes = target.mode.tree_slots(self.draft.num_tree_nodes(target) + call.more_nodes)
         if self.prompts.by_chains:
             nodes = max(nodes, target.mode.chain_tokens)
         keeps_buffers = target.captures and not call.store.is_users
@@ -129,6 +129,8 @@ class Session:
         if self.workspace is not None:
             binding.part = self.workspace.part
         self.drafter = self.draft.drafter(binding)
+        if GRAMMAR in call.rare:
+            self.drafter = WINGS[GRAMMAR].drafter(self.drafter, self)
         if (gate := WINGS.get(GATE)) is not None:
             self.drafter = gate.drafter(self.drafter, self)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
