@@ -36,6 +36,7 @@ class Position:
 
     def __init__(self, vocabulary: Any, grammar: str):
         self._matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+        self._vocab_size = vocabulary.vocab_size  # the parser ends at a token beyond it
         self._tokens: list[int] = []
 
     def seek(self, tokens: Sequence[int]) -> bool:
@@ -45,14 +46,11 @@ class Position:
         if known[:common] != tokens[:common]:
             common = next(place for place, pair in enumerate(zip(known, tokens, strict=False)) if pair[0] != pair[1])
         self.back(len(known) - common)
-        new = tokens[common:]
-        taken = self._matcher.try_consume_tokens(new) if new else 0
-        known += new[:taken]
-        return taken == len(new)
+        return all(map(self.push, tokens[common:]))
 
     def push(self, token: int) -> bool:
         """Move on by a token; return whether the grammar allows it."""
-        is_allowed = self._matcher.try_consume_tokens([token]) == 1
+        is_allowed = token < self._vocab_size and self._matcher.try_consume_tokens([token]) == 1
         if is_allowed:
             self._tokens.append(token)
         return is_allowed

@@ -87,10 +87,10 @@ def _examined(processor: Any, call: Any) -> Examined:
     before = made = UserState(subject)
     ids, vocab_size = call.tokens, call.target.vocab_size
     scores = torch.linspace(-4, 4, vocab_size, device=ids.device).repeat(len(ids), 1)
-    handle, differ, calls = before_forward(call.target.model, refuse), False, 0
+    handle, differ, calls, has_copies = before_forward(call.target.model, refuse), False, 0, False
     try:
         first, calls = subject[name](ids.clone(), scores.clone()), 1
-        made = UserState(subject)
+        made, has_copies = UserState(subject), tried is not None and copied(tried, is_often=True) is not None
         if not (made.forks or made.unknown):  # a matcher takes no text twice
             differ = not torch.equal(first, subject[name](ids.clone(), scores.clone()))
             made = UserState(subject)
@@ -107,7 +107,7 @@ def _examined(processor: Any, call: Any) -> Examined:
         found.reason = f"{name} cannot be tried out with the prompts ({type(error).__name__}: {error})."
     is_told = getattr(processor, "stateless", None) is False
     found.has_state = bool(is_told or differ or changed or error or made.forks or made.unknown)
-    found.has_copies = tried is not None and error is None and not is_shared
+    found.has_copies = has_copies and error is None and not is_shared
     of_library = type(processor).__module__.startswith("transformers.")
     is_constraint = type(processor) is PrefixConstrainedLogitsProcessor
     found.is_watched = not found.has_state and (is_constraint or not of_library)
@@ -170,7 +170,7 @@ class StatefulRule(TokenRule):
             parents = self._copies.get(path[:-1]) if depth else [one.processor for one in self._found]
             if parents is not None:
                 pairs = zip(self._found, parents, strict=True)
-                copies = [copied(parent) if one.has_state and one.has_copies else None for one, parent in pairs]
+                copies = [copied(parent, is_often=True) if one.has_state and one.has_copies else None for one, parent in pairs]
                 self._copies[path] = copies
         copies = copies or [None] * len(self._found)
         pairs = zip(self._found, copies, strict=True)

@@ -112,8 +112,10 @@ def fork_of(one: Any) -> Callable[[], Any] | None:
     return next((getattr(one, name) for name in names if callable(getattr(type(one), name, None))), None)
 
 
-def copied(one: Any) -> Any:
+def copied(one: Any, is_often: bool = False) -> Any:
     """Return a copy of an object of a user with a state of its own; `None` if there is none, or it has too many parts.
+
+    With `is_often`, also if a part can only be copied in a way of which nothing is known, which may take long.
 
     Parts with a method for it are copied by that. Code, modules and what [`UserState`] leaves out belong to both.
     """
@@ -131,6 +133,8 @@ def copied(one: Any) -> Any:
                 memo[id(part)] = fork()
             elif _is_fixed(part) or isinstance(part, nn.Module):
                 memo[id(part)] = part
+            elif is_often and _way(part) is None:
+                return None
             elif isinstance(part, dict):
                 pending += (*part.keys(), *part.values())
             elif isinstance(part, list | tuple | set | frozenset | deque):
