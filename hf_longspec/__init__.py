@@ -25,6 +25,7 @@ _LAZY = {
     "audit_sampling": "auditing",
     "SpeculationStats": "generation.sequences",
     "SpeculativeCache": "generation.cache",
+    "StructuredOutput": "structured_output",
     "Verification": "generation.drafter",
 }
 

@@ -6,6 +6,7 @@ from .modeling.configuration_base import DraftConfig
 from .modeling.dflash import DFlashConfig, DFlashDraftModel
 from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
 from .modeling.gemma4_assistant import Gemma4AssistantDraftConfig, Gemma4AssistantDraftModel
+from .modeling.grammar import GrammarConfig, GrammarDraftModel
 from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
 from .modeling.mtp import MtpConfig, MtpDraftModel
 from .modeling.ngram import NgramConfig, NgramDraftModel
@@ -27,6 +28,8 @@ __all__ = [
     "Eagle3DraftModel",
     "Gemma4AssistantDraftConfig",
     "Gemma4AssistantDraftModel",
+    "GrammarConfig",
+    "GrammarDraftModel",
     "LongSpecConfig",
     "LongSpecDraftModel",
     "MtpConfig",

@@ -40,6 +40,7 @@ ARROWS = {
     "hub": {REGISTRY},
     "auto": {REGISTRY, *SHIPPED},
     "streaming": set(),
+    "structured_output": set(),
     "cli": None,  # None: everything
     "drafts": None,
     "__init__": None,

@@ -18,6 +18,15 @@ def character_tokenizer(characters, **options):
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options)
 
 
+def letter_tokenizer(letters):
+    """One token per ASCII letter, after the special ones, as tokens of bytes."""
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *letters])}
+    bpe = Tokenizer(models.BPE(vocab, []))
+    bpe.add_special_tokens(list(SPECIAL))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+
+
 def byte_tokenizer(special=SPECIAL, texts=(), vocab_size=30_000):
     """One token per byte, after the special ones; with texts, their frequent pieces as well."""
     bpe = Tokenizer(models.BPE())

@@ -80,6 +80,12 @@ def generate(
     repetition_penalty: Annotated[
         float, number(0, "Values above 1 penalise tokens of the text.", float, above=True)
     ] = 1.0,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema. The text is JSON that follows it.", show_default=False)
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the whole text matches.", show_default=False)
+    ] = None,
     samples: Annotated[int, number(1, "Texts to sample, as one batch.", most=options.MOST_ROWS)] = 1,
     chat: Annotated[bool, flag("--chat", "Apply the chat template to the text.")] = False,
     setting: options.Setting = None,
@@ -113,6 +119,7 @@ def generate(
     - hf-longspec generate --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --draft ngram --show-drafts
     - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --html notes.html
     - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --json
+    - hf-longspec generate --prompt "A cat as JSON: " --target Qwen/Qwen3-0.6B --json-schema cat.json
     - hf-longspec generate --target Qwen/Qwen3-0.6B --data prompts.jsonl --output texts.jsonl --batch 16
 
     Exit status: 0; 1 if a row of --data failed; 2 for what cannot be run; 130 after Ctrl-C.

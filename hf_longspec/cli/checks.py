@@ -16,6 +16,10 @@ def generate(args: SimpleNamespace) -> None:
     """Check `hf-longspec generate`; adds `name` and `text` of the prompt, unless there is `--data`."""
     if not args.temperature and (args.top_p, args.top_k) != (1.0, 0):
         raise CommandError("--top-p and --top-k need sampling. Pass a --temperature above 0, such as 1.")
+    if args.json_schema is not None and args.regex is not None:
+        raise CommandError("--json-schema and --regex cannot be combined. Drop one of them.")
+    if args.json_schema is not None and not args.json_schema.is_file():
+        raise CommandError(f"--json-schema: the file {str(args.json_schema)!r} does not exist. Check the path.")
     if args.samples > 1 and not args.temperature:
         raise CommandError(f"--samples {args.samples} needs sampling. Pass a --temperature above 0.")
     if args.samples > 1 and (args.show_drafts or args.html is not None):

@@ -13,19 +13,20 @@ from transformers import set_seed
 from ..bench.prompts import around_a_message, left_padded, read_rows
 from ..cli import CommandError, one_line
 from .models import LoadedModels, Progress, default_device, dtype_of, find_device, load_models, say
+from .structure import processors
 from .work import Work
 
 
-def continue_rows(args: SimpleNamespace, how: dict[str, Any]) -> int:
+def continue_rows(args: SimpleNamespace, how: dict[str, Any], structure: dict[str, Any]) -> int:
     """Continue all rows of `--data`; returns the exit status."""
     state = processes()
     if state.num_processes > 1 and args.device is None:
         args.device = str(state.device)
     prompts = list(texts_of(args.data, args.column))
-    work = Work(args.output, args.data, prompts, settings_of(args, how))
+    work = Work(args.output, args.data, prompts, settings_of(args, how | structure))
     done = work.finished() if args.resume else {}
     with load_models(args) as loaded:
-        rows = RowDecoder(loaded, args, how)
+        rows = RowDecoder(loaded, args, how | processors(structure, loaded.tokenizer, loaded.model))
         batches = rows.batches([(row, prompt) for row, prompt in enumerate(prompts) if row not in done])
         state.wait_for_everyone()  # all have read what is finished before anyone writes
         if state.is_main_process:

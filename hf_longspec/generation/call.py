@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..attention_backends.contexts import TreeContext
 from .cache import CACHE_NAME, SpeculativeCache
-from .sampling import is_history_free
+from .sampling import TokenRule, is_history_free
 from .target import Known, TargetView
 from .wing import WINGS
 
@@ -69,7 +69,7 @@ KNOWN_MODEL_KWARGS = {
 }
 # Names of rare cases, in the order in which their reasons are looked for.
 USER_CACHE, GAPS, PROCESSORS = f"{CACHE_NAME} with tokens", "zeros between tokens", "logits processors"
-IMAGES, HOOKS = "inputs beside the tokens", "forward hooks"
+IMAGES, HOOKS, GRAMMAR = "inputs beside the tokens", "forward hooks", "a grammar"
 # The targets and settings for which drafts were last checked.
 _checked: WeakKeyDictionary[torch.nn.Module, tuple[Known, dict[str, Any]]] = WeakKeyDictionary()
 
@@ -81,6 +81,8 @@ class Call:
         prompts ([`Prompts`]): Prompts without their padding.
         store ([`CallCache`]): Cache of the loop, and of the user.
         session_class (*optional*): Subclass of [`Session`] that runs the call; wings choose it.
+        rule_class (`Callable`): Makes the [`TokenRule`] of the call; wings choose it.
+        more_nodes (`int`): Number of nodes that a wing adds to trees.
         inputs (`dict[str, Any]`): Inputs of the first forward beside the tokens, which a wing has read.
     """
 
@@ -106,6 +108,8 @@ class Call:
         self.tokens = pad(input_ids.long(), (self.columns_apart, 0))
         self.store, self.prompts_class, self.session_class = CallCache(), Prompts, None
         self.inputs: dict[str, Any] = {}
+        self.more_nodes = 0
+        self.rule_class: Callable[..., TokenRule] = TokenRule
 
     @cached_property
     def max_length(self) -> int:
@@ -129,6 +133,7 @@ class Call:
             USER_CACHE: self.model_kwargs.get(CACHE_NAME) is not None and self._passes_cache(),
             GAPS: self.mask is not None and has_gaps(self.mask),
             PROCESSORS: not all(map(is_history_free, self.logits_processor)),
+            GRAMMAR: any(getattr(processor, "is_grammar", False) for processor in self.logits_processor),
             IMAGES: has_axes or any(value is not None for value in others),
             HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
         }

@@ -18,10 +18,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention_backends.lengths import SeqLens, on_device
-from .call import Call, refuse
+from .call import GRAMMAR, Call, refuse
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
-from .sampling import NoiseRows, TokenRule
+from .sampling import NoiseRows
 from .sequences import Outputs, Sequences, SpeculationStats, busy_machine
 from .target import Step, chain_of_last_tokens
 from .verification import Acceptance, packed
@@ -113,13 +113,13 @@ class Session:
         most = self.max_length - call.columns_apart
         self.sequences = Sequences(input_ids, call.stopping_criteria, pad, most, call.streamer, target.ranks)
         noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
-        self.rule = TokenRule(call.logits_processor, do_sample, self.sequences, noise)
+        self.rule = call.rule_class(call.logits_processor, do_sample, self.sequences, noise)
         self.outputs = Outputs(call.config, batch_size)
         self.root = input_ids[:, -1]
         # which rows emitted tokens, on the host and on the device, in the last step in which a row did not
         self._going: tuple[list[bool], torch.Tensor] = [], self.root
 
-        nodes = target.mode.tree_slots(self.draft.num_tree_nodes(target))
+        nodes = target.mode.tree_slots(self.draft.num_tree_nodes(target) + call.more_nodes)
         if self.prompts.by_chains:
             nodes = max(nodes, target.mode.chain_tokens)
         # buffers of an earlier call, if steps are captured
@@ -130,6 +130,8 @@ class Session:
         if self.workspace is not None:
             binding.part = self.workspace.part
         self.drafter = self.draft.drafter(binding)
+        if GRAMMAR in call.rare:
+            self.drafter = WINGS[GRAMMAR].drafter(self.drafter, self)
         if (gate := WINGS.get(GATE)) is not None:
             self.drafter = gate.drafter(self.drafter, self)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
@@ -287,6 +289,8 @@ class Session:
         if self.sequences.device.type == "cpu":
             self.stats.busy = busy_machine(seconds, time.process_time() - self.processor_started)
         self.stats.draft_state_bytes = self.drafter.state_bytes
+        self.stats.processor_seconds = self.rule.processor_seconds
+        self.stats.num_processed_nodes = self.rule.num_processed_nodes
         self.drafter.keep()
         self.stats.num_out_of_draft_vocabulary = self.draft.num_out_of_vocabulary(self.sequences.generated)
         self.stats.interrupted = self.sequences.interrupted

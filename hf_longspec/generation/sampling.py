@@ -182,7 +182,15 @@ class NoiseRows:
 
 
 class TokenRule:
-    """Choose tokens as the target does, and accept the nodes of a draft tree under this rule."""
+    """Choose tokens as the target does, and accept the nodes of a draft tree under this rule.
+
+    Attributes:
+        processor_seconds (`float`): Time on the host of processors with state and of grammars.
+        num_processed_nodes (`int`): Number of their nodes.
+    """
+
+    processor_seconds = 0.0
+    num_processed_nodes = 0
 
     def __init__(
         self,
@@ -296,6 +304,14 @@ class TokenRule:
         for depth, tokens in enumerate(path.unbind(1)):
             self.try_out(depth, tokens)
         return self.scores_at(raw, path.shape[1], is_asked)
+
+    def scores_of_level(self, logits: torch.Tensor, paths: torch.Tensor, is_asked: torch.Tensor) -> torch.Tensor:
+        """Return processed scores of logits `(B, n, V)` after drafted tokens `paths` `(B, n, depth)`.
+
+        Paths that cannot be accepted, of which `is_asked` `(B, n)` is False, keep raw scores.
+        """
+        nodes = zip(logits.unbind(1), paths.unbind(1), is_asked.T.tolist(), strict=True)
+        return torch.stack([self.scores_after(*node) for node in nodes], 1)
 
     def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Return the token `(batch,)` that the rule chooses by `scores`, with the noise row of `depth`.
@@ -489,8 +505,7 @@ class Coupling:
                 scores = warped(rule.processors, logits, texts)
             else:
                 assert is_asked is not None
-                nodes = zip(logits.unbind(1), tokens.unbind(1), is_asked.T.tolist(), strict=True)
-                scores = torch.stack([rule.scores_after(*node) for node in nodes], 1)
+                scores = rule.scores_of_level(logits, tokens, is_asked)
             if is_asked is not None:
                 self._level = tokens, is_asked, ~scores.isneginf()
         return scores if noise is None else SHARPNESS * perturbed_log_probs(scores, noise[:, depth, None])

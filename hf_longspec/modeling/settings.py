@@ -73,6 +73,9 @@ COMMON = {
     "check_target": Setting(
         True, "True compares the first verification of a kind of target with a plain forward, False does not.", bool
     ),
+    "forced_tokens": Setting(
+        16, "Largest number of tokens that a grammar forces and that join a tree; 0 for none.", int, least=0
+    ),
     "on_unsupported": Setting(
         "plain",
         "What becomes of a call that cannot be served with a draft: it is decoded without one, or is an error.",

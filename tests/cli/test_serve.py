@@ -109,3 +109,18 @@ class TestCommand:
             monkeypatch.delitem(sys.modules, name)
         status, _, error = main("serve", "--target", tiny.target)
         assert status == 2 and error.startswith("error: serve needs fastapi, which is not installed: pip install")
+
+
+SHAPE = {"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}}}
+SHAPE |= {"required": ["kind", "old"], "additionalProperties": False}
+
+
+def test_answers_with_a_structure(server, expected):
+    """As plain `generate` with the same processor, at once and as a stream; later answers are free again."""
+    structure = StructuredOutput(expected.tokenizer, json_schema=SHAPE)
+    text = expected("a cat", 40, logits_processor=[structure])
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "shape", "schema": SHAPE}}, "new": 40}
+    assert answered(server, "a cat", **asked) == streamed(server, "a cat", **asked) == text
+    assert json.loads(text).keys() == {"kind", "old"}
+    assert answered(server, "a cat", response_format={"type": "json_object"}).startswith("{")
+    assert answered(server, "a cat") == expected("a cat")

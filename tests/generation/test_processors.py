@@ -2,7 +2,7 @@
 
 import threading
 from functools import cache
-from itertools import cycle, product
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +13,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings.processors import why_stateful
+from hf_longspec.generation.wings.processors import examined
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
 from tests.tiny_targets import generate, tiny_prompts, tiny_target
@@ -238,68 +238,169 @@ def default():
     return lambda input_ids, scores: processor(input_ids, scores)
 
 
-STATEFUL = {
-    Budget: r"Budget keeps state between calls \(Budget.calls changed",
-    OfRows: r"OfRows.seen changed",
-    OfClass: r"\(OfClass.count changed",
-    Slots: r"Slots.counts changed",
-    Drawn: r"keeps state between calls \(Drawn.generators.(torch|numpy)",
-    Uncopied: r"Uncopied reaches a lock, whose state cannot be compared",
-    Matcher: r"Matcher reaches a generator, whose state cannot be compared",
-    closure: r"function keeps state between calls \(count changed",
-    of_module: r"\(_calls_of_module changed",
-    attribute: r"\(processor.count changed",
-    default: r"\(__defaults__ of processor changed",
+class Later(Budget):
+    """Counts from its third call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.length = 0
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] > max(LENGTHS) + 3:
+            self.calls += 1
+        return forced(scores, self.calls + 5)
+
+
+def later():
+    count = 0
+
+    def processor(input_ids, scores):
+        nonlocal count
+        count += input_ids.shape[1] > max(LENGTHS) + 3
+        return forced(scores, count + 5)
+
+    return processor
+
+
+class Forking:
+    """The state of [`Advancing`]. It is copied by its own method alone."""
+
+    def __init__(self, seen=()):
+        self.seen, self.lock = [*seen], threading.Lock()
+
+    def fork(self):
+        return Forking(self.seen)
+
+
+class Advancing:
+    """Refuses a text that does not continue the one before by a token, as matchers of grammars do."""
+
+    def __init__(self):
+        self.matchers = []
+
+    def __call__(self, input_ids, scores):
+        if not self.matchers:
+            self.matchers = [Forking(text.tolist()) for text in input_ids]
+        else:
+            for matcher, text in zip(self.matchers, input_ids.tolist(), strict=True):
+                assert matcher.seen == text[:-1]
+                matcher.seen = text
+        allowed = [[(sum(matcher.seen) * 7 + place) % VOCAB for place in range(4)] for matcher in self.matchers]
+        mask = torch.full_like(scores, -torch.inf)
+        return scores + mask.scatter(1, torch.tensor(allowed), 0)
+
+
+ALONE = [OfClass, closure, of_module, attribute, default]  # whose state no copy has
+STATEFUL = [Budget, OfRows, Slots, Drawn, Later, later, Advancing, *ALONE]
+
+
+@pytest.mark.parametrize("make", STATEFUL, ids=lambda make: make.__name__)
+def test_processors_with_state(target, make):
+    """The text of stock `generate`, and the state afterwards."""
+    model = target("llama", **FEW_TOKENS)
+    for lengths, kind in (((13,), "longspec"), (LENGTHS, "longspec_ngram"), ((13,), "specattn")):
+        draft, processors, texts = draft_of(kind, model), [], []
+        for one in (None, draft):
+            processors.append(make())  # after the other call, which may share its state
+            if make in (Later, later) and len(lengths) > 1:
+                processors[-1].stateless = False
+            more = {"max_new_tokens": 20, "eos_token_id": None if make is Budget else END}
+            texts.append(generate(model, one, lengths, logits_processor=processors[-1:], **more))
+        assert torch.equal(*texts), kind
+        stats = draft.last_speculation
+        assert stats.num_forwards and stats.num_processed_nodes and stats.processor_seconds
+        if hasattr(processors[0], "calls"):
+            assert processors[0].calls == processors[1].calls
+        if make is Advancing:
+            assert [one.seen for one in processors[0].matchers] == [one.seen for one in processors[1].matchers]
+
+
+def test_state_of_a_later_call_in_a_batch(target):
+    """Rows may be at different columns when it shows."""
+    model = target("llama", **FEW_TOKENS)
+    draft = draft_of("longspec", model)
+    with pytest.raises(RuntimeError, match=r"Later.calls changed after some tokens.* stateless to False"):
+        generate(model, draft, LENGTHS, logits_processor=[Later()], max_new_tokens=20)
+
+
+def test_drafted_tokens_are_asked_about_with_states_of_their_own(target):
+    """A draft whose logits are the target's proposes what is accepted, also where its processors advance."""
+    model = target("llama", **FEW_TOKENS)
+    settings = {"sparse_ratio": 1.0, "num_assistant_tokens": 4, "acceptance": "coupled"}
+    draft = draft_of("specattn", model, **settings)
+    for do_sample in (False, True):
+        generate(model, draft, (13,), logits_processor=[Advancing()], do_sample=do_sample, max_new_tokens=21)
+        stats = draft.last_speculation
+        assert stats.num_accepted_draft_tokens == stats.num_draft_tokens == 16
+        assert stats.num_processed_nodes == 21 + 16
+
+
+REFUSED = {
+    Uncopied: r"Uncopied reaches a lock, whose state can neither be copied nor be compared",
+    Matcher: r"Matcher reaches a generator, whose state can neither be copied nor be compared",
 }
 
 
-@pytest.mark.parametrize(("make", "lengths"), zip(STATEFUL, cycle(((13,), LENGTHS))), ids=lambda one: str(one)[:30])
-def test_processors_with_state_decode_without_the_draft(target, make, lengths):
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_processors_whose_state_is_not_known_decode_without_the_draft(target, make):
     """The text of stock `generate` with the user's own object, which nothing has called before; or an error."""
     model, draft = target("llama"), NgramDraftModel.from_target(target("llama"))
-    text = generate(model, None, lengths, logits_processor=[make()], max_new_tokens=20)
-    processor = make()
-    draft.generation_config.on_unsupported = "error"
-    with pytest.raises(ValueError, match=STATEFUL[make]) as caught:
-        generate(model, draft, lengths, logits_processor=[processor])
-    assert "stateless" not in str(caught.value)
-    draft.generation_config.on_unsupported = "plain"
-    assert torch.equal(generate(model, draft, lengths, logits_processor=[processor], max_new_tokens=20), text)
-    assert draft.last_speculation.reason
-
-
-@cache
-def text_of_a_budget(model):
-    return generate(model, None, logits_processor=[Budget()], max_new_tokens=20)
+    for lengths in ((13,), LENGTHS):
+        text = generate(model, None, lengths, logits_processor=[make()], max_new_tokens=20)
+        processor = make()
+        draft.generation_config.on_unsupported = "error"
+        with pytest.raises(ValueError, match=REFUSED[make]) as caught:
+            generate(model, draft, lengths, logits_processor=[processor])
+        assert "stateless" not in str(caught.value)
+        draft.generation_config.on_unsupported = "plain"
+        assert torch.equal(generate(model, draft, lengths, logits_processor=[processor], max_new_tokens=20), text)
+        assert draft.last_speculation.reason
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_a_budget_under_every_draft(target, kind):
     model = target("llama", **FEW_TOKENS)
-    draft, expected = draft_of(kind, model, on_unsupported="plain"), text_of_a_budget(model)
-    assert torch.equal(generate(model, draft, logits_processor=[Budget()], max_new_tokens=20), expected)
-    assert expected[0, 33 + 14] == 7
+    draft = draft_of(kind, model)
+    for lengths in ((13,), LENGTHS):
+        texts = [generate(model, one, lengths, logits_processor=[Budget()], max_new_tokens=20) for one in (None, draft)]
+        assert torch.equal(*texts) and (texts[0][:, 13 + 14] == 7).all()
+        sampled = [
+            generate(model, one, lengths, logits_processor=[Budget()], max_new_tokens=20, do_sample=True)
+            for one in (PlainDraftModel.from_target(model), draft)
+        ]
+        assert draft.draws_tokens or torch.equal(*sampled)
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"guidance_scale": 1.5},
-        {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6, 7]])},
-        {"watermarking_config": WatermarkingConfig(bias=4.0)},
-        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3, context_history_size=8)},
-    ],
-    ids=["guidance", "negative-prompt", "watermark", "synthid"],
+    [{"guidance_scale": 1.5}, {"guidance_scale": 1.5, "negative_prompt_ids": torch.tensor([[5, 6, 7]])}],
+    ids=["guidance", "negative-prompt"],
 )
-def test_guidance_and_watermarks(target, options):
+def test_guidance(target, options):
     model = target("llama")
     for do_sample, draft in ((False, NgramDraftModel), (True, SpecAttnDraftModel)):
         one = draft.from_target(model)
         texts = [generate(model, beside, (13,), do_sample=do_sample, **options) for beside in (None, one)]
         assert torch.equal(*texts) and one.last_speculation.reason
         one.generation_config.on_unsupported = "error"
-        with pytest.raises(ValueError, match=r"keeps state between calls|runs the target"):
+        with pytest.raises(ValueError, match="runs the target"):
             generate(model, one, (13,), do_sample=do_sample, **options)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [WatermarkingConfig(bias=4.0), SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3, context_history_size=8)],
+    ids=["watermark", "synthid"],
+)
+@pytest.mark.parametrize("kind", ["longspec_ngram", "longspec"])
+def test_watermarks(target, config, kind):
+    model = target("llama", **FEW_TOKENS)
+    draft, plain = draft_of(kind, model), PlainDraftModel.from_target(model)
+    for lengths, do_sample in product(((13,), LENGTHS), (False, True)):
+        beside = plain if do_sample else None
+        options = {"watermarking_config": config, "do_sample": do_sample}
+        assert torch.equal(*(generate(model, one, lengths, **options) for one in (beside, draft)))
+        assert draft.last_speculation.num_accepted_draft_tokens
 
 
 def test_criteria_that_count_their_calls(plain_run):
@@ -338,7 +439,8 @@ def test_what_has_no_state(target):
 
     processors = [reads, PrefixConstrainedLogitsProcessor(Marked(), 1)]
     prompts = SimpleNamespace(tokens=tiny_prompts(VOCAB, (5,))[0], target=TargetView(target("llama")))
-    assert not list(why_stateful(processors, SimpleNamespace(**vars(prompts), config=None, max_length=9)))
+    found = examined(processors, SimpleNamespace(**vars(prompts), config=None, max_length=9))
+    assert [(one.has_state, one.reason) for one in found] == [(False, None)] * 2
 
 
 @pytest.mark.parametrize(

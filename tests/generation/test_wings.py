@@ -24,6 +24,7 @@ WINGS = {
     "recurrent_states": (r"recurren|states|hybrid|mamba|bamba|qwen3_5|gdn", "layers"),
     "padding": (r"gap|zeros between", "zeros between tokens"),
     "processors": (r"processor", "logits processors"),
+    "grammar": (r"grammar|[Ss]tructure", "a grammar"),
     "gate": (r"gate", ""),
     "parallel": (r"parallel|ranks", "tensor parallelism"),
 }

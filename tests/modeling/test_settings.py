@@ -11,6 +11,7 @@ from hf_longspec import (
     DFlashDraftModel,
     Eagle3DraftModel,
     Gemma4AssistantDraftModel,
+    GrammarDraftModel,
     LongSpecDraftModel,
     MtpDraftModel,
     NgramDraftModel,
@@ -42,6 +43,7 @@ WIDTHS = [[], [3, 0], [2, 2.5], [True], 5, "4"], [[1], (2, 3)]
 BOOL, WINDOW = (["auto", 1, 0], [True, False]), ([0, "all", True], [1, "trained"])
 OF_ALL = {"compile": (["fast", True], ["auto", "graph", "fused", "compile", "off"]), "gate": BOOL, "check_target": BOOL}
 OF_ALL |= {"on_unsupported": (["warn", True], ["plain", "error"]), "ngram_candidates": FROM_0}
+OF_ALL |= {"forced_tokens": FROM_0}
 OF_ALL |= {"ngram_num_tokens": COUNT, "ngram_size": ([0, 17, True], [1, 16])}
 OF_ALL |= {"ngram_source": (["all", "web", 3], ["both", "pool", "lookup"]), "ngram_preload": BOOL}
 SPARSE = {"num_assistant_tokens": COUNT}
@@ -87,6 +89,7 @@ RANGES = {
     A: {"num_assistant_tokens": COUNT, "tree_widths": (WIDTHS[0], [None, [3, 2]]), "window": MAYBE_COUNT}
     | {"sinks": FROM_0, "acceptance": SPARSE["acceptance"], "prefill_chunk_size": COUNT},
     PlainDraftModel: {},
+    GrammarDraftModel: {},
 }
 CASES = [(cls, name, *values) for cls, table in RANGES.items() for name, values in table.items()]
 CASES += [(T, name, *values) for name, values in OF_ALL.items()]

@@ -89,7 +89,7 @@ class Decoder:
         """Run `generate` with the draft, on the thread of the model."""
         self.draft.last_speculation = None
         reused = 0
-        is_text = not set(inputs) - {"attention_mask", "streamer", "stopping_criteria", "tokenizer"}
+        is_text = not set(inputs) - {"attention_mask", "logits_processor", "streamer", "stopping_criteria", "tokenizer"}
         keeps = is_text and (generation_config.num_beams or 1) == 1
         try:
             if keeps:
@@ -119,6 +119,7 @@ class Job(GenerateManager):
     def __init__(self, decoder: Decoder, seed: int | None):
         self._thread, self.decoder, self._seed = decoder.thread, decoder, seed
         self._stop = Stop()
+        self.processors: dict[str, Any] = {}  # arguments of `generate` that hold the structure of the answer
         decoder.jobs.add(self)
 
     def use_continuous_batching(self, model: Any, modality: Any) -> bool:
@@ -156,7 +157,7 @@ class Job(GenerateManager):
         try:
             if self._stop.is_set:
                 raise Cancelled
-            return self.decoder.generate(self._seed, stopping_criteria=[self._stop], **kwargs)
+            return self.decoder.generate(self._seed, stopping_criteria=[self._stop], **kwargs, **self.processors)
         except Cancelled:
             raise
         except Exception as error:

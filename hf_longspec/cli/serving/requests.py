@@ -106,9 +106,34 @@ class Tool(Fields):
 
 
 class TextFormat(Fields):
-    """The only format of an answer."""
+    """Any text."""
 
     type: Literal["text"]
+
+
+class ObjectFormat(Fields):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class Schema(Fields):
+    """A JSON schema. Every answer follows it, so that `strict` changes nothing."""
+
+    name: Text
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class SchemaFormat(Fields):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+Format = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class StreamOptions(Fields):
@@ -157,6 +182,14 @@ class Sampling(Fields):
     n: Literal[1] | None = None
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
+    response_format: Format | None = None
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """The structure of the answer, as arguments of `StructuredOutput`; empty if it is any text."""
+        if isinstance(self.response_format, SchemaFormat):
+            return {"json_schema": self.response_format.json_schema.schema_}
+        return {"json_schema": {"type": "object"}} if isinstance(self.response_format, ObjectFormat) else {}
 
     def generation(self, defaults: GenerationConfig, vocab_size: int, most: int) -> GenerationConfig:
         """Return the settings of `generate` for this request.
@@ -215,7 +248,6 @@ class ChatRequest(Sampling):
     tool_choice: Literal["auto"] | None = None
     chat_template_kwargs: dict[str, str | int | float | bool] | None = None
     logprobs: Literal[False] | None = None
-    response_format: TextFormat | None = None
 
 
 class CompletionRequest(Sampling):

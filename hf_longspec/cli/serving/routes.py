@@ -19,6 +19,7 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 
 from ...cli import PYDANTIC, one_line
+from ..structure import processors
 from .decoding import Cancelled, Decoder, Job
 from .requests import ChatRequest, CompletionRequest, ImagePart, Sampling
 
@@ -48,8 +49,14 @@ class OneRequest:
 
     def __init__(self, models: Any, job: Job, request: Any, most: int):
         super().__init__(models, job)  # type: ignore[call-arg]
-        self.request = request
+        self.request, self._job = request, job
         self._generation = partial(request.generation, vocab_size=job.decoder.vocab_size, most=most)
+
+    def _resolve_model(self, body: dict[str, Any]) -> Any:
+        name, model, processor = super()._resolve_model(body)  # type: ignore[misc]
+        tokenizer = getattr(processor, "tokenizer", processor)
+        self._job.processors = processors(self.request.structure, tokenizer, self._job.decoder.model)
+        return name, model, processor
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         """Do nothing: fields have been checked."""

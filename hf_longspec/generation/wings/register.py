@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..cache import FILES, LAYERS
-from ..call import GAPS, HOOKS, IMAGES, PROCESSORS, USER_CACHE
+from ..call import GAPS, GRAMMAR, HOOKS, IMAGES, PROCESSORS, USER_CACHE
 from ..target import ROTARY_LIMIT, TENSOR_PARALLELISM
 from ..wing import FIRST_CHECKS, GATE, MODES, WINGS
 
@@ -36,6 +36,10 @@ try:
 except ImportError:
     Processors = None  # type: ignore[assignment, misc]
 try:
+    from .grammar import Grammars
+except ImportError:
+    Grammars = None  # type: ignore[assignment, misc]
+try:
     from .images import Inputs
 except ImportError:
     Inputs = None  # type: ignore[assignment, misc]
@@ -65,5 +69,5 @@ def register_wings() -> None:
     FILES.update({"save": save_cache, "load": load_cache})
     wings: dict[str, Any] = {USER_CACHE: UserCaches, GAPS: Gaps, PROCESSORS: Processors, IMAGES: Inputs}
     wings |= {ROTARY_LIMIT: RotaryFrequencies, FIRST_CHECKS: FirstChecks, HOOKS: Hooks, GATE: Gate}
-    wings[TENSOR_PARALLELISM] = Parallel
+    wings |= {TENSOR_PARALLELISM: Parallel, GRAMMAR: Grammars}
     WINGS.update((name, wing()) for name, wing in wings.items() if wing is not None and name not in WINGS)

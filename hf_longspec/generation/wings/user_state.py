@@ -3,6 +3,7 @@
 Hooks and logits processors are called in place, as not everything can be copied.
 """
 
+import copy
 import copyreg
 import functools
 import gc
@@ -35,6 +36,14 @@ OF_PYTHON = (types.ModuleType, types.CodeType, type(...), range, slice, logging.
 FIXED = (*PLAIN, *OF_PYTHON, *OF_TORCH, np.dtype, np.ufunc)
 # Objects that refer to others and never change.
 REFERRING = (types.MethodType, types.BuiltinFunctionType, functools.partial, functools._lru_cache_wrapper, defaultdict)
+# Compiled grammars and vocabularies of engines, which do not change, by the packages of their classes. Classes of
+# llguidance name none.
+COMPILED = {"xgrammar": {"CompiledGrammar", "GrammarCompiler", "TokenizerInfo"}, "builtins": {"LLTokenizer"}}
+COMPILED |= {"outlines_core": {"Index", "Vocabulary"}}
+# Methods that copy an object with its state, of the matchers of xgrammar and llguidance.
+FORKS = ("fork", "deep_copy")
+# Parts of the largest object that is copied.
+MOST_COPIED = 10_000
 # Bytes of the largest tensor or array that is kept.
 MOST_BYTES = 1 << 28
 OF_MODULES = vars(nn.Module()).keys() - {"training"}
@@ -47,10 +56,12 @@ class UserState:
 
     Attributes:
         unknown (`str`, *optional*): Type of an object that cannot be compared and put back; `None` if there is none.
+        forks (`list`): Objects that are copied by a method of their own, such as matchers, which are not compared.
     """
 
     def __init__(self, objects: Mapping[str, Any]):
         self.unknown: str | None = None
+        self.forks: list[Any] = []
         self._kept: list[tuple[str, Any, Way, Any]] = []
         seen: dict[int, Any] = {}  # keeps the objects, as ids of others may be used again
         pending = deque((name, one, True) for name, one in objects.items())
@@ -59,6 +70,9 @@ class UserState:
             if id(one) in seen or (not is_root and _is_fixed(one)):
                 continue
             seen[id(one)] = one
+            if not is_root and fork_of(one) is not None:
+                self.forks.append(one)
+                continue
             way, further = _way(one), [*_further(name, one)]
             if way is None:
                 self.unknown = self.unknown or type(one).__name__
@@ -72,6 +86,10 @@ class UserState:
             self._kept.append((name, one, way, contents))
             pending += ((*part, False) for part in further)
 
+    def __len__(self) -> int:
+        """Return the number of objects that are compared."""
+        return len(self._kept)
+
     def restore(self) -> str | None:
         """Put everything back, and return the name of the first thing that had changed; `None` if nothing had."""
         first = None
@@ -81,6 +99,54 @@ class UserState:
                 put_back(one, before, now)
                 first = first or name + part
         return first
+
+    def changed(self) -> str | None:
+        """Return the name of the first thing that has changed; `None` if nothing has."""
+        states = ((name, _difference(read(one), before)) for name, one, (read, _), before in self._kept)
+        return next((name + part for name, part in states if part is not None), None)
+
+
+def fork_of(one: Any) -> Callable[[], Any] | None:
+    """Return the method of an object that copies it with its state, as matchers of grammars have; else `None`."""
+    names = () if isinstance(one, type | nn.Module | torch.Tensor | types.ModuleType) else FORKS
+    return next((getattr(one, name) for name in names if callable(getattr(type(one), name, None))), None)
+
+
+def copied(one: Any, is_often: bool = False) -> Any:
+    """Return a copy of an object of a user with a state of its own; `None` if there is none, or it has too many parts.
+
+    With `is_often`, also if a part can only be copied in a way of which nothing is known, which may take long.
+
+    Parts with a method for it are copied by that. Code, modules and what [`UserState`] leaves out belong to both.
+    """
+    memo: dict[int, Any] = {}
+    pending, seen = [one], dict[int, Any]()
+    try:
+        while pending:
+            part = pending.pop()
+            if isinstance(part, PLAIN) or id(part) in seen:
+                continue
+            seen[id(part)] = part
+            if len(seen) > MOST_COPIED:
+                return None
+            if (fork := fork_of(part)) is not None:
+                memo[id(part)] = fork()
+            elif _is_fixed(part) or isinstance(part, nn.Module):
+                memo[id(part)] = part
+            elif is_often and _way(part) is None:
+                return None
+            elif isinstance(part, dict):
+                pending += (*part.keys(), *part.values())
+            elif isinstance(part, list | tuple | set | frozenset | deque):
+                pending += part
+            elif isinstance(part, types.MethodType | functools.partial):
+                pending += gc.get_referents(part)
+            elif not isinstance(part, types.FunctionType | type):
+                slots = (getattr(part, name) for name in copyreg._slotnames(type(part)) if hasattr(part, name))  # type: ignore[attr-defined]
+                pending += (*getattr(part, "__dict__", {}).values(), *slots)
+        return copy.deepcopy(one, memo)
+    except Exception:  # code of a user, or of a library in C, may raise anything
+        return None
 
 
 def random_generators() -> list[Any]:
@@ -100,7 +166,8 @@ def _is_fixed(one: Any) -> bool:
         return one.__module__.split(".")[0] in STATELESS_CODE
     if isinstance(one, FIXED) or getattr(one, "stateless", False) is True:
         return True
-    of_library = type(one).__module__.split(".")[0] in OF_LIBRARIES - {"torch", "transformers"}
+    package = type(one).__module__.split(".")[0]
+    of_library = package in OF_LIBRARIES - {"torch", "transformers"} or type(one).__name__ in COMPILED.get(package, ())
     # models, tokenizers and configurations have this mixin
     return (of_library or isinstance(one, PushToHubMixin)) and not isinstance(one, nn.Module | torch.Tensor)
 

@@ -1,6 +1,6 @@
 """PlainDraftModel: the decoding loop without drafted tokens, the autoregressive baseline of every benchmark."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +34,7 @@ class PlainDraftModel(DraftModel):
     config_class = PlainConfig
     weightless: ClassVar[bool] = True
     takes_ngrams: ClassVar[bool] = False  # the baseline stays one token per forward
+    settings: ClassVar[dict[str, Any]] = {"forced_tokens": 0}
 
     def make_drafter(self, binding: Binding) -> Drafter:
         return PlainDrafter(binding)

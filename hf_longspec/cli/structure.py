@@ -1,0 +1,30 @@
+"""The structure that a text must have, as options and requests give it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..cli import CommandError
+from ..structured_output import StructuredOutput
+
+
+def given(json_schema: Path | None, regex: str | None) -> dict[str, Any]:
+    """Return the structure of `--json-schema` or `--regex`, by its name; empty without one."""
+    if regex is not None:
+        return {"regex": regex}
+    if json_schema is None:
+        return {}
+    try:
+        return {"json_schema": json.loads(json_schema.read_text(encoding="utf-8"))}
+    except ValueError as error:
+        raise CommandError(
+            f"--json-schema {json_schema} is not JSON: {error}. Pass a file with a JSON schema."
+        ) from error
+
+
+def processors(structure: dict[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:
+    """Return the arguments of `generate` for a structure; none without one."""
+    if not structure:
+        return {}
+    ends = model.generation_config.eos_token_id
+    return {"logits_processor": [StructuredOutput(tokenizer, **structure, eos_token_id=ends)]}

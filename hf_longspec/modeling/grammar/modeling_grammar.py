@@ -1,0 +1,46 @@
+"""GrammarDraftModel: drafting from the grammar of a structured output alone."""
+
+from typing import ClassVar
+
+import torch
+
+from ...generation.draft_tree import DraftTree
+from ...generation.drafter import Binding, Drafter
+from ...generation.target import TargetView
+from ..base import DraftModel
+from ..configuration_base import DraftConfig
+
+
+class GrammarConfig(DraftConfig):
+    """Configuration of [`GrammarDraftModel`]: the target's shapes only, as there are no weights."""
+
+    model_type = "longspec_grammar"
+
+
+class GrammarDrafter(Drafter):
+    """Propose the root alone, to which the loop appends the tokens that the grammar of a call forces."""
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        return DraftTree.root_only(root)
+
+
+class GrammarDraftModel(DraftModel):
+    """Propose the tokens that a grammar forces: braces, the keys of a JSON schema, the rest of a choice.
+
+    All drafts propose these in a call with a [`StructuredOutput`]; this one proposes nothing else, but for n-grams, and
+    decodes one token per forward without a grammar. It has no weights.
+
+    ```python
+    structure = StructuredOutput(tokenizer, json_schema=schema)
+    target.generate(**inputs, logits_processor=[structure], assistant_model=GrammarDraftModel.from_target(target))
+    ```
+    """
+
+    config_class = GrammarConfig
+    weightless: ClassVar[bool] = True
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        return GrammarDrafter(binding)
+
+    def max_nodes(self, target: TargetView) -> int:
+        return 1
