@@ -35,6 +35,7 @@ ARROWS = {
     "training": {REGISTRY, "modeling", "generation", "attention_backends"},
     METHODS: {REGISTRY, "training", "modeling", "generation", "attention_backends"},
     "auditing": {"generation", "attention_backends"},
+    "batching": {"modeling", "generation", "attention_backends"},
     "bench": {"generation", "attention_backends", "auditing"},
     "hub": {REGISTRY},
     "auto": {REGISTRY, *SHIPPED},

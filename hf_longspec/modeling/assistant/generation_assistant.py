@@ -37,7 +37,6 @@ from ...generation.drafter import (
     last_of,
     noise_of_chain,
 )
-from ...generation.sampling import Coupling
 from ...generation.sparse_caches import WindowedCache
 from ...generation.target import TargetView
 from ...generation.wings.recurrences import ignores_earlier_states
@@ -139,7 +138,7 @@ class AssistantDrafter(Drafter):
         self.num_nodes, self.max_depth = size_of(self.shape)
         embedding = assistant.model.get_input_embeddings().weight
         self.device, self.num_embeddings = assistant.model.device, embedding.shape[0]
-        self.coupling = Coupling(binding.rule)
+        self.coupling = binding.coupling()
         slots = max(CATCH_UP, 2 * self.num_nodes)
         shape = binding.cache.batch_size, binding.max_length, slots, self.window, draft.setting("sinks")
         self.cache: WindowedCache = binding.part(
@@ -244,6 +243,16 @@ class AssistantDrafter(Drafter):
         shape = self.shape if isinstance(self.shape, int) else tuple(self.shape)
         settings = shape, self._is_ragged, self.mask_token, self.window is None, self._windows, key
         return self.assistant.forwards_replayed(function, changing, (self, self.shape, key), settings, self.cache, room)
+
+    def row_states(self) -> Sequence[torch.Tensor]:
+        return (self.pending,)
+
+    def take(self, row: int, other: Any) -> None:
+        super().take(row, other)
+        self.cache.take_row(row, other.cache)
+        counts = list(self.counts.host)
+        counts[row] = other.counts.host[0]
+        self.counts = SeqLens(counts)
 
     def observe(self, verification: Verification) -> None:
         """Keep the keys of accepted nodes that were an input, and remember the tokens that were none."""

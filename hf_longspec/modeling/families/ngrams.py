@@ -267,6 +267,15 @@ class NgramDrafter(Drafter):
         if self.memory is not None and self.binding.rule is not None:
             self.memory.remember(self.binding.rule.sequences.generated)
 
+    def row_states(self) -> Sequence[Any]:
+        return (self.indexes,)
+
+    def take(self, row: int, other: Drafter) -> None:
+        """Remember the generated tokens of a row, and take the index of another drafter for it."""
+        if self.memory is not None and self.binding.rule is not None:
+            self.memory.remember([text for text in self.binding.rule.sequences.generated[row : row + 1] if text])
+        super().take(row, other)
+
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a trie of the best paths after `root` `(batch,)`, the last token of each row's text."""
         target, cache, max_depth = self.binding.target, self.binding.cache, self.max_depth
@@ -340,6 +349,11 @@ class JoinedDrafter(Drafter):
         """Continue with both drafters."""
         self.inner.resume(texts, verification)
         self.ngrams.resume(texts, verification)
+
+    def take(self, row: int, other: Any) -> None:
+        """Let both drafters take a row."""
+        self.inner.take(row, other.inner)
+        self.ngrams.take(row, other.ngrams)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return one tree after `root` `(batch,)`: that of the other drafter, then n-grams that it does not contain."""

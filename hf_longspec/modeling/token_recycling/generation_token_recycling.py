@@ -123,6 +123,10 @@ class TokenRecyclingDrafter(Drafter):
         fields = self.binding.target.replayed(_tree, (root,), (self.table,), self.table, (self._tree,))
         return DraftTree.of_fields(fields, self.max_depth)
 
+    def row_states(self) -> Sequence[torch.Tensor]:
+        assert self.table is not None
+        return (self.table.entries,)
+
     def observe(self, verification: Verification) -> None:
         """Write the candidates after all nodes of the tree, accepted or not."""
         self.binding.target.replayed(_recycle, self._found(verification), (self.table,), self.table)
