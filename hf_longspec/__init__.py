@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "AuditReport": "auditing",
     "AutoDraft": "auto",
+    "Batcher": "batching",
     "Binding": "generation.drafter",
     "ContextualPenaltyLogitsProcessor": "generation.sampling",
     "DraftTree": "generation.draft_tree",

@@ -261,6 +261,9 @@ class CachePart:
     def why_not_lengths(self, lengths: SeqLens) -> str | None:
         """Return why the rows cannot have these lengths; `None` if they can."""
 
+    def take_row(self, row: int, other: Any) -> None:
+        """Replace what is kept of a row by what the same part of another cache keeps of its one row."""
+
     def can_shorten(self, lengths: Sequence[int]) -> bool:
         """Return whether rows can be cut to these lengths."""
         return True
@@ -470,6 +473,23 @@ class SpeculativeCache(Cache):
             return False
         self.set_lengths(lengths)
         return True
+
+    def take_row(self, row: int, other: "SpeculativeCache") -> None:
+        """Replace the text of a row by that of another cache with one row. Keys that it does not have stay hidden."""
+        lengths, length = list(self.lengths.host), other.lengths.host[0]
+        for own, taken in zip(self.key_layers, other.key_layers, strict=True):
+            if taken.is_initialized:
+                if not own.is_initialized:
+                    shapes = (
+                        states[:, :, :0].expand(self.batch_size, -1, -1, -1) for states in (taken.keys, taken.values)
+                    )
+                    own.lazy_initialization(*shapes)
+                own.keys[row, :, :length] = taken.keys[0, :, :length]
+                own.values[row, :, :length] = taken.values[0, :, :length]
+        for part, taken_part in zip(self.parts, other.parts, strict=True):
+            part.take_row(row, taken_part)
+        lengths[row] = length
+        self._set_lengths(SeqLens(lengths))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens stored: that of the longest row if lengths differ."""

@@ -100,6 +100,8 @@ class Session:
     is_limited = False
     # whether the first verification of a kind of target is compared with a plain forward
     checks_target = True
+    # whether the gate may pause the draft
+    is_gated = True
 
     def __init__(self, call: Call):
         self.started, self.processor_started = time.perf_counter(), time.process_time()
@@ -107,13 +109,8 @@ class Session:
         self.max_length, self.held = call.max_length, call.prompts.held
         self.stats = SpeculationStats(method=call.draft.config.short_name())
         target, input_ids = self.target, call.input_ids.long()
-        batch_size, do_sample = len(input_ids), bool(call.config.do_sample)
-        pad = getattr(call.config, "_pad_token_tensor", None)
-        pad = 0 if pad is None else int(pad)  # a call may have no padding token
-        most = self.max_length - call.columns_apart
-        self.sequences = Sequences(input_ids, call.stopping_criteria, pad, most, call.streamer, target.ranks)
-        noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
-        self.rule = call.rule_class(call.logits_processor, do_sample, self.sequences, noise)
+        batch_size = len(input_ids)
+        self.sequences, self.rule = self.make_rows(input_ids)
         self.outputs = Outputs(call.config, batch_size)
         self.root = input_ids[:, -1]
         # which rows emitted tokens, on the host and on the device, in the last step in which a row did not
@@ -132,7 +129,7 @@ class Session:
         self.drafter = self.draft.drafter(binding)
         if GRAMMAR in call.rare:
             self.drafter = WINGS[GRAMMAR].drafter(self.drafter, self)
-        if (gate := WINGS.get(GATE)) is not None:
+        if self.is_gated and (gate := WINGS.get(GATE)) is not None:
             self.drafter = gate.drafter(self.drafter, self)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
         self.cache.set_lengths(self.held)
@@ -140,13 +137,28 @@ class Session:
         self.cache.remember()
         self.cache.rows.offsets = self.prompts.offsets
 
+    def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
+        """Return the sequences and the token rule of prompts `(batch, P)`."""
+        call, ranks = self.call, self.target.ranks
+        pad = getattr(call.config, "_pad_token_tensor", None)
+        pad = 0 if pad is None else int(pad)  # a call may have no padding token
+        most = self.max_length - call.columns_apart
+        sequences = Sequences(input_ids, call.stopping_criteria, pad, most, call.streamer, ranks)
+        do_sample = bool(call.config.do_sample)
+        noise = NoiseRows(len(input_ids), self.target.vocab_size, input_ids.device, ranks) if do_sample else None
+        return sequences, call.rule_class(call.logits_processor, do_sample, sequences, noise)
+
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
         with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.held):
             tails = self.prompts.prefill(self.cache, self.seed_tokens, self.context_of)
+        self.check_once()
+        return tails
+
+    def check_once(self) -> None:
+        """Check this kind of target after the prompts, once."""
         if self.checks_target and self.draft.setting("check_target") and FIRST_CHECKS in WINGS:
             WINGS[FIRST_CHECKS].check(self)
-        return tails
 
     @property
     def seed_tokens(self) -> int:

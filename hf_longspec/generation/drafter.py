@@ -13,9 +13,9 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..attention_backends.lengths import SeqLens
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .sampling import TokenRule, warped
+from .sampling import Coupling, TokenRule, warped
 from .target import Step, TargetView, chain_of_last_tokens
-from .verification import chain_q, draw_noise, gumbel_max_sample
+from .verification import chain_q, gumbel_max_sample
 
 
 @dataclass
@@ -31,6 +31,10 @@ class Binding:
     # function of a key and of a function that makes buffers. It returns the buffers of this key that an earlier call
     # left, if there are any.
     part: Callable[[tuple, Callable[[], Any]], Any] = lambda key, make: make()
+
+    def coupling(self) -> Any:
+        """Return the [`Coupling`] that ranks candidates by the target's rule."""
+        return Coupling(None) if self.rule is None else self.rule.coupling()
 
 
 @dataclass
@@ -146,6 +150,24 @@ class Drafter(CandidateGenerator):
     def keep(self) -> None:
         """Keep what a later call may use, as the text is complete."""
 
+    def row_states(self) -> Sequence[Any]:
+        """Return what is kept for each row: tensors `(batch, ...)` and lists of as many entries. Rows may be replaced.
+
+        Raises:
+            ValueError: If the drafter keeps state and does not define this method.
+        """
+        if type(self).observe is not Drafter.observe:
+            raise ValueError(
+                f"{type(self).__name__} keeps state, and does not say of each row which. Define row_states(), or "
+                "decode with generate()."
+            )
+        return ()
+
+    def take(self, row: int, other: Any) -> None:
+        """Replace what is kept for a row by what another drafter of this kind keeps for its one row."""
+        for own, taken in zip(self.row_states(), other.row_states(), strict=True):
+            own[row] = taken[0]
+
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return `input_ids` with the best chain of [`Drafter.propose`], as transformers' candidate generators do.
@@ -195,8 +217,8 @@ def noise_of_chain(binding: Binding, count: int, is_drawn: bool) -> torch.Tensor
         return None
     if not is_drawn:
         return rule.noise.rows(count).transpose(0, 1)
-    shape = count, binding.cache.batch_size, binding.target.vocab_size
-    return draw_noise(*shape, generator=rule.noise.generator, device=rule.noise.device)
+    noise: torch.Tensor = rule.noise.draw(count)
+    return noise
 
 
 def drafted_tokens(

@@ -149,13 +149,20 @@ BLOCK = 8
 class NoiseRows:
     """Noise for sampling: row t of a batch row decides its t-th generated token.
 
-    Every batch row has its own generator, seeded from the default one, and draws its noise rows in the order of its
+    Every batch row has its own generator, seeded from `source`, by default torch's own, and draws its noise rows in the order of its
     positions. Rows that a step did not use are kept. The sampled text therefore depends on the seed alone, not on the
     draft tree, the other rows or where a rejection happened.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device, ranks: Any = None):
-        seeds = torch.randint(2**62, (batch_size + 1,)).tolist()
+    def __init__(
+        self,
+        batch_size: int,
+        vocab_size: int,
+        device: torch.device,
+        ranks: Any = None,
+        source: torch.Generator | None = None,
+    ):
+        seeds = torch.randint(2**62, (batch_size + 1,), generator=source).tolist()
         if ranks is not None:
             seeds = ranks.first(seeds)
         self.vocab_size = vocab_size
@@ -174,6 +181,11 @@ class NoiseRows:
         rows = [noise for of_row in self._noise for noise in of_row[:count]]
         noise = rows[0] if len(rows) == 1 else torch.stack(rows)
         return noise.view(-1, count, self.vocab_size)
+
+    def draw(self, count: int) -> torch.Tensor:
+        """Return noise `(count, batch, vocab)` that is not tied to a position."""
+        shape = count, len(self._generators), self.vocab_size
+        return draw_noise(*shape, generator=self.generator, device=self.device)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Forget the noise of tokens that have been emitted."""
@@ -214,6 +226,10 @@ class TokenRule:
         self.key = (do_sample, *zip(names, settings, strict=True)) if self.is_made_of_tensors else ()
         # texts with candidates after them, made when they are needed
         self._tried: TextBuffer | None = None
+
+    def coupling(self) -> "Coupling":
+        """Return what ranks candidates by this rule."""
+        return Coupling(self)
 
     def scores_at(self, raw: torch.Tensor, depth: int, is_asked: Sequence[bool] | None = None) -> torch.Tensor:
         """Return processed scores `(batch, vocab)` of logits at `depth` places after the last emitted token.

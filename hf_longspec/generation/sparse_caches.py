@@ -11,6 +11,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -187,6 +188,19 @@ class SelectedCache(CompactCache):
         self.share_dense()
         self._size = capacity_for(self.used.lengths.longest + self.room)
 
+    def take(self, row: int, other: "SelectedCache") -> None:
+        """Replace the phase of a row by that of another such cache with one row, which the cache has taken, too."""
+        counts, used = list(self.counts), list(self.used.lengths.host)
+        counts[row], used[row] = other.counts[0], other.used.lengths.host[0]
+        self.begin(counts, [length - count for length, count in zip(used, counts, strict=True)])
+        for index in self.sparse_layers:
+            layer, taken = self.layers[index], other.layers[index]
+            if layer.keys.shape[2] < self._size:  # see `allocate`
+                missing = self._size - layer.keys.shape[2]
+                layer.place(*(torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in (layer.keys, layer.values)))
+            layer.keys[row, :, : used[row]] = taken.keys[0, :, : used[row]]
+            layer.values[row, :, : used[row]] = taken.values[0, :, : used[row]]
+
     def layers_by_device(self) -> dict[torch.device, list[int]]:
         """Return the sparse layers of every device."""
         found: dict[torch.device, list[int]] = {}
@@ -303,6 +317,12 @@ class WindowedCache(SpeculativeCache):
         self.dropped = SeqLens(dropped, numbers[2])
         self.set_lengths(SeqLens(lengths, numbers[1]))
 
+    def take_row(self, row: int, other: Any) -> None:
+        super().take_row(row, other)
+        dropped = list(self.dropped.host)
+        dropped[row] = other.dropped.host[0]
+        self.dropped = SeqLens(dropped)
+
     def reset(self) -> None:
         super().reset()
         self.dropped = SeqLens((0,) * self.batch_size)
@@ -347,8 +367,13 @@ class WindowRing:
         self.positions.fill_(-1)
 
     @property
+    def row_states(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for each row."""
+        return self.keys, self.values, self.positions
+
+    @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.positions.nbytes
+        return sum(states.nbytes for states in self.row_states)
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
         """Store T tokens per row, `(B, K, T, D)`, at their positions `(B, T)`, of which a negative one marks padding.

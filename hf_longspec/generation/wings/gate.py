@@ -250,7 +250,7 @@ class GatedDrafter:
         self._keep = keep
         self._is_possible = self._is_open = self._was_open = True
         self._has_started = False
-        self._prompts: Sequence[torch.Tensor] = ()
+        self._prompts: list[torch.Tensor] = []
         self._emitted: list[array[int]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -273,10 +273,17 @@ class GatedDrafter:
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Start the other drafter, if speculation is possible."""
-        self._prompts, self._emitted = texts, [array("q", tokens) for tokens in verification.tokens]
+        self._prompts, self._emitted = list(texts), [array("q", tokens) for tokens in verification.tokens]
         self._is_open = self._may_speculate(self.max_depth)
         if self._is_open:
             self._inform(verification)
+
+    def take(self, row: int, other: Drafter) -> None:
+        """Let the other drafter take a row, and note the text of its drafter."""
+        self.inner.take(row, other)
+        sequences = other.binding.rule.sequences  # type: ignore[union-attr]
+        self._prompts[row] = sequences.tokens[0, : sequences.prompt_length]
+        self._emitted[row] = sequences.generated[0][:]
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the other drafter's tree, or the root alone."""

@@ -187,6 +187,18 @@ class RecurrentStates(CachePart):
         for index, layer in enumerate(self.layers):
             layer.put({name: entries.get(f"{index}.{name}") for name in STATES})
 
+    def take_row(self, row: int, other: "RecurrentStates") -> None:
+        for own, layer in zip(self.layers, other.layers, strict=True):
+            states = {name: getattr(own, name) for name in STATES}
+            taken = layer.copied()
+            index = None if layer.convolution is None else torch.tensor([row], device=layer.convolution.device)
+            own.put(
+                {
+                    name: None if state is None else state.index_copy(0, index, taken[name])
+                    for name, state in states.items()
+                }
+            )
+
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers) if self._fixed is None else self._fixed.nbytes

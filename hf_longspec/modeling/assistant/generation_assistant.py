@@ -30,7 +30,6 @@ from ...attention_backends.lengths import SeqLens, on_device
 from ...generation.cache import CACHE_NAME
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding, Drafter, Verification, drafted_tokens, last_of, noise_of_chain
-from ...generation.sampling import Coupling
 from ...generation.sparse_caches import WindowedCache
 from ...generation.target import Forward, Forwards, TargetView
 from ...generation.wings.recurrences import ignores_earlier_states
@@ -126,7 +125,7 @@ class AssistantDrafter(Drafter):
         self.num_nodes, self.max_depth = size_of(self.shape)
         embedding = assistant.model.get_input_embeddings().weight
         self.device, self.num_embeddings = assistant.model.device, embedding.shape[0]
-        self.coupling = Coupling(binding.rule)
+        self.coupling = binding.coupling()
         slots = max(CATCH_UP, 2 * self.num_nodes)
         shape = binding.cache.batch_size, binding.max_length, slots, self.window, draft.setting("sinks")
         self.cache: WindowedCache = binding.part(
@@ -230,6 +229,16 @@ class AssistantDrafter(Drafter):
         room = self.pending.shape[1] + self.num_nodes
         self._make_room(room)
         return self.assistant.steps.forwards(forwards, self.cache, room, *inputs, may_compile=False)
+
+    def row_states(self) -> Sequence[torch.Tensor]:
+        return (self.pending,)
+
+    def take(self, row: int, other: Any) -> None:
+        super().take(row, other)
+        self.cache.take_row(row, other.cache)
+        counts = list(self.counts.host)
+        counts[row] = other.counts.host[0]
+        self.counts = SeqLens(counts)
 
     def observe(self, verification: Verification) -> None:
         """Keep the keys of accepted nodes that were an input, and remember the tokens that were none."""

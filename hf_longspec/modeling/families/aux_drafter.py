@@ -167,9 +167,10 @@ class AuxDrafter(BeamDrafter):
     def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> Iterator[None]:
         layers = self.wants_hidden
         assert isinstance(layers, tuple)
-        self._prompts = PromptAuxHiddenStates(
-            self.binding.target.model, layers, lengths, starts, self.sinks, self.window
-        )
+        if self._prompts is None:  # else the next chunk of these prompts
+            self._prompts = PromptAuxHiddenStates(
+                self.binding.target.model, layers, lengths, starts, self.sinks, self.window
+            )
         with self._prompts:
             yield
 
@@ -182,6 +183,9 @@ class AuxDrafter(BeamDrafter):
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Continue after plain steps. Their tokens have no entries, as the target's states are gone."""
         self.observe(verification)
+
+    def row_states(self) -> Sequence[torch.Tensor]:
+        return *(part for ring in self.rings for part in ring.row_states), *(self.pending or ())
 
     def observe(self, verification: Verification) -> None:
         """Keep states, tokens and positions of the committed nodes, whose entries the next draft stores first."""

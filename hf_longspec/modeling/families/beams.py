@@ -12,7 +12,6 @@ import torch
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select, under_autocast
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding, Drafter
-from ...generation.sampling import Coupling
 from ...generation.sparse_caches import WindowRing
 from ...generation.target import FixedStep
 
@@ -56,7 +55,7 @@ class BeamDrafter(Drafter):
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
         self._owner, self.draft = draft, draft.placed_for(binding.target.model)
-        self.coupling = Coupling(binding.rule)
+        self.coupling = binding.coupling()
         self.widths, self.num_nodes = self.shape_of(draft)
         self.max_depth = len(self.widths)
         self.device, self.dtype = self.draft.device, self.draft.dtype

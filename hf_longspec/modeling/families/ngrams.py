@@ -262,6 +262,15 @@ class NgramDrafter(Drafter):
         if self.memory is not None and self.binding.rule is not None:
             self.memory.remember(self.binding.rule.sequences.generated)
 
+    def row_states(self) -> Sequence[Any]:
+        return (self.indexes,)
+
+    def take(self, row: int, other: Drafter) -> None:
+        """Remember the generated tokens of a row, and take the index of another drafter for it."""
+        if self.memory is not None and self.binding.rule is not None:
+            self.memory.remember([text for text in self.binding.rule.sequences.generated[row : row + 1] if text])
+        super().take(row, other)
+
     def propose(self, root: torch.Tensor) -> DraftTree:
         target, cache, max_depth = self.binding.target, self.binding.cache, self.max_depth
         fields = target.run(_trie, cache, self.table(root), root, max_depth=max_depth)
@@ -328,6 +337,11 @@ class JoinedDrafter(Drafter):
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         self.inner.resume(texts, verification)
         self.ngrams.resume(texts, verification)
+
+    def take(self, row: int, other: Any) -> None:
+        """Let both drafters take a row."""
+        self.inner.take(row, other.inner)
+        self.ngrams.take(row, other.ngrams)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return one tree after `root` `(batch,)`: that of the other drafter, then n-grams that it does not contain."""

@@ -41,6 +41,9 @@ class Gemma4AssistantDrafter(CacheReader):
     def _holder(self) -> Any:
         return self.binding.cache if self.draft is self._owner else self.draft
 
+    def row_states(self) -> Sequence[torch.Tensor]:
+        return (self.state,)
+
     def observe(self, verification: Verification) -> None:
         assert verification.hidden is not None
         path, counts = verification.path, verification.num_nodes

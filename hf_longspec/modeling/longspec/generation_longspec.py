@@ -87,6 +87,9 @@ class LongSpecDrafter(CacheReader):
         hidden = self.block(hidden, rotary, self.parts, attend_self, attend_target, ancestor_mask.shape[1])
         return (self.parts.head(hidden),)
 
+    def row_states(self) -> Sequence[torch.Tensor]:
+        return *self.ring.row_states, self.last_token
+
     def observe(self, verification: Verification) -> None:
         """Keep the keys of the accepted nodes. Nodes of the deepest level have none until the next draft."""
         assert verification.tree is not None

@@ -62,6 +62,9 @@ class MtpDrafter(AuxDrafter):
         self._carried = [(state, torch.full((batch, 1), -2, device=self.device)) for _ in rings[1:]]
         return rings
 
+    def row_states(self) -> Sequence[torch.Tensor]:
+        return *super().row_states(), *(part for carried in self._carried for part in carried)
+
     def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         size = tokens.shape[1] if self.depth == 1 else PIECE
         pieces = (x.split(max(size, 1), 1) for x in (aux_hidden_states, tokens, positions))

@@ -139,8 +139,16 @@ class QuestDrafter(SelfDrafter):
         self.sparse.forget()
         self.observe(verification)
 
+    def take(self, row: int, other: Any) -> None:
+        """Compute the bounds of all pages of a row."""
+        self.sparse.full[row] = 0
+        self._extend()
+
     def observe(self, verification: Verification) -> None:
         """Compute the bounds of the pages that this commit filled."""
+        self._extend()
+
+    def _extend(self) -> None:
         cache = self.binding.cache
         num_pages = list(map(self.num_pages, cache.lengths.host))
         most = 1 + max(self.max_depth, self.ngram_depth) // self.page_size

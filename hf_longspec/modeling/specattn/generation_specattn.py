@@ -62,6 +62,9 @@ class SpecAttnDrafter(SelfDrafter):
             sum_ranks=self.binding.target.sum_ranks,
         )
 
+    def take(self, row: int, other: Any) -> None:
+        self.sparse.take(row, other.sparse)
+
     def observe(self, verification: Verification) -> None:
         """Select the entries of the next phase: the best ones of the scored prefix, and all tokens committed since."""
         counts = [self.num_selected(length) for length in verification.prefix_lengths.host]

@@ -157,6 +157,10 @@ class TokenRecyclingDrafter(Drafter):
         fields = self.binding.target.run(self.table.tree, self.table, root, nodes=self._tree)
         return DraftTree.of_fields(fields, self.max_depth)
 
+    def row_states(self) -> Sequence[torch.Tensor]:
+        assert self.table is not None
+        return (self.table.entries,)
+
     def observe(self, verification: Verification) -> None:
         """Write the candidates after all nodes of the tree, accepted or not."""
         assert self.table is not None

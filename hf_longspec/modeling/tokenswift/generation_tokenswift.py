@@ -96,6 +96,19 @@ class PartialCache(CompactCache):
         """Forget all builds, and keep the buffers."""
         self.built, self.copied = [None] * self.cache.batch_size, [0] * self.cache.batch_size
 
+    def take(self, row: int, other: "PartialCache") -> None:
+        """Replace the entries of a row by those of another such cache with one row."""
+        self.built[row], self.held[row] = other.built[0], other.held[0]
+        used = list(self.used.lengths.host)
+        used[row] = other.used.lengths.host[0]
+        self.used.lengths = SeqLens(used)
+        self.share_dense()
+        for index in self.sparse_layers:
+            layer, taken = self.layers[index], other.layers[index]
+            if not layer.is_initialized:
+                self._allocate(index)
+            layer.keys[row], layer.values[row] = taken.keys[0], taken.values[0]
+
     def due(self, count: int) -> list[int]:
         """Return the rows that need a build before `count` more tokens are committed."""
         if self.dense_layers == self.keyed_layers:
@@ -201,7 +214,7 @@ class TokenSwiftDrafter(Drafter):
         # Graphs hold the addresses of the heads' weights: those of a copy are dropped with it.
         self._holder = draft.placed_for(binding.target.model)
         self.heads, self.ends = self._holder.heads, TargetEnds(binding.target.model)
-        self.coupling = Coupling(binding.rule)
+        self.coupling = binding.coupling()
         self.wants_hidden = draft.setting("self_draft") == "verify_hidden"
         self.partial = None if self.wants_hidden else self._partial_cache()
         self.due: list[int] = []
@@ -219,6 +232,15 @@ class TokenSwiftDrafter(Drafter):
             assert hidden is not None
             levels = self._rank(root, hidden, logits)
         return sibling_tree(root, levels, self.widths) if self.heads.sequential else static_tree(root, levels)
+
+    def row_states(self) -> Sequence[torch.Tensor]:
+        return (self.hidden,)
+
+    def take(self, row: int, other: Any) -> None:
+        if self.partial is None:
+            super().take(row, other)
+        else:
+            self.partial.take(row, other.partial)
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
         """Return a capture for the scores of entries if a build is due after this verification."""

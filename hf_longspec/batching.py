@@ -1,0 +1,379 @@
+"""Requests that join and leave one running batch: [`Batcher`] decodes many prompts at once on a thread of its own."""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from threading import Condition, Thread
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from .generation import route
+from .generation.call import HOOKS, PROCESSORS, Call
+from .generation.sequences import SpeculationStats
+from .generation.slots import RowSession, SlotSession
+from .modeling.plain.modeling_plain import PlainDraftModel
+
+
+class Request(Future):
+    """The future of one request. Its result is prompt and continuation, `(1, length)`, as `generate` returns them.
+
+    `cancel()` works at any time. A request that runs leaves its slot before the next step.
+
+    Attributes:
+        speculation ([`SpeculationStats`], *optional*): Statistics of the request, once its prompt is being read.
+    """
+
+    speculation: SpeculationStats | None = None
+
+    def __init__(self, work: Callable[[], Any], streamer: Any = None, is_alone: bool = False):
+        super().__init__()
+        # what is done in the turn of the request: its session is made, or a function runs alone
+        self.work: Callable[[], Any] | None = work
+        self.streamer, self.is_alone = streamer, is_alone
+
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Set the result, unless the request was cancelled. Whoever reads its stream does not wait any longer."""
+        if not self.set_running_or_notify_cancel() or error is not None:
+            self._end_stream()
+        if self.cancelled():
+            return
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+    def _end_stream(self) -> None:
+        try:
+            if self.streamer is not None:
+                self.streamer.end()
+        except Exception:  # it may be what failed
+            pass
+
+
+@dataclass
+class Reading:
+    """The request whose prompt is being read, or that waits for a slot."""
+
+    request: Request
+    session: RowSession
+    chunks: Iterator[list[torch.Tensor]]
+    tails: list[torch.Tensor] | None = None  # what is left of the prompt when it was read
+    is_ready: bool = False  # whether its first token was emitted
+
+
+class Batcher:
+    """Decode requests together, each with the text of `generate` for it alone.
+
+    Requests take the rows of one batch in the order of their arrival. When one ends, the next takes its row. Prompts
+    are read in chunks between the steps of the rows that run. Rows may differ in all settings of `generate`. A request
+    that fails ends alone.
+
+    ```python
+    with Batcher(target, draft, rows=8, max_length=4096) as batcher:
+        future = batcher.submit(input_ids, max_new_tokens=256, streamer=streamer)
+        text = future.result()
+        for output in batcher.map(prompts, max_new_tokens=256):
+            ...
+    ```
+
+    One thread runs the model, and calls processors, criteria and streamers. Other calls of `generate` on the model wait
+    until no request runs. At the end of the `with` block, requests that were submitted are waited for; after an error
+    they are cancelled.
+
+    Args:
+        target (`PreTrainedModel`): The model.
+        draft ([`DraftModel`], *optional*): The draft, or what `assistant_model` takes for one. `None` decodes without.
+        rows (`int`, *optional*, defaults to 8): Number of requests that run at once.
+        max_length (`int`, *optional*): Most tokens of a request, prompt included; by default the positions of the
+            model. On a GPU, the cache has memory for so many tokens in `rows + 1` rows.
+        chunk_size (`int`, *optional*, defaults to 512): Tokens of a prompt that are read between two steps. Prompts of
+            targets with recurrent states are read whole.
+
+    Raises:
+        ValueError: If target or draft cannot be used, or not in a batch whose rows change.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: Any = None,
+        rows: int = 8,
+        max_length: int | None = None,
+        chunk_size: int = 512,
+    ):
+        if draft is None:
+            draft = PlainDraftModel.from_target(target)
+        elif not getattr(draft, "_is_longspec_draft", False):
+            draft = route.loaders[-1](draft, target)
+        draft = getattr(draft, "chosen", draft)  # of an AutoDraft
+        if max_length is None:
+            max_length = target.config.get_text_config().max_position_embeddings
+        for name, value, least in (("rows", rows, 1), ("max_length", max_length, 3), ("chunk_size", chunk_size, 2)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}: expected an integer of at least {least}.")
+        self.target, self.draft, self.max_length, self.chunk_size = target, draft, max_length, chunk_size
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}  # by slot
+        self._reading: Reading | None = None
+        self._changed, self._is_closed = Condition(), False
+        with torch.no_grad():
+            calls = [self._empty_call(count) for count in (rows, 1)]
+            with calls[0].target.lock():
+                self._session = SlotSession(*calls)
+        self._thread = Thread(target=self._run, name="hf_longspec.Batcher", daemon=True)
+        self._thread.start()
+
+    def submit(self, input_ids: Any, *, streamer: Any = None, seed: int | None = None, **settings: Any) -> Request:
+        """Add a request, and return its future. Any thread may call it.
+
+        Args:
+            input_ids (`torch.LongTensor` or `list[int]`): One prompt, `(length,)` or `(1, length)`.
+            streamer (`BaseStreamer`, *optional*): Gets the tokens, on the thread of the model. It is ended after a
+                failure or cancellation, too.
+            seed (`int`, *optional*): Seed of sampling: the text is that of `generate` after `torch.manual_seed(seed)`.
+            settings: Arguments of `generate`, such as `max_new_tokens`, `do_sample` or `logits_processor`.
+
+        Raises:
+            ValueError: If the settings are wrong, or cannot be served in a batch.
+        """
+        ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.target.device)
+        ids = ids[None] if ids.dim() == 1 else ids
+        if ids.dim() != 2 or len(ids) != 1 or not ids.shape[1]:
+            raise ValueError(f"input_ids has shape {tuple(ids.shape)}: expected one prompt. Submit prompts one by one.")
+        source = None if seed is None else torch.Generator().manual_seed(seed)
+        if (mask := settings.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
+            raise ValueError("attention_mask has zeros: a row of the batch has no padding. Submit the tokens alone.")
+        arguments = self._prepared(ids, streamer, settings)
+        return self._add(Request(lambda: self._opened(arguments, streamer, source), streamer))
+
+    def run_alone(self, function: Callable[[], Any]) -> Request:
+        """Run a function on the thread of the model, in its turn, when no request runs; return its future."""
+        return self._add(Request(function, is_alone=True))
+
+    def map(self, prompts: Iterable[Any], **settings: Any) -> Iterator[torch.Tensor]:
+        """Yield the result of each prompt in order. No more prompts are read than twice the rows ahead of it."""
+        prompts, ahead = iter(prompts), deque[Request]()
+        try:
+            while True:
+                ahead += (self.submit(ids, **settings) for ids in islice(prompts, 2 * self.rows - len(ahead)))
+                if not ahead:
+                    return
+                yield ahead.popleft().result()
+        finally:
+            for request in ahead:
+                request.cancel()
+
+    @property
+    def rows(self) -> int:
+        """Number of requests that run at once."""
+        return len(self._session.slots)
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests in slots."""
+        return len(self._running)
+
+    def close(self, cancel: bool = False) -> None:
+        """Wait for all requests, or cancel them, and end the thread. Nothing can be submitted afterwards."""
+        with self._changed:
+            self._is_closed = True
+            if cancel:
+                for request in self._unfinished():
+                    request.cancel()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=error is not None)
+
+    def _unfinished(self) -> list[Request]:
+        reading = () if (reading := self._reading) is None else (reading.request,)
+        return [*self._running.values(), *reading, *self._waiting]
+
+    def _add(self, request: Request) -> Request:
+        with self._changed:
+            if self._is_closed:
+                raise ValueError("the Batcher is closed. Submit before the end of its `with` block.")
+            self._waiting.append(request)
+            self._changed.notify_all()
+        return request
+
+    def _empty_call(self, rows: int) -> Call:
+        """Return a call with a text of one token in each row, by which the target and the draft are checked."""
+        ids = torch.zeros(rows, 1, dtype=torch.long, device=self.target.device)
+        config = GenerationConfig(max_length=self.max_length, do_sample=False)
+        call = Call(self.target, self.draft, ids, LogitsProcessorList(), StoppingCriteriaList(), config, None, {})
+        if (reason := call.why_not()) is not None:
+            raise ValueError(reason)
+        if call.session_class is not None or call.target.rare:
+            raise ValueError(f"{', '.join(call.target.rare)}: not supported in a Batcher. Call generate().")
+        return call
+
+    def _prepared(self, ids: torch.Tensor, streamer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that `generate` makes of these settings for the loop, and refuse what has no row."""
+        for name in ("assistant_model", "custom_generate"):
+            if settings.get(name) is not None:
+                raise ValueError(f"{name}: the draft is that of the Batcher. Drop {name}.")
+        taker = copy.copy(self.draft)
+        taker.longspec_decoding = lambda model, input_ids, **arguments: {"input_ids": input_ids, **arguments}
+        arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, streamer=streamer, **settings)  # type: ignore[operator]
+        config = arguments["generation_config"]
+        wanted = {"num_return_sequences": (config.num_return_sequences or 1) > 1}
+        wanted |= {"return_dict_in_generate": config.return_dict_in_generate}
+        for name in (name for name, is_wanted in wanted.items() if is_wanted):
+            raise ValueError(f"{name}={getattr(config, name)}: a row of a Batcher returns one text. Drop {name}.")
+        if config.max_length > self.max_length:
+            raise ValueError(
+                f"the prompt has {ids.shape[1]} tokens and the text may have {config.max_length}, and the rows of the "
+                f"Batcher max_length={self.max_length}. Lower max_new_tokens, or raise max_length."
+            )
+        return arguments
+
+    def _opened(self, arguments: dict[str, Any], streamer: Any, source: torch.Generator | None) -> RowSession:
+        """Return the session of a request, or refuse it."""
+        names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
+        more = {name: value for name, value in arguments.items() if name not in (*names, "streamer")}
+        call = Call(self.target, self.draft, *(arguments[name] for name in names), streamer, more)
+        call.rare = [name for name in call.rare if name != HOOKS]  # checked at the beginning
+        if other := [name for name in call.rare if name != PROCESSORS]:
+            raise ValueError(f"{', '.join(other)}: not supported in a Batcher. Call generate() for this prompt.")
+        if (reason := call.why_not()) is not None:
+            raise ValueError(f"{reason} Or call generate() for this prompt.")
+        return RowSession(call, self._session.lent, self.max_length, source)
+
+    def _run(self) -> None:
+        """Run requests until the Batcher is closed and none is left."""
+        try:
+            with torch.no_grad():
+                while self._wait():
+                    with self._session.target.lock():
+                        while self._running or self._reading or self._waiting:
+                            self._turn()
+        except BaseException as error:
+            with self._changed:
+                self._is_closed = True
+            for request in self._unfinished():
+                request.end(error=error)
+            raise
+
+    def _wait(self) -> bool:
+        """Wait for a request; return whether there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._waiting)
+            return bool(self._waiting)
+
+    def _turn(self) -> None:
+        """Read a chunk of a prompt if one is to be read, and run steps until the next one is."""
+        self._read_chunk()
+        with self._session.attention():
+            self._emit_first()
+            while True:
+                self._take_slot()
+                if not self._running or (self._step() and self._has_chunk):
+                    return
+
+    @property
+    def _has_chunk(self) -> bool:
+        """Whether a part of a prompt is to be read before the next step."""
+        if self._reading is not None:
+            return not self._reading.is_ready
+        return bool(self._waiting) and not (self._running and self._waiting[0].is_alone)
+
+    def _read_chunk(self) -> None:
+        if self._reading is None and self._waiting and not (self._running and self._waiting[0].is_alone):
+            self._open(self._waiting.popleft())
+        if (reading := self._reading) is None or reading.tails is not None:
+            return
+        with self._ending_reading(reading):
+            reading.tails = next(reading.chunks) or None
+
+    def _open(self, request: Request) -> None:
+        """Begin with a request: make its session, or run it alone."""
+        work, request.work = request.work, None
+        if work is None or request.cancelled():
+            request.end()
+            return
+        try:
+            result = work()
+        except Exception as error:  # of arguments, or of a function that runs alone
+            request.end(error=error)
+            return
+        if request.is_alone:
+            request.end(result)
+            return
+        request.speculation = result.stats
+        self._reading = Reading(request, result, result.read(self.chunk_size))
+
+    def _emit_first(self) -> None:
+        """Emit the first token of a prompt that has been read."""
+        reading = self._reading
+        if reading is None or reading.is_ready or reading.tails is None:
+            return
+        with self._ending_reading(reading), reading.session.drafter.attention():
+            reading.session.seed(reading.tails)
+            reading.is_ready = True
+            if reading.session.sequences.finished:
+                self._reading = None
+                self._finish(reading.request, reading.session)
+
+    @contextmanager
+    def _ending_reading(self, reading: Reading) -> Iterator[None]:
+        """End a request that is being read by an error in the context, or if it was cancelled."""
+        error = None
+        try:
+            yield
+        except Exception as caught:  # of memory, of processors
+            error = caught
+        if error is not None or reading.request.cancelled():
+            self._reading = None
+            reading.request.end(error=error)
+
+    def _take_slot(self) -> None:
+        """Let the request that was read take a slot, if one is free."""
+        free = next((row for row in range(self.rows) if row not in self._running), None)
+        if (reading := self._reading) is None or not reading.is_ready or free is None:
+            return
+        self._session.put(free, reading.session)
+        self._running[free], self._reading = reading.request, None
+
+    def _step(self) -> bool:
+        """Run one step of all rows without those that were cancelled, and end the rows that are done."""
+        session = self._session
+        for row in [row for row, request in self._running.items() if request.cancelled()]:
+            session.leave(row)
+            self._running.pop(row).end()
+        if not self._running:
+            return True
+        try:
+            session.iterate()
+        except Exception as error:  # of memory, for example: of no single row
+            session.cache.rollback()
+            for row in list(self._running):
+                session.leave(row)
+                self._running.pop(row).end(error=error)
+        for row in [row for row in self._running if session.sequences.done[row]]:
+            self._finish(self._running.pop(row), session.leave(row))
+        return True
+
+    def _finish(self, request: Request, session: RowSession) -> None:
+        """Set the result of a request whose row has ended."""
+        try:
+            if session.error is not None:
+                raise session.error
+            request.end(session.result())
+        except Exception as error:
+            request.end(error=error)

@@ -1,0 +1,350 @@
+"""The loop over slots: rows of one batch that requests take and leave, each with its own sequences and token rule.
+
+A request begins as a [`RowSession`], a call of one row with a cache of its own: its prompt is read in chunks, and its
+first token emitted. Then [`SlotSession`], the loop of all rows, takes its keys, its drafter's state and its root into a
+slot. Sequences and token rules stay those of the request, so that its text does not depend on the rows beside it: each
+row is stopped, streamed and sampled as a batch of one. Rows whose tokens are chosen alike are processed together.
+
+A slot without a request holds a text of one token, whose row emits nothing.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .cache import SpeculativeCache
+from .call import Call, CallCache
+from .decoding import Session
+from .draft_tree import DraftTree
+from .sampling import NoiseRows, TokenRule, warped
+from .sequences import SpeculationStats
+from .verification import Acceptance
+
+
+class LentCache(CallCache):
+    """The cache of a call that is lent to it, and emptied for it."""
+
+    is_users = True
+
+    def __init__(self, cache: SpeculativeCache):
+        self.cache = cache
+
+    def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
+        """Return the cache without tokens."""
+        self.cache.reset()
+        return self.cache
+
+
+class RowSession(Session):
+    """The call of one request, up to the slot that it takes.
+
+    Args:
+        call ([`Call`]): A call of one row, which can use the draft.
+        cache ([`SpeculativeCache`]): A cache of one row, for the prompt.
+        max_length (`int`): Most tokens of a row of the loop, which may be more than those of the request.
+        source (`torch.Generator`, *optional*): From which the noise of the request is seeded; by default torch's own.
+
+    Attributes:
+        error (`Exception`, *optional*): What ended the request.
+    """
+
+    is_gated = False
+    joined_at = 0.0, 0.0  # times of the loop when the request took its slot
+
+    def __init__(self, call: Call, cache: SpeculativeCache, max_length: int, source: torch.Generator | None = None):
+        self.error: Exception | None = None
+        self._source, self._limit = source, call.max_length
+        call.store, call.max_length = LentCache(cache), max_length
+        super().__init__(call)
+        self.coupling = self.rule.coupling()
+
+    def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
+        """Return sequences with the limit of the request, and a token rule with its seed."""
+        self.max_length = self._limit
+        sequences, rule = super().make_rows(input_ids)
+        self.max_length = self.call.max_length
+        if self._source is not None and rule.noise is not None:
+            rule.noise = NoiseRows(1, self.target.vocab_size, input_ids.device, source=self._source)
+        return sequences, rule
+
+    def read(self, chunk_size: int) -> Iterator[list[torch.Tensor]]:
+        """Run the prompt, a chunk for each item, which is what is left: its last tokens, after the last chunk.
+
+        Prompts of targets with recurrent states are one chunk, as chunks would change their states.
+        """
+        (text,), prompts = self.prompts.new, self.prompts
+        count = len(text) - prompts.tails(self.seed_tokens)[0]
+        size = max(count, 1) if self.target.has_states else chunk_size
+        for begin in range(0, count, size):
+            with self.drafter.watch_prefill([len(text)], self.held):
+                prompts.run(self.cache, [text[begin : min(count, begin + size)]], self.context_of)
+            if begin + size < count:
+                yield []
+        self.cache.set_lengths([count])
+        self.check_once()
+        yield [text[count:]]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """End this request, and no other one, by an error in the context."""
+        try:
+            yield
+        except Exception as error:  # of processors, criteria and streamers, which may raise anything
+            self.error, self.sequences.done = error, [True]
+
+    def append(self, tokens: Sequence[int]) -> int:
+        """Emit tokens up to the stop of the row, and return their number."""
+        count = 0
+        with self.alone():
+            count = self.sequences.append([tokens])[0]
+        return count
+
+    def result(self) -> torch.Tensor:
+        """End the stream, complete the statistics, and return prompt and continuation `(1, length)`."""
+        self.sequences.end()
+        self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
+        self.stats.num_out_of_draft_vocabulary = self.draft.num_out_of_vocabulary(self.sequences.generated)
+        self.stats.interrupted = self.sequences.interrupted
+        return self.sequences.output()
+
+
+Slots = list[RowSession | None]
+
+
+class SlotSequences:
+    """The sequences of all slots, as the loop uses [`Sequences`]."""
+
+    def __init__(self, slots: Slots, device: torch.device):
+        self.slots, self.device = slots, device
+
+    @property
+    def done(self) -> list[bool]:
+        return [slot is None or slot.sequences.finished for slot in self.slots]
+
+    @property
+    def finished(self) -> bool:
+        return all(self.done)
+
+    @property
+    def generated(self) -> list[Any]:
+        """Generated tokens of each row; none of a free slot."""
+        return [() if slot is None else slot.sequences.generated[0] for slot in self.slots]
+
+    def append(self, accepted: Sequence[Sequence[int]], scores: Any = None) -> list[int]:
+        """Emit the tokens of each row up to its stop, and return how many each row emitted."""
+        rows = zip(self.slots, accepted, strict=True)
+        return [slot.append(tokens) if slot is not None and tokens else 0 for slot, tokens in rows]
+
+
+class SlotRule:
+    """The token rules of all slots, as the loop and drafters use a [`TokenRule`] and its noise.
+
+    What differs between rows is computed row by row, and nothing of it is part of a graph.
+    """
+
+    fits_graphs = is_made_of_tensors = False
+    key: tuple = ()
+
+    def __init__(self, slots: Slots, sequences: SlotSequences, vocab_size: int):
+        self.slots, self.sequences, self.vocab_size = slots, sequences, vocab_size
+
+    @property
+    def live(self) -> list[tuple[int, RowSession]]:
+        """The rows that grow, and their requests."""
+        return [(row, slot) for row, slot in enumerate(self.slots) if slot is not None and not slot.sequences.finished]
+
+    @property
+    def shared(self) -> TokenRule | None:
+        """The rule of one row, if those of all rows that grow process every node of a tree alike."""
+        rules = [slot.rule for _, slot in self.live]
+        if not rules or not rules[0].history_free:
+            return None
+        if len(rules) > 1 and any(not rule.is_made_of_tensors or rule.key != rules[0].key for rule in rules):
+            return None
+        return rules[0]
+
+    @property
+    def history_free(self) -> bool:
+        return self.shared is not None
+
+    @property
+    def processors(self) -> Any:
+        """The processors of all rows, if they are the same."""
+        return () if (shared := self.shared) is None else shared.processors
+
+    @property
+    def do_sample(self) -> bool:
+        return any(slot.rule.do_sample for _, slot in self.live)
+
+    @property
+    def noise(self) -> "SlotRule":
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.sequences.device
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Return the noise `(batch, count, vocab)` of the next `count` tokens; 1, which changes no score, if greedy."""
+        return self._noise(lambda noise: noise.rows(count), 0, (1, count, self.vocab_size))
+
+    def draw(self, count: int) -> torch.Tensor:
+        """Return noise `(count, batch, vocab)` that is not tied to a position, likewise."""
+        return self._noise(lambda noise: noise.draw(count), 1, (count, 1, self.vocab_size))
+
+    def _noise(self, of: Callable[[Any], torch.Tensor], dim: int, shape: tuple[int, ...]) -> torch.Tensor:
+        live, none = dict(self.live), torch.ones(shape, device=self.device)
+        rows = range(len(self.slots))
+        sampled = (live[row].rule.noise if row in live else None for row in rows)
+        return torch.cat([none if noise is None else of(noise) for noise in sampled], dim)
+
+    def coupling(self) -> "SlotCoupling":
+        """Return what ranks candidates by the rules of the rows."""
+        return SlotCoupling(self)
+
+    def try_out(self, depth: int, tokens: torch.Tensor) -> None:
+        """Write candidates `(batch,)` after the texts; see [`TokenRule.try_out`]."""
+        for row, slot in self.live:
+            with slot.alone():
+                slot.rule.try_out(depth, tokens[row : row + 1])
+
+    def scores_at(self, raw: torch.Tensor, depth: int) -> torch.Tensor:
+        """Return processed scores `(batch, vocab)`; see [`TokenRule.scores_at`]."""
+        scores = raw.float().clone()
+        for row, slot in self.live:
+            with slot.alone():
+                scores[row] = slot.rule.scores_at(raw[row : row + 1], depth)[0]
+        return scores
+
+    def accept(
+        self, tree: DraftTree, logits: torch.Tensor, with_scores: bool = False
+    ) -> tuple[Acceptance, torch.Tensor | None]:
+        """Accept the nodes of each row by its own rule. A row that does not grow, or fails, keeps node 0."""
+        shared = self.shared
+        if shared is not None and (tree.q is None or not shared.do_sample):
+            draws = (self.rows(tree.max_depth + 1),) if shared.do_sample else ()
+            return shared.accept_scored(tree, warped(shared.processors, logits), *draws), None
+        path = torch.zeros(len(logits), tree.max_depth + 1, dtype=torch.long, device=logits.device)
+        whole = Acceptance(path, path[:, 0] + 1, path.clone())
+        for row, slot in self.live:
+            one = slice(row, row + 1)
+            with slot.alone():
+                q = None if tree.q is None else tree.q[one]
+                of_row = replace(tree, tokens=tree.tokens[one], parents=tree.parents[one], valid=tree.valid[one], q=q)
+                found = slot.rule.accept(of_row, logits[one])[0]
+                for name in ("path", "num_nodes", "tokens"):
+                    getattr(whole, name)[one] = getattr(found, name)
+        return whole, None
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Advance the noise of each row by the number of tokens that it emitted."""
+        for slot, count in zip(self.slots, counts, strict=True):
+            if slot is not None:
+                slot.rule.advance([count])
+
+
+class SlotCoupling:
+    """Rank candidates of each row as [`Coupling`] does by its own rule."""
+
+    fits_graphs = False
+    key: tuple = ()
+
+    def __init__(self, rule: SlotRule):
+        self._rule = rule
+
+    def known(self, depths: int) -> tuple[torch.Tensor, ...]:
+        """Return the noise `(B, depths, V)`, if the rows share their rule and sample."""
+        shared = self._rule.shared
+        return (self._rule.rows(depths),) if shared is not None and shared.do_sample else ()
+
+    def scores(self, logits: torch.Tensor, known: Sequence[torch.Tensor], depth: int, paths: Any) -> torch.Tensor:
+        """Return the scores of [`Coupling.scores`], `(B, n, V)`."""
+        rule = self._rule
+        live = rule.live
+        if not live:
+            return logits
+        logits = logits.to(rule.device)
+        if rule.shared is not None:
+            return live[0][1].coupling.scores(logits, known, depth, paths)
+        tokens = paths() if callable(paths) else paths
+        scores = logits.float().expand(-1, tokens.shape[1], -1).clone()
+        for row, slot in live:
+            one = slice(row, row + 1)
+            with slot.alone():
+                scores[one] = slot.coupling.scores(logits[one], slot.coupling.known(depth + 1), depth, tokens[one])
+        return scores
+
+
+class SlotStats(SpeculationStats):
+    """Statistics of the loop: steps are counted for the requests that took part in them."""
+
+    slots: Slots
+
+    def record(self, emitted: Sequence[int], drafted: Sequence[int] | None, ngrams: Sequence[int]) -> None:
+        """Count one verification; see [`SpeculationStats.record`]."""
+        for row, slot in enumerate(self.slots):
+            if slot is not None and emitted[row]:
+                one = slice(row, row + 1)
+                slot.stats.record(emitted[one], None if drafted is None else drafted[one], ngrams[one])
+
+
+class SlotSession(Session):
+    """The loop over slots.
+
+    Args:
+        call ([`Call`]): A call with a text of one token for each slot.
+        empty ([`Call`]): A call with one such text, which free slots hold.
+
+    Attributes:
+        slots (`list[RowSession | None]`): The request in each slot; `None` in a free one.
+    """
+
+    def __init__(self, call: Call, empty: Call):
+        super().__init__(call)
+        tails = self.prefill()
+        with self.attention():
+            self.seed(tails)
+        config = self.target.config
+        self.free = RowSession(empty, SpeculativeCache(config, 1, 1, self.cache.tree_slots), self.max_length)
+        (tails,) = self.free.read(1)
+        with self.attention(), self.free.drafter.attention():
+            self.free.seed(tails)
+            for row in range(len(self.slots)):
+                self.put(row, None)
+        self.lent = SpeculativeCache(config, 1, self.max_length, self.cache.tree_slots)
+
+    def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
+        """Return the sequences and the token rules of slots that are free."""
+        self.slots: Slots = [None] * len(input_ids)
+        self.stats = SlotStats(method=self.stats.method)
+        self.stats.slots = self.slots
+        sequences = SlotSequences(self.slots, input_ids.device)
+        return sequences, SlotRule(self.slots, sequences, self.target.vocab_size)
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Return the context of all steps, and of the first token of a request."""
+        with self.target.attention(), self.drafter.attention():
+            yield
+
+    def put(self, row: int, one: RowSession | None) -> None:
+        """Let a request take a slot, or nothing."""
+        source = one or self.free
+        source.joined_at = self.stats.draft_seconds, self.stats.verify_seconds
+        self.cache.take_row(row, source.cache)
+        self.drafter.take(row, source.drafter)
+        self.root = self.root.index_copy(0, torch.tensor([row], device=self.root.device), source.root)
+        self.slots[row] = one
+
+    def leave(self, row: int) -> RowSession | None:
+        """Free a slot, and return the request that it held, with its part of the times."""
+        if (one := self.slots[row]) is not None:
+            drafted, verified = one.joined_at
+            one.stats.draft_seconds = self.stats.draft_seconds - drafted
+            one.stats.verify_seconds = self.stats.verify_seconds - verified
+            self.put(row, None)
+        return one
