@@ -3,7 +3,8 @@
 The mixers of transformers call few functions of their module. While a call decodes, [`recurrences_replaced`] replaces
 these names of the modules of a target by wrappers. A wrapper calls the function of transformers unless a layer of the
 cache has just got inputs of staged nodes. It then computes the outputs of all nodes from the committed state, and
-leaves with the layer what a commit needs: [`RECURRENCES`] names the function for each function of transformers.
+leaves with the layer what a commit needs: [`RECURRENCES`] names the function for each function of transformers. Where
+fla, mamba-ssm or causal-conv1d are installed, these functions call their kernels, so prompts run them.
 
 A delta rule or Mamba-2 state after node i of a tree is a sum over the path to i. With the decays `g` added up along the
 path, `G_i`, the state is `exp(G_i) S + sum_j exp(G_i - G_j) left_j right_j^T` for the ancestors j of i and i itself. S
