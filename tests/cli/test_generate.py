@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from hf_longspec import NgramDraftModel, SpeculationStats
+from hf_longspec import NgramDraftModel, SpeculationStats, StructuredOutput
 from hf_longspec.bench.calls import TokenClock
 from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, VerifiedText, html_page
 from hf_longspec.modeling.families.ngrams import NgramDrafter
@@ -242,3 +242,44 @@ def test_an_interrupted_text_stays(command, tiny, expected, monkeypatch):
     assert result.exit_code == 130 and text and expected.startswith(text)
     (line,) = result.stderr.splitlines()
     assert "nterrupted" in line and "speculation" not in line and "partial" not in line
+
+
+def test_texts_with_a_structure(command, tiny, target, tmp_path):
+    """As plain `generate` with the same processor, alone and in a batch of rows."""
+    schema = {"type": "array", "items": {"enum": ["on", "off"]}, "minItems": 2, "maxItems": 3}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    model, tokenizer = target
+    for option, value, structure in (
+        ("--json-schema", tmp_path / "schema.json", {"json_schema": schema}),
+        ("--regex", "(left|right), [0-9]{3}", {"regex": "(left|right), [0-9]{3}"}),
+    ):
+        processor = StructuredOutput(tokenizer, **structure)
+        out = model.generate(
+            **tokenizer("Which? ", return_tensors="pt"), logits_processor=[processor], max_new_tokens=30, do_sample=False
+        )
+        text = tokenizer.decode(out[0, 7:], skip_special_tokens=True)
+        common = ["--target", tiny.target, "--max-new-tokens", 30, option, value]
+        result = command("generate", "--prompt", "Which? ", *common, "--draft", "grammar")
+        assert result.exit_code == 0 and result.stdout == text + "\n", result.output
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "Which? "}\n{"prompt": "A longer one: which? "}\n')
+        rows = tmp_path / f"texts{option}.jsonl"
+        assert command("generate", "--data", tmp_path / "rows.jsonl", "--output", rows, *common).exit_code == 0
+        assert json.loads(rows.read_text().splitlines()[0])["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ("{", (), "schema.json is not JSON"),
+        ("{}", ("--regex", "a"), "--json-schema and --regex cannot be combined"),
+        ('{"type": "x"}', (), "json_schema=.* cannot be followed"),
+        (None, (), "schema.json' does not exist"),
+    ],
+)
+def test_structures_that_are_refused(command, tiny, tmp_path, content, arguments, message):
+    if content is not None:
+        (tmp_path / "schema.json").write_text(content)
+    result = command(
+        "generate", "--prompt", "a", "--target", tiny.target, "--json-schema", tmp_path / "schema.json", *arguments
+    )
+    assert result.exit_code == 2 and re.search(message, " ".join(result.stderr.split())), result.stderr

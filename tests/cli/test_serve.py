@@ -1,5 +1,6 @@
 """`serve`: a server with a draft, asked by the client of OpenAI, against plain `generate`."""
 
+import json
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tests.cli.served import NEW, POSITIONS, Reference, ask, metrics, serving, streamed, with_template
+from hf_longspec import StructuredOutput
+from tests.cli.served import NEW, POSITIONS, Reference, answered, ask, metrics, serving, streamed, with_template
 from tests.watching import before as called_before
 
 QUESTION = "one two three, one two three, one two"
