@@ -100,7 +100,7 @@ ROWS = (
      'return outputs, outputs if self.effective("norm_output") else states', "return outputs, outputs",
      "tests/modeling/eagle3/test_modeling_eagle3.py"),
     ("A commit keeps the states of the accepted path alone", "generation/wings/recurrences.py",
-     ".masked_fill(~on_path, -torch.inf).exp()", ".exp()", "tests/generation/test_recurrent_states.py"),
+     ".masked_fill(unseen, -torch.inf).exp()", ".exp()", "tests/generation/test_recurrent_states.py"),
     ("Step sizes of Mamba-2 are limited where plain generate limits them", "generation/wings/plain_forwards.py",
      "return is_alone & (columns > 0)", "return is_alone",
      "tests/generation/test_recurrent_states.py::test_steps_of_mamba2_are_limited_in_forwards_of_several_tokens"),

@@ -67,14 +67,14 @@ class StagedNodes:
         return are_steps
 
     @cached_property
-    def seen(self) -> Tensor:
-        """Return which nodes are in the state after each node, `(B, N + 1, N + 1)`.
+    def unseen(self) -> Tensor:
+        """Which nodes are not in the state after each node, `(B, N + 1, N + 1)`.
 
         The last place, also as number -1, is that of the committed state.
         """
-        seen = pad(self.tree.mask, (0, 1, 0, 1))
-        seen[:, :, -1] = True
-        return seen
+        unseen = pad(~self.tree.mask, (0, 1, 0, 1), value=True)
+        unseen[:, :, -1] = False
+        return unseen
 
     def windows(self, size: int) -> Tensor:
         """Return the windows of `size` inputs that end with each node, `(B or 1, N + 1, size)`.
@@ -196,25 +196,25 @@ class Window(Terms):
 class ClosedForm(Terms):
     """Terms of a state `(B, H, a, b)`: `left` `(B, H, N, a)`, `right` `(B, H, N, b)`, decays `(B, H, N + 1, a or 1)`.
 
-    The state before the nodes is a term, too. See [`StagedNodes.seen`].
+    The state before the nodes is a term, too. See [`StagedNodes.unseen`].
     """
 
     left: Tensor
     right: Tensor
     decays: Tensor
-    seen: Tensor
+    unseen: Tensor
     before: Tensor | None
 
     @classmethod
     def joined(cls, terms: "Sequence[ClosedForm]") -> "ClosedForm":
         fields = zip(*((one.left, one.right, one.decays, one.before) for one in terms), strict=True)
         left, right, decays, before = (torch.cat(parts, 1) for parts in fields)
-        return cls(left, right, decays, terms[0].seen, before)
+        return cls(left, right, decays, terms[0].unseen, before)
 
     def after(self, kept: Kept, before: Tensor | None, out: Tensor | None = None) -> Tensor:
         total = self.decays[kept.rows, :, kept.last][..., None, :]
-        seen = self.seen[kept.rows, kept.last][:, None, :, None]
-        weights = torch.where(seen, total - self.decays, -torch.inf).exp()
+        unseen = self.unseen[kept.rows, kept.last][:, None, :, None]
+        weights = (total - self.decays).masked_fill(unseen, -torch.inf).exp()
         state = (self.left * weights[:, :, :-1]).mT @ self.right
         if self.before is None:
             return state
@@ -293,8 +293,8 @@ def _delta_rule(
         query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON) for x in (query, key))
     query, beta = query * query.shape[-1] ** -0.5, beta[..., None]
     state = layer.state
-    seen, decays = _decays(layer, g if g.ndim == 4 else g[..., None])
-    gaps, fading = _gaps(seen, decays)
+    unseen, decays = _decays(layer, g if g.ndim == 4 else g[..., None])
+    gaps, fading = _gaps(unseen, decays)
     system = _products(beta * key, key, gaps)
     right = beta * value
     if state is not None:
@@ -303,7 +303,7 @@ def _delta_rule(
     out = _products(query, key, gaps) @ right
     if state is not None:
         out = out + (query * fading) @ state.float()
-    layer.keep(ClosedForm(key, right, decays, seen, state))
+    layer.keep(ClosedForm(key, right, decays, unseen, state))
     return out.transpose(1, 2).to(dtype), _last(state, key, value)
 
 
@@ -353,15 +353,15 @@ def _mamba2(
     heads = hidden_states.shape[2]
     x, step = hidden_states.transpose(1, 2).float(), dt.transpose(1, 2).float()[..., None]
     B, C = (y.float().repeat_interleave(heads // y.shape[2], 2).transpose(1, 2) for y in (B, C))
-    seen, decays = _decays(layer, step * A.float()[:, None, None])
-    gaps, fading = _gaps(seen, decays)
+    unseen, decays = _decays(layer, step * A.float()[:, None, None])
+    gaps, fading = _gaps(unseen, decays)
     left, state = x * step, layer.state
     out = _products(C, B, gaps) @ left
     if state is not None:
         out = out + (C * fading) @ state.float().mT
     if D is not None:
         out = out + x * D.float()[:, None, None]
-    layer.keep(ClosedForm(left, B, decays, seen, state))
+    layer.keep(ClosedForm(left, B, decays, unseen, state))
     out = out.transpose(1, 2).to(hidden_states.dtype).contiguous()
     return (out, _last(state, x, B)) if return_final_states else out
 
@@ -414,19 +414,19 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, is_soft: bool) -> Tensor:
 
 
 def _decays(layer: Any, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [`StagedNodes.seen`], and decays `(B, H, N + 1, a or 1)` added up along the path to each node."""
+    """Return [`StagedNodes.unseen`], and decays `(B, H, N + 1, a or 1)` added up along the path to each node."""
     nodes = layer.nodes
     decays = steps.cumsum(2) if nodes.tree.is_chain else nodes.tree.mask.to(steps)[:, None] @ steps
-    return nodes.seen.to(steps.device), pad(decays, (0, 0, 0, 1))
+    return nodes.unseen.to(steps.device), pad(decays, (0, 0, 0, 1))
 
 
-def _gaps(seen: Tensor, decays: Tensor) -> tuple[Tensor, Tensor]:
+def _gaps(unseen: Tensor, decays: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors `(B, H, N, N, a or 1)` by which states fade from node j to node i; 0 if j is not before i.
 
     Also those by which the committed state fades, `(B, H, N, a or 1)`.
     """
     gaps = decays[:, :, :-1, None] - decays[:, :, None]
-    gaps = gaps.masked_fill(~seen[:, None, :-1, :, None], -torch.inf).exp()
+    gaps = gaps.masked_fill(unseen[:, None, :-1, :, None], -torch.inf).exp()
     return gaps[:, :, :, :-1], gaps[:, :, :, -1]
 
 

@@ -278,8 +278,8 @@ class FixedStates:
                     return False
                 for pair, tensor in zip(moved.setdefault(view.dtype, ([], [])), (view, state), strict=True):
                     pair.append(tensor)
-        for places, states in moved.values():
-            torch._foreach_copy_(places, states)
+        for pairs in moved.values():
+            torch._foreach_copy_(*pairs)
         for layer, views in zip(layers, self.views, strict=True):
             layer.put(views)
         return True
@@ -309,7 +309,8 @@ class StatesInGraph:
         self.fixed = fixed
         self.nodes: StagedNodes | None = None
         self.layers: dict[int, StateLayer] = {}
-        self._is_staged, self._root = fixed.key[0], []  # whether a verification, whose nodes a later commit keeps
+        self._is_staged = fixed.key[0]  # a verification, whose nodes a later commit keeps
+        self._root: list[list[torch.Tensor]] = []
         for number, views in zip(fixed.numbers, fixed.views, strict=True):
             layer = self.layers[number] = StateLayer(Rows(len(fixed.rows)))
             layer.part = self  # type: ignore[assignment]
