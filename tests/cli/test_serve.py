@@ -66,6 +66,33 @@ def test_a_further_turn_reads_the_new_tokens_only(server, expected, monkeypatch)
     assert longest < 50 < len(document)
 
 
+def test_agents_that_alternate_reread_nothing(server, expected, monkeypatch):
+    """Three conversations with system prompts of their own, each of which reads its new tokens alone."""
+    documents = [f"{word} is the number of this agent. " * 4 for word in ("one", "two", "three")]
+    chats = [[{"role": "system", "content": document}] for document in documents]
+    lengths = []
+
+    def see(model, *args, **kwargs):
+        if model is server.target.model:
+            lengths.append(kwargs.get("input_ids", kwargs.get("inputs_embeds")).shape[1])
+
+    called_before(monkeypatch, type(server.target.model), "forward", see)
+    for turn in range(3):
+        for chat in chats:
+            chat.append({"role": "user", "content": ("nine ten", "four five", "six")[turn]})
+            lengths.clear()
+            answer = server.client.chat.completions.create(
+                model=server.model, messages=chat, temperature=0, max_tokens=NEW
+            )
+            text = answer.choices[0].message.content
+            inputs = expected.tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+            assert max(lengths) < 60 < len(documents[0]) if turn else max(lengths) > 60
+            assert text == expected.continued(inputs)
+            chat.append({"role": "assistant", "content": text})
+
+
 def test_a_client_that_disconnects_ends_its_request(server, expected):
     before = metrics(server)["hf_longspec_requests_total"]
     stream = ask(server, QUESTION, new=4000, stream=True)

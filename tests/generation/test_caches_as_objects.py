@@ -15,8 +15,8 @@ from hf_longspec.generation.cache import CACHE_NAME
 from tests.robustness.peaked_weights import peak
 from tests.robustness.shrunk_configs import shrunk_config
 from tests.rounding import rounding
-from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
-from tests.user_objects import Recorder
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.user_objects import Answer, Recorder
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -141,17 +141,18 @@ def stored(cache):
 def test_memory_is_that_of_the_tokens(made, name, tmp_path):
     """A call that may write 4000 tokens, of which it writes 3."""
     model, tokens = made(name), prompts(17)[0]
-    end = generated(model, tokens)[0, 19].item()
-    options = {"max_new_tokens": 4000, "eos_token_id": end}
+    early = Answer(lambda ids, scores: torch.full((len(ids),), ids.shape[1] % 4 == 0))
+    options = {"max_new_tokens": 4000, "stopping_criteria": [early]}
     text, cache = after_a_call(model, tokens, **options)
     used = sum(entry.nbytes for entry in cache.entries().values())
-    assert text.shape[1] <= 20 and stored(cache) == used
+    assert text.shape[1] == 20 and stored(cache) == used
     assert len(pickle.dumps(cache)) < used + 8000 and stored(copy.deepcopy(cache)) == used
     cache.save(tmp_path / "file")
     assert os.path.getsize(tmp_path / "file") < used + 4000
     for _ in range(2):  # a further turn makes room, and gives it back
-        generated(model, text, draft=drafted(model, text, 0), **{CACHE_NAME: cache}, **options)
-        assert stored(cache) <= 2 * sum(entry.nbytes for entry in cache.entries().values())
+        text = generated(model, text, draft=drafted(model, text, 17), **{CACHE_NAME: cache}, **options)
+        assert stored(cache) == sum(entry.nbytes for entry in cache.entries().values())
+    assert text.shape[1] == 28
     dynamic, own = DynamicCache(config=model.config), SpeculativeCache(model.config, 1, 5000)
     for given in (dynamic, own):
         generated(model, tokens, draft=drafted(model, text, 17), **{CACHE_NAME: given}, **options)
@@ -239,10 +240,10 @@ def test_new_tokens_with_another_mask_are_refused(made):
             generated(model, prompts(5, seed=3)[0], mask, PlainDraftModel.from_target(model), **{CACHE_NAME: held})
 
 
-def test_new_tokens_where_the_text_would_run_again(target):
+def test_new_tokens_where_the_text_would_run_again():
     """Rotary frequencies that change with the length: plain generation, with the reason."""
     rotary = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = target("llama", rope_parameters=rotary, max_position_embeddings=24)
+    model = tiny_target("llama", rope_parameters=rotary, max_position_embeddings=24)
     texts = []
     for draft in (None, PlainDraftModel.from_target(model)):
         held = DynamicCache()
@@ -287,7 +288,7 @@ def check_entries(model, own, stock):
                 )
         for name in ("conv_states", "recurrent_states"):
             if (states := getattr(other, name, {0: None})[0]) is not None:
-                gap = 1e-5 * states.abs().max().item()  # of float32 sums in another order
+                gap = 1e-4 * states.abs().max().item()  # of float32 sums in another order, over 50 tokens
                 torch.testing.assert_close(getattr(layer, name)[0], states, rtol=0, atol=gap)
 
 
