@@ -230,7 +230,7 @@ class Batcher:
                 raise ValueError(f"{name}: the draft is that of the Batcher. Drop {name}.")
         taker = copy.copy(self.draft)
         taker.longspec_decoding = lambda model, input_ids, **arguments: {"input_ids": input_ids, **arguments}
-        arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, streamer=streamer, **settings)  # type: ignore[operator]
+        arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, streamer=streamer, **settings)
         config = arguments["generation_config"]
         wanted = {"num_return_sequences": (config.num_return_sequences or 1) > 1}
         wanted |= {"return_dict_in_generate": config.return_dict_in_generate}
@@ -246,8 +246,9 @@ class Batcher:
     def _opened(self, arguments: dict[str, Any], streamer: Any, source: torch.Generator | None) -> RowSession:
         """Return the session of a request, or refuse it."""
         names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
+        own = [arguments[name] for name in names]
         more = {name: value for name, value in arguments.items() if name not in (*names, "streamer")}
-        call = Call(self.target, self.draft, *(arguments[name] for name in names), streamer, more)
+        call = Call(self.target, self.draft, own[0], own[1], own[2], own[3], streamer, more)
         call.rare = [name for name in call.rare if name != HOOKS]  # checked at the beginning
         if other := [name for name in call.rare if name != PROCESSORS]:
             raise ValueError(f"{', '.join(other)}: not supported in a Batcher. Call generate() for this prompt.")
@@ -366,7 +367,9 @@ class Batcher:
                 session.leave(row)
                 self._running.pop(row).end(error=error)
         for row in [row for row in self._running if session.sequences.done[row]]:
-            self._finish(self._running.pop(row), session.leave(row))
+            ended = session.slots[row]
+            session.leave(row)
+            self._finish(self._running.pop(row), ended)
         return True
 
     def _finish(self, request: Request, session: RowSession) -> None:
