@@ -211,6 +211,10 @@ def serve(
     max_tokens: Annotated[int, number(1, "New tokens that one request may ask for.")] = 8192,
     max_body: Annotated[int, number(1, "Size of a request in MiB.")] = 4,
     max_waiting: Annotated[int, number(0, "Requests that may wait for others; more get status 429.")] = 32,
+    rows: Annotated[int, number(1, "Requests that are decoded at once.", most=options.MOST_ROWS)] = 1,
+    max_length: Annotated[
+        int | None, number(3, "Tokens of a text with --rows, prompt included. Default: the model's positions.")
+    ] = None,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,
