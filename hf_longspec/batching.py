@@ -116,7 +116,7 @@ class Batcher:
             draft = route.loaders[-1](draft, target)
         draft = getattr(draft, "chosen", draft)  # of an AutoDraft
         if max_length is None:
-            max_length = target.config.get_text_config().max_position_embeddings
+            max_length = getattr(target.config.get_text_config(), "max_position_embeddings", None)
         for name, value, least in (("rows", rows, 1), ("max_length", max_length, 3), ("chunk_size", chunk_size, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: expected an integer of at least {least}.")
@@ -125,12 +125,10 @@ class Batcher:
         self._running: dict[int, Request] = {}  # by slot
         self._reading: Reading | None = None
         self._changed, self._is_closed = Condition(), False
-        with torch.no_grad():
-            calls = [self._empty_call(count) for count in (rows, 1)]
-            with calls[0].target.lock():
-                self._session = SlotSession(*calls)
-        self._thread = Thread(target=self._run, name="hf_longspec.Batcher", daemon=True)
+        begun: Future[SlotSession] = Future()
+        self._thread = Thread(target=self._run, args=(rows, begun), name="hf_longspec.Batcher", daemon=True)
         self._thread.start()
+        self._session = begun.result()
 
     def submit(self, input_ids: Any, *, streamer: Any = None, seed: int | None = None, **settings: Any) -> Request:
         """Add a request, and return its future. Any thread may call it.
@@ -230,7 +228,7 @@ class Batcher:
                 raise ValueError(f"{name}: the draft is that of the Batcher. Drop {name}.")
         taker = copy.copy(self.draft)
         taker.longspec_decoding = lambda model, input_ids, **arguments: {"input_ids": input_ids, **arguments}
-        arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, streamer=streamer, **settings)  # type: ignore[operator]
+        arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, streamer=streamer, **settings)
         config = arguments["generation_config"]
         wanted = {"num_return_sequences": (config.num_return_sequences or 1) > 1}
         wanted |= {"return_dict_in_generate": config.return_dict_in_generate}
@@ -246,8 +244,9 @@ class Batcher:
     def _opened(self, arguments: dict[str, Any], streamer: Any, source: torch.Generator | None) -> RowSession:
         """Return the session of a request, or refuse it."""
         names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
+        own = [arguments[name] for name in names]
         more = {name: value for name, value in arguments.items() if name not in (*names, "streamer")}
-        call = Call(self.target, self.draft, *(arguments[name] for name in names), streamer, more)
+        call = Call(self.target, self.draft, own[0], own[1], own[2], own[3], streamer, more)
         call.rare = [name for name in call.rare if name != HOOKS]  # checked at the beginning
         if other := [name for name in call.rare if name != PROCESSORS]:
             raise ValueError(f"{', '.join(other)}: not supported in a Batcher. Call generate() for this prompt.")
@@ -255,14 +254,21 @@ class Batcher:
             raise ValueError(f"{reason} Or call generate() for this prompt.")
         return RowSession(call, self._session.lent, self.max_length, source)
 
-    def _run(self) -> None:
-        """Run requests until the Batcher is closed and none is left."""
+    @torch.no_grad()
+    def _run(self, rows: int, begun: "Future[SlotSession]") -> None:
+        """Run requests until the Batcher is closed and none is left. Graphs are captured on this thread, too."""
         try:
-            with torch.no_grad():
-                while self._wait():
-                    with self._session.target.lock():
-                        while self._running or self._reading or self._waiting:
-                            self._turn()
+            calls = [self._empty_call(count) for count in (rows, 1)]
+            with calls[0].target.lock():
+                begun.set_result(SlotSession(*calls))
+        except Exception as error:
+            begun.set_exception(error)
+            return
+        try:
+            while self._wait():
+                with self._session.target.lock():
+                    while self._running or self._reading or self._waiting:
+                        self._turn()
         except BaseException as error:
             with self._changed:
                 self._is_closed = True
@@ -366,7 +372,9 @@ class Batcher:
                 session.leave(row)
                 self._running.pop(row).end(error=error)
         for row in [row for row in self._running if session.sequences.done[row]]:
-            self._finish(self._running.pop(row), session.leave(row))
+            ended = session.slots[row]
+            session.leave(row)
+            self._finish(self._running.pop(row), ended)
         return True
 
     def _finish(self, request: Request, session: RowSession) -> None:

@@ -221,6 +221,10 @@ def serve(
     cache_memory: Annotated[
         int, number(0, "MiB of memory for the keys and values of earlier texts, beside those of the last one.")
     ] = 2048,
+    rows: Annotated[int, number(1, "Requests that are decoded at once.", most=options.MOST_ROWS)] = 1,
+    max_length: Annotated[
+        int | None, number(3, "Tokens of a text with --rows, prompt included. Default: the model's positions.")
+    ] = None,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,

@@ -1,15 +1,20 @@
-"""`hf-longspec generate --data`: continue every prompt of a file in batches, in one process or several."""
+"""`hf-longspec generate --data`: continue every prompt of a file, many at once, in one process or several."""
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import set_seed
 
+from ..auto import AutoDraft
+from ..batching import Batcher, Request
 from ..bench.prompts import around_a_message, left_padded, read_rows
 from ..cli import CommandError, one_line
 from .models import LoadedModels, Progress, default_device, dtype_of, find_device, load_models, say
@@ -81,13 +86,15 @@ Write = Callable[..., object]  # adds a row to the file of this process, given i
 
 
 class RowDecoder:
-    """Continue rows in batches of similar lengths."""
+    """Continue rows, each of which takes the place of one that has ended; the seed of a row is its own."""
 
     def __init__(self, loaded: LoadedModels, args: SimpleNamespace, how: dict[str, Any]):
         self.loaded = loaded
         self.batch, self.seed = args.batch, args.seed or 0
         self.how = how | {"max_new_tokens": args.max_new_tokens}
         self.around = around_a_message(loaded.tokenizer) if args.chat else ("", "")
+        ids = loaded.tokenizer.pad_token_id, loaded.tokenizer.eos_token_id, 0
+        self.pad = next(token for token in ids if token is not None)
         self.tokens, self.seconds = 0, 0.0
 
     def batches(self, rows: Sequence[tuple[int, str | None]]) -> list[list[tuple[int, Any]]]:
@@ -109,28 +116,82 @@ class RowDecoder:
             return error
 
     def run(self, batches: Sequence[list[tuple[int, Any]]], write: Write) -> None:
-        """Continue all batches, and write each row as soon as it is done."""
+        """Continue all rows, and write each as soon as it is done.
+
+        Where rows cannot be replaced in a batch, batches of similar lengths are continued one after another.
+        """
         with Progress(sum(map(len, batches)), "Generating") as progress:
-            for batch in batches:
-                for row, error in batch:
-                    if not torch.is_tensor(error):
-                        write(row, error=one_line(error))
-                self.decode([(row, ids) for row, ids in batch if torch.is_tensor(ids)], write)
-                progress.step(len(batch))
+
+            def step(rows: int) -> None:
+                progress.step(rows)
                 progress.say(f"Generating, {self.speed()}")
+
+            for row, error in (entry for batch in batches for entry in batch):
+                if not torch.is_tensor(error):
+                    write(row, error=one_line(error))
+                    step(1)
+            batches = [[(row, ids) for row, ids in batch if torch.is_tensor(ids)] for batch in batches]
+            rows = [entry for batch in batches for entry in batch]
+            batcher = None
+            with suppress(ValueError):
+                batcher = self.batcher(rows)
+            if batcher is not None:
+                batches = [[entry] for entry in self.continue_together(batcher, rows, write, step)]  # those that failed
+            for batch in batches:
+                self.decode(batch, write)
+                step(len(batch))
+
+    def batcher(self, rows: Sequence[tuple[int, torch.Tensor]]) -> Batcher | None:
+        """Return what continues these rows together."""
+        if not rows:
+            return None
+        model, draft = self.loaded.model, self.loaded.draft
+        if isinstance(draft, AutoDraft):
+            draft.choose(model, rows[0][1][None], do_sample=self.how["do_sample"])
+        return Batcher(model, draft, self.batch, max(3, len(rows[0][1]) + self.how["max_new_tokens"]))
+
+    def continue_together(
+        self, batcher: Batcher, rows: Sequence[tuple[int, torch.Tensor]], write: Write, step: Callable[[int], None]
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Continue rows at once, and return those that failed. Rows that have ended are written in this order."""
+        ended: Queue[Request] = Queue()
+        waiting, running, failed = (
+            iter(rows),
+            dict[Request, tuple[int, torch.Tensor]](),
+            list[tuple[int, torch.Tensor]](),
+        )
+        started = time.perf_counter()
+        with batcher:
+            while True:
+                for row, ids in islice(waiting, 2 * self.batch - len(running)):
+                    try:
+                        request = batcher.submit(ids, seed=self.seed + row, pad_token_id=self.pad, **self.how)
+                    except Exception:  # of memory, of processors
+                        failed.append((row, ids))
+                        continue
+                    running[request] = row, ids
+                    request.add_done_callback(ended.put)  # type: ignore[arg-type]
+                if not running:
+                    return failed
+                request = ended.get()
+                row, ids = running.pop(request)
+                if request.exception() is not None:
+                    failed.append((row, ids))
+                    continue
+                self.finish(row, ids, request.result()[0, len(ids) :].tolist(), write)
+                self.seconds = time.perf_counter() - started
+                step(1)
 
     def decode(self, batch: Sequence[tuple[int, torch.Tensor]], write: Write) -> None:
         """Continue the rows of one batch, one by one if the batch fails; a row that fails alone is written as such."""
         if not batch:
             return
-        tokenizer, started = self.loaded.tokenizer, time.perf_counter()
-        config = self.loaded.model.generation_config
-        pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-        ids, mask = left_padded([prompt for _, prompt in batch], pad)
+        started = time.perf_counter()
+        ids, mask = left_padded([prompt for _, prompt in batch], self.pad)
         set_seed(self.seed + batch[0][0])
         try:
             out = self.loaded.model.generate(
-                ids, attention_mask=mask, assistant_model=self.loaded.draft, pad_token_id=pad, **self.how
+                ids, attention_mask=mask, assistant_model=self.loaded.draft, pad_token_id=self.pad, **self.how
             )
         except Exception as error:  # of memory, of processors
             if len(batch) > 1:
@@ -140,12 +201,17 @@ class RowDecoder:
                 write(batch[0][0], error=one_line(error))
             return
         self.seconds += time.perf_counter() - started
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         for (row, prompt), tokens in zip(batch, out[:, ids.shape[1] :].tolist(), strict=True):
-            count = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
-            self.tokens += count
-            text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
-            write(row, text=text, prompt_tokens=len(prompt), new_tokens=count)
+            self.finish(row, prompt, tokens, write)
+
+    def finish(self, row: int, prompt: torch.Tensor, tokens: list[int], write: Write) -> None:
+        """Write the text of a row, up to its end."""
+        ends = self.loaded.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        count = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+        self.tokens += count
+        text = self.loaded.tokenizer.decode(tokens[:count], skip_special_tokens=True)
+        write(row, text=text, prompt_tokens=len(prompt), new_tokens=count)
 
     def speed(self) -> str:
         """Tokens per second, with the time to read prompts."""

@@ -12,7 +12,7 @@ try:
     import uvicorn
     from transformers.cli.serving.model_manager import ModelManager
 
-    from .serving.decoding import Decoder
+    from .serving.decoding import BatchDecoder, Decoder
     from .serving.metrics import Metrics
     from .serving.routes import MIB, Limits, Routes
 except ModuleNotFoundError as error:
@@ -39,15 +39,36 @@ def run(args: SimpleNamespace) -> int:
             dtype = str(dtype_of(args.dtype, device)).removeprefix("torch.")
             models = ModelManager(device=str(device), dtype=dtype, force_model=args.target)
             limits = Limits(args.max_body, args.max_tokens, args.max_waiting, args.cache_memory)
-            routes = make_routes(models, lambda model: open_draft(args.draft, model, settings), limits)
+            rows = args.rows, args.max_length
+            routes = make_routes(models, lambda model: open_draft(args.draft, model, settings), limits, *rows)
         make_server(routes, args.host, args.port).run()
     return 0
 
 
-def make_routes(models: ModelManager, open_draft: Callable[[Any], Any], limits: Limits) -> Routes:
-    """Return the application for the one model that is loaded, with the draft that `open_draft` returns for it."""
+def make_routes(
+    models: ModelManager,
+    open_draft: Callable[[Any], Any],
+    limits: Limits,
+    rows: int = 1,
+    max_length: int | None = None,
+) -> Routes:
+    """Return the application for the model that is loaded.
+
+    Args:
+        models (`ModelManager`): Has loaded one model.
+        open_draft (`Callable`): Returns the draft for it.
+        limits (`Limits`): Bounds on requests.
+        rows (`int`, *optional*, defaults to 1): Requests that run at once.
+        max_length (`int`, *optional*): Most tokens of a text, if there are several rows.
+    """
     (loaded,) = models.loaded_models.values()
-    decoder = Decoder(loaded.model, open_draft(loaded.model), Metrics(), limits.cache * MIB)
+    model, draft, metrics = loaded.model, open_draft(loaded.model), Metrics()
+    if rows == 1:
+        return Routes(models, Decoder(model, draft, metrics, limits.cache * MIB), limits)
+    try:
+        decoder = BatchDecoder(model, draft, metrics, rows, max_length, limits.waiting)
+    except ValueError as error:
+        raise CommandError(f"--rows {rows}: {error}") from error
     return Routes(models, decoder, limits)
 
 

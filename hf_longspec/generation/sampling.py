@@ -149,9 +149,9 @@ BLOCK = 8
 class NoiseRows:
     """Noise for sampling: row t of a batch row decides its t-th generated token.
 
-    Every batch row has its own generator, seeded from `source`, by default torch's own, and draws its noise rows in the order of its
-    positions. Rows that a step did not use are kept. The sampled text therefore depends on the seed alone, not on the
-    draft tree, the other rows or where a rejection happened.
+    Every batch row has its own generator, seeded from `source`, by default torch's own, and draws its noise rows in the
+    order of its positions. Rows that a step did not use are kept. The sampled text therefore depends on the seed alone,
+    not on the draft tree, the other rows or where a rejection happened.
     """
 
     def __init__(

@@ -89,25 +89,25 @@ def test_a_row_that_fails_is_written_as_such_and_tried_again(tiny, tmp_path, exp
     assert "no prompt" in missing["error"] and "17000 tokens" in long["error"] and surrogate["error"]
     write(data, [{"text": text} for text in TEXTS])
     decoded = []
-    before(monkeypatch, module.RowDecoder, "decode", lambda _, batch, part: decoded.extend(row for row, _ in batch))
+    before(monkeypatch, module.RowDecoder, "finish", lambda _, row, *__: decoded.append(row))
     assert run_command(*arguments(tiny, data, output, "--column", "text", "--resume")).exit_code == 0
     assert [record["text"] for record in read(output)] == expected and sorted(decoded) == [1, 2, 3]
 
 
-def test_a_batch_that_fails_is_tried_row_by_row(tiny, data, tmp_path, expected, monkeypatch):
+def test_a_row_that_fails_is_tried_alone(tiny, data, tmp_path, expected, monkeypatch):
     from transformers import LlamaForCausalLM
 
     calls = []
 
     def too_large(_, ids, **options):
-        calls.append(len(ids))
-        if len(ids) > 1 or ids.shape[1] == 1:
+        calls.append(ids.shape[1])
+        if ids.shape[1] == 1:
             raise torch.OutOfMemoryError("out of memory")
 
     before(monkeypatch, LlamaForCausalLM, "generate", too_large)
     output = tmp_path / "out.jsonl"
     assert run_command(*arguments(tiny, data, output, "--batch", 3)).exit_code == 1
-    assert calls == [3, 1, 1, 1, 2, 1, 1]
+    assert calls == [*sorted(map(len, TEXTS), reverse=True), 1]
     found = [record.get("text") for record in read(output)]
     assert found == [None if len(text) == 1 else answer for text, answer in zip(TEXTS, expected, strict=True)]
 
@@ -117,13 +117,13 @@ def test_an_interrupted_run_is_continued(tiny, data, tmp_path, expected, monkeyp
     part = folder_of(output) / "rows-0.jsonl"
     decoded = []
 
-    def interrupt(_, batch, part):
-        decoded.append(batch)
-        if len(decoded) == 2:
+    def interrupt(_, row, *__):
+        decoded.append(row)
+        if len(decoded) == 3:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        before(patch, module.RowDecoder, "decode", interrupt)
+        before(patch, module.RowDecoder, "finish", interrupt)
         assert run_command(*arguments(tiny, data, output, "--batch", 2)).exit_code == 130
     header, *rows = read(part)
     assert header["data"] == str(data) and len(rows) == 2 and not output.exists()

@@ -1,15 +1,21 @@
-"""The thread of the model: one request after another, with the draft, and the cache that the next one may continue."""
+"""The thread of the model: one request after another, with the draft, and the cache that the next one may continue.
+
+Or several requests at once, in the rows of a [`Batcher`].
+"""
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from fastapi import HTTPException
 from transformers.cli.serving.utils import GenerateManager, InferenceThread, _GenerationCancelled
 from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
+from ...batching import Batcher
 from ...cli import one_line
 from ...generation.cache import CACHE_NAME, SpeculativeCache
 from ...prefix_cache import PrefixCache, common_length, continues_as_one_text
@@ -75,13 +81,16 @@ class Decoder:
 
     Attributes:
         jobs (`set[Job]`): Requests that are decoded or wait for that.
+        rows (`int`): Requests that are decoded at once.
     """
+
+    rows = 1
 
     def __init__(self, model: Any, draft: Any, metrics: Metrics, max_bytes: int):
         self.model, self.draft, self.metrics = model, draft, metrics
         self.max_length = positions_of(model.config)
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
-        self.thread = InferenceThread()
+        self.thread: Any = InferenceThread()
         self.jobs: set[Job] = set()
         self._kept = KeptCache(model, max_bytes)
 
@@ -107,6 +116,68 @@ class Decoder:
             return sequences
         finally:  # also after an error, or a client that has left
             self.metrics.count(self.draft.last_speculation, reused)
+
+
+class Threads(ThreadPoolExecutor):
+    """Threads of requests, with the methods of the `InferenceThread` of transformers."""
+
+    def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function, and return a future of the present loop."""
+        return asyncio.wrap_future(self.submit(function, *args, **kwargs))
+
+
+class Puts(BaseStreamer):
+    """A stream that does not end with a failure, whose message follows."""
+
+    def __init__(self, streamer: Any):
+        self._streamer = streamer
+
+    def put(self, value: Any) -> None:
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+class BatchDecoder(Decoder):
+    """The model with its draft, in which requests of text run at once. Each prompt is read whole.
+
+    Args:
+        rows (`int`): Number of requests that run at once.
+        max_length (`int`, *optional*): Most tokens of a text; by default the positions of the model.
+        waiting (`int`): Most requests that wait.
+    """
+
+    def __init__(self, model: Any, draft: Any, metrics: Metrics, rows: int, max_length: int | None, waiting: int):
+        super().__init__(model, draft, metrics, max_bytes=0)
+        if hasattr(draft, "choose"):  # of an AutoDraft, before there is a text to try
+            draft.choose(model, torch.empty(1, 0, dtype=torch.long))
+        self.rows, self.batcher = rows, Batcher(model, draft, rows, max_length)
+        self.max_length = min(self.max_length, self.batcher.max_length)
+        self.thread = Threads(max(1, rows + waiting + 1))
+
+    def generate(self, seed: int | None, input_ids: torch.Tensor, generation_config: Any, **inputs: Any) -> Any:
+        """Wait for a row, and for its text. Requests with images or beams run alone in their turn."""
+        is_text = not set(inputs) - {"attention_mask", "streamer", "stopping_criteria", "tokenizer"}
+        if not is_text or (generation_config.num_beams or 1) > 1:
+            alone = super().generate
+            return self.batcher.run_alone(lambda: alone(seed, input_ids, generation_config, **inputs)).result()
+        (stop,), streamer = inputs.pop("stopping_criteria"), inputs.pop("streamer", None)
+        puts = None if streamer is None else Puts(streamer)
+        request = None
+        try:
+            request = self.batcher.submit(
+                input_ids, streamer=puts, seed=seed, generation_config=generation_config, **inputs
+            )
+            stop.follow(request)
+            sequences = request.result()
+            if streamer is not None:
+                streamer.end()
+            return sequences
+        except CancelledError as error:
+            raise Cancelled from error
+        finally:
+            self.metrics.count(None if request is None else request.speculation, 0)
 
 
 class Job(GenerateManager):
@@ -181,7 +252,7 @@ class Job(GenerateManager):
 
     def end(self) -> None:
         """Cancel this job if it has not finished."""
-        self._stop.is_set = True
+        self._stop.set()
         self.decoder.jobs.discard(self)
 
 
@@ -189,6 +260,19 @@ class Stop(StoppingCriteria):
     """Ends `generate` by an error once it is set."""
 
     is_set = False
+    _request: Future | None = None
+
+    def set(self) -> None:
+        """Let the call end, and the request in a batch."""
+        self.is_set = True
+        if self._request is not None:
+            self._request.cancel()
+
+    def follow(self, request: Future) -> None:
+        """Cancel this request, too, once it is set."""
+        self._request = request
+        if self.is_set:
+            request.cancel()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if self.is_set:

@@ -144,7 +144,7 @@ class Routes:
         return {"status": "ok"}
 
     async def _answer(self, kind: type[OneRequest], http: Request, request: Sampling) -> Response:
-        if len(self.decoder.jobs) > self.limits.waiting:
+        if len(self.decoder.jobs) >= self.decoder.rows + self.limits.waiting:
             raise HTTPException(429, f"{self.limits.waiting} requests wait already. Try again later.")
         job = Job(self.decoder, request.seed)
         job.watch(http.receive)

@@ -1,0 +1,443 @@
+"""Rows that join and leave a batch: each text is that of `generate` alone, and what befalls a row befalls no other."""
+
+import gc
+import random
+import threading
+import time
+from concurrent.futures import CancelledError
+from itertools import pairwise as neighbours
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_longspec import Batcher, Drafter, NgramDraftModel, PlainDraftModel
+from hf_longspec.generation import slots
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.sequences import SpeculationStats
+from tests.modeling.calls import NEVER
+from tests.modeling.test_contract import NGRAMS, PARTIAL, draft_of
+from tests.pairwise import pairwise
+from tests.robustness.enumeration import build
+from tests.tiny_targets import tiny_target
+
+VOCAB = 12
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 8}
+OTHERS = {"do_sample": True, "temperature": 1.2, "repetition_penalty": 1.1, "top_p": 0.9}
+# Settings of the requests of a test, in turn. Rows of the same settings are processed together, others row by row.
+MIXES = {"greedy": [GREEDY], "sampled": [SAMPLED], "mixed": [GREEDY, SAMPLED, OTHERS]}
+LENGTHS, NEW = (21, 3, 13, 1, 30), (12, 17, 5, 9, 1)
+KINDS = [
+    (None, {}),
+    ("longspec_ngram", {}),
+    ("longspec", {}),
+    ("specattn", {}),
+    ("longspec_eagle3", NGRAMS),
+    ("tokenswift", PARTIAL | {"partial_kv_budget": 19}),
+    ("specattn", {"acceptance": "rejection"}),
+]
+
+
+@pytest.fixture(autouse=True)
+def without_a_gate(every_step_speculates):
+    """Steps are compared."""
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_target("llama", vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def plain(llama):
+    return PlainDraftModel.from_target(llama)
+
+
+def prompt(length, seed=0):
+    return torch.randint(4, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed + length))
+
+
+def alone(model, draft, ids, seed=0, **settings):
+    """The text of `generate` for one prompt."""
+    torch.manual_seed(seed)
+    return model.generate(ids, assistant_model=draft, **{"pad_token_id": 0} | settings)
+
+
+def requests(mix):
+    return [
+        (prompt(length), {"max_new_tokens": new, "eos_token_id": NEVER, "pad_token_id": 0, **mix[row % len(mix)]})
+        for row, (length, new) in enumerate(zip(LENGTHS, NEW, strict=True))
+    ]
+
+
+def check_requests(model, draft, mix, rows):
+    """Texts and steps of all requests are those of `generate` for each alone."""
+    beside = draft or PlainDraftModel.from_target(model)
+    with Batcher(model, draft, rows=rows, max_length=50, chunk_size=8) as batcher:
+        futures = [batcher.submit(ids, seed=row, **how) for row, (ids, how) in enumerate(requests(mix))]
+    for row, (ids, how) in enumerate(requests(mix)):
+        torch.manual_seed(row)
+        assert torch.equal(futures[row].result(), model.generate(ids, assistant_model=beside, **how)), row
+        found, expected = futures[row].speculation, beside.last_speculation
+        assert found.emitted_per_step == expected.emitted_per_step, row
+        assert found.num_accepted_ngram_tokens == expected.num_accepted_ngram_tokens
+    return beside
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "mix", "rows"), pairwise(KINDS, ("llama", "gemma3"), tuple(MIXES), (1, 3)), ids=str
+)
+def test_texts_and_steps_are_those_of_generate_alone(kind, name, mix, rows):
+    model = tiny_target(name, vocab_size=VOCAB)
+    check_requests(model, None if kind[0] is None else draft_of(kind[0], model, **kind[1]), MIXES[mix], rows)
+
+
+OTHER_KINDS = [
+    ("longspec_quest", {}),
+    ("longspec_assistant", {}),
+    ("longspec_assistant", NGRAMS | {"tree_widths": [4]}),
+]
+OTHER_KINDS += [("longspec_token_recycling", {}), ("tokenswift", {}), ("longspec_dflash", {}), ("longspec_mtp", {})]
+OTHER_KINDS += [("longspec_gemma4_assistant", {}), ("longspec_eagle3", {"num_hidden_layers": 2})]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", OTHER_KINDS, ids=str)
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_texts_and_steps_of_other_drafts(kind, name):
+    model = tiny_target(name, vocab_size=VOCAB)
+    check_requests(model, draft_of(kind[0], model, **kind[1]), MIXES["mixed"], 2)
+
+
+# Gated delta rule, Mamba-2, Mamba-2 beside keys, Mamba-1: one in every run.
+HYBRIDS = [("qwen3_5_text", "longspec_ngram")]
+HYBRIDS += [
+    pytest.param(name, kind, marks=pytest.mark.soak)
+    for name in ("qwen3_5_text", "granitemoehybrid", "falcon_h1", "jamba")
+    for kind in ("specattn", "longspec_assistant")
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), HYBRIDS)
+def test_targets_with_recurrent_states(name, kind):
+    model = build(name, 0)
+    check_requests(model, draft_of(kind, model), MIXES["mixed"], 2)
+
+
+def test_a_slot_shows_nothing_of_the_request_before(llama):
+    """A short text after a long one in the only slot."""
+    ids, how = prompt(5), {"max_new_tokens": 20, "eos_token_id": NEVER}
+    with Batcher(llama, NgramDraftModel.from_target(llama), rows=1, max_length=64) as batcher:
+        batcher.submit(prompt(40), max_new_tokens=20, eos_token_id=NEVER).result()
+        found = batcher.submit(ids, **how).result()
+    assert torch.equal(found, alone(llama, None, ids, **how))
+
+
+def test_equal_requests_with_equal_seeds_have_equal_texts_and_others_not(llama):
+    how = SAMPLED | {"max_new_tokens": 20, "eos_token_id": NEVER}
+    with Batcher(llama, rows=3, max_length=40) as batcher:
+        futures = [batcher.submit(prompt(7), seed=seed, **how) for seed in (4, 4, 5)]
+        first, second, third = (future.result() for future in futures)
+    assert torch.equal(first, second) and not torch.equal(first, third)
+
+
+class Tokens(BaseStreamer):
+    """Keeps what it gets; may raise at a token."""
+
+    def __init__(self, fails_at=None):
+        self.tokens, self.has_ended, self.fails_at, self.times = [], False, fails_at, []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+        self.times.append(time.perf_counter())
+        if self.fails_at is not None and len(self.tokens) > self.fails_at:
+            raise RuntimeError("the client has left")
+
+    def end(self):
+        self.has_ended = True
+
+
+def test_streams_stop_strings_and_criteria_are_those_of_each_request(llama, plain, tokenizer):
+    model = tiny_target("llama", vocab_size=len(tokenizer))
+    how = {"max_new_tokens": 24, "eos_token_id": NEVER}
+    ids = tokenizer("one two", return_tensors="pt")["input_ids"]
+    text = tokenizer.decode(alone(model, None, ids, **how)[0, ids.shape[1] + 6 : ids.shape[1] + 8])
+    stopped = how | {"stop_strings": [text], "tokenizer": tokenizer}
+    streams = [Tokens(), Tokens()]
+    with Batcher(model, rows=2, max_length=60) as batcher:
+        futures = [
+            batcher.submit(ids, streamer=stream, **of) for stream, of in zip(streams, (how, stopped), strict=True)
+        ]
+        results = [future.result() for future in futures]
+    draft = PlainDraftModel.from_target(model)
+    for result, stream, of in zip(results, streams, (how, stopped), strict=True):
+        assert torch.equal(result, alone(model, draft, ids, **of))
+        assert stream.tokens == result[0].tolist() and stream.has_ended
+    assert results[1].shape[1] < results[0].shape[1]
+
+
+class Raises(LogitsProcessor):
+    """Raises after some tokens."""
+
+    stateless = True
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self.length:
+            raise RuntimeError("no more")
+        return scores
+
+
+class Nan(Raises):
+    """Gives NaN after some tokens."""
+
+    def __call__(self, input_ids, scores):
+        return scores * torch.nan if input_ids.shape[1] >= self.length else scores
+
+
+class Refuses(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= 9:
+            raise RuntimeError("no more")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+FAILURES = {
+    "a processor that raises": ({"logits_processor": LogitsProcessorList([Raises(9)])}, "no more"),
+    "a processor that raises at once": ({"logits_processor": LogitsProcessorList([Raises(6)])}, "no more"),
+    "scores that are nan": (SAMPLED | {"logits_processor": LogitsProcessorList([Nan(9)])}, "cannot be sampled"),
+    "a criterion that raises": ({"stopping_criteria": [Refuses()]}, "no more"),
+    "a streamer that raises": ({"streamer": Tokens(fails_at=8)}, "the client has left"),
+}
+
+
+def test_a_request_that_fails_ends_alone(llama):
+    draft = draft_of("longspec", llama)
+    how = {"max_new_tokens": 20, "eos_token_id": NEVER, "pad_token_id": 0}
+    with Batcher(llama, draft, rows=2, max_length=40) as batcher:
+        for name, (settings, message) in FAILURES.items():
+            good = batcher.submit(prompt(11), **how)
+            bad = batcher.submit(prompt(6), **how | settings)
+            with pytest.raises(RuntimeError, match=message):
+                bad.result()
+            assert torch.equal(good.result(), alone(llama, draft, prompt(11), **how)), name
+        assert not batcher.num_running
+
+
+class Gate(BaseStreamer):
+    """Lets the first token of a request wait until it is opened."""
+
+    def __init__(self):
+        self.opened, self.reached, self.count, self.has_ended = threading.Event(), threading.Event(), 0, False
+
+    def put(self, value):
+        self.count += 1
+        if self.count == 3:  # the prompt, the first token, one of a step
+            self.reached.set()
+            assert self.opened.wait(30)
+
+    def end(self):
+        self.has_ended = True
+
+
+def test_a_cancelled_request_frees_its_slot_before_the_next_step(llama):
+    gate, how = Gate(), {"max_new_tokens": 200, "eos_token_id": NEVER}
+    with Batcher(llama, rows=1, max_length=300) as batcher:
+        steps = []
+        iterate = batcher._session.iterate
+        batcher._session.iterate = lambda: steps.append(batcher._session.slots[0]) or iterate()
+        running = batcher.submit(prompt(5), streamer=gate, **how)
+        waiting = batcher.submit(prompt(6), **how)
+        after = batcher.submit(prompt(7), max_new_tokens=3, eos_token_id=NEVER)
+        assert gate.reached.wait(30)
+        assert waiting.cancel() and running.cancel()
+        before = len(steps)
+        gate.opened.set()
+        assert after.result().shape[1] == 10
+        assert gate.has_ended
+        assert len(set(map(id, steps[before + 1 :]))) == 1  # of the last request alone
+        for future in (running, waiting):
+            with pytest.raises(CancelledError):
+                future.result()
+
+
+def test_requests_are_fair_by_arrival_and_prompts_are_read_in_chunks_between_steps(llama, monkeypatch):
+    events = []
+
+    def see(self, *args, run=slots.RowSession.read):
+        for item in run(self, *args):
+            events.append("chunk")
+            yield item
+
+    monkeypatch.setattr(slots.RowSession, "read", see)
+    gate, how = Gate(), {"max_new_tokens": 40, "eos_token_id": NEVER}
+    streams = [Tokens() for _ in range(3)]
+    with Batcher(llama, rows=2, max_length=128, chunk_size=8) as batcher:
+        iterate = batcher._session.iterate
+        batcher._session.iterate = lambda: events.append("step") or iterate()
+        first = batcher.submit(prompt(3), streamer=gate, **how)
+        assert gate.reached.wait(30)
+        futures = [batcher.submit(prompt(50 - row), streamer=stream, **how) for row, stream in enumerate(streams)]
+        del events[:]
+        gate.opened.set()
+        for future in (first, *futures):
+            future.result()
+    # while a row runs, no two chunks without a step between them
+    running = events[: events.index("chunk") + 2 * 7]
+    assert running.count("chunk") == 7 and ("chunk", "chunk") not in set(neighbours(running))
+    begins = [stream.times[1] for stream in streams]
+    assert begins == sorted(begins)
+
+
+def test_map_yields_in_order_and_reads_few_prompts_ahead(llama):
+    taken = []
+
+    def prompts():
+        for length in (9, 2, 5, 7, 3, 4, 8, 6):
+            taken.append(length)
+            yield prompt(length)
+
+    with Batcher(llama, rows=2, max_length=32) as batcher:
+        results = batcher.map(prompts(), max_new_tokens=3, eos_token_id=NEVER)
+        first = next(results)
+        assert first.shape[1] == 12 and len(taken) == 4
+        assert [out.shape[1] - 3 for out in results] == [2, 5, 7, 3, 4, 8, 6]
+        results = batcher.map(prompts(), max_new_tokens=20, eos_token_id=NEVER)
+        next(results)
+        results.close()  # cancels what is ahead
+
+
+def test_many_threads_submit(llama):
+    draft, found = NgramDraftModel.from_target(llama), {}
+    how = {"max_new_tokens": 6, "eos_token_id": NEVER}
+
+    def client(number):
+        for length in (4, 9):
+            found[number, length] = batcher.submit(prompt(length, number), **how).result()
+
+    with Batcher(llama, draft, rows=3, max_length=32) as batcher:
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for (number, length), text in found.items():
+        assert torch.equal(text, alone(llama, draft, prompt(length, number), **how))
+
+
+def test_functions_run_alone_in_their_turn(llama):
+    with Batcher(llama, rows=2, max_length=64) as batcher:
+        before = batcher.submit(prompt(4), max_new_tokens=30, eos_token_id=NEVER)
+        lone = batcher.run_alone(lambda: (before.done(), alone(llama, None, prompt(5), max_new_tokens=4)))
+        after = batcher.submit(prompt(4), max_new_tokens=2)
+        was_done, text = lone.result()
+        assert was_done and torch.equal(text, alone(llama, None, prompt(5), max_new_tokens=4))
+        assert after.result().shape[1] <= 6
+        with pytest.raises(ZeroDivisionError):
+            batcher.run_alone(lambda: 1 / 0).result()
+
+
+REFUSED = {
+    "no prompt": ({}, torch.zeros(1, 0), "expected one prompt"),
+    "two prompts": ({}, torch.zeros(2, 3), "Submit prompts one by one"),
+    "padding": ({"attention_mask": [[0, 1]]}, torch.ones(1, 2), "attention_mask has zeros"),
+    "length": ({"max_new_tokens": 50}, torch.ones(1, 3), "max_length=40"),
+    "beams": ({"num_beams": 2}, torch.ones(1, 3), "num_beams"),
+    "sequences": ({"num_return_sequences": 2, "do_sample": True}, torch.ones(1, 3), "num_return_sequences=2"),
+    "outputs": ({"return_dict_in_generate": True}, torch.ones(1, 3), "return_dict_in_generate=True"),
+    "draft": ({"assistant_model": "ngram"}, torch.ones(1, 3), "assistant_model: the draft is that of the Batcher"),
+}
+
+
+def test_what_has_no_row_is_refused_by_name(llama):
+    with Batcher(llama, rows=1, max_length=40) as batcher:
+        for settings, ids, message in REFUSED.values():
+            with pytest.raises(ValueError, match=message):
+                batcher.submit(ids.long(), **{"max_new_tokens": 4} | settings)
+        cache = SpeculativeCache(llama.config, 1, 40)
+        with pytest.raises(ValueError, match="not supported in a Batcher"):
+            batcher.submit(prompt(3), max_new_tokens=4, past_key_values=cache).result()
+    with pytest.raises(ValueError, match="closed"):
+        batcher.submit(prompt(3))
+    for wrong in ({"rows": 0}, {"max_length": True}, {"chunk_size": 1}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+            Batcher(llama, **wrong)
+
+
+class Stateful(LogitsProcessor):
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores + self.calls
+
+
+def test_processors_with_state_and_drafters_that_do_not_say_theirs_are_refused(llama, monkeypatch):
+    with Batcher(llama, rows=1, max_length=40) as batcher:
+        request = batcher.submit(prompt(3), max_new_tokens=4, logits_processor=LogitsProcessorList([Stateful()]))
+        with pytest.raises(ValueError, match="Stateful keeps state"):
+            request.result()
+    draft = draft_of("longspec", llama)
+    monkeypatch.setattr(
+        "hf_longspec.modeling.longspec.generation_longspec.LongSpecDrafter.row_states", Drafter.row_states
+    )
+    with pytest.raises(ValueError, match="LongSpecDrafter keeps state"):
+        Batcher(llama, draft, rows=2, max_length=40)
+
+
+def test_an_error_in_the_block_cancels_and_the_end_of_the_block_waits(llama):
+    with Batcher(llama, rows=1, max_length=300) as batcher:
+        waited = [batcher.submit(prompt(3), max_new_tokens=9, eos_token_id=NEVER) for _ in range(3)]
+    assert all(future.done() and future.result().shape[1] == 12 for future in waited)
+    futures = []
+
+    def fail():
+        with Batcher(llama, rows=1, max_length=300) as batcher:
+            futures.extend(batcher.submit(prompt(3), max_new_tokens=250, eos_token_id=NEVER) for _ in range(3))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert futures[-1].cancelled()
+
+
+def test_a_gate_that_pauses_the_draft_changes_no_text(monkeypatch):
+    from tests.gates import FlippingGate
+
+    monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", lambda wanted, *_: FlippingGate())
+    model = tiny_target("llama", vocab_size=VOCAB)
+    with Batcher(model, draft_of("longspec_eagle3", model), rows=2, max_length=50, chunk_size=8) as batcher:
+        futures = [batcher.submit(ids, seed=row, **how) for row, (ids, how) in enumerate(requests(MIXES["mixed"]))]
+    beside = PlainDraftModel.from_target(model)
+    for row, (ids, how) in enumerate(requests(MIXES["mixed"])):
+        assert torch.equal(futures[row].result(), alone(model, beside, ids, row, **how))
+
+
+@pytest.mark.soak
+def test_random_clients_cancels_and_failures_leave_no_memory(llama):
+    """Objects and bytes of tensors after half of the requests are those after all."""
+    draws, draft = random.Random(0), draft_of("longspec", llama)
+    counts, expected = [], {}
+    with Batcher(llama, draft, rows=4, max_length=64, chunk_size=8) as batcher:
+        for number in range(600):
+            settings = draws.choice(
+                [GREEDY, SAMPLED, OTHERS, *(of for of, _ in FAILURES.values() if "streamer" not in of)]
+            )
+            settings = {"max_new_tokens": draws.randint(1, 30), "eos_token_id": NEVER, "pad_token_id": 0} | settings
+            request = batcher.submit(prompt(draws.randint(1, 30)), seed=1, **settings)
+            if draws.random() < 0.2:
+                threading.Timer(draws.random() / 10, request.cancel).start()
+            expected[number] = request
+            if number % 100 == 99:
+                for one in expected.values():
+                    one.exception() if not one.cancelled() else None
+                expected.clear()
+                del request, one
+                gc.collect()
+                counts.append(sum(isinstance(x, torch.Tensor | SpeculationStats) for x in gc.get_objects()))
+    assert max(counts[2:]) <= counts[1] + 50, counts
