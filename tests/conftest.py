@@ -43,7 +43,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 GATE_OF = "hf_longspec.generation.wings.gate.gate_of"
 
-# The tenth of all model types that runs today; the same in all processes of a run.
+# Which of all model types run today; the same in all processes of a run.
 os.environ.setdefault("ARCHITECTURE_ROTATION", str(datetime.datetime.now(datetime.UTC).date().toordinal()))
 
 

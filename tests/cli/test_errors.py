@@ -429,7 +429,7 @@ def test_the_script_registers_the_drafts_before_a_command_runs(script, tiny):
         "from multiprocessing import get_context\n"
         "import hf_longspec, sys\n"
         "if __name__ == '__main__':\n"
-        "    worker = get_context('spawn').Process(target=import_module, args=['hf_longspec.training'])\n"
+        "    worker = get_context('spawn').Process(target=import_module, args=['hf_longspec.modeling.base'])\n"
         "    worker.start()\n"
         f"    sys.argv[1:] = {[*line, '--max-new-tokens', '4', '--json']}\n"
         "    assert not hasattr(hf_longspec, '__wrapped__') and 'torch' not in sys.modules\n"

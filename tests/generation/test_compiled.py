@@ -111,11 +111,9 @@ def test_texts_of_one_row_build_each_graph_once(graphs, monkeypatch):
 
 @pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3", marks=pytest.mark.soak)])
 def test_a_sliding_window_over_rows_of_equal_length(name, graphs):
-    """A lone root and a chain, with lengths on both sides of the window's edge."""
-    model = small(name)
-    for nodes in (1, 4):
-        compare_verifications(model, [(length,) for length in (9, 16, 40)], nodes)
-    assert graphs.frame_count >= 2
+    """A chain, with lengths on both sides of the window's edge."""
+    compare_verifications(small(name), [(length,) for length in (9, 16, 40)], 4)
+    assert graphs.frame_count >= 1
 
 
 def test_large_batches_and_empty_rows_use_the_mask(graphs):

@@ -27,8 +27,11 @@ def generate(model, draft, mode, rows=2, new=24, **options):
     return generate_text(model, draft, LENGTHS[:rows], max_new_tokens=new, **options)
 
 
-# tests/modeling/test_compiled_drafts.py compiles another drafter of trees.
-@pytest.mark.parametrize("kind", ["plain", "specattn", pytest.param("longspec", marks=pytest.mark.soak)])
+# test_compiled_drafts.py compiles another drafter of trees, and triton/test_backend.py SpecAttn.
+SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("specattn", "longspec")]
+
+
+@pytest.mark.parametrize("kind", ["plain", *SOAKED])
 def test_the_text_is_that_of_the_steps_as_they_are(kind, graphs):
     """Ragged rows, greedy and sampled; then longer rows in a larger cache, which build no further graph."""
     llama = tiny_target("llama", num_hidden_layers=1)  # the next test compiles two layers

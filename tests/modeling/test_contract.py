@@ -73,8 +73,11 @@ def check_same(text, expected, draft, whose):
 # They read tokens, logits or hidden states, whatever the attention of the target is.
 WITHOUT_KEYS = ("longspec_ngram", "longspec_eagle3", "longspec_dflash", "tokenswift")
 WITHOUT_KEYS += ("longspec_token_recycling", "longspec_plain")
-# The other drafts on every kind of attention, and one of these on every target; `make models` runs all on all.
-CASES = [*product(sorted(DRAFTS.keys() - {*WITHOUT_KEYS}), ATTENTION), *zip(cycle(WITHOUT_KEYS), TINY_TARGETS)]
+# The other drafts on every kind of attention, every second pair in `make soak`, and one of these on every target;
+# `make models` runs all on all.
+WITH_KEYS = product(sorted(DRAFTS.keys() - {*WITHOUT_KEYS}), ATTENTION)
+CASES = [pytest.param(*case, marks=marks) for case, marks in zip(WITH_KEYS, cycle(((), pytest.mark.soak)))]
+CASES += [*zip(cycle(WITHOUT_KEYS), TINY_TARGETS)]
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
