@@ -114,7 +114,7 @@ CASES = [(kind, "llama", name, next(ROWS)) for kind, name in zip([*DRAFTS] * 2, 
 CASES += [("longspec", "gemma3", "nested", (9,)), ("longspec_eagle3", "mistral", "nested", (9, 2, 5))]
 CASES += [("longspec_ngram", "gpt_oss", "words", (9, 2, 5)), ("longspec_grammar", "qwen3_5_text", "nested", (9,))]
 CASES += [("longspec_ngram", "granitemoehybrid", "date", (9,))]
-ALL = [case for case in product(DRAFTS, ("llama", "mistral", "gemma3"), STRUCTURES, ((9,), (9, 2, 5)))]
+ALL = [*product(DRAFTS, ("llama", "mistral", "gemma3"), STRUCTURES, ((9,), (9, 2, 5)))]
 
 
 @cache
@@ -149,7 +149,15 @@ def test_what_is_allowed(name):
     prompt = torch.tensor([[5, 6, 7]])
     first = processor(prompt, free)[0].isfinite()
     assert not first[len(TOKENIZER) :].any() and not first[END]
-    begins = {"nested": "{", "enum": '"1n', "array": "[", "date": "12", "words": "ab", "choices": "cl", "brackets": "(["}
+    begins = {
+        "nested": "{",
+        "enum": '"1n',
+        "array": "[",
+        "date": "12",
+        "words": "ab",
+        "choices": "cl",
+        "brackets": "([",
+    }
     assert {TOKENIZER.decode([token]) for token in first.nonzero().flatten().tolist()} == set(begins[name])
 
 
@@ -194,7 +202,9 @@ def test_json_as_a_model_writes_it():
     processor = StructuredOutput(TOKENIZER, json_schema=shape)
     assert TOKENIZER.decode(processor.position(0).forced()) == '{"id": '
     loose = StructuredOutput(TOKENIZER, json_schema=shape, whitespace=True)
-    assert TOKENIZER.decode(loose.position(0).forced()) == "{" and loose.position(0).seek(TOKENIZER.encode('{ \n "id" :1 , "ok": true}'))
+    assert TOKENIZER.decode(loose.position(0).forced()) == "{" and loose.position(0).seek(
+        TOKENIZER.encode('{ \n "id" :1 , "ok": true}')
+    )
 
 
 def test_forced_tokens_are_drafted():
@@ -238,7 +248,12 @@ def test_other_processors_beside_a_structure():
         for lengths in ((9,), (9, 2, 5)):
             texts = [
                 generate(
-                    model, draft, [structure("words"), *([beside()] if beside else [])], lengths, max_new_tokens=14, **options
+                    model,
+                    draft,
+                    [structure("words"), *([beside()] if beside else [])],
+                    lengths,
+                    max_new_tokens=14,
+                    **options,
                 )
                 for draft in (None, draft_of(kind, model))
             ]

@@ -17,7 +17,9 @@ def given(json_schema: Path | None, regex: str | None) -> dict[str, Any]:
     try:
         return {"json_schema": json.loads(json_schema.read_text(encoding="utf-8"))}
     except ValueError as error:
-        raise CommandError(f"--json-schema {json_schema} is not JSON: {error}. Pass a file with a JSON schema.") from error
+        raise CommandError(
+            f"--json-schema {json_schema} is not JSON: {error}. Pass a file with a JSON schema."
+        ) from error
 
 
 def processors(structure: dict[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:

@@ -255,7 +255,10 @@ def test_texts_with_a_structure(command, tiny, target, tmp_path):
     ):
         processor = StructuredOutput(tokenizer, **structure)
         out = model.generate(
-            **tokenizer("Which? ", return_tensors="pt"), logits_processor=[processor], max_new_tokens=30, do_sample=False
+            **tokenizer("Which? ", return_tensors="pt"),
+            logits_processor=[processor],
+            max_new_tokens=30,
+            do_sample=False,
         )
         text = tokenizer.decode(out[0, 7:], skip_special_tokens=True)
         common = ["--target", tiny.target, "--max-new-tokens", 30, option, value]

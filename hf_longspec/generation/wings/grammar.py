@@ -148,9 +148,7 @@ class ForcedDrafter:
         pairs = zip((tree.tokens, tree.parents, tree.valid), (more[0], more[1], more[2].bool()), strict=True)
         return DraftTree(*(torch.cat(pair, 1) for pair in pairs), max_depth=max(depth, tree.max_depth))
 
-    def _forced(
-        self, row: int, tokens: list[int], parents: list[int], valid: list[int]
-    ) -> tuple[list[list[int]], int]:
+    def _forced(self, row: int, tokens: list[int], parents: list[int], valid: list[int]) -> tuple[list[list[int]], int]:
         """Return tokens, parents and validity of the forced nodes of a row, and the depth of the deepest of them."""
         runs = [
             (node, forced)

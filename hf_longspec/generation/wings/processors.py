@@ -1,9 +1,9 @@
 """Logits processors that keep state between calls, or whose result depends on more than the scores.
 
 A verification calls them as plain `generate` does: once for every token, with the text before it, in order, and for all
-rows of a batch at once. So no state is ever put back there, whatever a processor keeps, and wherever. Drafting asks about
-further texts. A processor with state is copied for each drafted node there, from the copy of the node's parent. If
-copies are not independent of it, tokens are drafted without it.
+rows of a batch at once. So no state is ever put back there, whatever a processor keeps, and wherever. Drafting asks
+about further texts. A processor with state is copied for each drafted node there, from the copy of the node's parent.
+If copies are not independent of it, tokens are drafted without it.
 
 [`examined`] tries processors out before the first token, and finds those with state. What changes its state for the
 first time later is found while the call runs ([`StatefulRule`]).
@@ -170,7 +170,9 @@ class StatefulRule(TokenRule):
             parents = self._copies.get(path[:-1]) if depth else [one.processor for one in self._found]
             if parents is not None:
                 pairs = zip(self._found, parents, strict=True)
-                copies = [copied(parent, is_often=True) if one.has_state and one.has_copies else None for one, parent in pairs]
+                copies = [
+                    copied(parent, is_often=True) if one.has_state and one.has_copies else None for one, parent in pairs
+                ]
                 self._copies[path] = copies
         copies = copies or [None] * len(self._found)
         pairs = zip(self._found, copies, strict=True)
