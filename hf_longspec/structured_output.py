@@ -1,8 +1,8 @@
 """Text that follows a JSON schema, a regular expression, a grammar, or is one of some texts.
 
 [`StructuredOutput`] forbids every token after which the text could not be completed. The parser is that of llguidance
-(https://github.com/guidance-ai/llguidance), which takes tokens back and names those that a grammar forces. With a draft,
-the loop asks it about all nodes of a tree (`generation/wings/grammar.py`).
+(https://github.com/guidance-ai/llguidance), which takes tokens back and names those that a grammar forces. With a
+draft, the loop asks it about all nodes of a tree (`generation/wings/grammar.py`).
 """
 
 import copy
@@ -183,7 +183,7 @@ class StructuredOutput(LogitsProcessor):
         return torch.full((count, -(-self.vocabulary.vocab_size // 32)), -1, dtype=torch.int32)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return `scores` `(batch, vocab)` with -inf for every token that may not follow `input_ids` `(batch, length)`."""
+        """Return `scores` `(batch, vocab)` with -inf for tokens that may not follow `input_ids` `(batch, length)`."""
         texts, bits = input_ids[:, self._start_of(input_ids) :].tolist(), self.bits(len(input_ids))
         for row, text in enumerate(texts):
             if self.ends.isdisjoint(text):  # else it is complete, and padding follows

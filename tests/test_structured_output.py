@@ -114,7 +114,7 @@ CASES = [(kind, "llama", name, next(ROWS)) for kind, name in zip([*DRAFTS] * 2, 
 CASES += [("longspec", "gemma3", "nested", (9,)), ("longspec_eagle3", "mistral", "nested", (9, 2, 5))]
 CASES += [("longspec_ngram", "gpt_oss", "words", (9, 2, 5)), ("longspec_grammar", "qwen3_5_text", "nested", (9,))]
 CASES += [("longspec_ngram", "granitemoehybrid", "date", (9,))]
-ALL = [case for case in product(DRAFTS, ("llama", "mistral", "gemma3"), STRUCTURES, ((9,), (9, 2, 5)))]
+ALL = [*product(DRAFTS, ("llama", "mistral", "gemma3"), STRUCTURES, ((9,), (9, 2, 5)))]
 
 
 @cache

@@ -83,6 +83,7 @@ def test_only_the_one_model_is_loaded(server):
         assert chat(server, model=other)[0] == 400
 
 
+WRONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "x"}}}
 TEXT_PART = {"type": "text", "text": "one"}
 REFUSED = [
     ({"n": 2}, "n=2"),
@@ -90,7 +91,7 @@ REFUSED = [
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "x"}}}}, "cannot be f"),
+    ({"response_format": WRONG_SCHEMA}, "cannot be followed"),
     ({"guided_json": {}}, "guided_json: this server has no such field"),
     ({"guided_regex": "a"}, "guided_regex: this server has no such field"),
     ({"tool_choice": "required"}, "tool_choice='required'"),

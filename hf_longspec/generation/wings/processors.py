@@ -1,9 +1,9 @@
 """Logits processors that keep state between calls, or whose result depends on more than the scores.
 
 A verification calls them as plain `generate` does: once for every token, with the text before it, in order, and for all
-rows of a batch at once. So no state is ever put back there, whatever a processor keeps, and wherever. Drafting asks about
-further texts. A processor with state is copied for each drafted node there, from the copy of the node's parent. If
-copies are not independent of it, tokens are drafted without it.
+rows of a batch at once. So no state is ever put back there, whatever a processor keeps, and wherever. Drafting asks
+about further texts. A processor with state is copied for each drafted node there, from the copy of the node's parent.
+If copies are not independent of it, tokens are drafted without it.
 
 [`examined`] tries processors out before the first token, and finds those with state. What changes its state for the
 first time later is found while the call runs ([`StatefulRule`]).
