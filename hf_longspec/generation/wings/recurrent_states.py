@@ -298,12 +298,18 @@ class StatesInGraph:
         kept = Kept(None, counts)
         for layer in self.layers.values():
             layer.put(layer.after(kept))
-        self._root = [list(layer.states().values()) for layer in self.layers.values()]
+        self._root = self._states()
 
-    def result(self) -> list[Any]:
-        """Return the joined terms of a verification, by group, as classes and tensors; else the states of the root."""
+    def _states(self) -> list[list[torch.Tensor]]:
+        return [list(layer.states().values()) for layer in self.layers.values()]
+
+    def result(self, leaves_states: bool) -> list[Any]:
+        """Return the joined terms of a verification, by group, as classes and tensors; else states for the cache.
+
+        These are the states of the root, those after the last forward, or none.
+        """
         if not self._is_staged:
-            return self._root
+            return self._states() if leaves_states else self._root
         layers, found = list(self.layers.values()), []
         for places, _ in self.fixed.groups:
             for name in self.fixed.views[places[0]]:
