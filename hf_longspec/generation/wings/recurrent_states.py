@@ -106,7 +106,7 @@ class RecurrentStates(CachePart):
         self._reached = self.cache.lengths.plus(counts).host
         step = CommitStates(None, self.cache, self._fixed, self._terms)
         self._run(step, counts.on(device), *([] if path is None else [path]))
-        self.nodes, self._terms = None, []
+        self.nodes, self._terms, self._run = None, [], None
 
     def new_layer(self, batch_size: int) -> "StateLayer":
         """Return an empty layer for this many rows."""
@@ -123,11 +123,11 @@ class RecurrentStates(CachePart):
             self._terms, self._run = [kind(*tensors) for kind, tensors in found], run
         elif found:
             for layer, states in zip(self.layers, found, strict=True):
-                layer.put(dict(zip(STATES, states, strict=True)))
+                layer.put(dict(zip(STATES, states, strict=False)))  # some have one
             self._reached = None
 
     def drop(self) -> None:
-        self.nodes, self._terms = None, []
+        self.nodes, self._terms, self._run = None, [], None
         for layer in self.layers:
             layer.drop()
 
