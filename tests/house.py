@@ -37,7 +37,7 @@ RARE = {
     "recurrent states": (
         r"has_states|[Rr]ecurrent|[Rr]ecurrence|StateLayer|STATE_LAYERS|StagedNodes|limits_steps|HybridLayer"
         r"|ignores_earlier_states|has_previous_state",
-        ("recurren", "fused"),
+        ("recurren", "fixed_states", "fused"),
     ),
     "verification by masks": (
         r"MASKED|[Mm]askedMode|masked_logits|IndexedLayer|[Ii]ndexer|INDEXED|choices_of|PlainForwards|\.plain\b"

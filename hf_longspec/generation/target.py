@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -476,7 +476,13 @@ Forward = Callable[..., torch.Tensor]
 
 @dataclass(eq=False)
 class Forwards:
-    """Forwards of one model over a cache, which together are a [`FixedStep`]."""
+    """Forwards of one model over a cache, which together are a [`FixedStep`].
+
+    Attributes:
+        leaves_states (`bool`): Whether recurrent states after the last forward are those of the cache.
+    """
+
+    leaves_states: ClassVar[bool] = False
 
     @property
     def key(self) -> tuple:

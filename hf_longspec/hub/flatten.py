@@ -18,6 +18,7 @@ LEFT_OUT = (
     "attention_backends/flash",
     "attention_backends/triton",
     "generation/fast",
+    "generation/wings/fixed_states",
     "generation/wings/parallel",
     "modeling/*/texts_*",
     "modeling/families/texts",

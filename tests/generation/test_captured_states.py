@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, DynamicCache
 
-from hf_longspec import AssistantDraftModel, PlainDraftModel
+from hf_longspec import AssistantDraftModel, MtpDraftModel, PlainDraftModel
 from hf_longspec.generation.cache import CACHE_NAME
-from hf_longspec.generation.wings.recurrent_states import CommitStates
+from hf_longspec.generation.wings.fixed_states import CommitStates
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_recurrent_states import OTHERS, SEEDS, TYPES
+from tests.house import hybrid_target
 from tests.pairwise import pairwise
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
@@ -177,6 +178,11 @@ def test_a_hybrid_draft_model(made, name, settings):
     stats = check(model, draft, RAGGED)
     if "num_assistant_tokens" in settings and "pard_token" not in settings:
         assert stats.num_spec_steps <= len(RAGGED) * -(-(NEW - 1) // (1 + settings["num_assistant_tokens"]))
+
+
+def test_mtp_layers_of_a_hybrid_target():
+    model = hybrid_target()
+    check(model, MtpDraftModel.from_target(model), RAGGED)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

@@ -28,8 +28,9 @@ WINGS = {
     "gate": (r"gate", ""),
     "parallel": (r"parallel|ranks", "tensor parallelism"),
 }
-# Wings that others build on: the trial of layers, and what is known of hooks and of the forwards of plain `generate`.
-SHARED = {"trial", "hooks", "user_state", "plain_forwards", "recurrences"}
+# Wings that others build on: the trial of layers, what is known of hooks and of the forwards of plain `generate`, and
+# recurrences.
+SHARED = {"trial", "hooks", "user_state", "plain_forwards", "recurrences", "fixed_states"}
 IN_CI = ("rotary_limit", "images", "user_caches")
 
 

@@ -6,7 +6,7 @@ forward expects; the attention context of a step is made again by its own class.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -218,7 +218,8 @@ class ForwardsOnCache(FixedStep):
             return self.forwards.run(self.forward, starts, *inputs[count:])
         more = count + len(self.states.tensors)
         forward = ForwardWithStates(self.forward, self.states.begin(), inputs[count:more])
-        return *self.forwards.run(forward, starts, *inputs[more:]), forward.states.result()
+        result = self.forwards.run(forward, starts, *inputs[more:])
+        return *result, forward.states.result(self.forwards.leaves_states)
 
     def forward(
         self,
@@ -268,6 +269,8 @@ class OneForward(Forwards):
     kind: Any
     settings: tuple
     with_hidden: bool | tuple[int, ...]
+
+    leaves_states: ClassVar[bool] = True
 
     @property
     def key(self) -> tuple:

@@ -8,7 +8,6 @@ tokens is a copy of the states at the start of the call.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 from ...attention_backends.lengths import SeqLens, on_device
 from ..cache import CACHE_NAME, CachePart, Rows, SpeculativeLayer
 from ..draft_tree import DraftTree
-from ..target import FixedStep
 from ..target_modules import shape_of
 from .plain_forwards import PlainForwards
 from .recurrences import (
@@ -38,6 +36,10 @@ from .recurrences import (
 )
 from .trial import CHUNKED_LAYER, HybridMode
 
+try:
+    from .fixed_states import CommitStates, FixedStates
+except ImportError:  # a published draft captures nothing
+    CommitStates = FixedStates = None  # type: ignore[assignment,misc]
 try:
     from transformers.cache_utils import DummyLayer
 except ImportError:  # before transformers 5.23
@@ -75,7 +77,7 @@ class RecurrentStates(CachePart):
         self._copies: list[dict[str, torch.Tensor | None]] | None = None
         # lengths to which a commit or padded prompts have taken the states, if nothing else has changed them since
         self._reached: tuple[int, ...] | None = None
-        self._fixed: FixedStates | None = None
+        self._fixed: Any = None
         # joined terms of the last verification, if a graph computed them, and what runs a step
         self._terms: list[Any] = []
         self._run: Callable[..., Any] | None = None
@@ -109,9 +111,13 @@ class RecurrentStates(CachePart):
         self._reached = self.cache.lengths.plus(counts).host
         step = CommitStates(None, self.cache, self._fixed, self._terms)
         self._run(step, counts.on(device), *([] if path is None else [path]))
-        self.nodes, self._terms = None, []
+        self.nodes, self._terms, self._run = None, [], None
 
-    def fixed(self) -> "FixedStates | None":
+    def new_layer(self, batch_size: int) -> "StateLayer":
+        """Return an empty layer for this many rows."""
+        return StateLayer(Rows(batch_size))
+
+    def fixed(self) -> Any:
         if self._fixed is None and all(layer.has_previous_state[0] for layer in self.layers):
             self._fixed = FixedStates.of(self)
         return self._fixed if self._fixed is not None and self._fixed.place(self.layers) else None
@@ -122,7 +128,7 @@ class RecurrentStates(CachePart):
             self._terms, self._run = [kind(*tensors) for kind, tensors in found], run
         elif found:
             for layer, states in zip(self.layers, found, strict=True):
-                layer.put(dict(zip(STATES, states, strict=True)))
+                layer.put(dict(zip(STATES, states, strict=False)))  # some have one
             self._reached = None
 
     @contextmanager
@@ -136,7 +142,7 @@ class RecurrentStates(CachePart):
         self._reached = tuple(ends)
 
     def drop(self) -> None:
-        self.nodes, self._terms = None, []
+        self.nodes, self._terms, self._run = None, [], None
         for layer in self.layers:
             layer.drop()
 
@@ -202,171 +208,6 @@ class RecurrentStates(CachePart):
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers) if self._fixed is None else self._fixed.nbytes
-
-
-@dataclass(eq=False)
-class FixedStates:
-    """States of all layers at places that do not change, which graphs read and a commit writes.
-
-    Layers whose states have the same shapes are a group. Its states lie side by side, as those of one layer with all
-    of their heads.
-
-    Attributes:
-        numbers (`list[int]`): Index of each layer in the cache.
-        groups (`list[tuple[list[int], list[torch.Tensor]]]`): Places of the layers among these, and their states.
-        views (`list[dict[str, torch.Tensor]]`): The states of each layer.
-        rows (`torch.LongTensor` of shape `(B,)`): Numbers of the rows.
-        part ([`RecurrentStates`]): The part of a cache that these are the states of.
-    """
-
-    numbers: list[int]
-    groups: list[tuple[list[int], list[torch.Tensor]]]
-    views: list[dict[str, torch.Tensor]]
-    rows: torch.Tensor
-    part: RecurrentStates
-
-    @classmethod
-    def of(cls, part: RecurrentStates) -> "FixedStates":
-        """Return empty places for the states of all layers."""
-        alike: dict[Any, list[int]] = {}
-        for place, layer in enumerate(part.layers):
-            states = layer.states().items()
-            alike.setdefault(tuple((name, x.shape, x.dtype, x.device) for name, x in states), []).append(place)
-        groups, views = [], [dict[str, torch.Tensor]() for _ in part.layers]
-        with torch.inference_mode(False):  # they outlive the call
-            for shapes, places in alike.items():
-                buffers = []
-                for name, (rows, heads, *rest), dtype, device in shapes:
-                    buffers.append(torch.zeros(rows, len(places) * heads, *rest, dtype=dtype, device=device))
-                    for place, view in zip(places, buffers[-1].split(heads, 1), strict=True):
-                        views[place][name] = view
-                groups.append((places, buffers))
-            rows = torch.arange(len(buffers[0]), device=buffers[0].device)
-        numbers = [number for number, layer in enumerate(part.cache.layers) if isinstance(layer, StateLayer)]
-        return cls(numbers, groups, views, rows, part)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Inputs of a step: the parents of a tree that branches."""
-        tree = None if self.part.nodes is None else self.part.nodes.tree
-        return () if tree is None or tree.is_chain else (tree.parents,)
-
-    @property
-    def key(self) -> tuple:
-        """What tells graphs apart."""
-        return self.part.nodes is not None, len(self.tensors)
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [buffer for _, buffers in self.groups for buffer in buffers]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all states."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
-
-    def place(self, layers: Sequence["StateLayer"]) -> bool:
-        """Copy states of layers that lie elsewhere to their places; return whether all layers have such states."""
-        moved: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for layer, views in zip(layers, self.views, strict=True):
-            states = layer.states()
-            for name, view in views.items():
-                state = states.get(name)
-                if state is view:
-                    continue
-                if state is None or (state.shape, state.dtype, state.device) != (view.shape, view.dtype, view.device):
-                    return False
-                for pair, tensor in zip(moved.setdefault(view.dtype, ([], [])), (view, state), strict=True):
-                    pair.append(tensor)
-        for pairs in moved.values():
-            torch._foreach_copy_(*pairs)
-        for layer, views in zip(layers, self.views, strict=True):
-            layer.put(views)
-        return True
-
-    def copy(self, other: "FixedStates", layers: Sequence["StateLayer"]) -> None:
-        """Copy the states of another cache of the same target."""
-        for own, source in zip(self.buffers, other.buffers, strict=True):
-            own.copy_(source)
-        for layer, views in zip(layers, self.views, strict=True):
-            layer.put(views)
-
-    def begin(self) -> "StatesInGraph":
-        """Return the states inside a graph."""
-        return StatesInGraph(self)
-
-
-class StatesInGraph:
-    """States inside a graph. They begin with the committed ones, which are only read.
-
-    Attributes:
-        layers (`dict[int, StateLayer]`): A layer for the mixers of transformers, by its index in the cache.
-    """
-
-    is_text: torch.Tensor | None = None  # prompts do not run in graphs
-
-    def __init__(self, fixed: FixedStates):
-        self.fixed = fixed
-        self.nodes: StagedNodes | None = None
-        self.layers: dict[int, StateLayer] = {}
-        self._is_staged = fixed.key[0]  # a verification, whose nodes a later commit keeps
-        self._root: list[list[torch.Tensor]] = []
-        for number, views in zip(fixed.numbers, fixed.views, strict=True):
-            layer = self.layers[number] = StateLayer(Rows(len(fixed.rows)))
-            layer.part = self  # type: ignore[assignment]
-            layer.put(views)
-
-    def stage(self, tokens: torch.Tensor, mask: torch.Tensor, parents: Sequence[torch.Tensor], tree: Any) -> None:
-        """Let the next forward be that of these nodes, a chain unless there are parents or a tree."""
-        if tree is None:
-            above = parents[0] if parents else tokens
-            tree = DraftTree(tokens, above, tokens, is_chain=not parents, max_depth=tokens.shape[1] - 1)
-            tree.__dict__["mask"] = mask[:, 0]  # fills the cached property
-        self.nodes = StagedNodes(tree)
-        for layer in self.layers.values():
-            layer.drop()
-
-    def keep_newest(self) -> None:
-        """Keep the only node of the last forward in every row, unless a commit will."""
-        for layer in () if self._is_staged else self.layers.values():
-            layer.put(layer.newest())
-
-    def keep_root(self, counts: torch.Tensor) -> None:
-        """Keep the first `counts[b]` nodes, and remember the states after them as those of the root."""
-        kept = Kept(None, counts)
-        for layer in self.layers.values():
-            layer.put(layer.after(kept))
-        self._root = [list(layer.states().values()) for layer in self.layers.values()]
-
-    def result(self) -> list[Any]:
-        """Return the joined terms of a verification, by group, as classes and tensors; else the states of the root."""
-        if not self._is_staged:
-            return self._root
-        layers, found = list(self.layers.values()), []
-        for places, _ in self.fixed.groups:
-            for name in self.fixed.views[places[0]]:
-                terms = [layers[place].terms(name) for place in places]
-                found.append((type(terms[0]), type(terms[0]).joined(terms).tensors))
-        return found
-
-
-@dataclass(eq=False)
-class CommitStates(FixedStep):
-    """The commit of all layers, from counts `(B,)` and a path `(B, M)` unless a chain was verified."""
-
-    states: FixedStates
-    terms: list[Terms]
-
-    @property
-    def key(self) -> tuple:
-        return tuple(one.tensors[0].data_ptr() for one in self.terms)
-
-    def run(self, *inputs: torch.Tensor) -> tuple[()]:
-        counts, *path = inputs
-        kept = Kept(path[0] if path else None, counts, rows=self.states.rows)
-        for terms, buffer in zip(self.terms, self.states.buffers, strict=True):
-            terms.after(kept, buffer, out=buffer)
-        return ()
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
