@@ -47,7 +47,9 @@ FILES: dict[str, tuple[str, ...]] = {
     "recurrent_states": ("generation/wings/recurrent_states",),
     "masked_and_images": ("generation/wings/masked", "generation/wings/images"),
     "gate": ("generation/wings/gate",),
-    "wings": tuple(f"generation/wings/{name}" for name in ("padding", "user_caches", "rotary_limit", "register")),
+    "wings": tuple(
+        f"generation/wings/{name}" for name in ("padding", "user_caches", "cache_files", "rotary_limit", "register")
+    ),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "ngrams": ("modeling/families/ngrams",),
     "settings": ("modeling/settings", "modeling/saved_config"),
