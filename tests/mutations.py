@@ -358,12 +358,21 @@ ROWS = (
      "return [self]",
      "tests/generation/test_masked.py"),
     ("A served prompt continues what a finished call has left alone", "cli/serving/decoding.py",
-     "before, self._tokens = self._tokens, []",
-     "before, self._tokens = self._tokens, prompt",
+     "held, self._tokens = self._tokens, self._tokens[:0]",
+     "held, self._tokens = self._tokens, prompt[0].cpu()",
      "tests/cli/test_serve_isolation.py"),
     ("Recurrent states are not shortened", "generation/wings/recurrent_states.py",
      "or not any(layer.has_previous_state[0] for layer in self.layers)", "or True",
      "tests/cli/test_serve_isolation.py"),
+    ("What a cache lends is not written to", "generation/cache.py", "            layer.capacity = 0\n",
+     "            layer.capacity = layer.keys.shape[2] if layer.is_initialized else 0\n",
+     "tests/generation/test_prefix_cache.py::test_what_is_lent_may_be_written_to"),
+    ("A file with the cache of another config is refused", "generation/wings/cache_files.py",
+     'if metadata["config"] != (wanted := fingerprint_of(config)):', 'if not (wanted := metadata["config"]):',
+     "tests/generation/test_caches_as_objects.py::test_files_of_other_models_are_refused"),
+    ("A text continues from the states of its own place", "prefix_cache.py", "text.states.get(count, {})",
+     "max(text.states.items(), default=(0, {}))[1]",
+     "tests/generation/test_prefix_cache.py::test_agents_that_alternate_read_new_tokens_alone"),
 )
 # fmt: on
 MUTATIONS = tuple(Mutation(*row) for row in ROWS)
