@@ -86,9 +86,12 @@ def check_requests(model, draft, mix, rows):
     return beside
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "mix", "rows"), pairwise(KINDS, ("llama", "gemma3"), tuple(MIXES), (1, 3)), ids=str
-)
+CASES = pairwise(KINDS, ("llama", "gemma3"), ("greedy", "mixed"), (1, 3))
+CASES += [pytest.param(kind, "llama", "sampled", 3, marks=pytest.mark.soak) for kind in KINDS[2:]]
+CASES += [(kind, "gemma3", "sampled", 3) for kind in KINDS[:2]]
+
+
+@pytest.mark.parametrize(("kind", "name", "mix", "rows"), CASES, ids=str)
 def test_texts_and_steps_are_those_of_generate_alone(kind, name, mix, rows):
     model = tiny_target(name, vocab_size=VOCAB)
     check_requests(model, None if kind[0] is None else draft_of(kind[0], model, **kind[1]), MIXES[mix], rows)
