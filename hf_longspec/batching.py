@@ -152,6 +152,7 @@ class Batcher:
         source = None if seed is None else torch.Generator().manual_seed(seed)
         if (mask := settings.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
             raise ValueError("attention_mask has zeros: a row of the batch has no padding. Submit the tokens alone.")
+        settings["attention_mask"] = torch.ones_like(ids)  # a padding token in a prompt is a token
         arguments = self._prepared(ids, streamer, settings)
         return self._add(Request(lambda: self._opened(arguments, streamer, source), streamer))
 
