@@ -115,13 +115,15 @@ class Batcher:
         elif not getattr(draft, "_is_longspec_draft", False):
             draft = route.loaders[-1](draft, target)
         draft = getattr(draft, "chosen", draft)  # of an AutoDraft
-        if max_length is None:
-            max_length = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+        of_model: Any = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+        max_length = of_model if max_length is None else max_length
         for name, value, least in (("rows", rows, 1), ("max_length", max_length, 3), ("chunk_size", chunk_size, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: expected an integer of at least {least}.")
-        self.target, self.draft, self.max_length, self.chunk_size = target, draft, max_length, chunk_size
+        self.target, self.draft, self.chunk_size = target, draft, chunk_size
+        self.max_length: int = max_length
         self._waiting: deque[Request] = deque()
+        self._unfinished: set[Request] = set()
         self._running: dict[int, Request] = {}  # by slot
         self._reading: Reading | None = None
         self._changed, self._is_closed = Condition(), False
@@ -150,6 +152,7 @@ class Batcher:
         source = None if seed is None else torch.Generator().manual_seed(seed)
         if (mask := settings.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
             raise ValueError("attention_mask has zeros: a row of the batch has no padding. Submit the tokens alone.")
+        settings["attention_mask"] = torch.ones_like(ids)  # a padding token in a prompt is a token
         arguments = self._prepared(ids, streamer, settings)
         return self._add(Request(lambda: self._opened(arguments, streamer, source), streamer))
 
@@ -185,7 +188,7 @@ class Batcher:
         with self._changed:
             self._is_closed = True
             if cancel:
-                for request in self._unfinished():
+                for request in list(self._unfinished):
                     request.cancel()
             self._changed.notify_all()
         self._thread.join()
@@ -198,17 +201,19 @@ class Batcher:
     ) -> None:
         self.close(cancel=error is not None)
 
-    def _unfinished(self) -> list[Request]:
-        reading = () if (reading := self._reading) is None else (reading.request,)
-        return [*self._running.values(), *reading, *self._waiting]
-
     def _add(self, request: Request) -> Request:
         with self._changed:
             if self._is_closed:
                 raise ValueError("the Batcher is closed. Submit before the end of its `with` block.")
             self._waiting.append(request)
+            self._unfinished.add(request)
             self._changed.notify_all()
+        request.add_done_callback(self._forget)  # type: ignore[arg-type]
         return request
+
+    def _forget(self, request: Request) -> None:
+        with self._changed:
+            self._unfinished.discard(request)
 
     def _empty_call(self, rows: int) -> Call:
         """Return a call with a text of one token in each row, by which the target and the draft are checked."""
@@ -226,6 +231,9 @@ class Batcher:
         for name in ("assistant_model", "custom_generate"):
             if settings.get(name) is not None:
                 raise ValueError(f"{name}: the draft is that of the Batcher. Drop {name}.")
+        chosen = settings.get("generation_config") or self.target.generation_config
+        if ((beams := settings.get("num_beams", chosen.num_beams)) or 1) > 1:
+            raise ValueError(f"num_beams={beams}: a row of a Batcher is one text. Call generate() for beams.")
         taker = copy.copy(self.draft)
         taker.longspec_decoding = lambda model, input_ids, **arguments: {"input_ids": input_ids, **arguments}
         arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, streamer=streamer, **settings)
@@ -272,7 +280,7 @@ class Batcher:
         except BaseException as error:
             with self._changed:
                 self._is_closed = True
-            for request in self._unfinished():
+            for request in list(self._unfinished):
                 request.end(error=error)
             raise
 
@@ -289,7 +297,10 @@ class Batcher:
             self._emit_first()
             while True:
                 self._take_slot()
-                if not self._running or (self._step() and self._has_chunk):
+                if not self._running:
+                    return
+                self._step()
+                if self._has_chunk:
                     return
 
     @property
@@ -356,14 +367,14 @@ class Batcher:
         self._session.put(free, reading.session)
         self._running[free], self._reading = reading.request, None
 
-    def _step(self) -> bool:
+    def _step(self) -> None:
         """Run one step of all rows without those that were cancelled, and end the rows that are done."""
         session = self._session
         for row in [row for row, request in self._running.items() if request.cancelled()]:
             session.leave(row)
             self._running.pop(row).end()
         if not self._running:
-            return True
+            return
         try:
             session.iterate()
         except Exception as error:  # of memory, for example: of no single row
@@ -372,10 +383,7 @@ class Batcher:
                 session.leave(row)
                 self._running.pop(row).end(error=error)
         for row in [row for row in self._running if session.sequences.done[row]]:
-            ended = session.slots[row]
-            session.leave(row)
-            self._finish(self._running.pop(row), ended)
-        return True
+            self._finish(self._running.pop(row), session.leave(row))
 
     def _finish(self, request: Request, session: RowSession) -> None:
         """Set the result of a request whose row has ended."""

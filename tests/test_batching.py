@@ -16,6 +16,8 @@ from hf_longspec import Batcher, Drafter, NgramDraftModel, PlainDraftModel
 from hf_longspec.generation import slots
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.sequences import SpeculationStats
+from hf_longspec.modeling.register_draft import DRAFTS
+from tests.gates import FlippingGate
 from tests.modeling.calls import NEVER
 from tests.modeling.test_contract import NGRAMS, PARTIAL, draft_of
 from tests.pairwise import pairwise
@@ -86,25 +88,24 @@ def check_requests(model, draft, mix, rows):
     return beside
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "mix", "rows"), pairwise(KINDS, ("llama", "gemma3"), tuple(MIXES), (1, 3)), ids=str
-)
+CASES = pairwise(KINDS, ("llama", "gemma3"), ("greedy", "mixed"), (1, 3))
+CASES += [pytest.param(kind, "llama", "sampled", 3, marks=pytest.mark.soak) for kind in KINDS[2:]]
+CASES += [(kind, "gemma3", "sampled", 3) for kind in KINDS[:2]]
+
+
+@pytest.mark.parametrize(("kind", "name", "mix", "rows"), CASES, ids=str)
 def test_texts_and_steps_are_those_of_generate_alone(kind, name, mix, rows):
     model = tiny_target(name, vocab_size=VOCAB)
     check_requests(model, None if kind[0] is None else draft_of(kind[0], model, **kind[1]), MIXES[mix], rows)
 
 
-OTHER_KINDS = [
-    ("longspec_quest", {}),
-    ("longspec_assistant", {}),
-    ("longspec_assistant", NGRAMS | {"tree_widths": [4]}),
-]
-OTHER_KINDS += [("longspec_token_recycling", {}), ("tokenswift", {}), ("longspec_dflash", {}), ("longspec_mtp", {})]
-OTHER_KINDS += [("longspec_gemma4_assistant", {}), ("longspec_eagle3", {"num_hidden_layers": 2})]
+OTHERS_OF = [(kind, {}) for kind in DRAFTS]
+OTHERS_OF += [("longspec_assistant", NGRAMS | {"tree_widths": [4]}), ("longspec_eagle3", {"num_hidden_layers": 2})]
+OTHERS_OF += [("tokenswift", PARTIAL | NGRAMS), ("longspec_quest", {"acceptance": "rejection"})]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", OTHER_KINDS, ids=str)
+@pytest.mark.parametrize("kind", OTHERS_OF, ids=str)
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_texts_and_steps_of_other_drafts(kind, name):
     model = tiny_target(name, vocab_size=VOCAB)
@@ -407,8 +408,6 @@ def test_an_error_in_the_block_cancels_and_the_end_of_the_block_waits(llama):
 
 
 def test_a_gate_that_pauses_the_draft_changes_no_text(monkeypatch):
-    from tests.gates import FlippingGate
-
     monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", lambda wanted, *_: FlippingGate())
     model = tiny_target("llama", vocab_size=VOCAB)
     with Batcher(model, draft_of("longspec_eagle3", model), rows=2, max_length=50, chunk_size=8) as batcher:

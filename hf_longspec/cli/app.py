@@ -97,7 +97,7 @@ def generate(
     ] = None,
     column: Annotated[str | None, text("Key or column of the prompts in --data. Default: prompt.")] = None,
     output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
-    batch: Annotated[int, number(1, "Rows of --data per batch.", most=options.MOST_ROWS)] = 8,
+    batch: Annotated[int, number(1, "Rows of --data that are continued at once.", most=options.MOST_ROWS)] = 8,
     resume: Annotated[bool, flag("--resume", "Continue the --output of an interrupted run.")] = False,
     show_drafts: Annotated[bool, flag("--show-drafts", "Colour the drafted tokens.")] = False,
     html: Annotated[Path | None, output("Write an HTML page with the drafted tokens marked.")] = None,
@@ -110,7 +110,8 @@ def generate(
 
     With --show-drafts, accepted drafted tokens are blue and underlined. --html FILE writes the same as a web page.
 
-    With --data, every row is continued in batches of similar lengths, and --output has one line per row, in order.
+    With --data, --batch rows are continued at once, the longest prompts first; one that ends gives its place to the
+    next. --output has one line per row, in order. The seed of a row is --seed plus its number.
     Under `torchrun` or `accelerate launch`, each process takes a share of the rows.
 
     Examples:

@@ -112,7 +112,8 @@ class RowSession(Session):
         return self.sequences.output()
 
 
-Slots = list[RowSession | None]
+# `None` in a free slot.
+Slots = list[Any]
 
 
 class SlotSequences:
@@ -339,12 +340,14 @@ class SlotSession(Session):
         self.drafter.take(row, source.drafter)
         self.root = self.root.index_copy(0, torch.tensor([row], device=self.root.device), source.root)
         self.slots[row] = one
+        if one is not None:
+            one.stats.draft_state_bytes = one.drafter.state_bytes
+            one.drafter = None  # its state was copied
 
-    def leave(self, row: int) -> RowSession | None:
-        """Free a slot, and return the request that it held, with its part of the times."""
-        if (one := self.slots[row]) is not None:
-            drafted, verified = one.joined_at
-            one.stats.draft_seconds = self.stats.draft_seconds - drafted
-            one.stats.verify_seconds = self.stats.verify_seconds - verified
-            self.put(row, None)
+    def leave(self, row: int) -> RowSession:
+        """Free the slot of a request, and return the request, with its part of the times."""
+        one, (drafted, verified) = self.slots[row], self.slots[row].joined_at
+        one.stats.draft_seconds = self.stats.draft_seconds - drafted
+        one.stats.verify_seconds = self.stats.verify_seconds - verified
+        self.put(row, None)
         return one

@@ -33,11 +33,11 @@ def with_template(model, folder, template=TEMPLATE):
 
 
 @contextmanager
-def serving(folder, **limits):
+def serving(folder, rows=1, **limits):
     """A running server of the model in a folder: its address, a client of OpenAI, the model and the decoder."""
     models = ModelManager(device="cpu", dtype="float32", force_model=str(folder))
     limits = Limits(**{"body": 1, "tokens": 5000, "waiting": 64, "cache": 64} | limits)
-    routes = make_routes(models, lambda model: NgramDraftModel.from_target(model, gate=False), limits)
+    routes = make_routes(models, lambda model: NgramDraftModel.from_target(model, gate=False), limits, rows)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = make_server(routes, "127.0.0.1", port)
