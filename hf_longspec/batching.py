@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from .generation import route
 from .generation.call import HOOKS, PROCESSORS, Call
 from .generation.sequences import SpeculationStats
-from .generation.slots import RowSession, SlotSession
+from .generation.wings.slots import RowSession, SlotSession
 from .modeling.plain.modeling_plain import PlainDraftModel
 
 

@@ -137,7 +137,7 @@ class ForcedDrafter:
             for field, values in zip(fields, new, strict=True):
                 field += values
             size, depth = max(size, len(new[0])), max(depth, deepest)
-        if self.binding.target.captures:  # shapes of captured steps do not change
+        if self.binding.target.steps.captures:  # shapes of captured steps do not change
             size, depth = self._count, self._count + tree.max_depth
         if not size:
             return tree
@@ -145,8 +145,9 @@ class ForcedDrafter:
             for field in fields:
                 field += [0] * (tree.num_nodes + size - len(field))
         more = on_device([[row[tree.num_nodes :] for row in field] for field in host], tree.tokens.device)
-        pairs = zip((tree.tokens, tree.parents, tree.valid), (more[0], more[1], more[2].bool()), strict=True)
-        return DraftTree(*(torch.cat(pair, 1) for pair in pairs), max_depth=max(depth, tree.max_depth))
+        tokens, parents = torch.cat([tree.tokens, more[0]], 1), torch.cat([tree.parents, more[1]], 1)
+        valid = torch.cat([tree.valid, more[2].bool()], 1)
+        return DraftTree(tokens, parents, valid, max_depth=max(depth, tree.max_depth))
 
     def _forced(self, row: int, tokens: list[int], parents: list[int], valid: list[int]) -> tuple[list[list[int]], int]:
         """Return tokens, parents and validity of the forced nodes of a row, and the depth of the deepest of them."""

@@ -266,6 +266,7 @@ def _drawn_by_rejection(tree: DraftTree, scores: list[torch.Tensor], uniforms: A
     depth, p = len(scores) - 1, scores[-1].softmax(-1)
     if depth == tree.max_depth:
         return drawn(p.log(), noise)
+    assert tree.q is not None
     q, token, is_drafted = tree.q[:, depth + 1].to(p.dtype), tree.tokens[:, depth + 1], tree.valid[:, depth + 1, None]
     is_accepted = uniforms[:, depth, None] * q.gather(1, token[:, None]) < p.gather(1, token[:, None])
     residual = (p - q).clamp_min(0)
