@@ -25,7 +25,7 @@ LEFT_OUT = (
     "training",
 )
 
-DRAFTERS = "beams", "cache_readers", "self_drafter"
+DRAFTERS = "beams", "draft_weights", "self_drafter"
 # Files of the copy, by the modules that are joined in them. The modules of a method, modeling/<method>/, become
 # <method>.py.
 FILES: dict[str, tuple[str, ...]] = {
@@ -38,7 +38,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "sequences": ("generation/sequences",),
     "sampling": ("generation/sampling",),
     "target_modules": ("generation/target_modules", "generation/wing"),
-    "target": ("generation/target", "generation/sparse_caches"),
+    "target": ("generation/target", "modeling/families/sparse_caches"),
     "drafter": ("generation/drafter", *(f"modeling/families/{name}" for name in DRAFTERS)),
     "call": ("generation/call",),
     "decoding": ("generation/decoding", "generation/route"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.generation.sparse_caches import SelectedCache
+from hf_longspec.modeling.families.sparse_caches import SelectedCache
 from tests.robustness.drafts import SPECATTN, make_draft
 from tests.robustness.tensor_parallel_worker import KINDS, LENGTHS, NEW, RANKS, choices, noisy_gate, watch_selections
 from tests.tiny_targets import generate, tiny_target

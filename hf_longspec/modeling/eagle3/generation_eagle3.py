@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from ...generation.draft_tree import Beam
-from ...generation.sparse_caches import visible
 from ..families.aux_drafter import AuxDrafter
-from ..families.beams import Tensors
+from ..families.beams import Tensors, visible
 
 
 class Eagle3Drafter(AuxDrafter):

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...generation.drafter import Binding, Verification
-from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import LayerInputs
-from .beams import BeamDrafter, Tensors
+from .beams import BeamDrafter, Tensors, WindowRing
 
 
 class Entries(NamedTuple):

@@ -1,21 +1,122 @@
 """Drafters of trees that grow level by level: the draft runs once for all nodes of a level, and the best are kept.
 
-A tree is drafted as it is, in one graph, or with one graph for each level and candidates ranked in between.
+A tree is drafted as it is, in one graph, or with one graph for each level and candidates ranked in between. A
+[`WindowRing`] holds the last keys and values of a draft that has its own attention, in memory of a fixed size. The
+drafts of a [`CacheReader`] also attend to the target's cache: those of LongSpec and of the assistants of Gemma 4.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ...attention_backends.lengths import SeqLens
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select, under_autocast
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding, Drafter
-from ...generation.sparse_caches import WindowRing
 from ...generation.target import FixedStep
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+class WindowRing:
+    """Store keys and values of the first and the last committed tokens of every row, and those of a draft tree.
+
+    The `sinks` first tokens of a text stay in the first slots, and all queries attend to them. The token at a later
+    position p lies in slot `sinks + (p - sinks) % (window + room)`, node i of the tree in slot `size + i`. A query
+    attends to `window` positions, its own included; up to `room` tokens may be stored before the query of the first of
+    them runs. One spare slot takes the writes that a row does not keep, so that all rows run the same operations.
+    `value_dim` is the size of the values of a head, if it differs from that of the keys.
+    """
+
+    def __init__(
+        self,
+        window: int,
+        tree_slots: int,
+        batch_size: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sinks: int = 0,
+        room: int = 0,
+        value_dim: int | None = None,
+    ):
+        self.window = window
+        self.sinks = sinks
+        self.size = sinks + window + room
+        self.spare = self.size + tree_slots
+        shape = batch_size, num_heads, self.spare + 1
+        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
+        # position of the token in each slot; a negative position marks an empty slot
+        self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
+        self._rows = torch.arange(batch_size, device=device)[:, None]
+
+    def clear(self) -> None:
+        """Mark all slots as empty."""
+        self.positions.fill_(-1)
+
+    @property
+    def row_states(self) -> tuple[torch.Tensor, ...]:
+        """What is kept for each row."""
+        return self.keys, self.values, self.positions
+
+    @property
+    def nbytes(self) -> int:
+        return sum(states.nbytes for states in self.row_states)
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store T tokens per row, `(B, K, T, D)`, at their positions `(B, T)`, of which a negative one marks padding.
+
+        If there are too many, the newest are kept.
+        """
+        capacity = self.size - self.sinks
+        if positions.shape[1] > capacity:
+            newest = positions.amax(1, keepdim=True)
+            positions = torch.where((positions > newest - capacity) | (positions < self.sinks), positions, -1)
+        slots = (positions - self.sinks) % capacity + self.sinks
+        slots = torch.where(positions < self.sinks, positions, slots) if self.sinks else slots
+        slots = torch.where(positions >= 0, slots, self.spare)
+        # other dtypes than those of the ring come from autocast
+        self.keys[self._rows, :, slots] = keys.transpose(1, 2).to(self.keys.dtype)
+        self.values[self._rows, :, slots] = values.transpose(1, 2).to(self.values.dtype)
+        self.positions.scatter_(1, slots, positions)
+
+    def stage(self, keys: torch.Tensor, values: torch.Tensor, first_node: int) -> None:
+        """Store keys and values `(B, K, n, D)` of n nodes of the tree, from node `first_node` on."""
+        slots = slice(self.size + first_node, self.size + first_node + keys.shape[2])
+        self.keys[:, :, slots] = keys
+        self.values[:, :, slots] = values
+
+    def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Move the first `counts` `(B,)` nodes of `path` `(B, M)` into the ring; M is at most `window`.
+
+        `lengths` `(B,)` are the positions of the roots.
+        """
+        places = torch.arange(path.shape[1], device=path.device)
+        positions = torch.where(places < counts[:, None], lengths[:, None] + places, -1)
+        source = self.size + path
+        # advanced indices around a slice give the shape (B, M, K, D)
+        keys, values = self.keys[self._rows, :, source], self.values[self._rows, :, source]
+        self.fill(keys.transpose(1, 2), values.transpose(1, 2), positions)
+
+    def visible(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return which slots queries at `positions` `(B, n)` attend to, `(B, n, size)`, the tree's excluded."""
+        return visible(self.positions[:, : self.size], positions, self.window, self.sinks)
+
+
+def visible(stored: torch.Tensor, positions: torch.Tensor, window: int, sinks: int = 0) -> torch.Tensor:
+    """Return which keys at the positions `stored` `(B, T)` queries at `positions` `(B, n)` attend to, `(B, n, T)`.
+
+    A negative position of a key marks padding. See [`WindowRing`] for `window` and `sinks`.
+    """
+    stored, query = stored[:, None], positions[..., None]
+    seen = stored > query - window
+    if sinks:
+        seen = seen | (stored < sinks)
+    return (stored >= 0) & (stored <= query) & seen
 
 
 @dataclass(eq=False)
@@ -227,3 +328,94 @@ class Level(Part):
 
     def part(self, prefix: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return self.drafter.level(inputs, self.number, prefix)
+
+
+# The first entries of a text, which attract attention. A window keeps them.
+SINKS = 4
+
+
+class PrefixStates(NamedTuple):
+    """The committed tokens in the layers of the target that are read."""
+
+    lengths: SeqLens  # number of tokens of each row
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # keys and values `(B, K, capacity, D)` of each layer
+
+    def window(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots `(B, 1, T)` of the first `SINKS` entries and the last `size`, and how many are used."""
+        keys, _ = self.layers[0]
+        lengths = self.lengths.on(keys.device)
+        first = (lengths - size).clamp_min(SINKS)[:, None]
+        slots = first + torch.arange(-SINKS, size, device=first.device)
+        slots[:, :SINKS] -= first - SINKS
+        return slots.clamp_max(keys.shape[2] - 1)[:, None], lengths.clamp_max(SINKS + size)
+
+
+class CacheReader(BeamDrafter):
+    """Base of these drafters. Subclasses set `read_layers`."""
+
+    read_layers: Sequence[int]
+    """Layers of the target that are read."""
+    read_window: int | None = None
+    """Number of last entries of a prefix that are read besides the sinks. All by default."""
+
+    def prefix(self) -> PrefixStates:
+        cache = self.binding.cache
+        layers = (cache.layers[index] for index in self.read_layers)
+        return PrefixStates(cache.lengths, tuple((layer.keys, layer.values) for layer in layers))
+
+    def attend_prefix(self, prefix: PrefixStates, query: torch.Tensor) -> torch.Tensor:
+        """Return the attention output `(B, H, N, D)` of queries to the committed tokens in the first layer."""
+        keys, ranks = prefix.layers[0][0], self.binding.target.ranks
+        if ranks is None or keys.shape[1] == self.draft.config.num_key_value_heads:
+            return self._attend_heads(prefix, query)
+        # the cache holds the key/value heads of this rank, while every rank has the whole draft
+        return ranks.all_heads(self._attend_heads(prefix, ranks.own_heads(query)))
+
+    def _attend_heads(self, prefix: PrefixStates, query: torch.Tensor) -> torch.Tensor:
+        """Likewise, of the heads that are in the cache."""
+        (keys, values), kernels = prefix.layers[0], self._kernels
+        if self.read_window is not None:
+            slots, counts = prefix.window(self.read_window)
+            return kernels.sparse_attention(query, keys, values, slots, counts=counts, scaling=self.scaling)[0]
+        keys, values = (states[:, :, : prefix.lengths.longest] for states in (keys, values))
+        return kernels.prefix_attention(query, keys, values, lengths=prefix.lengths, scaling=self.scaling)[0]
+
+    @property
+    def key(self) -> tuple:
+        return *super().key, self.read_window
+
+    def fixed_prefix(self, runner: Any, prefix: PrefixStates) -> "CachePrefix | None":
+        lengths = runner.lengths(prefix.lengths, 0, prefix.layers[0][0].shape[2])
+        if lengths is None:
+            return None
+        layers = tuple((runner.buffer(keys), runner.buffer(values)) for keys, values in prefix.layers)
+        return CachePrefix(prefix.lengths, self.device, lengths, layers, self.binding.cache.layout)
+
+
+@dataclass(eq=False)
+class CachePrefix(FixedPrefix):
+    """A [`PrefixStates`], which a graph gets as buffers and lengths."""
+
+    committed: SeqLens
+    device: torch.device
+    lengths: Any  # how the graph gets them
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    layout: tuple[int, ...]
+
+    num_tensors = 1
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.committed.on(self.device),)
+
+    @property
+    def key(self) -> tuple:
+        key: tuple = self.lengths.key
+        return key
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return self.layout
+
+    def of(self, inputs: Sequence[torch.Tensor]) -> PrefixStates:
+        return PrefixStates(self.lengths.of(inputs[0]), self.layers)

@@ -14,9 +14,9 @@ from ...attention_backends.lengths import SeqLens
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Drafter, drafted_tokens, noise_of_chain
 from ...generation.sampling import TokenRule
-from ...generation.sparse_caches import budget
 from ...generation.target import Forward, Forwards, TargetView
 from .draft_weights import LowBitLinear
+from .sparse_caches import budget
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
 # small part of the bandwidth of matrix products, and weights may come from a cache of the processor.

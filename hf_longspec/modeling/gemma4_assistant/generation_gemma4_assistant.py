@@ -13,8 +13,7 @@ from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target_modules import TargetEnds, final_norm_of
 from ..families.aux_drafter import Angles
-from ..families.beams import Tensors
-from ..families.cache_readers import CacheReader, PrefixStates
+from ..families.beams import CacheReader, PrefixStates, Tensors
 from .configuration_gemma4_assistant import layers_read
 
 

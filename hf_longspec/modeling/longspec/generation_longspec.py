@@ -14,10 +14,8 @@ from transformers.utils import logging
 
 from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification, last_of
-from ...generation.sparse_caches import WindowRing
 from ...generation.target_modules import TargetParts
-from ..families.beams import Tensors
-from ..families.cache_readers import CacheReader, PrefixStates
+from ..families.beams import CacheReader, PrefixStates, Tensors, WindowRing
 
 logger = logging.get_logger(__name__)
 

@@ -16,9 +16,9 @@ from ...attention_backends.lengths import SeqLens
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Verification
-from ...generation.sparse_caches import SelectedCache, select_window
 from ...generation.target import FixedStep
 from ..families.self_drafter import Chain, ChainSteps, SelfDrafter
+from ..families.sparse_caches import SelectedCache, select_window
 
 # Query rows whose scores the verification collects, for each selection.
 CAPTURED_ROWS = {

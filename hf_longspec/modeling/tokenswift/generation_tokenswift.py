@@ -23,9 +23,9 @@ from ...generation.cache import SpeculativeCache
 from ...generation.draft_tree import DraftTree, num_static_nodes, sibling_tree, static_tree
 from ...generation.drafter import Binding, Drafter, Verification, last_of
 from ...generation.sampling import Coupling
-from ...generation.sparse_caches import SINK_TOKENS, CompactCache, gather_entries
 from ...generation.target import FixedStep, TargetView
 from ...generation.target_modules import TargetEnds
+from ..families.sparse_caches import SINK_TOKENS, CompactCache, gather_entries
 
 POLICIES = ("dynamic", "static", "full")
 

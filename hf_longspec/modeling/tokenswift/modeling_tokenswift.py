@@ -8,11 +8,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...generation.draft_tree import num_static_nodes
-from ...generation.sparse_caches import SINK_TOKENS
 from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, refuse_compiled_forward
 from ..base import DraftModel, refuse_masked
 from ..configuration_base import DraftConfig, text_config
+from ..families.sparse_caches import SINK_TOKENS
 from ..settings import Setting
 from .generation_tokenswift import POLICIES, SELF_DRAFTS, TokenSwiftDrafter
 

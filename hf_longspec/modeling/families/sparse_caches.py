@@ -6,7 +6,6 @@
   https://huggingface.co/papers/2309.17453, keeps a few first tokens (sinks) and a window of last ones. Keys are rotated
   before they are cached, so here tokens stay at their true positions, and attention sees a gap after the sinks.
   StreamingLLM numbers the kept tokens anew instead, for which it caches keys that are not rotated.
-- [`WindowRing`] holds the last keys and values of a draft that has its own attention, in memory of a fixed size.
 """
 
 import math
@@ -17,11 +16,11 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..attention_backends.contexts import SparseContext, StepContext
-from ..attention_backends.lengths import SeqLens, on_device
-from .cache import Rows, SpeculativeCache, parts_of, slots_of
-from .draft_tree import DraftTree
-from .target import TargetView
+from ...attention_backends.contexts import SparseContext, StepContext
+from ...attention_backends.lengths import SeqLens, on_device
+from ...generation.cache import Rows, SpeculativeCache, parts_of, slots_of
+from ...generation.draft_tree import DraftTree
+from ...generation.target import TargetView
 
 
 class CompactCache(Cache):
@@ -326,102 +325,3 @@ class WindowedCache(SpeculativeCache):
     def reset(self) -> None:
         super().reset()
         self.dropped = SeqLens((0,) * self.batch_size)
-
-
-class WindowRing:
-    """Store keys and values of the first and the last committed tokens of every row, and those of a draft tree.
-
-    The `sinks` first tokens of a text stay in the first slots, and all queries attend to them. The token at a later
-    position p lies in slot `sinks + (p - sinks) % (window + room)`, node i of the tree in slot `size + i`. A query
-    attends to `window` positions, its own included; up to `room` tokens may be stored before the query of the first of
-    them runs. One spare slot takes the writes that a row does not keep, so that all rows run the same operations.
-    `value_dim` is the size of the values of a head, if it differs from that of the keys.
-    """
-
-    def __init__(
-        self,
-        window: int,
-        tree_slots: int,
-        batch_size: int,
-        num_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        sinks: int = 0,
-        room: int = 0,
-        value_dim: int | None = None,
-    ):
-        self.window = window
-        self.sinks = sinks
-        self.size = sinks + window + room
-        self.spare = self.size + tree_slots
-        shape = batch_size, num_heads, self.spare + 1
-        self.keys = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=device)
-        # position of the token in each slot; a negative position marks an empty slot
-        self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
-        self._rows = torch.arange(batch_size, device=device)[:, None]
-
-    def clear(self) -> None:
-        """Mark all slots as empty."""
-        self.positions.fill_(-1)
-
-    @property
-    def row_states(self) -> tuple[torch.Tensor, ...]:
-        """What is kept for each row."""
-        return self.keys, self.values, self.positions
-
-    @property
-    def nbytes(self) -> int:
-        return sum(states.nbytes for states in self.row_states)
-
-    def fill(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store T tokens per row, `(B, K, T, D)`, at their positions `(B, T)`, of which a negative one marks padding.
-
-        If there are too many, the newest are kept.
-        """
-        capacity = self.size - self.sinks
-        if positions.shape[1] > capacity:
-            newest = positions.amax(1, keepdim=True)
-            positions = torch.where((positions > newest - capacity) | (positions < self.sinks), positions, -1)
-        slots = (positions - self.sinks) % capacity + self.sinks
-        slots = torch.where(positions < self.sinks, positions, slots) if self.sinks else slots
-        slots = torch.where(positions >= 0, slots, self.spare)
-        # other dtypes than those of the ring come from autocast
-        self.keys[self._rows, :, slots] = keys.transpose(1, 2).to(self.keys.dtype)
-        self.values[self._rows, :, slots] = values.transpose(1, 2).to(self.values.dtype)
-        self.positions.scatter_(1, slots, positions)
-
-    def stage(self, keys: torch.Tensor, values: torch.Tensor, first_node: int) -> None:
-        """Store keys and values `(B, K, n, D)` of n nodes of the tree, from node `first_node` on."""
-        slots = slice(self.size + first_node, self.size + first_node + keys.shape[2])
-        self.keys[:, :, slots] = keys
-        self.values[:, :, slots] = values
-
-    def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Move the first `counts` `(B,)` nodes of `path` `(B, M)` into the ring; M is at most `window`.
-
-        `lengths` `(B,)` are the positions of the roots.
-        """
-        places = torch.arange(path.shape[1], device=path.device)
-        positions = torch.where(places < counts[:, None], lengths[:, None] + places, -1)
-        source = self.size + path
-        # advanced indices around a slice give the shape (B, M, K, D)
-        keys, values = self.keys[self._rows, :, source], self.values[self._rows, :, source]
-        self.fill(keys.transpose(1, 2), values.transpose(1, 2), positions)
-
-    def visible(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return which slots queries at `positions` `(B, n)` attend to, `(B, n, size)`, the tree's excluded."""
-        return visible(self.positions[:, : self.size], positions, self.window, self.sinks)
-
-
-def visible(stored: torch.Tensor, positions: torch.Tensor, window: int, sinks: int = 0) -> torch.Tensor:
-    """Return which keys at the positions `stored` `(B, T)` queries at `positions` `(B, n)` attend to, `(B, n, T)`.
-
-    A negative position of a key marks padding. See [`WindowRing`] for `window` and `sinks`.
-    """
-    stored, query = stored[:, None], positions[..., None]
-    seen = stored > query - window
-    if sinks:
-        seen = seen | (stored < sinks)
-    return (stored >= 0) & (stored <= query) & seen
