@@ -15,6 +15,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,6 +73,7 @@ RARE = {
 COUNTED = ("generation/", "modeling/", "attention_backends/")
 
 
+@cache
 def code_lines(path: Path) -> list[str]:
     """Return the lines of code of a file."""
     text = path.read_text(encoding="utf-8")

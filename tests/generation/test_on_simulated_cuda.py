@@ -66,6 +66,9 @@ CASES = [
     ("longspec", "off", False, BATCHES[1]),
     ("partial_kv", "off", False, BATCHES[1]),
 ]
+# Variants of drafters that are in other cases.
+SOAKED = ("longspec, n-grams", "draft model, tree", "draft model, PARD")
+CASES = [pytest.param(*case, marks=pytest.mark.soak) if case[0] in SOAKED else case for case in CASES]
 
 
 @contextmanager

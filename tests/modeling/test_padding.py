@@ -75,13 +75,14 @@ def make_cache(model, kind, rows):
 
 
 # Turns, target, cache. Without a draft (`None`): what a draft leaves in a cache is right where the mask is not 0.
+SOAK = {"marks": pytest.mark.soak}
 CHATS = [
     (["longspec"] * 3, "mistral", "with config"),
-    (["specattn"] * 3, "gemma3", "with config"),
+    pytest.param(["specattn"] * 3, "gemma3", "with config", **SOAK),
     (["longspec_assistant"] * 3, "gpt_oss", "own"),
-    (["longspec_eagle3"] * 3, "cohere2", "without config"),
+    pytest.param(["longspec_eagle3"] * 3, "cohere2", "without config", **SOAK),
     (["tokenswift"] * 3, "gemma3", "without config"),
-    (["longspec_token_recycling"] * 3, "llama", "own"),
+    pytest.param(["longspec_token_recycling"] * 3, "llama", "own", **SOAK),
     (["longspec_ngram"] * 3, "mistral", None),
     (["longspec_ngram", None, "specattn", None], "mistral", "with config"),
     (["longspec_ngram", None, "specattn", None], "gemma3", "without config"),

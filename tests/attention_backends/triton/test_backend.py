@@ -189,8 +189,8 @@ class Watched:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("gemma2", {"score": "logits", "granularity": "kv_head"}),
         ("gpt_oss", {}),
+        pytest.param("gemma2", {"score": "logits", "granularity": "kv_head"}, marks=pytest.mark.soak),
         pytest.param("llama", {"score": "weights", "granularity": "kv_head"}, marks=pytest.mark.soak),
         pytest.param("llama", {"score": "logits", "granularity": "layer"}, marks=pytest.mark.soak),
         pytest.param("deepseek_v3", {}, marks=pytest.mark.soak),

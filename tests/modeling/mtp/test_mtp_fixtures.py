@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -50,12 +51,13 @@ def test_logits_are_those_of_the_publisher(family):
     assert not torch.allclose(draft.chain_logits(wrong, ids, 0)[0][0, : len(wanted)], wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_text_of_ragged_rows_and_of_one(family):
+WAYS = ({}, {"do_sample": True, "lengths": (21,)})
+
+
+@pytest.mark.parametrize(("family", "options"), zip(FAMILIES, cycle(WAYS)))
+def test_text_of_ragged_rows_and_of_one(family, options):
     target = target_of(FIXTURES / family)
-    draft = MtpDraftModel.from_target(target, **SETTINGS)
-    check_text(target, draft)
-    check_text(target, draft, do_sample=True, lengths=(21,))
+    check_text(target, MtpDraftModel.from_target(target, **SETTINGS), **options)
 
 
 @pytest.mark.parametrize(
