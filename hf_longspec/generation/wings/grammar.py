@@ -145,8 +145,9 @@ class ForcedDrafter:
             for field in fields:
                 field += [0] * (tree.num_nodes + size - len(field))
         more = on_device([[row[tree.num_nodes :] for row in field] for field in host], tree.tokens.device)
-        pairs = zip((tree.tokens, tree.parents, tree.valid), (more[0], more[1], more[2].bool()), strict=True)
-        return DraftTree(*(torch.cat(pair, 1) for pair in pairs), max_depth=max(depth, tree.max_depth))
+        pairs = zip((tree.tokens, tree.parents, tree.valid), more, strict=True)
+        tokens, parents, valid = (torch.cat([own, new.to(own.dtype)], 1) for own, new in pairs)
+        return DraftTree(tokens, parents, valid, max_depth=max(depth, tree.max_depth))
 
     def _forced(self, row: int, tokens: list[int], parents: list[int], valid: list[int]) -> tuple[list[list[int]], int]:
         """Return tokens, parents and validity of the forced nodes of a row, and the depth of the deepest of them."""
