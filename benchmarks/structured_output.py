@@ -78,6 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
                 texts = {}
                 for name in rotated([*SYSTEMS], turn):
                     options = {"max_new_tokens": args.tokens, "do_sample": False, "assistant_model": drafts[name]}
+                    options |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
                     started = time.process_time()
                     out = model.generate(**inputs, logits_processor=[structure], **options)
                     found = {"seconds": time.process_time() - started}

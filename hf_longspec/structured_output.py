@@ -19,7 +19,7 @@ try:
     import llguidance
     from llguidance.hf import from_tokenizer
 except ImportError:  # it comes with hf_longspec[grammar]
-    llguidance = None
+    llguidance = None  # type: ignore[assignment]
 
 logger = logging.get_logger(__name__)
 # Vocabularies as the parser reads them, which takes up to a second, by tokenizer and end tokens.
@@ -237,8 +237,10 @@ def _grammar(kind: str, value: Any, whitespace: bool) -> str:
     schema = value.model_json_schema() if hasattr(value, "model_json_schema") else value
     if isinstance(schema, str):
         schema = json.loads(schema)
-    form = {"whitespace_flexible": True} if whitespace else {"item_separator": ", ", "key_separator": ": "}
-    return make.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False} | form)
+    form: Any = {"whitespace_flexible": whitespace}
+    if not whitespace:
+        form |= {"item_separator": ", ", "key_separator": ": "}
+    return make.grammar_from_json_schema(schema, overrides=form)
 
 
 def _first_line(message: str) -> str:

@@ -174,7 +174,7 @@ ROWS = (
      "    if tried is None and (state.unknown or state.forks):\n", "    if False:\n",
      "tests/generation/test_processors.py::test_processors_whose_state_is_not_known_decode_without_the_draft"),
     ("Two drafted nodes do not share a state", "generation/wings/processors.py",
-     "copies = [copied(parent, is_often=True) if", "copies = [parent if",
+     "                    copied(parent, is_often=True) if", "                    parent if",
      "tests/generation/test_processors.py::test_processors_with_state"),
     ("A processor with state is not asked after an end token", "generation/wings/processors.py",
      " & ~self.sequences.ends(token)\n", "\n", "tests/generation/test_processors.py::test_processors_with_state"),

@@ -50,7 +50,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "masked_and_images": ("generation/wings/masked", "generation/wings/images"),
     "gate": ("generation/wings/gate",),
     "wings": tuple(f"generation/wings/{name}" for name in ("padding", "user_caches", "cache_files", "rotary_limit")),
-    "grammar": ("generation/wings/grammar", "generation/wings/register"),
+    "rules": ("generation/wings/grammar", "generation/wings/register"),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "ngrams": ("modeling/families/ngrams",),
     "settings": ("modeling/settings", "modeling/saved_config"),

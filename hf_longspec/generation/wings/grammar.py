@@ -145,8 +145,8 @@ class ForcedDrafter:
             for field in fields:
                 field += [0] * (tree.num_nodes + size - len(field))
         more = on_device([[row[tree.num_nodes :] for row in field] for field in host], tree.tokens.device)
-        tokens, parents = torch.cat([tree.tokens, more[0]], 1), torch.cat([tree.parents, more[1]], 1)
-        valid = torch.cat([tree.valid, more[2].bool()], 1)
+        pairs = zip((tree.tokens, tree.parents, tree.valid), more, strict=True)
+        tokens, parents, valid = (torch.cat([own, new.to(own.dtype)], 1) for own, new in pairs)
         return DraftTree(tokens, parents, valid, max_depth=max(depth, tree.max_depth))
 
     def _forced(self, row: int, tokens: list[int], parents: list[int], valid: list[int]) -> tuple[list[list[int]], int]:

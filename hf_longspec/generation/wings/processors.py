@@ -263,6 +263,7 @@ class StatefulRule(TokenRule):
 
 def _drawn_by_rejection(tree: DraftTree, scores: list[torch.Tensor], uniforms: Any, noise: Any) -> torch.Tensor:
     """Return the tokens `(batch,)` that [`accept_rejection`] emits after a chain of accepted nodes, by their scores."""
+    assert tree.q is not None
     depth, p = len(scores) - 1, scores[-1].softmax(-1)
     if depth == tree.max_depth:
         return drawn(p.log(), noise)
