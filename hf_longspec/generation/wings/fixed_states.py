@@ -92,7 +92,7 @@ class FixedStates:
                     pair.append(tensor)
         for pairs in moved.values():
             torch._foreach_copy_(*pairs)
-        for layer, views in zip(layers, self.views, strict=True):
+        for layer, views in zip(layers, self.views, strict=True) if moved else ():
             layer.put(views)
         return True
 
