@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from hf_longspec import StructuredOutput
+from tests import scripts
 from tests.cli.served import NEW, POSITIONS, Reference, answered, ask, metrics, serving, streamed, with_template
 from tests.watching import before as called_before
 
@@ -91,6 +92,17 @@ def test_agents_that_alternate_reread_nothing(server, expected, monkeypatch):
             assert max(lengths) < 60 < len(documents[0]) if turn else max(lengths) > 60
             assert text == expected.continued(inputs)
             chat.append({"role": "assistant", "content": text})
+
+
+def test_the_script_of_three_agents(server, tmp_path, capsys):
+    paths = [tmp_path / word for word in ("one", "two", "three")]
+    for path in paths:
+        path.write_text(f"{path.name} is the number of an agent. " * 4)
+    arguments = ["--url", server.address, "--tokens", 5, "--prompts", *paths]
+    assert scripts.run("three_agents", *arguments, folder="examples") == 0
+    rows = [list(map(int, line.split())) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[0] for row in rows] == [1, 2, 3] * 3
+    assert all(prompt - reused < 60 < prompt for _, prompt, reused in rows[3:])
 
 
 def test_a_client_that_disconnects_ends_its_request(server, expected):

@@ -1,4 +1,4 @@
-"""A `PrefixCache`: texts are those of whole calls, what is stored stays as it is, states are used at their places."""
+"""A `PrefixCache`: texts are those of whole calls, what is stored stays, and states are used at their places."""
 
 import copy
 
