@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import Batcher, Drafter, NgramDraftModel, PlainDraftModel
 from hf_longspec.generation import slots
-from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.sequences import SpeculationStats
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.gates import FlippingGate
@@ -361,7 +361,7 @@ def test_what_has_no_row_is_refused_by_name(llama):
                 batcher.submit(ids.long(), **{"max_new_tokens": 4} | settings)
         cache = SpeculativeCache(llama.config, 1, 40)
         with pytest.raises(ValueError, match="not supported in a Batcher"):
-            batcher.submit(prompt(3), max_new_tokens=4, past_key_values=cache).result()
+            batcher.submit(prompt(3), max_new_tokens=4, **{CACHE_NAME: cache}).result()
     with pytest.raises(ValueError, match="closed"):
         batcher.submit(prompt(3))
     for wrong in ({"rows": 0}, {"max_length": True}, {"chunk_size": 1}):
