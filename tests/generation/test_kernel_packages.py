@@ -133,7 +133,7 @@ PRECISIONS = itertools.cycle([torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("name", "faults", "package", "dtype", "length"),
     [(*fault, next(PRECISIONS), length) for length in (37, 5) for fault in FAULTS],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_kernels_with_states_of_another_kind_are_refused_by_name(made, name, faults, package, dtype, length):
     """Also after a prompt of which a prefill runs nothing. States of fla's kernels are square here."""
