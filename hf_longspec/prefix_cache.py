@@ -103,7 +103,11 @@ class PrefixCache:
             raise ValueError(f"{names}: a PrefixCache knows texts by their tokens alone. Call model.generate().")
         cache = self.take(input_ids)
         config = options.get("generation_config") or self.model.generation_config
-        states = self.read(input_ids, cache, options.get("prefill_chunk_size") or config.prefill_chunk_size)
+        chunk_size = options.get("prefill_chunk_size") or config.prefill_chunk_size
+        states = self.read(input_ids, cache, chunk_size)
+        if chunk_size and input_ids.shape[1] - cache.counts[0] <= chunk_size:
+            # one chunk, which plain generation before transformers 5.24 would read from the first token on
+            options["prefill_chunk_size"] = None
         output = self.model.generate(input_ids, **{CACHE_NAME: cache}, **options)
         self.put(output if isinstance(output, torch.Tensor) else output.sequences, cache, states)
         return output
