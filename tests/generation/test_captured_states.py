@@ -46,8 +46,8 @@ def made():
     return make
 
 
-def inputs_of(lengths, **options):
-    input_ids, mask = tiny_prompts(127, lengths)
+def inputs_of(lengths, vocab_size=127, **options):
+    input_ids, mask = tiny_prompts(vocab_size, lengths)
     fixed = {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
     return {"input_ids": input_ids, "attention_mask": mask} | fixed | options
 
@@ -182,7 +182,7 @@ def test_a_hybrid_draft_model(made, name, settings):
 
 def test_mtp_layers_of_a_hybrid_target():
     model = hybrid_target()
-    check(model, MtpDraftModel.from_target(model), RAGGED)
+    check(model, MtpDraftModel.from_target(model), RAGGED, vocab_size=model.config.get_text_config().vocab_size)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
