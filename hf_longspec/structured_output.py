@@ -8,6 +8,7 @@ draft, the loop asks it about all nodes of a tree (`generation/wings/grammar.py`
 import copy
 import json
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,11 +16,11 @@ import torch
 from transformers import LogitsProcessor
 from transformers.utils import logging
 
-try:
-    import llguidance
-    from llguidance.hf import from_tokenizer
+try:  # by name, so that its types are not read, which only some environments have
+    llguidance: Any = import_module("llguidance")
+    from_tokenizer: Any = import_module("llguidance.hf").from_tokenizer
 except ImportError:  # it comes with hf_longspec[grammar]
-    llguidance = None  # type: ignore[assignment]
+    llguidance = from_tokenizer = None
 
 logger = logging.get_logger(__name__)
 # Vocabularies as the parser reads them, which takes up to a second, by tokenizer and end tokens.
@@ -223,7 +224,7 @@ def _vocabulary(tokenizer: Any, ends: tuple[int, ...]) -> Any:
     return known[ends]
 
 
-def _grammar(kind: str, value: Any, whitespace: bool) -> str:
+def _grammar(kind: str, value: Any, whitespace: bool) -> Any:
     """Return a structure in the format of llguidance."""
     make = llguidance.LLMatcher
     if kind == "regex":

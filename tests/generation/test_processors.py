@@ -304,7 +304,7 @@ def test_processors_with_state(target, make):
             processors.append(make())  # after the other call, which may share its state
             if make in (Later, later) and len(lengths) > 1:
                 processors[-1].stateless = False
-            more = {"max_new_tokens": 20, "eos_token_id": None if make is Budget else END}
+            more = {"max_new_tokens": 20, "eos_token_id": END if make in (Advancing, OfRows) else None}
             texts.append(generate(model, one, lengths, logits_processor=processors[-1:], **more))
         assert torch.equal(*texts), kind
         stats = draft.last_speculation
