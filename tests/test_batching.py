@@ -131,7 +131,7 @@ def test_a_slot_shows_nothing_of_the_request_before(llama):
     """A short text after a long one in the only slot."""
     ids, how = prompt(5), {"max_new_tokens": 20, "eos_token_id": NEVER}
     with Batcher(llama, NgramDraftModel.from_target(llama), rows=1, max_length=64) as batcher:
-        batcher.submit(prompt(40), max_new_tokens=20, eos_token_id=NEVER).result()
+        batcher.submit(prompt(20), max_new_tokens=10, eos_token_id=NEVER).result()
         found = batcher.submit(ids, **how).result()
     assert torch.equal(found, alone(llama, None, ids, **how))
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from hf_longspec import PlainDraftModel
 from tests.cli.served import (
     NEW,
     POSITIONS,
@@ -54,8 +55,9 @@ def test_a_seed_is_that_of_its_request(server, expected):
     options = {"temperature": 1.0, "seed": 3}
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda text: answered(server, text, **options), [*QUESTIONS[:2], QUESTIONS[0]]))
-    assert found[0] == found[2] == expected(QUESTIONS[0], do_sample=True, temperature=1.0, seed=3)
-    assert found[1] == expected(QUESTIONS[1], do_sample=True, temperature=1.0, seed=3)
+    options |= {"do_sample": True, "assistant_model": PlainDraftModel.from_target(expected.model)}
+    assert found[0] == found[2] == expected(QUESTIONS[0], **options)
+    assert found[1] == expected(QUESTIONS[1], **options)
 
 
 def test_stop_strings_and_prompts_that_are_too_long(server, expected):
@@ -70,7 +72,7 @@ def test_stop_strings_and_prompts_that_are_too_long(server, expected):
 def test_a_client_that_leaves_frees_its_row(server, expected):
     stream = ask(server, QUESTIONS[0], new=500, stream=True)
     next(iter(stream))
-    assert server.decoder.batcher.num_running == 1
+    wait_for(lambda: server.decoder.batcher.num_running == 1)
     stream.close()
     wait_for(lambda: not server.decoder.batcher.num_running and not server.decoder.jobs)
     assert answered(server, QUESTIONS[1]) == expected(QUESTIONS[1])
