@@ -98,8 +98,7 @@ class FixedStates:
 
     def copy(self, other: "FixedStates", layers: Sequence[Any]) -> None:
         """Copy the states of another cache of the same target."""
-        for own, source in zip(self.buffers, other.buffers, strict=True):
-            own.copy_(source)
+        torch._foreach_copy_(self.buffers, other.buffers)
         for layer, views in zip(layers, self.views, strict=True):
             layer.put(views)
 
