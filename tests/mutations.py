@@ -48,7 +48,7 @@ ROWS = (
     ("A slot shows nothing of the request before", "generation/cache.py",
      "        lengths[row] = length\n", "        lengths[row] = max(lengths[row], length)\n",
      "tests/test_batching.py::test_a_slot_shows_nothing_of_the_request_before"),
-    ("Each request of a batch is sampled by its own seed", "generation/wings/slots.py", "source=self._source)",
+    ("Each request of a batch is sampled by its own seed", "batching/slots.py", "source=self._source)",
      "source=torch.Generator())",
      "tests/test_batching.py::test_equal_requests_with_equal_seeds_have_equal_texts_and_others_not"),
     ("A drafter that missed steps is resumed with the text", "generation/wings/gate.py",

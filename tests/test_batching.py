@@ -13,9 +13,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import Batcher, Drafter, NgramDraftModel, PlainDraftModel
+from hf_longspec.batching import slots
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.sequences import SpeculationStats
-from hf_longspec.generation.wings import slots
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.gates import FlippingGate
 from tests.modeling.calls import NEVER

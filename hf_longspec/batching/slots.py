@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from ..cache import SpeculativeCache
-from ..call import Call, CallCache
-from ..decoding import Session
-from ..draft_tree import DraftTree
-from ..sampling import NoiseRows, TokenRule, warped
-from ..sequences import SpeculationStats
-from ..verification import Acceptance
+from ..generation.cache import SpeculativeCache
+from ..generation.call import Call, CallCache
+from ..generation.decoding import Session
+from ..generation.draft_tree import DraftTree
+from ..generation.sampling import NoiseRows, TokenRule, warped
+from ..generation.sequences import SpeculationStats
+from ..generation.verification import Acceptance
 
 
 class LentCache(CallCache):

@@ -16,11 +16,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from .generation import route
-from .generation.call import HOOKS, PROCESSORS, Call
-from .generation.sequences import SpeculationStats
-from .generation.wings.slots import RowSession, SlotSession
-from .modeling.plain.modeling_plain import PlainDraftModel
+from ..generation import route
+from ..generation.call import HOOKS, PROCESSORS, Call
+from ..generation.sequences import SpeculationStats
+from ..modeling.plain.modeling_plain import PlainDraftModel
+from .slots import RowSession, SlotSession
 
 
 class Request(Future):
