@@ -370,18 +370,40 @@ def test_what_has_no_row_is_refused_by_name(llama):
 
 
 class Stateful(LogitsProcessor):
+    """Forces a token in every fifth call."""
+
+    is_grammar = False
+
     def __init__(self):
         self.calls = 0
 
     def __call__(self, input_ids, scores):
         self.calls += 1
-        return scores + self.calls
+        return scores.index_fill(1, torch.tensor([7]), 1e4) if self.calls % 5 == 0 else scores
 
 
-def test_processors_with_state_and_drafters_that_do_not_say_theirs_are_refused(llama, monkeypatch):
+def test_processors_with_state_see_their_own_row(llama):
+    how = {"max_new_tokens": 17, "do_sample": False, "eos_token_id": NEVER}
+    with Batcher(llama, NgramDraftModel.from_target(llama), rows=2, max_length=60) as batcher:
+        processors = [Stateful() for _ in range(3)]
+        requests = [
+            batcher.submit(prompt(3 + row), logits_processor=LogitsProcessorList([one]), **how)
+            for row, one in enumerate(processors)
+        ]
+        for row, request in enumerate(requests):
+            ids = prompt(3 + row)
+            other = LogitsProcessorList([Stateful()])
+            expected = llama.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=other, **how)
+            assert torch.equal(request.result(), expected) and (expected[0, 3 + row + 4 :: 5] == 7).all()
+    assert [one.calls for one in processors] == [17] * 3
+
+
+def test_grammars_and_drafters_that_do_not_say_their_state_are_refused(llama, monkeypatch):
+    grammar = Stateful()
+    grammar.is_grammar = True
     with Batcher(llama, rows=1, max_length=40) as batcher:
-        request = batcher.submit(prompt(3), max_new_tokens=4, logits_processor=LogitsProcessorList([Stateful()]))
-        with pytest.raises(ValueError, match="Stateful keeps state"):
+        request = batcher.submit(prompt(3), max_new_tokens=4, logits_processor=LogitsProcessorList([grammar]))
+        with pytest.raises(ValueError, match="a grammar: not supported in a Batcher"):
             request.result()
     draft = draft_of("longspec", llama)
     monkeypatch.setattr(
