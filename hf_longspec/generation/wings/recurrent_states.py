@@ -163,8 +163,9 @@ class RecurrentStates(CachePart):
         return not is_torn and tuple(lengths) == self.cache.lengths.host
 
     def copy_from(self, other: "RecurrentStates") -> None:
-        if self._fixed is not None and (source := other.fixed()) is not None:
-            self._fixed.copy(source, self.layers)
+        source = None if other._fixed is None else other.fixed()
+        if source is not None and (own := self.fixed()) is not None:
+            own.copy(source, self.layers)
             return
         for own, layer in zip(self.layers, other.layers, strict=True):
             own.put(layer.copied())
