@@ -118,9 +118,13 @@ class RecurrentStates(CachePart):
         return StateLayer(Rows(batch_size))
 
     def fixed(self) -> Any:
+        return self._fixed if self._has_places() and self._fixed.place(self.layers) else None
+
+    def _has_places(self) -> bool:
+        """Return whether there are places for all states, which are made if there are states."""
         if self._fixed is None and all(layer.has_previous_state[0] for layer in self.layers):
             self._fixed = FixedStates.of(self)
-        return self._fixed if self._fixed is not None and self._fixed.place(self.layers) else None
+        return self._fixed is not None
 
     def take(self, found: Any, run: Callable[..., Any]) -> None:
         """Take what a graph returned of the states, see [`StatesInGraph.result`]; `run` runs a [`FixedStep`]."""
@@ -178,7 +182,8 @@ class RecurrentStates(CachePart):
         return not is_torn and tuple(lengths) == self.cache.lengths.host
 
     def copy_from(self, other: "RecurrentStates") -> None:
-        if self._fixed is not None and (source := other.fixed()) is not None:
+        source = None if other._fixed is None else other.fixed()
+        if source is not None and self._has_places():
             self._fixed.copy(source, self.layers)
             return
         for own, layer in zip(self.layers, other.layers, strict=True):
