@@ -5,7 +5,7 @@ Nothing is timed, so other programs may run at the same time. benchmarks/suites/
     python -m benchmarks.acceptance --target hub_cards/tiny-target --data novels --data stdlib --threads 1
     python -m benchmarks.acceptance --draft hub_cards/tiny-longspec --output benchmarks/results/drafts.jsonl
     python -m benchmarks.acceptance --draft ngram --output benchmarks/results/ngram.jsonl
-    python -m benchmarks.acceptance --settings draft_weights --output benchmarks/results/draft-weights.jsonl
+    python -m benchmarks.acceptance --settings draft_weights --output draft-weights.jsonl
 """
 
 from collections.abc import Mapping, Sequence

@@ -198,10 +198,12 @@ class Roofline:
 
     def weights_ms(self, tokens: int) -> float:
         """All layers and the head on `tokens` tokens, attention apart."""
-        read = self.shape.weights_read(tokens) * self.weight_bytes
+        return self._longer(self.shape.weights_read(tokens) * self.weight_bytes, self.weights_flops(tokens))
+
+    def weights_flops(self, tokens: int) -> float:
+        """Operations of the weights on `tokens` tokens, of experts as many as a token runs through."""
         share = self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0.0
-        multiplied = self.shape.read_weights + share * self.shape.expert_weights
-        return self._longer(read, FLOPS_PER_WEIGHT * multiplied * tokens)
+        return FLOPS_PER_WEIGHT * (self.shape.read_weights + share * self.shape.expert_weights) * tokens
 
     def attention_ms(self, queries: int, context: int | None = None) -> float:
         """Attention of all layers: `queries` per row over `context` entries, by default those of the cache."""
@@ -243,7 +245,7 @@ class Roofline:
             # in 4 bits a group has two numbers of two bytes; those of 8 bits, one for each row, are not counted
             of_one = BITS[draft_weights] / 8 + (4 / GROUP if draft_weights == "int4" else 0)
             read = rounded * of_one + head * self.weight_bytes
-            weights = self._longer(read, FLOPS_PER_WEIGHT * self.shape.weights_per_token() * self.batch)
+            weights = self._longer(read, self.weights_flops(self.batch))
         step = weights + ratio * self.attention_ms(1)
         return self._iteration(name, gamma * step, gamma + 1, gamma + 1)
 

@@ -569,7 +569,7 @@ class SpeculativeCache(Cache):
 
     def save(self, path: str | PathLike) -> None:
         """Write all that is held to a file of safetensors, with a fingerprint of the config."""
-        FILES["save"](self, path)
+        _in_files("save")(self, path)
 
     @classmethod
     def load(cls, path: str | PathLike, config: PreTrainedConfig, device: Any = "cpu") -> "SpeculativeCache":
@@ -578,7 +578,7 @@ class SpeculativeCache(Cache):
         Raises:
             ValueError: If the file was written for another config.
         """
-        return FILES["load"](cls, path, config, device)
+        return _in_files("load")(cls, path, config, device)
 
     def reset(self) -> None:
         """Remove all tokens, and keep the buffers."""
@@ -598,6 +598,12 @@ class SpeculativeCache(Cache):
         """Bytes of the allocated buffers."""
         keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.key_layers if layer.is_initialized)
         return keys + sum(part.nbytes for part in self.parts)
+
+
+def _in_files(name: str) -> Callable[..., Any]:
+    if name not in FILES:
+        raise ValueError(f"SpeculativeCache.{name} is not in this copy. Install the package hf_longspec.")
+    return FILES[name]
 
 
 def slots_of(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

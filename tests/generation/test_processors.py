@@ -400,7 +400,7 @@ def test_watermarks(target, config, kind):
         beside = plain if do_sample else None
         options = {"watermarking_config": config, "do_sample": do_sample}
         assert torch.equal(*(generate(model, one, lengths, **options) for one in (beside, draft)))
-        assert draft.last_speculation.num_accepted_draft_tokens
+        assert draft.last_speculation.num_draft_tokens and draft.last_speculation.reason is None
 
 
 def test_criteria_that_count_their_calls(plain_run):
@@ -438,7 +438,8 @@ def test_what_has_no_state(target):
         return scores + table["of"](0, input_ids)[0]
 
     processors = [reads, PrefixConstrainedLogitsProcessor(Marked(), 1)]
-    prompts = SimpleNamespace(tokens=tiny_prompts(VOCAB, (5,))[0], target=TargetView(target("llama")))
+    ids = tiny_prompts(VOCAB, (5,))[0]
+    prompts = SimpleNamespace(tokens=ids, input_ids=ids, target=TargetView(target("llama")))
     found = examined(processors, SimpleNamespace(**vars(prompts), config=None, max_length=9))
     assert [(one.has_state, one.reason) for one in found] == [(False, None)] * 2
 

@@ -26,7 +26,7 @@ except ImportError:
 try:
     from .cache_files import load_cache, save_cache
 except ImportError:
-    load_cache = save_cache = None  # type: ignore[assignment]
+    load_cache = None  # type: ignore[assignment]
 try:
     from .padding import Gaps
 except ImportError:
@@ -66,7 +66,8 @@ def register_wings() -> None:
     modes = RECURRENT, MASKED, HYBRID  # the last one takes all targets
     MODES[:] = [mode for mode in modes if mode is not None]
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
-    FILES.update({"save": save_cache, "load": load_cache})
+    if load_cache is not None:
+        FILES.update({"save": save_cache, "load": load_cache})
     wings: dict[str, Any] = {USER_CACHE: UserCaches, GAPS: Gaps, PROCESSORS: Processors, IMAGES: Inputs}
     wings |= {ROTARY_LIMIT: RotaryFrequencies, FIRST_CHECKS: FirstChecks, HOOKS: Hooks, GATE: Gate}
     wings |= {TENSOR_PARALLELISM: Parallel, GRAMMAR: Grammars}
