@@ -441,7 +441,8 @@ class PromptProgress(Progress):
     def _has_run(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         states = args[0] if args else kwargs.get("hidden_states")
         if torch.is_tensor(states):
-            self.step(states.shape[1] / len(self._layers))
+            left = (self._bar.tasks[0].total or 0) - self._bar.tasks[0].completed  # the last tokens may run again
+            self.step(min(states.shape[1] / len(self._layers), left))
 
     def next(self, text: str, total: int, tokens: bool = False) -> None:
         self._unhook()

@@ -21,7 +21,7 @@ PYTHON_NOISE = 2**18
 
 # Bytes per token of context: ids, positions and masks as int64, a few of each; n-grams also keep two arrays of int32 of
 # up to twice the length, and the text.
-TEXT_BYTES, INDEX_BYTES = 64, 192
+TEXT_BYTES, INDEX_BYTES = 80, 192
 # Share of the keys and values that SpecAttn's scores may take.
 SCORE_SHARE = 0.008
 

@@ -21,7 +21,7 @@ SMALL = {"vocab_size": 12}
 
 def drafter_of(batch_size, **settings):
     """A drafter without a target: it needs to know how many rows there are, and how long they can get."""
-    target = SimpleNamespace(replayed=lambda function, changing, fixed, holder, settings: function(changing, *settings))
+    target = SimpleNamespace(run=lambda function, holder, *inputs, **settings: function(*inputs, **settings))
     binding = SimpleNamespace(target=target, cache=SimpleNamespace(batch_size=batch_size), max_length=500)
     names = {"num_tokens": 3, "candidates": 2, "size": 3, "source": "both", "preload": True} | settings
     return NgramDrafter(binding, {f"ngram_{name}": value for name, value in names.items()}.__getitem__)
