@@ -73,7 +73,8 @@ def plain_run():
 
     def run(model: Any, lengths: tuple[int, ...], **options: Any) -> PlainRun:
         key = repr((model, lengths, sorted(options.items())))
-        is_kept = isinstance(model, str) and " at 0x" not in key and not options.get("do_sample")
+        is_kept = isinstance(model, str) and " at 0x" not in key
+        is_kept = is_kept and not (options.get("do_sample") or options.get("return_dict_in_generate"))
         model = _target(model) if isinstance(model, str) else model
         input_ids, attention_mask = tiny_prompts(model.config.vocab_size, lengths)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "do_sample": False} | options

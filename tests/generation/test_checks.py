@@ -12,8 +12,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from tests.robustness.enumeration import build
 from tests.robustness.test_faults import state_of
 from tests.tiny_targets import random_tokenswift_draft, tiny_prompts, tiny_target
@@ -156,17 +155,6 @@ class TestInputs:
         run = plain_run("llama", (9, 4), max_new_tokens=5)
         positions = (run.inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
         assert run.again(run.draft("tree"), position_ids=positions).tolist() == run.sequences.tolist()
-
-    def test_only_the_new_tokens_of_a_second_turn(self, llama):
-        """5.23 continues a cache from the new tokens alone, told by a longer mask; we want the whole text."""
-        cache, draft = SpeculativeCache(llama.config, 1, 64), PlainDraftModel.from_target(llama)
-        prompt, _ = tiny_prompts(128, (5,))
-        llama.generate(prompt, **{CACHE_NAME: cache}, max_new_tokens=2, do_sample=False, assistant_model=draft)
-        draft.last_speculation = None
-        more, _ = tiny_prompts(128, (9,))
-        mask = torch.ones(1, cache.get_seq_length() + 9, dtype=torch.long)
-        inputs = {"input_ids": more, "attention_mask": mask, CACHE_NAME: cache}
-        refused(llama, draft, "pass the whole text|attention_mask has shape", **inputs)
 
     def test_without_a_dictionary_plain_generate_ignores_them_and_so_do_we(self, plain_run):
         run = plain_run("llama", (9,), max_new_tokens=4, output_attentions=True, output_hidden_states=True)

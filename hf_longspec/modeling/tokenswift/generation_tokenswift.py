@@ -98,7 +98,7 @@ class PartialCache(CompactCache):
 
     def take(self, row: int, other: "PartialCache") -> None:
         """Replace the entries of a row by those of another such cache with one row."""
-        self.built[row], self.held[row] = other.built[0], other.held[0]
+        self.built[row], self.copied[row] = other.built[0], other.copied[0]
         used = list(self.used.lengths.host)
         used[row] = other.used.lengths.host[0]
         self.used.lengths = SeqLens(used)
