@@ -37,6 +37,7 @@ def folder(tiny, tmp_path_factory):
     shutil.copytree(tiny.longspec, folder / "draft")
     shutil.copy(tiny.notes, folder / "notes.txt")
     (folder / "prompts.jsonl").write_text('{"prompt": "one two, one"}\n')
+    (folder / "cat.json").write_text('{"type": "boolean"}')
     return folder
 
 
