@@ -69,7 +69,7 @@ ROWS = (
      "chain = texts[row][-count:].expand(cache.batch_size, -1)", "chain = texts[row][None, -count:]",
      "tests/robustness/test_targets.py::test_an_adapter_for_each_row"),
     ("The last steps of a text, whose positions are clamped, need no graph of their own",
-     "generation/fast/fixed_steps.py", "positions = positions.view_as(positions)", "pass",
+     "generation/fast/fixed_steps.py", "tokens, positions.view_as(positions), mask", "tokens, positions, mask",
      "tests/generation/test_compiled.py::test_rows_of_any_lengths_share_one_graph"),
     ("Graphs of an earlier call are not replayed for a changed target", "generation/fast/cuda_graphs.py",
      "    return hash(tuple(state))\n", "    return id(model)\n", "tests/generation/test_cuda_graphs.py"),
