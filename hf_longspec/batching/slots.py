@@ -8,7 +8,6 @@ row is stopped, streamed and sampled as a batch of one. Rows whose tokens are ch
 A slot without a request holds a text of one token, whose row emits nothing.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -106,9 +105,7 @@ class RowSession(Session):
     def result(self) -> torch.Tensor:
         """End the stream, complete the statistics, and return prompt and continuation `(1, length)`."""
         self.sequences.end()
-        self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
-        self.stats.num_out_of_draft_vocabulary = self.draft.num_out_of_vocabulary(self.sequences.generated)
-        self.stats.interrupted = self.sequences.interrupted
+        self.complete_stats()
         return self.sequences.output()
 
 

@@ -296,14 +296,18 @@ class Session:
         is_kept = self.cache.shorten([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
         returns_cache = self.outputs.as_dict or self.call.store.is_users
         self.call.store.settle(self, self.prompts.columns(self.cache) if returns_cache else None, is_kept)
-        seconds = time.perf_counter() - self.started
-        self.stats.decode_seconds = seconds - self.stats.prefill_seconds
+        self.complete_stats()
         if self.sequences.device.type == "cpu":
+            seconds = time.perf_counter() - self.started
             self.stats.busy = busy_machine(seconds, time.process_time() - self.processor_started)
         self.stats.draft_state_bytes = self.drafter.state_bytes
+        self.drafter.keep()
+        logger.info("%s", self.stats)
+
+    def complete_stats(self) -> None:
+        """Complete the statistics of a text that has ended."""
+        self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
         self.stats.processor_seconds = self.rule.processor_seconds
         self.stats.num_processed_nodes = self.rule.num_processed_nodes
-        self.drafter.keep()
         self.stats.num_out_of_draft_vocabulary = self.draft.num_out_of_vocabulary(self.sequences.generated)
         self.stats.interrupted = self.sequences.interrupted
-        logger.info("%s", self.stats)

@@ -206,6 +206,16 @@ class Drafter(CandidateGenerator):
         self.start([tokens], Verification.of(tree, step, path, sizes, [[root]]))
 
 
+class RootDrafter(Drafter):
+    """Propose the root alone, so that every verification emits one token, unless others add nodes."""
+
+    def __init__(self, binding: Binding, draft: Any = None):
+        super().__init__(binding)
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        return DraftTree.root_only(root)
+
+
 def noise_of_chain(binding: Binding, count: int, is_drawn: bool) -> torch.Tensor | None:
     """Return the noise `(count, B, vocab)` that decides the next `count` tokens of a chain; `None` if it is greedy.
 

@@ -429,8 +429,22 @@ class TargetView:
         return step.run(*inputs) if result is None else result
 
 
+class GraphKey:
+    """What tells graphs apart, beside the class of a step and the shapes of its inputs."""
+
+    @property
+    def key(self) -> tuple:
+        """Hashable values."""
+        return ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Numbers that change when a buffer is replaced."""
+        return ()
+
+
 @dataclass(eq=False)
-class FixedStep:
+class FixedStep(GraphKey):
     """A part of an iteration in which only some tensors change, so that it may be compiled, or captured as a graph.
 
     Subclasses hold what stays the same as fields: modules, settings, and the buffers that are read and written.
@@ -438,16 +452,6 @@ class FixedStep:
 
     module: Any  # owner of the weights. Its graphs are dropped with it
     holder: Any  # owner of the buffers. Its graphs are dropped with it, too
-
-    @property
-    def key(self) -> tuple:
-        """What tells graphs apart, hashable, beside the class and the shapes of the inputs."""
-        return ()
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Numbers that change when a buffer is replaced."""
-        return ()
 
     def run(self, *inputs: torch.Tensor) -> Any:
         """Compute from tensors. It may run several times with the same ones, with the same result."""
@@ -475,7 +479,7 @@ Forward = Callable[..., torch.Tensor]
 
 
 @dataclass(eq=False)
-class Forwards:
+class Forwards(GraphKey):
     """Forwards of one model over a cache, which together are a [`FixedStep`].
 
     Attributes:
@@ -483,11 +487,6 @@ class Forwards:
     """
 
     leaves_states: ClassVar[bool] = False
-
-    @property
-    def key(self) -> tuple:
-        """See [`FixedStep`]."""
-        return ()
 
     def run(self, forward: Forward, starts: Sequence[SeqLens], *inputs: torch.Tensor) -> Any:
         """Compute from tensors.

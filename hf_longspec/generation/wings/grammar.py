@@ -185,18 +185,14 @@ class Grammars(Wing):
     """Logits processors that are grammars."""
 
     def change(self, call: Call) -> None:
-        """Tell grammars where the text begins, and make room for forced tokens."""
+        """Tell grammars where the text begins, make room for forced tokens, and choose the rule."""
         start = call.tokens.shape[1]
         bound = (one.bound(start) if is_grammar(one) else one for one in call.logits_processor)
         call.logits_processor = LogitsProcessorList(bound)
         call.more_nodes = call.draft.setting("forced_tokens")
-
-    def why_not(self, call: Call) -> Iterator[str]:
-        """Yield nothing, and choose the rule."""
         others = [one for one in call.logits_processor if not is_history_free(one)]
         if len(others) == 1:  # the grammar
             call.rule_class = partial(GrammarRule, others[0])
-        return iter(())
 
     def drafter(self, inner: Drafter, session: Any) -> Any:
         """Return a drafter with the forced tokens of the first grammar."""

@@ -29,7 +29,7 @@ from ..draft_tree import DraftTree
 from ..sampling import TokenRule, is_history_free
 from ..target import ROTARY_LIMIT
 from ..target_modules import before_forward
-from ..verification import Acceptance, drawn
+from ..verification import Acceptance, accept_rejection
 from ..wing import Wing
 from .user_state import UserState, copied, random_generators
 
@@ -264,15 +264,13 @@ class StatefulRule(TokenRule):
 def _drawn_by_rejection(tree: DraftTree, scores: list[torch.Tensor], uniforms: Any, noise: Any) -> torch.Tensor:
     """Return the tokens `(batch,)` that [`accept_rejection`] emits after a chain of accepted nodes, by their scores."""
     assert tree.q is not None
-    depth, p = len(scores) - 1, scores[-1].softmax(-1)
-    if depth == tree.max_depth:
-        return drawn(p.log(), noise)
-    assert tree.q is not None
-    q, token, is_drafted = tree.q[:, depth + 1].to(p.dtype), tree.tokens[:, depth + 1], tree.valid[:, depth + 1, None]
-    is_accepted = uniforms[:, depth, None] * q.gather(1, token[:, None]) < p.gather(1, token[:, None])
-    residual = (p - q).clamp_min(0)
-    other = drawn(torch.where(is_drafted & (residual.sum(-1, keepdim=True) > 0), residual, p).log(), noise)
-    return torch.where((is_accepted & is_drafted)[:, 0], token, other)
+    nodes = slice(len(scores) - 1, len(scores) + 1)  # the last accepted one, and the next if there is one
+    chain = DraftTree.chain(tree.tokens[:, nodes], tree.valid[:, nodes], tree.q[:, nodes])
+    # scores of the next node decide only what follows it
+    of_nodes = torch.stack([scores[-1]] * chain.num_nodes, 1)
+    return accept_rejection(
+        chain, of_nodes, uniforms[:, nodes.start : nodes.start + chain.num_nodes - 1], noise
+    ).tokens[:, 0]
 
 
 class Processors(Wing):

@@ -15,7 +15,7 @@ from ...attention_backends.lengths import SeqLens
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select, under_autocast
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding, Drafter
-from ...generation.target import FixedStep
+from ...generation.target import FixedStep, GraphKey
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -120,22 +120,14 @@ def visible(stored: torch.Tensor, positions: torch.Tensor, window: int, sinks: i
 
 
 @dataclass(eq=False)
-class FixedPrefix:
-    """What a [`FixedStep`] makes `prefix` from; nothing by default. See there for `key` and `places`."""
+class FixedPrefix(GraphKey):
+    """What a [`FixedStep`] makes `prefix` from; nothing by default."""
 
     num_tensors: ClassVar[int] = 0
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Further inputs of the step."""
-        return ()
-
-    @property
-    def key(self) -> tuple:
-        return ()
-
-    @property
-    def places(self) -> tuple[int, ...]:
         return ()
 
     def of(self, inputs: Sequence[torch.Tensor]) -> Any:

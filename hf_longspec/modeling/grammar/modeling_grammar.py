@@ -2,10 +2,7 @@
 
 from typing import ClassVar
 
-import torch
-
-from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter
+from ...generation.drafter import RootDrafter
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
@@ -15,13 +12,6 @@ class GrammarConfig(DraftConfig):
     """Configuration of [`GrammarDraftModel`]: the target's shapes only, as there are no weights."""
 
     model_type = "longspec_grammar"
-
-
-class GrammarDrafter(Drafter):
-    """Propose the root alone, to which the loop appends the tokens that the grammar of a call forces."""
-
-    def propose(self, root: torch.Tensor) -> DraftTree:
-        return DraftTree.root_only(root)
 
 
 class GrammarDraftModel(DraftModel):
@@ -37,10 +27,8 @@ class GrammarDraftModel(DraftModel):
     """
 
     config_class = GrammarConfig
+    drafter_class = RootDrafter  # the loop appends what the grammar of a call forces
     weightless: ClassVar[bool] = True
-
-    def make_drafter(self, binding: Binding) -> Drafter:
-        return GrammarDrafter(binding)
 
     def max_nodes(self, target: TargetView) -> int:
         return 1

@@ -2,10 +2,7 @@
 
 from typing import Any, ClassVar
 
-import torch
-
-from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter
+from ...generation.drafter import RootDrafter
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
@@ -13,13 +10,6 @@ from ..configuration_base import DraftConfig
 
 class PlainConfig(DraftConfig):
     model_type = "longspec_plain"
-
-
-class PlainDrafter(Drafter):
-    """Propose the root alone, so that every verification emits one token."""
-
-    def propose(self, root: torch.Tensor) -> DraftTree:
-        return DraftTree.root_only(root)
 
 
 class PlainDraftModel(DraftModel):
@@ -32,12 +22,10 @@ class PlainDraftModel(DraftModel):
     """
 
     config_class = PlainConfig
+    drafter_class = RootDrafter
     weightless: ClassVar[bool] = True
     takes_ngrams: ClassVar[bool] = False  # the baseline stays one token per forward
     settings: ClassVar[dict[str, Any]] = {"forced_tokens": 0}
-
-    def make_drafter(self, binding: Binding) -> Drafter:
-        return PlainDrafter(binding)
 
     def max_nodes(self, target: TargetView) -> int:
         return 1
