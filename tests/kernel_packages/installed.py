@@ -21,6 +21,7 @@ def with_packages(model: Any, **faults: Any) -> Iterator[Any]:
     """
     name, kind = type(model).__module__, type(model).__name__
     before = sys.modules.pop(name)
+    package, _, module_name = name.rpartition(".")
     sys.path.insert(0, str(FOLDER))
     CALLS.clear()
     FAULTS.update(faults)
@@ -35,3 +36,5 @@ def with_packages(model: Any, **faults: Any) -> Iterator[Any]:
         for module in [module for module in sys.modules if module.partition(".")[0] in NAMES]:
             del sys.modules[module]
         sys.modules[name] = before
+        # An import also sets the module as an attribute of its package, where the classes of `Auto` are looked up.
+        setattr(sys.modules[package], module_name, before)
