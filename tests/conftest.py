@@ -41,6 +41,9 @@ settings.register_profile(
 settings.register_profile("soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
+# Collecting these stand-ins for docstrings would leave them imported, as if the packages were installed.
+collect_ignore = ["kernel_packages"]
+
 GATE_OF = "hf_longspec.generation.wings.gate.gate_of"
 
 # Which of all model types run today; the same in all processes of a run.
@@ -61,6 +64,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Let the interpreter tidy up at its end, or else Triton reports what is left as leaked."""
     if not hasattr(config, "workerinput"):  # of pytest-xdist, each of which would take a second more
         gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def one_thread_is_left():
+    """Every test leaves one thread, as all later ones in its process would be slow otherwise."""
+    yield
+    assert torch.get_num_threads() == 1
 
 
 @pytest.fixture(autouse=True)

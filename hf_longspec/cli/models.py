@@ -245,12 +245,13 @@ def noticing_others(one_thread: bool = False) -> Iterator[None]:
     if before := busy_machine():
         fewer = " One thread is used." if one_thread and threads > 1 else ""
         say(f"This machine is busy ({before}): speeds are lower, and ratios less certain.{fewer}", stderr=True)
+    if before and one_thread:
+        torch.set_num_threads(1)
     try:
-        if before and one_thread:
-            torch.set_num_threads(1)
         yield
     finally:
-        torch.set_num_threads(threads)
+        if before and one_thread:
+            torch.set_num_threads(threads)
     during = busy_machine(time.perf_counter() - started, time.process_time() - processor)
     if during and not before:
         remedy = "; OMP_NUM_THREADS=1 is faster then" if threads > 1 else ""
