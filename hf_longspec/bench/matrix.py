@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from ..auditing import audit
 from .calls import HF, PLAIN, Call, Decoding, run_call
 from .machine import PeakMemory
-from .prompts import OWN_LENGTH, DocumentPrompts, Prompt, left_padded
+from .prompts import DocumentPrompts, Prompt, left_padded
 from .report import title_of
-from .results import Record, of_kind
+from .results import OWN_LENGTH, Record, of_kind
 from .runner import Cell, Method, Point, Runner, rotated
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 try:
     import typer
 
-    from . import checks, options
+    from . import PYDANTIC, checks, options
     from .options import INPUT_ERROR, INTERRUPTED, flag, number, output, text
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
@@ -210,7 +210,7 @@ def tune(
     """
 
 
-@command()
+@command(checks.serve)
 def serve(
     target: options.Target,
     draft: options.Draft = "ngram",
@@ -393,7 +393,7 @@ def train(
     """
 
 
-@command()
+@command(checks.convert)
 def convert(
     source: Annotated[str, options.named("Hub id, folder or weight file of the authors' draft.", make=typer.Argument)],
     output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
@@ -415,7 +415,7 @@ def convert(
     """
 
 
-@command()
+@command(checks.publish)
 def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
     repo: Annotated[str | None, text("Repository to upload to, owner/name.")] = None,
@@ -470,7 +470,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.ctx.get_help())
         else:
-            what = error.format_message()
+            what = error.format_message().replace(PYDANTIC, "")
             stop = "" if what.endswith((".", "?")) else "."
             print(f"error: {what}{stop} Run `{error.ctx.command_path} --help` for help.", file=sys.stderr)
         status = INPUT_ERROR

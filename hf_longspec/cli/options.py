@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from ..bench.results import OWN_LENGTH
 from ..cli import CommandError, one_line
 
 INPUT_ERROR, INTERRUPTED = 2, 130
@@ -45,6 +47,8 @@ def training_free() -> list[str]:
 BY_NAME = ", ".join(training_free())
 # The draft that chooses another one.
 AUTO = "auto"
+# Prompts of their own length, in a list of lengths.
+OWN = "own"
 # Endings of files with texts, tables or weights. Names of Hub repositories have others, such as those of versions.
 FILE_SUFFIXES = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip"}
 FILE_SUFFIXES |= {".html", ".pdf", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".pth", ".npy"}
@@ -131,6 +135,28 @@ def require_sources(option: str, names: Iterable[str]) -> None:
             raise CommandError(f"{option}the file {name!r} does not exist. {remedy}")
         if path.parent.name and path.parent.is_dir():
             raise CommandError(f"{option}the folder {str(path.parent)!r} has no {path.name!r}. {remedy}")
+
+
+def require_model(what: str, name: str) -> None:
+    """Refuse the folder or file of a model or draft that does not exist; no Hub id looks like its name."""
+    kind = "file" if Path(name).suffix.lower() in FILE_SUFFIXES else "folder"
+    if not Path(name).exists() and (kind == "file" or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise CommandError(f"cannot load the {what} {name!r}: there is no such {kind}. Check the path.")
+
+
+def require_draft(name: str) -> None:
+    """Refuse a name that no draft has, as far as it is known without the Hub."""
+    registry = sys.modules.get("hf_longspec.modeling.register_draft")  # has those that the user registered
+    known = training_free() if registry is None else list(registry.weightless_drafts())
+    if name in (*known, AUTO):
+        return
+    require_model("draft", name)
+    if "/" not in name and not Path(name).exists():
+        near = get_close_matches(name, known, 1)
+        raise CommandError(
+            f"cannot load the draft {name!r}: there is no such folder, Hub ids have the form owner/name, and the "
+            f"training-free drafts are {', '.join(known)}.{f' Did you mean {near[0]!r}?' if near else ''}"
+        )
 
 
 def named(help: str, make: Callable[..., Any] = typer.Option, **how: Any) -> Any:
@@ -220,6 +246,26 @@ def read_settings(texts: list[str] | None, example: str = "num_assistant_tokens=
         except yaml.YAMLError as error:
             raise CommandError(f"--set {text!r}: the value is not YAML. Put it in quotes.") from error
     return settings
+
+
+def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
+    """Numbers such as `512,2k`; `own` is 0.
+
+    >>> lengths("--context", "512,2k,own")
+    [512, 2048, 0]
+    """
+    numbers = []
+    for part in map(str.strip, text.split(",")):
+        if part == OWN and option == "--context":
+            numbers.append(OWN_LENGTH)
+            continue
+        match = re.fullmatch(r"(\d+)(k?)", part.lower())
+        number = int(match[1]) * (1024 if match[2] else 1) if match else 0
+        if not 1 <= number <= most:
+            upper = "" if most == math.inf else f" and at most {most}"
+            raise CommandError(f"{option} {part!r}: expected numbers of at least 1{upper}, such as 512 or 2k (2048).")
+        numbers.append(number)
+    return list(dict.fromkeys(numbers))
 
 
 def read_text(file: Path | None, prompt: str | None) -> tuple[str, str]:

@@ -1,7 +1,5 @@
 """`hf-longspec serve`: the handlers of `transformers serve` for one model, with a draft in every request."""
 
-import os
-import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +25,6 @@ GRACE = 2
 
 def run(args: SimpleNamespace) -> int:
     settings, device = options.read_settings(args.setting), find_device(args.device)
-    try:
-        socket.create_server((args.host, args.port)).close()
-    except OSError as error:
-        remedy = "Pass another --host or --port."
-        reason = str(error) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        raise CommandError(f"cannot listen on {args.host}:{args.port}: {reason}. {remedy}") from error
     with quiet(progress_bars=True):
         find_draft(args.draft)
         with loading(args.target, "model of", from_hub=True):
