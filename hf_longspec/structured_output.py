@@ -245,4 +245,6 @@ def _grammar(kind: str, value: Any, whitespace: bool) -> Any:
 
 
 def _first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:300]
+    """The first line of an error of the parser, with the last one if this has the reason."""
+    first, *others = message.strip().splitlines()
+    return f"{first} {others[-1].strip()}"[:300] if others and first.endswith(":") else first[:300]

@@ -148,26 +148,6 @@ DECODING_KEYS = {each.name: int if each.name in ("top_k", "window") else float f
 CONTEXT_KEYS = ("context", "prefill")
 
 
-def parse_sweeps(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Split the texts into the values of each key, which are still texts.
-
-    >>> parse_sweeps(["sparse_ratio=0.03,0.07", "tree_widths=4+4,1+1+1"])
-    {'sparse_ratio': ['0.03', '0.07'], 'tree_widths': ['4+4', '1+1+1']}
-    """
-    axes: dict[str, list[str]] = {}
-    for text in texts:
-        key, equals, values = text.partition("=")
-        parts = [part.strip() for part in values.split(",")]
-        if not equals or not key.strip() or not all(parts):
-            raise ValueError(f"--sweep {text!r}: expected key=v1,v2, such as sparse_ratio=0.03,0.07.")
-        if key.strip() in axes:
-            raise ValueError(f"--sweep {key.strip()} is passed twice. Pass all its values at once.")
-        if len(set(parts)) < len(parts):
-            raise ValueError(f"--sweep {text!r} has a duplicate value.")
-        axes[key.strip()] = parts
-    return axes
-
-
 def read_value(key: str, text: str, like: Any) -> Any:
     """A value in the type of a setting's default; lists are written with `+`.
 

@@ -95,7 +95,7 @@ def generate(
     data: Annotated[
         str | None, options.named("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
     ] = None,
-    column: Annotated[str | None, text("Key or column of the prompts in --data. Default: prompt.")] = None,
+    column: Annotated[str | None, options.key("Key or column of the prompts in --data. Default: prompt.")] = None,
     output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
     batch: Annotated[int, number(1, "Rows of --data that are continued at once.", most=options.MOST_ROWS)] = 8,
     resume: Annotated[bool, flag("--resume", "Continue the --output of an interrupted run.")] = False,
@@ -274,7 +274,7 @@ def bench(
             "Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin, the default. Repeatable."
         ),
     ] = None,
-    column: Annotated[str | None, text("Key or column of the texts in --data. Default: text.")] = None,
+    column: Annotated[str | None, options.key("Key or column of the texts in --data. Default: text.")] = None,
     chat: Annotated[bool, flag("--chat", "Apply the chat template of the target to each text.")] = False,
     preset: Annotated[
         options.Preset | None,
@@ -366,7 +366,7 @@ def train(
             "Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's.", typer.Argument
         ),
     ] = None,
-    column: Annotated[str | None, text("Key or column of the texts. Default: text.")] = None,
+    column: Annotated[str | None, options.key("Key or column of the texts. Default: text.")] = None,
     target: Annotated[str | None, options.named("Hub id or folder of the target.")] = None,
     draft: Annotated[str | None, options.named("Hub id or folder of a draft to continue.")] = None,
     output_dir: Annotated[

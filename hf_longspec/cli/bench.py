@@ -20,7 +20,7 @@ from hf_longspec import __version__
 
 from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
-from ..bench.matrix import Matrix, draft_points, grid, parse_sweeps, split_axes, written
+from ..bench.matrix import Matrix, draft_points, grid, split_axes, written
 from ..bench.plots import plot_all
 from ..bench.prompts import BUILTIN, DocumentPrompts, read_sources
 from ..bench.report import FAILED, matrix_report, rows_of
@@ -43,7 +43,6 @@ PACKAGES = ("pandas", "scipy")
 def run(args: SimpleNamespace) -> int:
     require_packages(args.plots)
     bench = Bench(args)
-    parse_sweeps(bench.sweeps)
     documents = read_sources(bench.data, args.column)
     with models.quiet(progress_bars=not Path(args.target).is_dir()):
         prompts = DocumentPrompts(models.load_tokenizer(args.target), documents, args.chat)
@@ -69,7 +68,9 @@ class Bench:
         self.target, self.preset, self.assistant = args.target, args.preset, args.assistant
         self.drafts, self.data = drafts or ["ngram"], args.data or [BUILTIN]
         self.column, self.chat = args.column, args.chat
-        self.contexts, self.batches, self.dtypes = args.context, args.batch, dtypes(args.dtype)
+        self.contexts, self.batches = args.context, args.batch
+        types = (models.dtype_of(name, models.default_device()) for name in args.dtype)
+        self.dtypes = list(dict.fromkeys(str(one).removeprefix("torch.") for one in types))
         self.tokens, self.repeats = args.max_new_tokens, args.repeats
         self.temperature = args.temperature
 
@@ -104,7 +105,7 @@ class Bench:
         """Model, methods and cells of one dtype, with every check that is possible before anything is measured."""
         model = endless(models.load_target(self.target, models.TORCH_DTYPES[dtype]))
         drafts = load_drafts(self.drafts, model)
-        axes = parse_sweeps(self.sweeps)
+        axes = options.parse_sweeps(self.sweeps)
         decoding, of_drafts, contexts = split_axes(axes, {name: draft.settings for name, draft in drafts.items()})
         methods = [Method(HF, HfMethod()), Method(PLAIN, PlainDraftModel.from_target(model))]
         methods.append(Method(LOOKUP, HfMethod({"prompt_lookup_num_tokens": LOOKUP_TOKENS}, max_batch=1)))
@@ -172,8 +173,6 @@ def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: 
 
 def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
     short = [name_of(name) for name in names]
-    if options.AUTO in names:
-        raise CommandError(f"--draft {options.AUTO} chooses a draft, and here drafts are compared. Name them.")
     if twice := sorted({name for name in short if short.count(name) > 1}):
         raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
     return {name: load_draft(path, model) for name, path in zip(short, names, strict=True)}
@@ -200,15 +199,6 @@ def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
 def name_of(model: str) -> str:
     """Name in the results: a Hub id, or the last part of a folder's path."""
     return Path(model).name if Path(model).is_dir() else model
-
-
-def dtypes(text: str) -> list[str]:
-    if text == "auto":
-        return [str(models.dtype_of(text, models.default_device())).removeprefix("torch.")]
-    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    if unknown := [name for name in names if name not in models.TORCH_DTYPES]:
-        raise CommandError(f"--dtype {','.join(unknown)}: expected auto, or some of {', '.join(models.TORCH_DTYPES)}.")
-    return names
 
 
 def _write_floor(file: Runner, model: PreTrainedModel, cell: Cell) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from ..bench.results import PLOTS, check_resume, plot_beside
 from ..cli import CommandError, options
-from . import recipe
+from . import recipe, structure
 from .outputs import claim
 from .work import folder_of
 
@@ -23,8 +23,9 @@ def generate(args: SimpleNamespace) -> None:
         raise CommandError("--top-p and --top-k need sampling. Pass a --temperature above 0, such as 1.")
     if args.json_schema is not None and args.regex is not None:
         raise CommandError("--json-schema and --regex cannot be combined. Drop one of them.")
-    if args.json_schema is not None and not args.json_schema.is_file():
-        raise CommandError(f"--json-schema: the file {str(args.json_schema)!r} does not exist. Check the path.")
+    if args.regex == "":
+        raise CommandError("--regex is empty. Pass an expression, or drop it.")
+    args.structure = structure.given(args.json_schema, args.regex)
     if args.samples > 1 and not args.temperature:
         raise CommandError(f"--samples {args.samples} needs sampling. Pass a --temperature above 0.")
     if args.samples > 1 and (args.show_drafts or args.html is not None):
@@ -84,11 +85,18 @@ def bench(args: SimpleNamespace) -> None:
     """Check `hf-longspec bench`; reads the lengths of `--context` and `--batch`."""
     options.require_model("model of", args.target)
     for name in args.draft or []:
+        if name == options.AUTO:
+            raise CommandError(f"--draft {name} chooses a draft, and here drafts are compared. Name them.")
         options.require_draft(name)
     options.require_sources("--data: ", args.data or [])
     contexts = (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS) if args.context is None else args.context
     args.context = options.lengths("--context", contexts)
     args.batch = options.lengths("--batch", args.batch, options.MOST_ROWS)
+    args.dtype = list(dict.fromkeys(part.strip() for part in args.dtype.split(",")))
+    if unknown := [name for name in args.dtype if name not in list(options.DtypeName)]:
+        known = ", ".join(options.DtypeName)
+        raise CommandError(f"--dtype {','.join(unknown)}: expected one or more of {known}.")
+    options.parse_sweeps(args.sweep or [])
     written = [args.output, args.output.with_suffix(".md"), *(plot_beside(args.output, kind) for kind in PLOTS)]
     claim(written, args.data or [], overwrite=args.overwrite, resume=args.resume)
     if args.resume:
@@ -105,7 +113,7 @@ def train(args: SimpleNamespace) -> None:
 
 
 def convert(args: SimpleNamespace) -> None:
-    options.require_model("checkpoint", args.source)
+    options.require_model(options.CHECKPOINT, args.source)
     claim([args.output], [args.source, args.target], overwrite=args.overwrite)
 
 

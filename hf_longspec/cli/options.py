@@ -4,6 +4,7 @@ Values are checked while the arguments are parsed. torch and transformers are no
 """
 
 import ast
+import codecs
 import itertools
 import math
 import re
@@ -45,12 +46,16 @@ def training_free() -> list[str]:
 
 
 BY_NAME = ", ".join(training_free())
+# The argument of `convert`.
+CHECKPOINT = "checkpoint"
 # The draft that chooses another one.
 AUTO = "auto"
 # Prompts of their own length, in a list of lengths.
 OWN = "own"
 # Endings of files with texts, tables or weights. Names of Hub repositories have others, such as those of versions.
 FILE_SUFFIXES = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip"}
+# Of these, those of files that are no text.
+PACKED = {".parquet", ".arrow", ".gz", ".zip"}
 FILE_SUFFIXES |= {".html", ".pdf", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".pth", ".npy"}
 
 
@@ -125,10 +130,15 @@ def output(help: str, check: Callable[..., None] = require_writable_file, **how:
 
 
 def require_sources(option: str, names: Iterable[str]) -> None:
-    """Refuse names of missing files, which have a suffix or lie in a folder, before the Hub is asked for them."""
+    """Refuse missing files, whose names have a suffix or lie in a folder, and files without a text.
+
+    The Hub is not asked for them.
+    """
     remedy = "Check the path; datasets of the Hub are named owner/name."
     for name in names:
         path = Path(name.partition(":")[0])  # a dataset may have a configuration
+        if Path(name).is_file():
+            _require_content(option, Path(name))
         if Path(name).exists() or path.exists():
             continue
         if path.suffix.lower() in FILE_SUFFIXES or name.startswith((".", "/", "~")):
@@ -137,10 +147,28 @@ def require_sources(option: str, names: Iterable[str]) -> None:
             raise CommandError(f"{option}the folder {str(path.parent)!r} has no {path.name!r}. {remedy}")
 
 
+def _require_content(option: str, file: Path) -> None:
+    """Refuse a file that is empty, or that is read as text and does not begin with one."""
+    with file.open("rb") as stream:
+        beginning = stream.read(2**16)
+    if not beginning.strip():
+        raise CommandError(f"{option}{file} is empty. Pass a file with texts.")
+    if file.suffix.lower() not in PACKED:
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(beginning)
+        except UnicodeDecodeError as error:
+            raise CommandError(f"{option}{file} is not UTF-8 text. Convert it, or unpack it first.") from error
+
+
 def require_model(what: str, name: str) -> None:
     """Refuse the folder or file of a model or draft that does not exist; no Hub id looks like its name."""
-    kind = "file" if Path(name).suffix.lower() in FILE_SUFFIXES else "folder"
-    if not Path(name).exists() and (kind == "file" or name.startswith((".", "/", "~")) or name.count("/") > 1):
+    path, kind = Path(name), "file" if Path(name).suffix.lower() in FILE_SUFFIXES else "folder"
+    is_checkpoint = what == CHECKPOINT  # also a file, or a folder of weights alone
+    if path.is_file() and not is_checkpoint:
+        raise CommandError(f"cannot load the {what} {name!r}: it is a file. Pass the folder of the model, or a Hub id.")
+    if path.is_dir() and not is_checkpoint and not list(path.glob("*config.json")):
+        raise CommandError(f"cannot load the {what} {name!r}: it has no config.json. Pass the folder of a saved model.")
+    if not path.exists() and (kind == "file" or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise CommandError(f"cannot load the {what} {name!r}: there is no such {kind}. Check the path.")
 
 
@@ -159,16 +187,23 @@ def require_draft(name: str) -> None:
         )
 
 
-def named(help: str, make: Callable[..., Any] = typer.Option, **how: Any) -> Any:
-    """An option or argument for one name or several of models and data; none may be empty."""
+def named(
+    help: str, make: Callable[..., Any] = typer.Option, what: str = "a Hub id, a file or a folder", **how: Any
+) -> Any:
+    """An option or argument for one name or several, by default of models and data; none may be empty."""
 
     def checked(value: Any) -> Any:
         for name in [value] if isinstance(value, str) else value or ():
             if not name.strip():  # `Path` takes it for the current folder
-                raise typer.BadParameter("the name is empty. Pass a Hub id, a file or a folder.")
+                raise typer.BadParameter(f"the name is empty. Pass {what}.")
         return value
 
     return make(help=help, callback=checked, **how)
+
+
+def key(help: str) -> Any:
+    """An option for the key or column of texts."""
+    return named(help, what="a key or column")
 
 
 Target = Annotated[str, named("Hub id or folder of the model.", show_default=False)]
@@ -266,6 +301,26 @@ def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
             raise CommandError(f"{option} {part!r}: expected numbers of at least 1{upper}, such as 512 or 2k (2048).")
         numbers.append(number)
     return list(dict.fromkeys(numbers))
+
+
+def parse_sweeps(texts: Iterable[str]) -> dict[str, list[str]]:
+    """Split the texts into the values of each key, which are still texts.
+
+    >>> parse_sweeps(["sparse_ratio=0.03,0.07", "tree_widths=4+4,1+1+1"])
+    {'sparse_ratio': ['0.03', '0.07'], 'tree_widths': ['4+4', '1+1+1']}
+    """
+    axes: dict[str, list[str]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        parts = [part.strip() for part in values.split(",")]
+        if not equals or not key.strip() or not all(parts):
+            raise CommandError(f"--sweep {text!r}: expected key=v1,v2, such as sparse_ratio=0.03,0.07.")
+        if key.strip() in axes:
+            raise CommandError(f"--sweep {key.strip()} is passed twice. Pass all its values at once.")
+        if len(set(parts)) < len(parts):
+            raise CommandError(f"--sweep {text!r} has a duplicate value.")
+        axes[key.strip()] = parts
+    return axes
 
 
 def read_text(file: Path | None, prompt: str | None) -> tuple[str, str]:
