@@ -84,10 +84,7 @@ def serve(args: SimpleNamespace) -> None:
 def bench(args: SimpleNamespace) -> None:
     """Check `hf-longspec bench`; reads the lengths of `--context` and `--batch`."""
     options.require_model("model of", args.target)
-    for name in args.draft or []:
-        if name == options.AUTO:
-            raise CommandError(f"--draft {name} chooses a draft, and here drafts are compared. Name them.")
-        options.require_draft(name)
+    _drafts_to_compare(args.draft or [])
     options.require_sources("--data: ", args.data or [])
     contexts = (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS) if args.context is None else args.context
     args.context = options.lengths("--context", contexts)
@@ -137,8 +134,7 @@ def demo(args: SimpleNamespace) -> None:
     """Check `hf-longspec demo`; adds `text`, that of `--file`."""
     if args.target is not None:
         options.require_model("model of", args.target)
-    if args.draft is not None:
-        options.require_draft(args.draft)
+    _drafts_to_compare([] if args.draft is None else [args.draft])
     if args.whole and args.context is not None:
         raise CommandError(f"--whole and --context {args.context} are two lengths. Pass one of them.")
     args.text = None if args.file is None else options.read_text(args.file, None)[1]
@@ -149,6 +145,13 @@ def _one_draft(args: SimpleNamespace) -> None:
     options.require_model("model of", args.target)
     options.require_draft(args.draft)
     options.read_settings(args.setting)
+
+
+def _drafts_to_compare(names: list[str]) -> None:
+    for name in names:
+        if name == options.AUTO:
+            raise CommandError(f"--draft {name} chooses a draft, and here drafts are compared. Name them.")
+        options.require_draft(name)
 
 
 def _require_destination(draft: str, output: Path | None) -> None:

@@ -271,6 +271,7 @@ EARLY = [
     ("generate TARGET notes.txt --draft a/b.safetensors", "the draft 'a/b.safetensors': there is no such file."),
     ("demo --dtype int8", "'--dtype': 'int8' is not one of"),
     ("demo --draft ngrm", "Did you mean 'ngram'?"),
+    ("demo --draft auto", "--draft auto chooses a draft"),
     ("serve TARGET --host host.invalid", "cannot listen on host.invalid:8000: "),
     ("train --config notes.txt", "'notes.txt' holds a str, expected a mapping."),
     ("convert a.pth --output out", "the checkpoint 'a.pth': there is no such file."),
