@@ -85,6 +85,8 @@ def bench(args: SimpleNamespace) -> None:
     """Check `hf-longspec bench`; reads the lengths of `--context` and `--batch`."""
     options.require_model("model of", args.target)
     _drafts_to_compare(args.draft or [])
+    if args.assistant is not None:
+        options.require_model("assistant", args.assistant)
     options.require_sources("--data: ", args.data or [])
     contexts = (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS) if args.context is None else args.context
     args.context = options.lengths("--context", contexts)
