@@ -245,6 +245,6 @@ def _grammar(kind: str, value: Any, whitespace: bool) -> Any:
 
 
 def _first_line(message: str) -> str:
-    """The first line of an error of the parser, with the last one if this has the reason."""
+    """The first line of an error of the parser, and the one with the reason, which a picture of the text may precede."""
     first, *others = message.strip().splitlines()
-    return f"{first} {others[-1].strip()}"[:300] if others and first.endswith(":") else first[:300]
+    return " ".join([first, *(line for line in others if line.startswith("error: "))])[:300]

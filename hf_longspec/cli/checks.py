@@ -73,6 +73,8 @@ def tune(args: SimpleNamespace) -> None:
 def serve(args: SimpleNamespace) -> None:
     """Check `hf-longspec serve`: also that nothing else listens there."""
     _one_draft(args)
+    if args.max_length is not None and args.rows == 1:
+        raise CommandError(f"--max-length {args.max_length} is for several --rows. Pass --rows, or drop it.")
     try:
         socket.create_server((args.host, args.port)).close()
     except OSError as error:
@@ -83,10 +85,10 @@ def serve(args: SimpleNamespace) -> None:
 
 def bench(args: SimpleNamespace) -> None:
     """Check `hf-longspec bench`; reads the lengths of `--context` and `--batch`."""
-    options.require_model("model of", args.target)
+    options.require_target(args.target)
     _drafts_to_compare(args.draft or [])
     if args.assistant is not None:
-        options.require_model("assistant", args.assistant)
+        options.require_existing("assistant", args.assistant)
     options.require_sources("--data: ", args.data or [])
     contexts = (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS) if args.context is None else args.context
     args.context = options.lengths("--context", contexts)
@@ -106,20 +108,18 @@ def train(args: SimpleNamespace) -> None:
     """Check `hf-longspec train`; adds `recipe`."""
     options.require_sources("", args.data or [])
     args.recipe = recipe.of_command(args)
-    options.require_model("model of", args.recipe.target)
+    options.require_target(args.recipe.target)
     if isinstance(args.recipe.draft, str):
-        options.require_model("draft", args.recipe.draft)
+        options.require_existing("draft", args.recipe.draft)
 
 
 def convert(args: SimpleNamespace) -> None:
-    options.require_model(options.CHECKPOINT, args.source)
+    options.require_existing("checkpoint", args.source)
     claim([args.output], [args.source, args.target], overwrite=args.overwrite)
 
 
 def publish(args: SimpleNamespace) -> None:
     """Check `hf-longspec publish`; adds `output`, the folder of a dry run."""
-    if not (args.source / "config.json").is_file():
-        raise CommandError(f"{args.source} has no config.json. Pass the folder of a saved draft.")
     if args.results is not None and not args.results.is_file():
         raise CommandError(f"--results: the file {str(args.results)!r} does not exist. Check the path.")
     if not args.dry_run and args.repo is None:
@@ -130,12 +130,14 @@ def publish(args: SimpleNamespace) -> None:
     if args.dry_run:
         options.require_writable_folder(args.output)
         claim([args.output], overwrite=args.overwrite)
+    if not (args.source / "config.json").is_file():
+        raise CommandError(f"{args.source} has no config.json. Pass the folder of a saved draft.")
 
 
 def demo(args: SimpleNamespace) -> None:
     """Check `hf-longspec demo`; adds `text`, that of `--file`."""
     if args.target is not None:
-        options.require_model("model of", args.target)
+        options.require_target(args.target)
     _drafts_to_compare([] if args.draft is None else [args.draft])
     if args.whole and args.context is not None:
         raise CommandError(f"--whole and --context {args.context} are two lengths. Pass one of them.")
@@ -144,7 +146,7 @@ def demo(args: SimpleNamespace) -> None:
 
 def _one_draft(args: SimpleNamespace) -> None:
     """Check the names of target and draft, and the form of the settings."""
-    options.require_model("model of", args.target)
+    options.require_target(args.target)
     options.require_draft(args.draft)
     options.read_settings(args.setting)
 

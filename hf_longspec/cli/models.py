@@ -79,7 +79,7 @@ def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
     With `from_hub`, `name` is that of a model. If the first request for it fails, the error comes at once; transformers
     would repeat the request five times for each of its files.
     """
-    options.require_model(what, name)
+    options.require_existing(what, name)
     try:
         if from_hub and not (Path(name).exists() or constants.HF_HUB_OFFLINE):
             _request(name)
@@ -93,6 +93,8 @@ def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
             remedy = ""  # our errors have their own
         elif Path(name).exists():
             remedy = " Check its files."
+        elif (parent := Path(name).parent).name and parent.is_dir():
+            remedy = f" The folder {parent} has no {Path(name).name}.{remedy}"
         raise CommandError(f"cannot load the {what} {name!r}: {one_line(error).rstrip('.')}.{remedy}") from error
 
 

@@ -46,8 +46,6 @@ def training_free() -> list[str]:
 
 
 BY_NAME = ", ".join(training_free())
-# The argument of `convert`.
-CHECKPOINT = "checkpoint"
 # The draft that chooses another one.
 AUTO = "auto"
 # Prompts of their own length, in a list of lengths.
@@ -160,16 +158,21 @@ def _require_content(option: str, file: Path) -> None:
             raise CommandError(f"{option}{file} is not UTF-8 text. Convert it, or unpack it first.") from error
 
 
-def require_model(what: str, name: str) -> None:
-    """Refuse the folder or file of a model or draft that does not exist; no Hub id looks like its name."""
-    path, kind = Path(name), "file" if Path(name).suffix.lower() in FILE_SUFFIXES else "folder"
-    is_checkpoint = what == CHECKPOINT  # also a file, or a folder of weights alone
-    if path.is_file() and not is_checkpoint:
-        raise CommandError(f"cannot load the {what} {name!r}: it is a file. Pass the folder of the model, or a Hub id.")
-    if path.is_dir() and not is_checkpoint and not list(path.glob("*config.json")):
-        raise CommandError(f"cannot load the {what} {name!r}: it has no config.json. Pass the folder of a saved model.")
-    if not path.exists() and (kind == "file" or name.startswith((".", "/", "~")) or name.count("/") > 1):
+def require_existing(what: str, name: str) -> None:
+    """Refuse the folder or file of a model, a draft or data that does not exist; no Hub id looks like its name."""
+    kind = "file" if Path(name).suffix.lower() in FILE_SUFFIXES else "folder"
+    if not Path(name).exists() and (kind == "file" or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise CommandError(f"cannot load the {what} {name!r}: there is no such {kind}. Check the path.")
+
+
+def require_target(name: str) -> None:
+    """Refuse what is no folder of a model, and no Hub id."""
+    require_existing("model of", name)
+    remedy = "Pass the folder of a saved model, or a Hub id."
+    if Path(name).is_file():
+        raise CommandError(f"cannot load the model of {name!r}: it is a file. {remedy}")
+    if Path(name).is_dir() and not list(Path(name).glob("*config.json")):
+        raise CommandError(f"cannot load the model of {name!r}: it has no config.json. {remedy}")
 
 
 def require_draft(name: str) -> None:
@@ -178,7 +181,7 @@ def require_draft(name: str) -> None:
     known = training_free() if registry is None else list(registry.weightless_drafts())
     if name in (*known, AUTO):
         return
-    require_model("draft", name)
+    require_existing("draft", name)
     if "/" not in name and not Path(name).exists():
         near = get_close_matches(name, known, 1)
         raise CommandError(

@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
     remedy = "pip install -U 'transformers[serving]' 'starlette>=1.6' prometheus-client"
     raise CommandError(f"serve needs {error.name}, which is not installed: {remedy}") from error
 
-from .models import dtype_of, find_device, find_draft, loading, open_draft, quiet
+from .models import dtype_of, find_device, find_draft, loading, open_draft, positions_of, quiet
 
 # Seconds after Ctrl-C that running requests have to end.
 GRACE = 2
@@ -30,9 +30,9 @@ def run(args: SimpleNamespace) -> int:
         with loading(args.target, "model of", from_hub=True):
             dtype = str(dtype_of(args.dtype, device)).removeprefix("torch.")
             models = ModelManager(device=str(device), dtype=dtype, force_model=args.target)
-            limits = Limits(args.max_body, args.max_tokens, args.max_waiting, args.cache_memory)
-            rows = args.rows, args.max_length
-            routes = make_routes(models, lambda model: open_draft(args.draft, model, settings), limits, *rows)
+        limits = Limits(args.max_body, args.max_tokens, args.max_waiting, args.cache_memory)
+        rows = args.rows, args.max_length
+        routes = make_routes(models, lambda model: open_draft(args.draft, model, settings), limits, *rows)
         make_server(routes, args.host, args.port).run()
     return 0
 
@@ -57,6 +57,8 @@ def make_routes(
     model, draft, metrics = loaded.model, open_draft(loaded.model), Metrics()
     if rows == 1:
         return Routes(models, Decoder(model, draft, metrics, limits.cache * MIB), limits)
+    if (max_length or 0) > (most := positions_of(model.config)):
+        raise CommandError(f"--max-length {max_length}: the model has {most} positions. Pass at most {most}.")
     try:
         decoder = BatchDecoder(model, draft, metrics, rows, max_length, limits.waiting)
     except ValueError as error:

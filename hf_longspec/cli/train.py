@@ -50,6 +50,7 @@ def train(recipe: Recipe, resume: bool) -> int:
     from ..training.trainer import last_complete_checkpoint
 
     check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
+    find_kind(recipe)
     args = DraftTrainingArguments(**recipe.training)
     checkpoint = last_complete_checkpoint(args.output_dir) if resume else None
     sources = [recipe.dataset, recipe.eval_dataset]
@@ -168,17 +169,23 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
 
 def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
     """The draft to train, in float32: a new one or a saved one."""
-    from ..training.trainer import trained_drafts
-
     if isinstance(recipe.draft, str):
         with loading(recipe.draft, "draft"):
             return AutoModel.from_pretrained(recipe.draft, dtype=torch.float32)
-    settings = {"kind": "longspec"} | (recipe.draft or {})
+    kind, settings = find_kind(recipe)
+    return kind.from_target(target, **settings).float()
+
+
+def find_kind(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
+    """The class of a new draft, and its settings; those of a saved draft are not read."""
+    from ..training.trainer import trained_drafts
+
+    settings = {"kind": "longspec"} | (recipe.draft if isinstance(recipe.draft, dict) else {})
     kinds = {draft.config_class.short_name(): draft for draft in trained_drafts().values()}
     # recipes of earlier versions have the whole `model_type`
     if (kind := str(settings.pop("kind")).removeprefix("longspec_")) not in kinds:
         raise CommandError(f"draft.kind={kind!r}: expected one of {', '.join(kinds)}.")
-    return kinds[kind].from_target(target, **settings).float()
+    return kinds[kind], settings
 
 
 def lora_config(settings: dict[str, Any] | None) -> Any:
