@@ -1,6 +1,7 @@
 """`hf-longspec publish`: upload a draft to the Hub, or write the repository to a folder."""
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from transformers import AutoModel
 from ..bench.report import acceptance_section
 from ..cli import CommandError, one_line
 from ..hub import Card, push, write_repository
-from ..hub.repository import CARD_FACTS, engine_of, write_engine
+from ..hub.repository import CARD_FACTS, WITH_NGRAMS, engine_of, write_engine
 from .models import NetworkError, loading, quiet
 
 # The engine's repository, below the folder that a dry run writes.
@@ -27,12 +28,22 @@ def run(args: SimpleNamespace) -> None:
     if args.results is not None:
         card = replace(card, acceptance=acceptance_section(args.results, args.name or args.source.resolve().name))
     draft = load(args.source)
+    for name in settings_left_out(draft, engine):
+        value = draft.setting(name)
+        print(f"note: the published code refuses {name}={value!r}: users have to install hf_longspec.", file=sys.stderr)
     if args.dry_run:
         write(draft, args.output, card, args.repo, engine)
     else:
         with errors_of_the_hub():
             where = {"engine": args.engine, "self_contained": args.self_contained}
             print(push(draft, str(args.repo), card=card, private=args.private or None, **where).commit_url)
+
+
+def settings_left_out(draft: Any, engine: str | None) -> list[str]:
+    """The settings of a draft for which the code of its repository has no part."""
+    without_ngrams = engine is None and draft.config.model_type not in WITH_NGRAMS and draft.takes_ngrams
+    found = ["ngram_candidates"] if without_ngrams and draft.setting("ngram_candidates") else []
+    return found + (["compile"] if draft.setting("compile") not in ("auto", "off") else [])
 
 
 @contextmanager
