@@ -41,6 +41,8 @@ def run(args: SimpleNamespace) -> None:
 
 def settings_left_out(draft: Any, engine: str | None) -> list[str]:
     """The settings of a draft for which the code of its repository has no part."""
+    if not getattr(draft, "_is_longspec_draft", False):
+        return []  # refused when it is written
     without_ngrams = engine is None and draft.config.model_type not in WITH_NGRAMS and draft.takes_ngrams
     found = ["ngram_candidates"] if without_ngrams and draft.setting("ngram_candidates") else []
     return found + (["compile"] if draft.setting("compile") not in ("auto", "off") else [])
