@@ -245,4 +245,6 @@ def _grammar(kind: str, value: Any, whitespace: bool) -> Any:
 
 
 def _first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:300]
+    """The first line of an error of the parser, and the one with the reason, before which the text may be shown."""
+    first, *others = message.strip().splitlines()
+    return " ".join([first, *(line for line in others if line.startswith("error: "))])[:300]

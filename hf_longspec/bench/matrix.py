@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from ..auditing import audit
 from .calls import HF, PLAIN, Call, Decoding, run_call
 from .machine import PeakMemory
-from .prompts import OWN_LENGTH, DocumentPrompts, Prompt, left_padded
+from .prompts import DocumentPrompts, Prompt, left_padded
 from .report import title_of
-from .results import Record, of_kind
+from .results import OWN_LENGTH, Record, of_kind
 from .runner import Cell, Method, Point, Runner, rotated
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
@@ -146,26 +146,6 @@ def hashes(text: torch.Tensor) -> list[str]:
 # Keys that change how the target decodes, or after what; every other key is a setting of a draft.
 DECODING_KEYS = {each.name: int if each.name in ("top_k", "window") else float for each in fields(Decoding)}
 CONTEXT_KEYS = ("context", "prefill")
-
-
-def parse_sweeps(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Split the texts into the values of each key, which are still texts.
-
-    >>> parse_sweeps(["sparse_ratio=0.03,0.07", "tree_widths=4+4,1+1+1"])
-    {'sparse_ratio': ['0.03', '0.07'], 'tree_widths': ['4+4', '1+1+1']}
-    """
-    axes: dict[str, list[str]] = {}
-    for text in texts:
-        key, equals, values = text.partition("=")
-        parts = [part.strip() for part in values.split(",")]
-        if not equals or not key.strip() or not all(parts):
-            raise ValueError(f"--sweep {text!r}: expected key=v1,v2, such as sparse_ratio=0.03,0.07.")
-        if key.strip() in axes:
-            raise ValueError(f"--sweep {key.strip()} is passed twice. Pass all its values at once.")
-        if len(set(parts)) < len(parts):
-            raise ValueError(f"--sweep {text!r} has a duplicate value.")
-        axes[key.strip()] = parts
-    return axes
 
 
 def read_value(key: str, text: str, like: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .calls import HF, PLAIN
 from .report import FAILED, rows_of, title_of
-from .results import Record, grouped, replace_file
+from .results import Record, grouped, plot_beside, replace_file
 
 PANEL_INCHES = (5.2, 3.9)
 COLUMNS = 3
@@ -19,17 +19,8 @@ LEGEND_POINTS, LETTERS_PER_INCH, HANDLE_LETTERS = 9, 13, 8
 SPACING = 1.012
 
 
-def plots_beside(results: Path) -> list[Path]:
-    """The files of all plots: `<name>-speed.png` and so on, beside `<name>.jsonl`."""
-    return [_path_of(results, kind) for kind in _LABELS]
-
-
-def _path_of(results: Path, kind: str) -> Path:
-    return results.with_name(f"{results.stem}-{kind}.png")
-
-
 def plot_all(records: Sequence[Record], results: Path) -> list[Path]:
-    """Write those of [`plots_beside`] that have something to show."""
+    """Write the plots that have something to show; returns their files."""
     rows = [row for row in rows_of(records) if row["text"] not in FAILED]
     if not rows:
         return []
@@ -81,7 +72,7 @@ def _plot(kind: str, rows: Sequence[Record], colours: Mapping[str, Any], results
             panel.set_ylim(bottom=0 if kind == "speed" else 1)
         panel.set(title=title, xlabel=_LABELS[kind][0], ylabel=_LABELS[kind][1])
         panel.grid(alpha=0.3)
-    return _save(figure, list(axes.flat), len(groups), _path_of(results, kind))
+    return _save(figure, list(axes.flat), len(groups), plot_beside(results, kind))
 
 
 def _points(rows: Sequence[Record], kind: str) -> list[tuple[Any, Any, Any]]:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from .results import OWN_LENGTH
+
 BUILTIN = "builtin"
 # Modules of the standard library that recipes/train_tiny_target.py leaves out of its training text.
 HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal", "mailbox")
@@ -21,8 +23,6 @@ MAX_DOCUMENTS = 256
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 # Stands for the text of a user where a chat template is split.
 MARK = "<<<text>>>"
-# Stands for prompts of their own length among the numbers of `--context`.
-OWN_LENGTH = 0
 
 
 @dataclass(frozen=True)

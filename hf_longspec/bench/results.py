@@ -10,6 +10,10 @@ from typing import Any
 
 Record = dict[str, Any]
 
+# Stands for prompts of their own length among contexts.
+OWN_LENGTH = 0
+PLOTS = ("speed", "tau", "depth")
+
 # Parts of the environment that may differ between the parts of one benchmark.
 MAY_CHANGE = {"date", "command", "load_average", "kind", "benchmark", "settings"}
 
@@ -36,6 +40,11 @@ def replace_file(path: Path, content: str | bytes, through_links: bool = True) -
         if place.exists():
             shutil.copymode(place, new)
         os.replace(new, place)
+
+
+def plot_beside(results: Path, kind: str) -> Path:
+    """The file of a plot of [`PLOTS`]: `<name>-speed.png` and so on, beside `<name>.jsonl`."""
+    return results.with_name(f"{results.stem}-{kind}.png")
 
 
 def check_resume(path: Path, resume: bool) -> None:

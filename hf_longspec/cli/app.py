@@ -17,7 +17,7 @@ from typing import Annotated, Any
 try:
     import typer
 
-    from . import checks, options
+    from . import PYDANTIC, checks, options
     from .options import INPUT_ERROR, INTERRUPTED, flag, number, output, text
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
@@ -95,7 +95,7 @@ def generate(
     data: Annotated[
         str | None, options.named("Continue every row of JSON lines or of a dataset of the Hub, instead of a text.")
     ] = None,
-    column: Annotated[str | None, text("Key or column of the prompts in --data. Default: prompt.")] = None,
+    column: Annotated[str | None, options.key("Key or column of the prompts in --data. Default: prompt.")] = None,
     output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
     batch: Annotated[int, number(1, "Rows of --data that are continued at once.", most=options.MOST_ROWS)] = 8,
     resume: Annotated[bool, flag("--resume", "Continue the --output of an interrupted run.")] = False,
@@ -210,7 +210,7 @@ def tune(
     """
 
 
-@command()
+@command(checks.serve)
 def serve(
     target: options.Target,
     draft: options.Draft = "ngram",
@@ -274,7 +274,7 @@ def bench(
             "Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin, the default. Repeatable."
         ),
     ] = None,
-    column: Annotated[str | None, text("Key or column of the texts in --data. Default: text.")] = None,
+    column: Annotated[str | None, options.key("Key or column of the texts in --data. Default: text.")] = None,
     chat: Annotated[bool, flag("--chat", "Apply the chat template of the target to each text.")] = False,
     preset: Annotated[
         options.Preset | None,
@@ -366,7 +366,7 @@ def train(
             "Text files, JSON lines, or Hub ids or folders of datasets, instead of the recipe's.", typer.Argument
         ),
     ] = None,
-    column: Annotated[str | None, text("Key or column of the texts. Default: text.")] = None,
+    column: Annotated[str | None, options.key("Key or column of the texts. Default: text.")] = None,
     target: Annotated[str | None, options.named("Hub id or folder of the target.")] = None,
     draft: Annotated[str | None, options.named("Hub id or folder of a draft to continue.")] = None,
     output_dir: Annotated[
@@ -393,7 +393,7 @@ def train(
     """
 
 
-@command()
+@command(checks.convert)
 def convert(
     source: Annotated[str, options.named("Hub id, folder or weight file of the authors' draft.", make=typer.Argument)],
     output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
@@ -415,7 +415,7 @@ def convert(
     """
 
 
-@command()
+@command(checks.publish)
 def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
     repo: Annotated[str | None, text("Repository to upload to, owner/name.")] = None,
@@ -470,7 +470,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.ctx.get_help())
         else:
-            what = error.format_message()
+            what = error.format_message().replace(PYDANTIC, "")
             stop = "" if what.endswith((".", "?")) else "."
             print(f"error: {what}{stop} Run `{error.ctx.command_path} --help` for help.", file=sys.stderr)
         status = INPUT_ERROR

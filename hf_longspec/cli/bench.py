@@ -20,37 +20,29 @@ from hf_longspec import __version__
 
 from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
-from ..bench.matrix import Matrix, draft_points, grid, parse_sweeps, split_axes, written
-from ..bench.plots import plot_all, plots_beside
-from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
+from ..bench.matrix import Matrix, draft_points, grid, split_axes, written
+from ..bench.plots import plot_all
+from ..bench.prompts import BUILTIN, DocumentPrompts, read_sources
 from ..bench.report import FAILED, matrix_report, rows_of
-from ..bench.results import check_resume, of_kind
+from ..bench.results import OWN_LENGTH, of_kind
 from ..bench.runner import Cell, Method, Runner
 from ..cli import CommandError, models, options
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
 from .models import Progress, noticing_others
-from .outputs import claim
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 LOOKUP_TOKENS = 4  # that prompt lookup drafts
-OWN = "own"
-# The drafts, contexts and ways to choose tokens of `--preset all`. The loop without a draft is measured in any case.
+# The drafts and ways to choose tokens of `--preset all`. The loop without a draft is measured in any case.
 ALL_DRAFTS = [one.names[0] for one in DRAFTS.values() if one.model.weightless and one.model is not PlainDraftModel]
-ALL_CONTEXTS, USUAL_CONTEXT = "1k,2k,4k,8k,16k", "2k"
 ALL_WAYS = "temperature=0,1"
 PACKAGES = ("pandas", "scipy")
 
 
 def run(args: SimpleNamespace) -> int:
-    written = [args.output, args.output.with_suffix(".md"), *plots_beside(args.output)]
-    claim(written, args.data or [], overwrite=args.overwrite, resume=args.resume)
-    if args.resume:
-        check_resume(args.output, args.resume)
     require_packages(args.plots)
     bench = Bench(args)
-    parse_sweeps(bench.sweeps)
     documents = read_sources(bench.data, args.column)
     with models.quiet(progress_bars=not Path(args.target).is_dir()):
         prompts = DocumentPrompts(models.load_tokenizer(args.target), documents, args.chat)
@@ -76,9 +68,9 @@ class Bench:
         self.target, self.preset, self.assistant = args.target, args.preset, args.assistant
         self.drafts, self.data = drafts or ["ngram"], args.data or [BUILTIN]
         self.column, self.chat = args.column, args.chat
-        contexts = args.context or (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS)
-        self.contexts = lengths("--context", contexts)
-        self.batches, self.dtypes = lengths("--batch", args.batch, options.MOST_ROWS), dtypes(args.dtype)
+        self.contexts, self.batches = args.context, args.batch
+        types = (models.dtype_of(name, models.default_device()) for name in args.dtype)
+        self.dtypes = list(dict.fromkeys(str(one).removeprefix("torch.") for one in types))
         self.tokens, self.repeats = args.max_new_tokens, args.repeats
         self.temperature = args.temperature
 
@@ -113,7 +105,7 @@ class Bench:
         """Model, methods and cells of one dtype, with every check that is possible before anything is measured."""
         model = endless(models.load_target(self.target, models.TORCH_DTYPES[dtype]))
         drafts = load_drafts(self.drafts, model)
-        axes = parse_sweeps(self.sweeps)
+        axes = options.parse_sweeps(self.sweeps)
         decoding, of_drafts, contexts = split_axes(axes, {name: draft.settings for name, draft in drafts.items()})
         methods = [Method(HF, HfMethod()), Method(PLAIN, PlainDraftModel.from_target(model))]
         methods.append(Method(LOOKUP, HfMethod({"prompt_lookup_num_tokens": LOOKUP_TOKENS}, max_batch=1)))
@@ -123,7 +115,7 @@ class Bench:
         methods += points_of(drafts, of_drafts, model)
         own = {"temperature": self.temperature} if self.temperature else {}
         ways = [Decoding(**(own | dict(point))) for point in grid(decoding)]
-        widths = lengths("--context", ",".join(contexts)) if contexts else self.contexts
+        widths = options.lengths("--context", ",".join(contexts)) if contexts else self.contexts
         if self.preset is not None:
             longest = min(models.positions_of(model.config) - self.tokens, max(prompts.sizes))
             widths = [width for width in widths if width <= longest] or widths[:1]
@@ -142,7 +134,7 @@ class Bench:
         if longest > document:
             raise CommandError(
                 f"--context {longest}: the longest document of --data {' '.join(self.data)} has {document} tokens. "
-                f"Use a shorter context, --context {OWN}, or longer documents."
+                f"Use a shorter context, --context {options.OWN}, or longer documents."
             )
         if OWN_LENGTH in widths:
             prompts.own(1, limit - self.tokens)
@@ -181,8 +173,6 @@ def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: 
 
 def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
     short = [name_of(name) for name in names]
-    if options.AUTO in names:
-        raise CommandError(f"--draft {options.AUTO} chooses a draft, and here drafts are compared. Name them.")
     if twice := sorted({name for name in short if short.count(name) > 1}):
         raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
     return {name: load_draft(path, model) for name, path in zip(short, names, strict=True)}
@@ -209,35 +199,6 @@ def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
 def name_of(model: str) -> str:
     """Name in the results: a Hub id, or the last part of a folder's path."""
     return Path(model).name if Path(model).is_dir() else model
-
-
-def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
-    """Numbers such as `512,2k`; `own` is 0.
-
-    >>> lengths("--context", "512,2k,own")
-    [512, 2048, 0]
-    """
-    numbers = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(k?)", part.strip().lower())
-        if part.strip() == OWN and option == "--context":
-            numbers.append(OWN_LENGTH)
-            continue
-        number = int(match[1]) * (1024 if match[2] else 1) if match else 0
-        if not 1 <= number <= most:
-            upper = "" if most == math.inf else f" and at most {most}"
-            raise CommandError(f"{option} {part!r}: expected numbers of at least 1{upper}, such as 512 or 2k (2048).")
-        numbers.append(number)
-    return list(dict.fromkeys(numbers))
-
-
-def dtypes(text: str) -> list[str]:
-    if text == "auto":
-        return [str(models.dtype_of(text, models.default_device())).removeprefix("torch.")]
-    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    if unknown := [name for name in names if name not in models.TORCH_DTYPES]:
-        raise CommandError(f"--dtype {','.join(unknown)}: expected auto, or some of {', '.join(models.TORCH_DTYPES)}.")
-    return names
 
 
 def _write_floor(file: Runner, model: PreTrainedModel, cell: Cell) -> None:

@@ -3,23 +3,29 @@
 A function has the name of its command. It refuses what cannot be run, and adds the texts to continue to the options.
 """
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
-from ..bench.results import check_resume
+from ..bench.results import PLOTS, check_resume, plot_beside
 from ..cli import CommandError, options
+from . import recipe, structure
 from .outputs import claim
 from .work import folder_of
+
+USUAL_CONTEXT, ALL_CONTEXTS = "2k", "1k,2k,4k,8k,16k"  # of `bench`, and of its `--preset all`
 
 
 def generate(args: SimpleNamespace) -> None:
     """Check `hf-longspec generate`; adds `name` and `text` of the prompt, unless there is `--data`."""
+    _one_draft(args)
     if not args.temperature and (args.top_p, args.top_k) != (1.0, 0):
         raise CommandError("--top-p and --top-k need sampling. Pass a --temperature above 0, such as 1.")
     if args.json_schema is not None and args.regex is not None:
         raise CommandError("--json-schema and --regex cannot be combined. Drop one of them.")
-    if args.json_schema is not None and not args.json_schema.is_file():
-        raise CommandError(f"--json-schema: the file {str(args.json_schema)!r} does not exist. Check the path.")
+    if args.regex == "":
+        raise CommandError("--regex is empty. Pass an expression, or drop it.")
+    args.structure = structure.given(args.json_schema, args.regex)
     if args.samples > 1 and not args.temperature:
         raise CommandError(f"--samples {args.samples} needs sampling. Pass a --temperature above 0.")
     if args.samples > 1 and (args.show_drafts or args.html is not None):
@@ -42,6 +48,7 @@ def generate(args: SimpleNamespace) -> None:
 
 def audit(args: SimpleNamespace) -> None:
     """Check `hf-longspec audit`; adds `texts`, the name and text of each prompt."""
+    _one_draft(args)
     args.texts = [options.read_text(file, None) for file in args.files or []]
     args.texts += [options.read_text(None, args.prompt)] if args.prompt is not None or not args.files else []
 
@@ -52,6 +59,7 @@ def tune(args: SimpleNamespace) -> None:
         raise CommandError(
             f"--draft {options.AUTO} chooses a draft for a text, and tune measures the settings of one. Name the draft."
         )
+    _one_draft(args)
     read = [args.file, args.draft, args.target]
     claim([args.results], read, overwrite=args.overwrite, resume=args.resume)
     if args.resume:
@@ -62,19 +70,92 @@ def tune(args: SimpleNamespace) -> None:
     args.name, args.text = options.read_text(args.file, args.prompt)
 
 
+def serve(args: SimpleNamespace) -> None:
+    """Check `hf-longspec serve`: also that nothing else listens there."""
+    _one_draft(args)
+    if args.max_length is not None and args.rows == 1:
+        raise CommandError(f"--max-length {args.max_length} is for several --rows. Pass --rows, or drop it.")
+    try:
+        socket.create_server((args.host, args.port)).close()
+    except OSError as error:
+        remedy = "Pass another --host or --port."
+        reason = str(error.strerror).partition(" (while")[0]
+        raise CommandError(f"cannot listen on {args.host}:{args.port}: {reason}. {remedy}") from error
+
+
 def bench(args: SimpleNamespace) -> None:
+    """Check `hf-longspec bench`; reads the lengths of `--context` and `--batch`."""
+    options.require_target(args.target)
+    _drafts_to_compare(args.draft or [])
+    if args.assistant is not None:
+        options.require_existing("assistant", args.assistant)
     options.require_sources("--data: ", args.data or [])
+    contexts = (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS) if args.context is None else args.context
+    args.context = options.lengths("--context", contexts)
+    args.batch = options.lengths("--batch", args.batch, options.MOST_ROWS)
+    args.dtype = list(dict.fromkeys(part.strip() for part in args.dtype.split(",")))
+    if unknown := [name for name in args.dtype if name not in list(options.DtypeName)]:
+        known = ", ".join(options.DtypeName)
+        raise CommandError(f"--dtype {','.join(unknown)}: expected one or more of {known}.")
+    options.parse_sweeps(args.sweep or [])
+    written = [args.output, args.output.with_suffix(".md"), *(plot_beside(args.output, kind) for kind in PLOTS)]
+    claim(written, args.data or [], overwrite=args.overwrite, resume=args.resume)
+    if args.resume:
+        check_resume(args.output, args.resume)
 
 
 def train(args: SimpleNamespace) -> None:
+    """Check `hf-longspec train`; adds `recipe`."""
     options.require_sources("", args.data or [])
+    args.recipe = recipe.of_command(args)
+    options.require_target(args.recipe.target)
+    if isinstance(args.recipe.draft, str):
+        options.require_existing("draft", args.recipe.draft)
+
+
+def convert(args: SimpleNamespace) -> None:
+    options.require_existing("checkpoint", args.source)
+    claim([args.output], [args.source, args.target], overwrite=args.overwrite)
+
+
+def publish(args: SimpleNamespace) -> None:
+    """Check `hf-longspec publish`; adds `output`, the folder of a dry run."""
+    if args.results is not None and not args.results.is_file():
+        raise CommandError(f"--results: the file {str(args.results)!r} does not exist. Check the path.")
+    if not args.dry_run and args.repo is None:
+        raise CommandError("no repository to upload to. Pass --repo, or --dry-run.")
+    if not args.dry_run and args.output is not None:
+        raise CommandError(f"--output {args.output} needs --dry-run. Without it, the draft is uploaded.")
+    args.output = args.output or args.source.resolve().with_name(f"{args.source.resolve().name}-hub")
+    if args.dry_run:
+        options.require_writable_folder(args.output)
+        claim([args.output], overwrite=args.overwrite)
+    if not (args.source / "config.json").is_file():
+        raise CommandError(f"{args.source} has no config.json. Pass the folder of a saved draft.")
 
 
 def demo(args: SimpleNamespace) -> None:
     """Check `hf-longspec demo`; adds `text`, that of `--file`."""
+    if args.target is not None:
+        options.require_target(args.target)
+    _drafts_to_compare([] if args.draft is None else [args.draft])
     if args.whole and args.context is not None:
         raise CommandError(f"--whole and --context {args.context} are two lengths. Pass one of them.")
     args.text = None if args.file is None else options.read_text(args.file, None)[1]
+
+
+def _one_draft(args: SimpleNamespace) -> None:
+    """Check the names of target and draft, and the form of the settings."""
+    options.require_target(args.target)
+    options.require_draft(args.draft)
+    options.read_settings(args.setting)
+
+
+def _drafts_to_compare(names: list[str]) -> None:
+    for name in names:
+        if name == options.AUTO:
+            raise CommandError(f"--draft {name} chooses a draft, and here drafts are compared. Name them.")
+        options.require_draft(name)
 
 
 def _require_destination(draft: str, output: Path | None) -> None:

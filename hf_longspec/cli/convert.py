@@ -4,11 +4,9 @@ import sys
 from types import SimpleNamespace
 
 from ..modeling.register_draft import convert
-from .outputs import claim
 
 
 def run(args: SimpleNamespace) -> None:
-    claim([args.output], [args.source, args.target], overwrite=args.overwrite)
     print(f"Reading {args.source}.", file=sys.stderr)
     draft = convert(args.source, args.target)
     draft.save_pretrained(args.output)

@@ -45,11 +45,15 @@ def run(args: SimpleNamespace) -> bool:
         stack.enter_context(models.quiet(progress_bars=not Path(target).is_dir()))
         tokenizer = models.load_tokenizer(target)
         room = models.max_positions(target) - args.max_new_tokens
-        if room < 1 or (context or 0) > room:
+        if room < SHORTEST_PROMPT:
             raise CommandError(
-                f"--context {context or options.DEMO_CONTEXT} and {args.max_new_tokens} new tokens exceed the "
-                f"{room + args.max_new_tokens} positions of the model: use at most --context {max(room, 0)}, or fewer "
-                "--max-new-tokens."
+                f"--max-new-tokens {args.max_new_tokens} leave less than {SHORTEST_PROMPT} of the "
+                f"{room + args.max_new_tokens} positions of the model for the prompt. Pass fewer."
+            )
+        if (context or 0) > room:
+            raise CommandError(
+                f"--context {context} and {args.max_new_tokens} new tokens exceed the {room + args.max_new_tokens} "
+                f"positions of the model: use at most --context {room}, or fewer --max-new-tokens."
             )
         console.print(f"Loading {target}.", markup=False)
         model = models.load_target(target, models.dtype_of(args.dtype, models.default_device()))

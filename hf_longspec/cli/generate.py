@@ -24,7 +24,7 @@ from ..generation.wings.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
 from .models import LoadedModels, PromptProgress, load_models, say
 from .rows import continue_rows
-from .structure import given, processors
+from .structure import processors
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.
@@ -36,9 +36,8 @@ def run(args: SimpleNamespace) -> int:
     how: dict[str, Any] = {"do_sample": bool(args.temperature), "repetition_penalty": args.repetition_penalty}
     if args.temperature:
         how |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
-    structure = given(args.json_schema, args.regex)
     if args.data is not None:
-        return continue_rows(args, how, structure)
+        return continue_rows(args, how, args.structure)
     name, text = args.name, args.text
     with load_models(args) as loaded:
         if args.chat and not getattr(loaded.tokenizer, "chat_template", None):
@@ -47,7 +46,7 @@ def run(args: SimpleNamespace) -> int:
             message = [{"role": "user", "content": text}]
             text = loaded.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         ids = loaded.encode(name, text, room=args.max_new_tokens)
-        how |= processors(structure, loaded.tokenizer, loaded.model)
+        how |= processors(args.structure, loaded.tokenizer, loaded.model)
         seed = torch.seed() % 2**32 if args.seed is None else args.seed
         if isinstance(loaded.draft, AutoDraft):
             with Console(stderr=True).status("Trying drafts"):

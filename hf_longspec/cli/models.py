@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -80,8 +79,7 @@ def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
     With `from_hub`, `name` is that of a model. If the first request for it fails, the error comes at once; transformers
     would repeat the request five times for each of its files.
     """
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise CommandError(f"cannot load the {what} {name!r}: there is no such folder. Check the path.")
+    options.require_existing(what, name)
     try:
         if from_hub and not (Path(name).exists() or constants.HF_HUB_OFFLINE):
             _request(name)
@@ -95,6 +93,8 @@ def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
             remedy = ""  # our errors have their own
         elif Path(name).exists():
             remedy = " Check its files."
+        elif (parent := Path(name).parent).name and parent.is_dir():
+            remedy = f" The folder {parent} has no {Path(name).name}.{remedy}"
         raise CommandError(f"cannot load the {what} {name!r}: {one_line(error).rstrip('.')}.{remedy}") from error
 
 
@@ -176,16 +176,10 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
 
 def find_draft(name: str) -> None:
     """Refuse, before anything is loaded, a name that no draft has."""
-    if name in (known := weightless_drafts()) or name == options.AUTO:
-        return
-    if "/" not in name and not Path(name).exists():
-        near = get_close_matches(name, known, 1)
-        raise CommandError(
-            f"cannot load the draft {name!r}: there is no such folder, Hub ids have the form owner/name, and the "
-            f"training-free drafts are {', '.join(known)}.{f' Did you mean {near[0]!r}?' if near else ''}"
-        )
-    with loading(name, "draft", from_hub=True):
-        pass
+    options.require_draft(name)
+    if name not in weightless_drafts() and name != options.AUTO:
+        with loading(name, "draft", from_hub=True):
+            pass
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:

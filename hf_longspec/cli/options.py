@@ -4,6 +4,7 @@ Values are checked while the arguments are parsed. torch and transformers are no
 """
 
 import ast
+import codecs
 import itertools
 import math
 import re
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +20,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from ..bench.results import OWN_LENGTH
 from ..cli import CommandError, one_line
 
 INPUT_ERROR, INTERRUPTED = 2, 130
@@ -45,8 +48,12 @@ def training_free() -> list[str]:
 BY_NAME = ", ".join(training_free())
 # The draft that chooses another one.
 AUTO = "auto"
+# Prompts of their own length, in a list of lengths.
+OWN = "own"
 # Endings of files with texts, tables or weights. Names of Hub repositories have others, such as those of versions.
 FILE_SUFFIXES = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip"}
+# Of these, those of files that are no text.
+PACKED = {".parquet", ".arrow", ".gz", ".zip"}
 FILE_SUFFIXES |= {".html", ".pdf", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".pth", ".npy"}
 
 
@@ -121,10 +128,15 @@ def output(help: str, check: Callable[..., None] = require_writable_file, **how:
 
 
 def require_sources(option: str, names: Iterable[str]) -> None:
-    """Refuse names of missing files, which have a suffix or lie in a folder, before the Hub is asked for them."""
+    """Refuse missing files, whose names have a suffix or lie in a folder, and files without a text.
+
+    The Hub is not asked for them.
+    """
     remedy = "Check the path; datasets of the Hub are named owner/name."
     for name in names:
         path = Path(name.partition(":")[0])  # a dataset may have a configuration
+        if Path(name).is_file():
+            _require_content(option, Path(name))
         if Path(name).exists() or path.exists():
             continue
         if path.suffix.lower() in FILE_SUFFIXES or name.startswith((".", "/", "~")):
@@ -133,16 +145,68 @@ def require_sources(option: str, names: Iterable[str]) -> None:
             raise CommandError(f"{option}the folder {str(path.parent)!r} has no {path.name!r}. {remedy}")
 
 
-def named(help: str, make: Callable[..., Any] = typer.Option, **how: Any) -> Any:
-    """An option or argument for one name or several of models and data; none may be empty."""
+def _require_content(option: str, file: Path) -> None:
+    """Refuse a file that is empty, or that is read as text and does not begin with one."""
+    with file.open("rb") as stream:
+        beginning = stream.read(2**16)
+    if not beginning.strip():
+        raise CommandError(f"{option}{file} is empty. Pass a file with texts.")
+    if file.suffix.lower() not in PACKED:
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(beginning)
+        except UnicodeDecodeError as error:
+            raise CommandError(f"{option}{file} is not UTF-8 text. Convert it, or unpack it first.") from error
+
+
+def require_existing(what: str, name: str) -> None:
+    """Refuse the folder or file of a model, a draft or data that does not exist; no Hub id looks like its name."""
+    kind = "file" if Path(name).suffix.lower() in FILE_SUFFIXES else "folder"
+    if not Path(name).exists() and (kind == "file" or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise CommandError(f"cannot load the {what} {name!r}: there is no such {kind}. Check the path.")
+
+
+def require_target(name: str) -> None:
+    """Refuse what is no folder of a model, and no Hub id."""
+    require_existing("model of", name)
+    remedy = "Pass the folder of a saved model, or a Hub id."
+    if Path(name).is_file():
+        raise CommandError(f"cannot load the model of {name!r}: it is a file. {remedy}")
+    if Path(name).is_dir() and not list(Path(name).glob("*config.json")):
+        raise CommandError(f"cannot load the model of {name!r}: it has no config.json. {remedy}")
+
+
+def require_draft(name: str) -> None:
+    """Refuse a name that no draft has, as far as it is known without the Hub."""
+    registry = sys.modules.get("hf_longspec.modeling.register_draft")  # has those that the user registered
+    known = training_free() if registry is None else list(registry.weightless_drafts())
+    if name in (*known, AUTO):
+        return
+    require_existing("draft", name)
+    if "/" not in name and not Path(name).exists():
+        near = get_close_matches(name, known, 1)
+        raise CommandError(
+            f"cannot load the draft {name!r}: there is no such folder, Hub ids have the form owner/name, and the "
+            f"training-free drafts are {', '.join(known)}.{f' Did you mean {near[0]!r}?' if near else ''}"
+        )
+
+
+def named(
+    help: str, make: Callable[..., Any] = typer.Option, what: str = "a Hub id, a file or a folder", **how: Any
+) -> Any:
+    """An option or argument for one name or several, by default of models and data; none may be empty."""
 
     def checked(value: Any) -> Any:
         for name in [value] if isinstance(value, str) else value or ():
             if not name.strip():  # `Path` takes it for the current folder
-                raise typer.BadParameter("the name is empty. Pass a Hub id, a file or a folder.")
+                raise typer.BadParameter(f"the name is empty. Pass {what}.")
         return value
 
     return make(help=help, callback=checked, **how)
+
+
+def key(help: str) -> Any:
+    """An option for the key or column of texts."""
+    return named(help, what="a key or column")
 
 
 Target = Annotated[str, named("Hub id or folder of the model.", show_default=False)]
@@ -220,6 +284,46 @@ def read_settings(texts: list[str] | None, example: str = "num_assistant_tokens=
         except yaml.YAMLError as error:
             raise CommandError(f"--set {text!r}: the value is not YAML. Put it in quotes.") from error
     return settings
+
+
+def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
+    """Numbers such as `512,2k`; `own` is 0.
+
+    >>> lengths("--context", "512,2k,own")
+    [512, 2048, 0]
+    """
+    numbers = []
+    for part in map(str.strip, text.split(",")):
+        if part == OWN and option == "--context":
+            numbers.append(OWN_LENGTH)
+            continue
+        match = re.fullmatch(r"(\d+)(k?)", part.lower())
+        number = int(match[1]) * (1024 if match[2] else 1) if match else 0
+        if not 1 <= number <= most:
+            upper = "" if most == math.inf else f" and at most {most}"
+            raise CommandError(f"{option} {part!r}: expected numbers of at least 1{upper}, such as 512 or 2k (2048).")
+        numbers.append(number)
+    return list(dict.fromkeys(numbers))
+
+
+def parse_sweeps(texts: Iterable[str]) -> dict[str, list[str]]:
+    """Split the texts into the values of each key, which are still texts.
+
+    >>> parse_sweeps(["sparse_ratio=0.03,0.07", "tree_widths=4+4,1+1+1"])
+    {'sparse_ratio': ['0.03', '0.07'], 'tree_widths': ['4+4', '1+1+1']}
+    """
+    axes: dict[str, list[str]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        parts = [part.strip() for part in values.split(",")]
+        if not equals or not key.strip() or not all(parts):
+            raise CommandError(f"--sweep {text!r}: expected key=v1,v2, such as sparse_ratio=0.03,0.07.")
+        if key.strip() in axes:
+            raise CommandError(f"--sweep {key.strip()} is passed twice. Pass all its values at once.")
+        if len(set(parts)) < len(parts):
+            raise CommandError(f"--sweep {text!r} has a duplicate value.")
+        axes[key.strip()] = parts
+    return axes
 
 
 def read_text(file: Path | None, prompt: str | None) -> tuple[str, str]:

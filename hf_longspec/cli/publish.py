@@ -1,6 +1,7 @@
 """`hf-longspec publish`: upload a draft to the Hub, or write the repository to a folder."""
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,11 +13,10 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import AutoModel
 
 from ..bench.report import acceptance_section
-from ..cli import CommandError, one_line, options
+from ..cli import CommandError, one_line
 from ..hub import Card, push, write_repository
-from ..hub.repository import CARD_FACTS, engine_of, write_engine
+from ..hub.repository import CARD_FACTS, WITH_NGRAMS, engine_of, write_engine
 from .models import NetworkError, loading, quiet
-from .outputs import claim
 
 # The engine's repository, below the folder that a dry run writes.
 ENGINE_FOLDER = Path("engine")
@@ -24,24 +24,28 @@ ENGINE_FOLDER = Path("engine")
 
 def run(args: SimpleNamespace) -> None:
     engine = engine_of(args.repo, args.engine, args.self_contained)
-    if not args.dry_run and args.repo is None:
-        raise CommandError("no repository to upload to. Pass --repo, or --dry-run.")
-    if not args.dry_run and args.output is not None:
-        raise CommandError(f"--output {args.output} needs --dry-run. Without it, the draft is uploaded.")
-    output = args.output or args.source.resolve().with_name(f"{args.source.resolve().name}-hub")
-    if args.dry_run:
-        options.require_writable_folder(output)
-        claim([output], overwrite=args.overwrite)
     card = read_card(args.source, repo=args.repo, base_model=args.base_model, license=args.license)
     if args.results is not None:
         card = replace(card, acceptance=acceptance_section(args.results, args.name or args.source.resolve().name))
     draft = load(args.source)
+    for name in settings_left_out(draft, engine):
+        value = draft.setting(name)
+        print(f"note: the published code refuses {name}={value!r}: users have to install hf_longspec.", file=sys.stderr)
     if args.dry_run:
-        write(draft, output, card, args.repo, engine)
+        write(draft, args.output, card, args.repo, engine)
     else:
         with errors_of_the_hub():
             where = {"engine": args.engine, "self_contained": args.self_contained}
             print(push(draft, str(args.repo), card=card, private=args.private or None, **where).commit_url)
+
+
+def settings_left_out(draft: Any, engine: str | None) -> list[str]:
+    """The settings of a draft for which the code of its repository has no part."""
+    if not getattr(draft, "_is_longspec_draft", False):
+        return []  # refused when it is written
+    without_ngrams = engine is None and draft.config.model_type not in WITH_NGRAMS and draft.takes_ngrams
+    found = ["ngram_candidates"] if without_ngrams and draft.setting("ngram_candidates") else []
+    return found + (["compile"] if draft.setting("compile") not in ("auto", "off") else [])
 
 
 @contextmanager
@@ -76,8 +80,6 @@ def read_card(source: Path, **overrides: Any) -> Card:
 
 
 def load(source: Path) -> Any:
-    if not (source / "config.json").is_file():
-        raise CommandError(f"{source} has no config.json. Pass the folder of a saved draft.")
     with quiet(progress_bars=False), loading(str(source), "draft"):
         return AutoModel.from_pretrained(source)
 

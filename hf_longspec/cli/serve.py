@@ -1,7 +1,5 @@
 """`hf-longspec serve`: the handlers of `transformers serve` for one model, with a draft in every request."""
 
-import os
-import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +17,7 @@ except ModuleNotFoundError as error:
     remedy = "pip install -U 'transformers[serving]' 'starlette>=1.6' prometheus-client"
     raise CommandError(f"serve needs {error.name}, which is not installed: {remedy}") from error
 
-from .models import dtype_of, find_device, find_draft, loading, open_draft, quiet
+from .models import dtype_of, find_device, find_draft, loading, open_draft, positions_of, quiet
 
 # Seconds after Ctrl-C that running requests have to end.
 GRACE = 2
@@ -27,20 +25,14 @@ GRACE = 2
 
 def run(args: SimpleNamespace) -> int:
     settings, device = options.read_settings(args.setting), find_device(args.device)
-    try:
-        socket.create_server((args.host, args.port)).close()
-    except OSError as error:
-        remedy = "Pass another --host or --port."
-        reason = str(error) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        raise CommandError(f"cannot listen on {args.host}:{args.port}: {reason}. {remedy}") from error
     with quiet(progress_bars=True):
         find_draft(args.draft)
         with loading(args.target, "model of", from_hub=True):
             dtype = str(dtype_of(args.dtype, device)).removeprefix("torch.")
             models = ModelManager(device=str(device), dtype=dtype, force_model=args.target)
-            limits = Limits(args.max_body, args.max_tokens, args.max_waiting, args.cache_memory)
-            rows = args.rows, args.max_length
-            routes = make_routes(models, lambda model: open_draft(args.draft, model, settings), limits, *rows)
+        limits = Limits(args.max_body, args.max_tokens, args.max_waiting, args.cache_memory)
+        rows = args.rows, args.max_length
+        routes = make_routes(models, lambda model: open_draft(args.draft, model, settings), limits, *rows)
         make_server(routes, args.host, args.port).run()
     return 0
 
@@ -65,6 +57,8 @@ def make_routes(
     model, draft, metrics = loaded.model, open_draft(loaded.model), Metrics()
     if rows == 1:
         return Routes(models, Decoder(model, draft, metrics, limits.cache * MIB), limits)
+    if (max_length or 0) > (most := positions_of(model.config)):
+        raise CommandError(f"--max-length {max_length}: the model has {most} positions. Pass at most {most}.")
     try:
         decoder = BatchDecoder(model, draft, metrics, rows, max_length, limits.waiting)
     except ValueError as error:

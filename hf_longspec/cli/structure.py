@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import CommandError
-from ..structured_output import StructuredOutput
 
 
 def given(json_schema: Path | None, regex: str | None) -> dict[str, Any]:
@@ -14,6 +13,8 @@ def given(json_schema: Path | None, regex: str | None) -> dict[str, Any]:
         return {"regex": regex}
     if json_schema is None:
         return {}
+    if not json_schema.is_file():
+        raise CommandError(f"--json-schema: the file {str(json_schema)!r} does not exist. Check the path.")
     try:
         return {"json_schema": json.loads(json_schema.read_text(encoding="utf-8"))}
     except ValueError as error:
@@ -26,5 +27,7 @@ def processors(structure: dict[str, Any], tokenizer: Any, model: Any) -> dict[st
     """Return the arguments of `generate` for a structure; none without one."""
     if not structure:
         return {}
+    from ..structured_output import StructuredOutput  # imports torch
+
     ends = model.generation_config.eos_token_id
     return {"logits_processor": [StructuredOutput(tokenizer, **structure, eos_token_id=ends)]}

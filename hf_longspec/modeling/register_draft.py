@@ -8,6 +8,7 @@ Published copies of a draft hold neither this file nor what a registration names
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.resources import files
 from pkgutil import resolve_name
 from typing import Any
@@ -175,8 +176,10 @@ def convert(source: str, target: str | None = None) -> DraftModel:
     """
     targets = published_targets()
     if target is None and source not in targets:
+        near = get_close_matches(source, targets, 1)
         raise ValueError(
-            f"the target of {source!r} is unknown: pass its id or config.json. Known drafts: {', '.join(targets)}."
+            f"the target of {source!r} is unknown, and it is none of the {len(targets)} drafts whose targets are known."
+            f"{f' Did you mean {near[0]!r}?' if near else ''} Pass the target, its id or config.json."
         )
     config = AutoConfig.from_pretrained(target or targets[source])
     checkpoint = Checkpoint(source)

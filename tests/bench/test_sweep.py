@@ -3,7 +3,9 @@
 import pytest
 
 from hf_longspec.bench.calls import Decoding
-from hf_longspec.bench.matrix import draft_points, grid, parse_sweeps, read_value, split_axes, written
+from hf_longspec.bench.matrix import draft_points, grid, read_value, split_axes, written
+from hf_longspec.cli import CommandError
+from hf_longspec.cli.options import parse_sweeps
 
 SPECATTN = {"sparse_ratio": 0.07, "num_assistant_tokens": 4, "selection": "two_rows", "ngram_preload": True}
 LONGSPEC = {"tree_widths": [4, 4, 4, 3]}
@@ -29,7 +31,7 @@ def test_unknown_keys_are_refused_with_those_that_exist():
 
 @pytest.mark.parametrize("texts", [["sparse_ratio"], ["=1,2"], ["a="], ["a=1,,2"], ["a=1,1"], ["a=1", "a=2"]])
 def test_malformed_sweeps_are_refused(texts):
-    with pytest.raises(ValueError, match="--sweep"):
+    with pytest.raises(CommandError, match="--sweep"):
         parse_sweeps(texts)
 
 

@@ -67,7 +67,7 @@ def refuse(*_, **__):
 @pytest.mark.parametrize("name", MODULES)
 def test_a_missing_folder(command, fails, tiny, monkeypatch, name):
     line = fails(name, target="./no/such/folder")
-    assert line == "error: cannot load the tokenizer of './no/such/folder': there is no such folder. Check the path."
+    assert line == "error: cannot load the model of './no/such/folder': there is no such folder. Check the path."
     traced = command(name, tiny.notes, "--target", "./no/such/folder", *SMALL[name], "--debug")
     assert traced.exit_code == 1 and "there is no such folder" in str(traced.exception)
     monkeypatch.setattr(models, "load_tokenizer", refuse)  # before the target is loaded
@@ -257,28 +257,47 @@ EARLY = [
     ("demo TARGET --whole --context 64", "--whole and --context 64 are two lengths."),
     ("train --config none.yaml --output-dir locked/run", "locked cannot be written to"),
     ("convert TARGET notes.txt --output notes.txt/out", "notes.txt is a file."),
-    ("publish notes.txt --dry-run --output locked/out", "locked cannot be written to"),
+    ("publish DRAFT --dry-run --output locked/out", "locked cannot be written to"),
+    ("publish DRAFT --dry-run --results none.jsonl", "--results: the file 'none.jsonl' does not exist."),
+    ("bench TARGET --data notes.txt --assistant /absent --context 64", "cannot load the assistant"),
+    ("bench TARGET --sweep foo", "--sweep 'foo': expected key=v1,v2"),
+    ("bench TARGET --data empty", "--data: empty is empty."),
+    ("bench TARGET --data binary", "--data: binary is not UTF-8 text."),
+    ("generate TARGET --data empty --output out.jsonl", "--data: empty is empty."),
+    ("generate TARGET --data data.jsonl --output out.jsonl --column=", "'--column': the name is empty. Pass a key or"),
+    ("generate TARGET notes.txt --regex=", "--regex is empty."),
+    ("generate TARGET notes.txt --json-schema notes.txt", "--json-schema notes.txt is not JSON"),
+    ("generate notes.txt --target notes.txt", "the model of 'notes.txt': it is a file. Pass the folder of a saved"),
+    ("audit notes.txt --target full", "the model of 'full': it has no config.json."),
+    ("generate TARGET notes.txt --draft a/b.safetensors", "the draft 'a/b.safetensors': there is no such file."),
+    ("demo --dtype int8", "'--dtype': 'int8' is not one of"),
+    ("demo --draft ngrm", "Did you mean 'ngram'?"),
+    ("demo --draft auto", "--draft auto chooses a draft"),
+    ("serve TARGET --max-length 64", "--max-length 64 is for several --rows."),
+    ("serve TARGET --host host.invalid", "cannot listen on host.invalid:8000: "),
+    ("train --config short.txt", "'short.txt' holds a str, expected a mapping."),
+    ("convert a.pth --output out", "the checkpoint 'a.pth': there is no such file."),
+    ("publish full --dry-run", "full has no config.json."),
+    ("audit TARGET notes.txt --set seed", "--set 'seed': expected key=value"),
+    ("bench TARGET --data notes.txt --context 0", "--context '0'"),
+    ("bench TARGET --data notes.txt --batch own", "--batch 'own'"),
+    ("bench TARGET --data notes.txt --batch 1,2k", "--batch '2k': expected numbers of at least 1 and at most 1024"),
+    ("bench TARGET --data notes.txt --dtype int8", "--dtype int8"),
+    ("bench TARGET --data notes.txt --draft auto --context 64", "--draft auto"),
 ]
 LATE = [
     (
         "tune TARGET notes.txt --dry-run --set gamma=4",
         "--set gamma: not a setting of the draft specattn. Its settings are acc",
     ),
-    ("audit TARGET notes.txt --set seed", "--set 'seed': expected key=value"),
     ("generate TARGET notes.txt --set num_assistant_tokens=0", "num_assistant_tokens=0"),
     ("generate TARGET notes.txt --top-p 0.5", "--top-p and --top-k"),
     ("generate TARGET notes.txt --max-new-tokens 20000", "exceed the 16384 positions of the model"),
     ("generate TARGET notes.txt --chat", "has no chat template"),
     ("generate TARGET notes.txt --samples 3", "--temperature"),
     ("generate TARGET notes.txt --samples 3 --temperature 1 --show-drafts", "--show-drafts"),
-    ("bench TARGET --data notes.txt --context 0", "--context '0'"),
-    ("bench TARGET --data notes.txt --batch own", "--batch 'own'"),
-    ("bench TARGET --data notes.txt --batch 1,2k", "--batch '2k': expected numbers of at least 1 and at most 1024"),
     ("bench TARGET --data notes.txt --context 99k", "exceed the 16384 positions"),
-    ("bench TARGET --data notes.txt --dtype int8", "--dtype int8"),
     ("bench TARGET --data notes.txt --draft ngram --draft ngram --context 64", "two drafts have the name 'ngram'"),
-    ("bench TARGET --data notes.txt --draft auto --context 64", "--draft auto"),
-    ("bench TARGET --data notes.txt --assistant /absent --context 64", "cannot load the assistant"),
     ("bench TARGET --data notes.txt --sweep sparse_rate=1 --context 64", "--sweep sparse_rate: "),
     ("bench TARGET --data notes.txt --draft specattn --sweep sparse_ratio=7 --context 64", "sparse_ratio=7.0"),
     ("demo TARGET --file short.txt", "longer --file"),
@@ -302,6 +321,8 @@ def test_one_line_names_what_is_wrong(main, tiny, tmp_path, monkeypatch, loaded,
         (tmp_path / name).mkdir(parents=True)
     shutil.copy(tiny.notes, "notes.txt")
     Path("short.txt").write_text("short")
+    Path("empty").write_text(" \n")
+    Path("binary").write_bytes(b"\xff\xfe\x00\x80")
     Path("data.jsonl").write_text('{"prompt": "one two"}\n')
     place = tempfile.mkdtemp
 
@@ -317,7 +338,9 @@ def test_one_line_names_what_is_wrong(main, tiny, tmp_path, monkeypatch, loaded,
     else:
         monkeypatch.setattr(models, "load_target", lambda *_: loaded)  # loading takes most of the time
     before = sorted(tmp_path.rglob("*"))
-    status, output, errors = main(*line.replace("TARGET", f"--target {tiny.target}").split())
+    status, output, errors = main(
+        *line.replace("TARGET", f"--target {tiny.target}").replace("DRAFT", str(tiny.longspec)).split()
+    )
     assert status == 2 and errors.startswith("error: ") and named in errors
     assert not output or line.startswith("demo")  # which says what it loads
     assert len(errors.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
@@ -412,7 +435,17 @@ def test_version_help_and_wrong_options_and_prompts_import_neither_torch_nor_tra
         wrong += [["demo", "--file", place]]
     wrong += [["generate", "--target", "x"], ["audit", "--target", "x", "--prompt", ""]]
     wrong += [["generate", "--target", "x", "--prompt", "x", "--top-p", "0.5"]]
-    wrong += [["bench", "--target", "x", "--data", "missing.txt"]]
+    for words in (
+        ["--data", "missing.txt"],
+        ["--dtype", "int8"],
+        ["--batch", "0"],
+        ["--draft", "ngrm"],
+        ["--sweep", "x"],
+    ):
+        wrong += [["bench", "--target", "x", *words]]
+    wrong += [["serve", "--target", "./missing"], ["demo", "--draft", "ngrm"], ["train", "--config", __file__]]
+    wrong += [["convert", "./missing", "--output", str(tmp_path / "out")], ["publish", str(tmp_path), "--dry-run"]]
+    wrong += [["audit", "--target", "x", "--prompt", "x", "--set", "seed"]]
     output = script(LIGHT.format(lines=lines + wrong))
     for line, status in [(line, 0) for line in lines] + [(line, 2) for line in wrong]:
         assert f"{line} {status} []\n" in output

@@ -67,6 +67,15 @@ class TestDryRun:
             "license: mit" in text and 'from_pretrained("org/longspec-draft", trust' in text and "Not measured." in text
         )
 
+    def test_settings_that_need_the_package_are_noted(self, folder):
+        draft = LongSpecDraftModel.from_pretrained(folder)
+        draft.generation_config.update(ngram_candidates=2, compile="graph")
+        draft.save_pretrained(folder)
+        noted = ["the published code refuses compile='graph'", "the published code refuses ngram_candidates=2"]
+        for repo, count in (([], 2), (["--repo", "org/x"], 1)):  # a shared engine has n-grams
+            result = run(folder, "--dry-run", "--base-model", "org/t", "--overwrite", *repo)
+            assert result.exit_code == 0 and [note in result.stderr for note in noted] == [True, count == 2]
+
     def test_over_what_exists_on_request_alone(self, folder):
         """Its own output and the draft itself too: the measured results on a card would be lost."""
         (folder / "README.md").write_text("tau 2.5")

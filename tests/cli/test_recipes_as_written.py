@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_longspec.cli import train
+from hf_longspec.cli import recipe as recipes
 from tests.cli.conftest import run_command
 from tests.cli.test_train import RECIPES as FOLDER
 from tests.tiny_targets import tiny_prompts, tiny_target
@@ -57,7 +57,7 @@ def assert_as_written(recipe, folder, changed):
 def test_two_steps_of_the_recipe_of_ten_minutes(tiny, tmp_path):
     """With the bundled target and texts of its own, as in docs/training.md."""
     file = FOLDER / "ten_minutes.yaml"
-    recipe = train.read_recipe(file, {"dataset": {}})
+    recipe = recipes.read_recipe(file, {"dataset": {}})
     (tmp_path / "module.py").write_text(tiny.notes.read_text() * 20)
     arguments = ["--target", tiny.target, "--max-steps", "2", "--output-dir", tmp_path / "draft"]
     done = run_command("train", tmp_path / "module.py", "--config", file, *arguments)
@@ -76,7 +76,7 @@ def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
         if not name.startswith(family):
             continue
         file = FOLDER / f"{name}.yaml"
-        recipe = train.read_recipe(file, {})
+        recipe = recipes.read_recipe(file, {})
         (tmp_path / name).mkdir()
         target, rows = save_tiny(tmp_path / name, architecture, positions), save_rows(tmp_path, kind)
         data = f"dataset.data_files={{{recipe.dataset['split']}: {rows}}}"

@@ -13,7 +13,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import training
-from hf_longspec.cli import options, train
+from hf_longspec.cli import options
+from hf_longspec.cli import recipe as recipes
 from hf_longspec.training import DraftTrainer
 from tests.cli.conftest import run_command
 from tests.tiny_tokenizers import save_byte_target
@@ -90,7 +91,7 @@ def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch
 )
 def test_recipes_have_the_papers_numbers(name, rows, learning_rate, max_offset):
     """LongSpec: rows per step of Appendix D, offsets of Section 4.1. TokenSwift: books of the whole run."""
-    found = train.read_recipe(RECIPES / f"{name}.yaml", {}).training
+    found = recipes.read_recipe(RECIPES / f"{name}.yaml", {}).training
     assert (found["learning_rate"], found.get("max_offset")) == (learning_rate, max_offset)
     per_device = found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
     assert rows == per_device * (64 if max_offset is not None else 4 * found["max_steps"])

@@ -69,7 +69,7 @@ def without_a_matrix(tensors):
         (without_a_matrix, INNER, r"missing tensors \['mlp.up_proj.weight'\], unknown tensors \['lm_head.weight'"),
         (dict, 80, r"mlp\.\w+\.weight has shape .* expected .*Pass the target"),
         (lambda _: {"model.embed_tokens.weight": torch.ones(2)}, INNER, r"'cross_attn\.' or 'model\.medusa_layers\.'"),
-        (dict, None, r"the target of .* is unknown.*sail/longspec-vicuna-7b-v1\.5-16k"),
+        (dict, None, r"the target of .* is unknown.* Pass the target, its id"),
     ],
     ids=["tensors", "another target", "no known method", "no target"],
 )
