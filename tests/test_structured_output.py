@@ -148,7 +148,7 @@ def test_requests_of_a_batch_have_structures_of_their_own(kind):
     model = target_of("llama")
     draft = PlainDraftModel.from_target(model) if kind is None else draft_of(kind, model)
     words, nested = structure("words"), structure("nested")
-    makers = [list, lambda: [nested], lambda: [words], lambda: [nested, Budget()], list, lambda: [nested]]
+    makers = [list, lambda: [nested], lambda: [words], lambda: [Budget()], list, lambda: [nested]]
     cases = [
         (tiny_prompts(VOCAB, (length,))[0], make, {"do_sample": row % 2 == 1, "max_new_tokens": 24, "top_k": 0})
         for row, (length, make) in enumerate(zip((9, 2, 5, 7, 11, 3), makers, strict=True))
