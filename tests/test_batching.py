@@ -372,8 +372,6 @@ def test_what_has_no_row_is_refused_by_name(llama):
 class Stateful(LogitsProcessor):
     """Forces a token in every fifth call."""
 
-    is_grammar = False
-
     def __init__(self):
         self.calls = 0
 
@@ -398,13 +396,7 @@ def test_processors_with_state_see_their_own_row(llama):
     assert [one.calls for one in processors] == [17] * 3
 
 
-def test_grammars_and_drafters_that_do_not_say_their_state_are_refused(llama, monkeypatch):
-    grammar = Stateful()
-    grammar.is_grammar = True
-    with Batcher(llama, rows=1, max_length=40) as batcher:
-        request = batcher.submit(prompt(3), max_new_tokens=4, logits_processor=LogitsProcessorList([grammar]))
-        with pytest.raises(ValueError, match="a grammar: not supported in a Batcher"):
-            request.result()
+def test_drafters_that_do_not_say_their_state_are_refused(llama, monkeypatch):
     draft = draft_of("longspec", llama)
     monkeypatch.setattr(
         "hf_longspec.modeling.longspec.generation_longspec.LongSpecDrafter.row_states", Drafter.row_states

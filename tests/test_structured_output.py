@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-from hf_longspec import GrammarDraftModel, NgramDraftModel, PlainDraftModel, StructuredOutput
+from hf_longspec import Batcher, GrammarDraftModel, NgramDraftModel, PlainDraftModel, StructuredOutput
 from hf_longspec.generation.wings.grammar import GrammarRule
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.distributions import p_value
@@ -136,6 +136,37 @@ def target_of(name):
 def test_texts_under_a_structure(kind, target, name, lengths):
     model = target_of(target)
     check(model, draft_of(kind, model), lambda: structure(name), name, lengths)
+
+
+BATCHED = [None, "longspec_grammar", "longspec_ngram", "specattn"]
+BATCHED += [pytest.param(kind, marks=pytest.mark.soak) for kind in DRAFTS if kind not in BATCHED]
+
+
+@pytest.mark.parametrize("kind", BATCHED)
+def test_requests_of_a_batch_have_structures_of_their_own(kind):
+    """Beside others with and without one, and with a processor that keeps state: text and steps of each alone."""
+    model = target_of("llama")
+    draft = PlainDraftModel.from_target(model) if kind is None else draft_of(kind, model)
+    words, nested = structure("words"), structure("nested")
+    makers = [list, lambda: [nested], lambda: [words], lambda: [Budget()], list, lambda: [nested]]
+    cases = [
+        (tiny_prompts(VOCAB, (length,))[0], make, {"do_sample": row % 2 == 1, "max_new_tokens": 24, "top_k": 0})
+        for row, (length, make) in enumerate(zip((9, 2, 5, 7, 11, 3), makers, strict=True))
+    ]
+    same = {"eos_token_id": END, "pad_token_id": PAD}
+    with Batcher(model, draft, rows=2, max_length=50, chunk_size=8) as batcher:
+        futures = [
+            batcher.submit(ids, seed=row, logits_processor=make(), **how, **same)
+            for row, (ids, make, how) in enumerate(cases)
+        ]
+    for row, (ids, make, how) in enumerate(cases):
+        torch.manual_seed(row)
+        alone = model.generate(
+            ids, attention_mask=torch.ones_like(ids), assistant_model=draft, logits_processor=make(), **how, **same
+        )
+        assert futures[row].result().tolist() == alone.tolist(), row
+        found, expected = futures[row].speculation, draft.last_speculation
+        assert found.emitted_per_step == expected.emitted_per_step and found.reason is None, row
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from threading import Condition, Thread
 from types import TracebackType
@@ -17,8 +18,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..generation import route
-from ..generation.call import HOOKS, PROCESSORS, Call
+from ..generation.call import GRAMMAR, HOOKS, PROCESSORS, Call
 from ..generation.sequences import SpeculationStats
+from ..generation.wings.grammar import is_grammar
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from .slots import RowSession, SlotSession
 
@@ -34,11 +36,13 @@ class Request(Future):
 
     speculation: SpeculationStats | None = None
 
-    def __init__(self, work: Callable[[], Any], streamer: Any = None, is_alone: bool = False):
+    def __init__(
+        self, work: Callable[[], Any], streamer: Any = None, is_alone: bool = False, has_grammar: bool = False
+    ):
         super().__init__()
         # what is done in the turn of the request: its session is made, or a function runs alone
         self.work: Callable[[], Any] | None = work
-        self.streamer, self.is_alone = streamer, is_alone
+        self.streamer, self.is_alone, self.has_grammar = streamer, is_alone, has_grammar
 
     def end(self, result: Any = None, error: BaseException | None = None) -> None:
         """Set the result, unless the request was cancelled. Whoever reads its stream does not wait any longer."""
@@ -122,6 +126,7 @@ class Batcher:
                 raise ValueError(f"{name}={value!r}: expected an integer of at least {least}.")
         self.target, self.draft, self.chunk_size = target, draft, chunk_size
         self.max_length: int = max_length
+        self._forced: int = draft.setting("forced_tokens")
         self._waiting: deque[Request] = deque()
         self._unfinished: set[Request] = set()
         self._running: dict[int, Request] = {}  # by slot
@@ -154,7 +159,9 @@ class Batcher:
             raise ValueError("attention_mask has zeros: a row of the batch has no padding. Submit the tokens alone.")
         settings["attention_mask"] = torch.ones_like(ids)  # a padding token in a prompt is a token
         arguments = self._prepared(ids, streamer, settings)
-        return self._add(Request(lambda: self._opened(arguments, streamer, source), streamer))
+        has_grammar = any(map(is_grammar, arguments["logits_processor"]))
+        work = partial(self._opened, arguments, streamer, source)
+        return self._add(Request(work, streamer, has_grammar=has_grammar))
 
     def run_alone(self, function: Callable[[], Any]) -> Request:
         """Run a function on the thread of the model, in its turn, when no request runs; return its future."""
@@ -215,8 +222,11 @@ class Batcher:
         with self._changed:
             self._unfinished.discard(request)
 
-    def _empty_call(self, rows: int) -> Call:
-        """Return a call with a text of one token in each row, by which the target and the draft are checked."""
+    def _empty_call(self, rows: int, forced: int) -> Call:
+        """Return a call with a text of one token in each row, by which the target and the draft are checked.
+
+        Its trees have room for so many `forced` tokens.
+        """
         ids = torch.zeros(rows, 1, dtype=torch.long, device=self.target.device)
         config = GenerationConfig(max_length=self.max_length, do_sample=False)
         call = Call(self.target, self.draft, ids, LogitsProcessorList(), StoppingCriteriaList(), config, None, {})
@@ -224,6 +234,7 @@ class Batcher:
             raise ValueError(reason)
         if call.session_class is not None or call.target.rare:
             raise ValueError(f"{', '.join(call.target.rare)}: not supported in a Batcher. Call generate().")
+        call.more_nodes = forced
         return call
 
     def _prepared(self, ids: torch.Tensor, streamer: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -256,19 +267,24 @@ class Batcher:
         more = {name: value for name, value in arguments.items() if name not in (*names, "streamer")}
         call = Call(self.target, self.draft, own[0], own[1], own[2], own[3], streamer, more)
         call.rare = [name for name in call.rare if name != HOOKS]  # checked at the beginning
-        if other := [name for name in call.rare if name != PROCESSORS]:
+        if other := [name for name in call.rare if name not in (PROCESSORS, GRAMMAR)]:
             raise ValueError(f"{', '.join(other)}: not supported in a Batcher. Call generate() for this prompt.")
         if (reason := call.why_not()) is not None:
             raise ValueError(f"{reason} Or call generate() for this prompt.")
+        call.more_nodes = self._session.call.more_nodes
         return RowSession(call, self._session.lent, self.max_length, source)
+
+    def _begun(self, rows: int, forced: int = 0) -> SlotSession:
+        """Return a loop of free slots, whose trees have room for so many `forced` tokens."""
+        calls = [self._empty_call(count, forced) for count in (rows, 1)]
+        with calls[0].target.lock():
+            return SlotSession(*calls)
 
     @torch.no_grad()
     def _run(self, rows: int, begun: "Future[SlotSession]") -> None:
         """Run requests until the Batcher is closed and none is left. Graphs are captured on this thread, too."""
         try:
-            calls = [self._empty_call(count) for count in (rows, 1)]
-            with calls[0].target.lock():
-                begun.set_result(SlotSession(*calls))
+            begun.set_result(self._begun(rows))
         except Exception as error:
             begun.set_exception(error)
             return
@@ -308,10 +324,14 @@ class Batcher:
         """Whether a part of a prompt is to be read before the next step."""
         if self._reading is not None:
             return not self._reading.is_ready
-        return bool(self._waiting) and not (self._running and self._waiting[0].is_alone)
+        return bool(self._waiting) and not (self._running and self._is_lone(self._waiting[0]))
+
+    def _is_lone(self, request: Request) -> bool:
+        """Return whether a request begins when no other one runs: it runs alone, or is the first with a grammar."""
+        return request.is_alone or (request.has_grammar and self._session.call.more_nodes < self._forced)
 
     def _read_chunk(self) -> None:
-        if self._reading is None and self._waiting and not (self._running and self._waiting[0].is_alone):
+        if self._reading is None and self._has_chunk:
             self._open(self._waiting.popleft())
         if (reading := self._reading) is None or reading.tails is not None:
             return
@@ -325,6 +345,8 @@ class Batcher:
             request.end()
             return
         try:
+            if self._is_lone(request) and not request.is_alone:  # drafts keep more of each row then
+                self._session = self._begun(self.rows, self._forced)
             result = work()
         except Exception as error:  # of arguments, or of a function that runs alone
             request.end(error=error)

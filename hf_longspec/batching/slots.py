@@ -19,9 +19,11 @@ from ..generation.cache import SpeculativeCache
 from ..generation.call import Call, CallCache
 from ..generation.decoding import Session
 from ..generation.draft_tree import DraftTree
+from ..generation.drafter import Binding, Drafter
 from ..generation.sampling import NoiseRows, TokenRule, warped
 from ..generation.sequences import SpeculationStats
 from ..generation.verification import Acceptance
+from ..generation.wings.grammar import ForcedDrafter, HostTree, is_grammar, make_room
 
 
 class LentCache(CallCache):
@@ -60,6 +62,13 @@ class RowSession(Session):
         call.store, call.max_length = LentCache(cache), max_length
         super().__init__(call)
         self.coupling = self.rule.coupling()
+        self.grammar = next(filter(is_grammar, self.rule.processors), None)
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """Return a drafter whose state fits that of the loop, which appends forced tokens itself."""
+        drafter: Drafter = self.draft.drafter(binding)
+        make_room(drafter, self.call.more_nodes)
+        return drafter
 
     def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
         """Return sequences with the limit of the request, and a token rule with its seed."""
@@ -149,6 +158,8 @@ class SlotRule:
 
     def __init__(self, slots: Slots, sequences: SlotSequences, vocab_size: int):
         self.slots, self.sequences, self.vocab_size = slots, sequences, vocab_size
+        # the last tree of the drafter, as it was read for grammars
+        self.host_tree: tuple[DraftTree | None, HostTree] = None, []
 
     @property
     def live(self) -> list[tuple[int, RowSession]]:
@@ -233,6 +244,8 @@ class SlotRule:
             with slot.alone():
                 q = None if tree.q is None else tree.q[one]
                 of_row = replace(tree, tokens=tree.tokens[one], parents=tree.parents[one], valid=tree.valid[one], q=q)
+                if self.host_tree[0] is tree:
+                    slot.rule.host_tree = of_row, [field[one] for field in self.host_tree[1]]
                 found = slot.rule.accept(of_row, logits[one])[0]
                 for name in ("path", "num_nodes", "tokens"):
                     getattr(whole, name)[one] = getattr(found, name)
@@ -277,6 +290,25 @@ class SlotCoupling:
         return scores
 
 
+class SlotDrafter(ForcedDrafter):
+    """Append the tokens that the grammar of each request forces."""
+
+    def __init__(self, inner: Drafter, slots: Slots, rule: SlotRule, count: int):
+        super().__init__(inner, rule, None, count)
+        self._slots = slots
+
+    def grammar_of(self, row: int) -> tuple[Any, Any, int] | None:
+        """Return the rule of a request, its grammar, and 0, its only row."""
+        slot = self._slots[row]
+        return None if slot is None or slot.grammar is None else (slot.rule, slot.grammar, 0)
+
+    def _forced(self, row: int, *fields: list[int]) -> tuple[list[list[int]], int]:
+        if self._slots[row] is not None:
+            with self._slots[row].alone():
+                return super()._forced(row, *fields)
+        return [[], [], []], 0
+
+
 class SlotStats(SpeculationStats):
     """Statistics of the loop: steps are counted for the requests that took part in them."""
 
@@ -314,6 +346,11 @@ class SlotSession(Session):
             for row in range(len(self.slots)):
                 self.put(row, None)
         self.lent = SpeculativeCache(config, 1, self.max_length, self.cache.tree_slots)
+
+    def make_drafter(self, binding: Binding) -> Any:
+        """Return a drafter that appends forced tokens, if there is room for them."""
+        drafter, count = self.draft.drafter(binding), self.call.more_nodes
+        return SlotDrafter(drafter, self.slots, self.rule, count) if count else drafter
 
     def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
         """Return the sequences and the token rules of slots that are free."""

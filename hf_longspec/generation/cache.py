@@ -159,37 +159,27 @@ class SpeculativeLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new entries, and return views of all slots written so far, the new ones included."""
-        count, lengths = key_states.shape[2], self.rows.lengths
-        end = self.length + count
-        if not self.rows.staged:
+        count, lengths, is_staged = key_states.shape[2], self.rows.lengths, self.rows.staged
+        if not is_staged:
             if lengths.is_ragged or self.rows.columns is not None:
                 raise ValueError(
                     f"the rows hold {lengths.host} tokens, and plain generate needs rows of equal length without "
                     "padding. Continue each row in its own cache, or start a new cache."
                 )
-            self.reserve(end)
+            self.reserve(self.length + count)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.dtype != self.keys.dtype or value_states.dtype != self.values.dtype:
             self._widen(key_states, value_states)
-        if self.rows.staged:
-            return self._stage(key_states, value_states, count)
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _stage(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = self.rows.lengths
-        start = lengths.shared
-        if start is not None:
-            self.keys[:, :, start : start + count] = keys
-            self.values[:, :, start : start + count] = values
+        if (start := lengths.shared if is_staged else self.length) is not None:
+            self.keys[:, :, start : start + count] = key_states
+            self.values[:, :, start : start + count] = value_states
         else:
             row, slot = lengths.slots(count, self.keys.device)
-            self.keys[row, :, slot] = keys.transpose(1, 2).to(self.keys.dtype)
-            self.values[row, :, slot] = values.transpose(1, 2).to(self.values.dtype)
-        end = lengths.longest + count
+            self.keys[row, :, slot] = key_states.transpose(1, 2).to(self.keys.dtype)
+            self.values[row, :, slot] = value_states.transpose(1, 2).to(self.values.dtype)
+        self.length += 0 if is_staged else count
+        end = lengths.longest + count if is_staged else self.length
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def move(self, path: torch.Tensor) -> None:
@@ -480,9 +470,7 @@ class SpeculativeCache(Cache):
         for own, taken in zip(self.key_layers, other.key_layers, strict=True):
             if taken.is_initialized:
                 if not own.is_initialized:
-                    shapes = (
-                        states[:, :, :0].expand(self.batch_size, -1, -1, -1) for states in (taken.keys, taken.values)
-                    )
+                    shapes = (x[:, :, :0].expand(self.batch_size, -1, -1, -1) for x in (taken.keys, taken.values))
                     own.lazy_initialization(*shapes)
                 own.keys[row, :, :length] = taken.keys[0, :, :length]
                 own.values[row, :, :length] = taken.values[0, :, :length]

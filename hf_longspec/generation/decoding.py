@@ -126,9 +126,7 @@ class Session:
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
-        self.drafter = self.draft.drafter(binding)
-        if GRAMMAR in call.rare:
-            self.drafter = WINGS[GRAMMAR].drafter(self.drafter, self)
+        self.drafter = self.make_drafter(binding)
         if self.is_gated and (gate := WINGS.get(GATE)) is not None:
             self.drafter = gate.drafter(self.drafter, self)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
@@ -136,6 +134,11 @@ class Session:
         target.mode.begin(self.cache, self.prompts)
         self.cache.remember()
         self.cache.rows.offsets = self.prompts.offsets
+
+    def make_drafter(self, binding: Binding) -> Any:
+        """Return the drafter of the call, with the forced tokens of a grammar if there is one."""
+        drafter = self.draft.drafter(binding)
+        return WINGS[GRAMMAR].drafter(drafter, self) if GRAMMAR in self.call.rare else drafter
 
     def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
         """Return the sequences and the token rule of prompts `(batch, P)`."""

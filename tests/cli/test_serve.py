@@ -10,7 +10,18 @@ import pytest
 
 from hf_longspec import StructuredOutput
 from tests import scripts
-from tests.cli.served import NEW, POSITIONS, Reference, answered, ask, metrics, serving, streamed, with_template
+from tests.cli.served import (
+    NEW,
+    POSITIONS,
+    TEMPLATE,
+    Reference,
+    answered,
+    ask,
+    metrics,
+    serving,
+    streamed,
+    with_template,
+)
 from tests.watching import before as called_before
 
 QUESTION = "one two three, one two three, one two"
@@ -165,3 +176,36 @@ def test_answers_with_a_structure(server, expected):
     assert json.loads(text).keys() == {"kind", "old"}
     assert answered(server, "a cat", response_format={"type": "json_object"}).startswith("{")
     assert answered(server, "a cat") == expected("a cat")
+
+
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + TEMPLATE
+TOOLS = [
+    {"type": "function", "function": {"name": "pick", "parameters": SHAPE}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+PICK = {"type": "function", "function": {"name": "pick"}}
+
+
+def test_answers_that_have_to_be_calls(server, monkeypatch):
+    """At once and as a stream; cut off, the answer is text; without a choice or with "none" it is free."""
+    (loaded,) = server.models.loaded_models.values()
+    monkeypatch.setattr(loaded.processor, "chat_template", WITH_TOOLS)
+    for choice, names in ((PICK, {"pick"}), ("required", {"pick", "stop"})):
+        asked = {"tools": TOOLS, "tool_choice": choice, "new": 90}
+        answer = ask(server, "a cat", **asked).choices[0]
+        (call,) = answer.message.tool_calls
+        assert answer.finish_reason == "tool_calls" and not answer.message.content and call.function.name in names
+        if call.function.name == "pick":
+            assert json.loads(call.function.arguments).keys() == {"kind", "old"}
+        chunks = [chunk.choices[0].delta for chunk in ask(server, "a cat", stream=True, **asked)]
+        (streamed_call,) = [one for delta in chunks for one in delta.tool_calls or ()]
+        assert streamed_call.function.model_dump() == call.function.model_dump()
+        assert not any(delta.content for delta in chunks)
+    cut = ask(server, "a cat", tools=TOOLS, tool_choice=PICK, new=20).choices[0]
+    assert cut.finish_reason == "length" and cut.message.content == '{"name": "pick", "argum'[:20]
+    assert not cut.message.tool_calls
+    assert answered(server, "a cat", tools=TOOLS, tool_choice="none") == answered(server, "a cat")
+    assert answered(server, "a cat", tools=TOOLS) == answered(server, "a cat", tools=TOOLS, tool_choice="auto")
+    for wrong in ({"tool_choice": "required"}, {"tools": TOOLS[1:], "tool_choice": PICK}):
+        with pytest.raises(openai.BadRequestError, match="tool_choice="):
+            ask(server, "a cat", **wrong)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from hf_longspec import PlainDraftModel
+from hf_longspec import PlainDraftModel, StructuredOutput
 from tests.cli.served import (
     NEW,
     POSITIONS,
@@ -58,6 +58,16 @@ def test_a_seed_is_that_of_its_request(server, expected):
     options |= {"do_sample": True, "assistant_model": PlainDraftModel.from_target(expected.model)}
     assert found[0] == found[2] == expected(QUESTIONS[0], **options)
     assert found[1] == expected(QUESTIONS[1], **options)
+
+
+def test_answers_with_a_structure_beside_others(server, expected):
+    pytest.importorskip("llguidance")
+    schema = {"type": "array", "items": {"enum": ["cat", "dog"]}, "minItems": 2, "maxItems": 2}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "pets", "schema": schema}}}
+    structure = StructuredOutput(expected.tokenizer, json_schema=schema)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda of: streamed(server, QUESTIONS[0], **of), [asked, {}, asked, {}]))
+    assert found == 2 * [expected(QUESTIONS[0], logits_processor=[structure]), expected(QUESTIONS[0])]
 
 
 def test_stop_strings_and_prompts_that_are_too_long(server, expected):

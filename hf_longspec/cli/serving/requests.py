@@ -1,6 +1,8 @@
 """What a request may say: a field is obeyed, or refused by its name."""
 
 import copy
+import json
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -103,6 +105,19 @@ class Tool(Fields):
 
     type: Literal["function"]
     function: Function
+
+
+class NamedFunction(Fields):
+    """The name of a function."""
+
+    name: Text
+
+
+class NamedTool(Fields):
+    """The tool that the model has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class TextFormat(Fields):
@@ -245,9 +260,42 @@ class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(min_length=1), Items]
     max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
     tools: Annotated[list[Tool], Items] | None = None
-    tool_choice: Literal["auto"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool] | None = None
     logprobs: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _without_tools(self) -> Self:
+        if self.tool_choice == "none":
+            self.tools = None
+        return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be the call of a tool."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """The structure of the answer: the call of a tool that the model has to call, else that of every request."""
+        if not self.must_call:
+            return super().structure
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        functions = [tool.function for tool in self.tools or () if named in (None, tool.function.name)]
+        if not functions:
+            raise ValueError(f"tool_choice={named or self.tool_choice!r} is not among `tools`. Add the tool.")
+        if super().structure:
+            raise ValueError("response_format: the answer is the call of a tool, as tool_choice says. Leave one out.")
+        rules = []
+        for function in functions:
+            if not re.fullmatch("[a-zA-Z0-9_.-]+", function.name):
+                raise ValueError(f"tools: {function.name!r} has other characters than letters, digits and _.-")
+            schema = {"type": "object"} | (function.parameters or {"properties": {}, "additionalProperties": False})
+            form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+            begin = json.dumps(f'{{"name": "{function.name}", "arguments": ')
+            rules.append(f'{begin} %json {json.dumps(schema | {"x-guidance": form})} "}}"')
+        calls = "\n".join(f"call{place}: {rule}" for place, rule in enumerate(rules))
+        return {"grammar": f"start: {' | '.join(f'call{place}' for place in range(len(rules)))}\n{calls}"}
 
 
 class CompletionRequest(Sampling):

@@ -1,6 +1,7 @@
 """The routes of `hf-longspec serve`, and their errors: 4xx for what a client can mend."""
 
 import asyncio
+import copy
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +97,25 @@ class Chat(OneRequest, ChatCompletionHandler):
         for key in [*(self.request.chat_template_kwargs or ()), *(["tools"] if self.request.tools else [])]:
             if key in own or not re.search(rf"\b{re.escape(key)}\b", str(template)):
                 raise HTTPException(400, f"{key}: the chat template of {name} does not use it. Leave it out.")
-        return name, model, processor
+        return name, model, reading_calls(processor, model) if self.request.must_call else processor
+
+
+def reading_calls(processor: Any, model: Any) -> Any:
+    """Return a copy of a processor that reads an answer as the call of a tool, or as text if it was cut off."""
+    processor = copy.copy(processor)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if tokenizer is not processor:
+        tokenizer = processor.tokenizer = copy.copy(tokenizer)
+    ends = model.generation_config.eos_token_id
+    ends = [tokenizer.decode([end]) for end in (ends if isinstance(ends, list) else [ends])]
+    call = r'\{"name": "(?P<name>[^"]*)", "arguments": (?P<arguments>\{.*\})\}'
+    function = {"name": "{name}", "arguments": "{arguments}"}
+    tool_calls = {"open_pattern": f"{call}(?={'|'.join(map(re.escape, ends))})", "close": ends, "repeats": True}
+    tool_calls |= {"content": "text", "transform": {"type": "function", "function": function}}
+    fields = {"content": {"close": ends, "content": "text"}, "tool_calls": tool_calls}
+    # the answer begins where the prompt ends, whatever that says
+    tokenizer.response_template = {"start_anchor_pattern": r"\Z", "fields": fields}
+    return processor
 
 
 class Wanted(BaseModel):

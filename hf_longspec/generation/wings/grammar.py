@@ -93,6 +93,14 @@ def reached(
             yield from ((node, position) for node in position.tour(tokens, parents, valid, grammar.ends))
 
 
+def make_room(drafter: Any, count: int) -> None:
+    """Tell a drafter, and those within it, that their paths may contain `count` more nodes."""
+    depth = drafter.max_depth + count
+    while drafter is not None and count:
+        drafter.ngram_depth = max(drafter.ngram_depth, depth)
+        drafter = vars(drafter).get("inner")
+
+
 class ForcedDrafter:
     """Append the tokens that a grammar forces to the trees of another drafter.
 
@@ -101,32 +109,33 @@ class ForcedDrafter:
 
     Args:
         inner ([`Drafter`]): The other drafter.
-        rule ([`TokenRule`]): The rule of the call.
+        rule (`Any`): The rule of the call.
         grammar (`Any`): The grammar, a processor of the rule.
         count (`int`): Largest number of tokens that are appended.
     """
 
-    def __init__(self, inner: Drafter, rule: TokenRule, grammar: Any, count: int):
+    def __init__(self, inner: Drafter, rule: Any, grammar: Any, count: int):
         self.inner, self._rule, self._grammar, self._count = inner, rule, grammar, count
         self.num_nodes, self.max_depth = inner.num_nodes + count, inner.max_depth + count
-        one: Any = inner
-        while one is not None and count:
-            one.ngram_depth = max(one.ngram_depth, self.max_depth)
-            one = vars(one).get("inner")
+        make_room(inner, count)
         self._proposed: tuple[DraftTree | None, DraftTree | None] = None, None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    def grammar_of(self, row: int) -> tuple[Any, Any, int] | None:
+        """Return the rule and the grammar of a row, and the number of the row there; `None` if it has none."""
+        return self._rule, self._grammar, row
+
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the other drafter's tree after `root` `(batch,)`, and forced tokens after its nodes."""
         tree = self.inner.propose(root)
-        started, host = time.perf_counter(), read(tree)
+        if not any(self.grammar_of(row) for row in range(len(root))):
+            return tree
+        host = read(tree)
         joined = tree if tree.q is not None or not self._count else self._joined(tree, host)
         self._proposed = joined, tree
-        if isinstance(self._rule, GrammarRule):
-            self._rule.host_tree = joined, host
-        self._rule.processor_seconds += time.perf_counter() - started
+        self._rule.host_tree = joined, host
         return joined
 
     def _joined(self, tree: DraftTree, host: HostTree) -> DraftTree:
@@ -151,11 +160,15 @@ class ForcedDrafter:
 
     def _forced(self, row: int, tokens: list[int], parents: list[int], valid: list[int]) -> tuple[list[list[int]], int]:
         """Return tokens, parents and validity of the forced nodes of a row, and the depth of the deepest of them."""
+        if (found := self.grammar_of(row)) is None:
+            return [[], [], []], 0
+        (rule, grammar, place), started = found, time.perf_counter()
         runs = [
             (node, forced)
-            for node, position in reached(self._grammar, self._rule.sequences, row, tokens, parents, valid)
+            for node, position in reached(grammar, rule.sequences, place, tokens, parents, valid)
             if (forced := position.forced())
         ]
+        rule.processor_seconds += time.perf_counter() - started
         places = {(parents[node], tokens[node]): node for node in range(len(tokens) - 1, 0, -1) if valid[node]}
         depths = [0]
         for node in range(1, len(tokens)):
@@ -165,7 +178,7 @@ class ForcedDrafter:
         for node, forced in sorted(runs):  # shallow nodes and likely ones come first
             for token in forced:
                 if (node, token) not in places:
-                    if len(new[0]) == self._count or token in self._grammar.ends:
+                    if len(new[0]) == self._count or token in grammar.ends:
                         break
                     places[node, token] = len(depths)
                     depths.append(depths[node] + 1)

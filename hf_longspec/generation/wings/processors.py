@@ -214,12 +214,12 @@ class StatefulRule(TokenRule):
 
     def _processed_together(self, raw: torch.Tensor, depth: int, growing: torch.Tensor) -> torch.Tensor:
         """Return what the processors make of logits `(batch, vocab)` after `depth` candidates of every growing row."""
-        texts = self.sequences.tokens
-        if depth:
-            assert self._tried is not None
-            texts = torch.where(growing[:, None], self._tried.tokens, texts)
         length = self.sequences.lengths[self.sequences.done.index(False)] + depth
-        return self.processors(texts[:, :length], raw.to(torch.float32, copy=True))
+        texts = self.sequences.tokens[:, :length]
+        if depth:  # drafted tokens may reach beyond the limit of the text, and widen what is tried
+            assert self._tried is not None
+            texts = torch.where(growing[:, None], self._tried.tokens[:, :length], texts)
+        return self.processors(texts, raw.to(torch.float32, copy=True))
 
     def advance(self, counts: Sequence[int]) -> None:
         super().advance(counts)
