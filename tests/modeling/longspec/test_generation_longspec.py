@@ -44,14 +44,14 @@ def recorded(monkeypatch):
         self.texts = [text.tolist() for text in texts]
         start(self, texts, verification)
 
-    def recording_grow(self, logits, width):
+    def recording_grow(self, logits, width, *more):
         iterations[-1]["levels"].append(logits)
-        depth, first, ancestor_mask = len(self.levels) - 1, self.first_node, self.ancestor_mask
-        grow(self, logits, width)
+        depth, ancestor_mask = len(self.levels) - 1, self.ancestor_mask
+        grow(self, logits, width, *more)
         for row, coming in enumerate(iterations[-1]["coming"]):
             if depth < len(coming) and luck.random() < 0.8:
                 self.tokens[row, 0] = coming[depth]
-                self.parents[-1][row, 0] = first
+                self.parent_places[-1][row, 0] = 0
                 self.ancestor_mask[row, 0, : ancestor_mask.shape[2]] = ancestor_mask[row, 0]
 
     start = LongSpecDrafter.start
