@@ -130,10 +130,10 @@ class AuxDrafter(BeamDrafter):
         raise NotImplementedError
 
     def seen(self, ring: WindowRing, end: torch.Tensor) -> torch.Tensor:
-        """Return what all nodes see of a ring whose last entry is at `end` `(B, 1)`, as `(B, 1, slots + 1)`.
+        """Return what all nodes see of a ring whose last entry is at `end` `(B, 1)`, and of the root.
 
-        The window does not move while drafting. The root's entry is a committed one, so its node, the last column, is not
-        seen.
+        The result has the shape `(B, 1, slots + 1)`. The window does not move while drafting. The root's entry is a
+        committed one, so its node is not seen.
         """
         return torch.nn.functional.pad(ring.visible(end), (0, 1))
 
