@@ -255,15 +255,22 @@ def rotated(rotation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def written(
-    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write keys and values `(B, K, n, D)` to slots `(n,)` or `(B, n)` of two buffers, and return these.
+    """Write keys and values `(B, K, n, D)` to slots of two buffers, and return these.
 
-    A mode of torch functions may replace it.
+    They are those of `slots` `(T,)` or `(B, T)` from `first` on. A mode of torch functions may replace it, which gets
+    the keys before any other function of torch.
     """
     states = key, value
     if has_torch_function(states):
-        return handle_torch_function(written, states, *states, keys, values, slots)  # type: ignore[no-any-return]
+        return handle_torch_function(written, states, *states, keys, values, slots, first)
+    slots = slots[..., first : first + key.shape[2]]
     row = torch.arange(len(slots), device=slots.device)[:, None] if slots.dim() == 2 else None
     for part, buffer in ((key, keys), (value, values)):
         part = part.to(buffer.dtype)  # another one comes from autocast

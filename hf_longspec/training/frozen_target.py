@@ -381,7 +381,8 @@ def forward_kl(target_hidden: torch.Tensor, head: Head, token_ids: torch.Tensor 
 
     def objective(chunk: slice, dtype: torch.dtype) -> Score:
         logits = head(target_hidden[chunk]).to(dtype)
-        tokens, misses = logits.argmax(-1, keepdim=True), 0
+        tokens = logits.argmax(-1, keepdim=True)
+        misses = torch.zeros_like(tokens[:, 0])
         if token_ids is not None:
             places = torch.searchsorted(token_ids, tokens).clamp_max(len(token_ids) - 1)
             misses = (token_ids[places] != tokens)[:, 0].long()

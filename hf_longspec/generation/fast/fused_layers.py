@@ -196,8 +196,9 @@ class Rotation(NamedTuple):
         """Return the buffers that the keys are written to, by one kernel; `None` for other functions."""
         if function is not written or args[0] is not self.result[1]:
             return None
-        _, value, keys, values, slots = args
+        _, value, keys, values, slots, first = args
         key = self.args[1]
+        slots = slots[..., first : first + key.shape[2]]
         if value.stride(-1) != 1 or not value.dtype == values.dtype == key.dtype == keys.dtype:
             return None
         rotate(*self.args, self.form, self.result[0], keys, (value, values, slots))

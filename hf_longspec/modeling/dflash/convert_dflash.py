@@ -192,7 +192,7 @@ def _config_of(
         **{
             name: int(values.get(name, default))
             for name, default in OF_DFLASH2.items()
-            if speculators == "dflash2" or name in nested
+            if speculators == "dflash2" or nested.get(name) is not None
         },
     )
 
@@ -246,7 +246,9 @@ def _windows(layout: str, raw: Mapping[str, Any], inner: Mapping[str, Any], num_
     kinds = inner.get("layer_types") or []
     if not kinds and (layout == "Muse" or raw.get("use_swa")):
         kinds = ["sliding_attention"] * num_layers
-    if window is None or "sliding_attention" not in kinds or inner.get("use_sliding_window") is False:
+    if window is None or "sliding_attention" not in kinds:
+        return {}
+    if inner.get("use_sliding_window") is False and not raw.get("use_swa"):
         return {}
     window = int(window) + (layout == "Muse")
     windows = [window if kind == "sliding_attention" else None for kind in kinds]

@@ -92,8 +92,7 @@ class WindowRing:
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor, first_node: int) -> None:
         """Store keys and values `(B, K, n, D)` of n nodes of the tree, from node `first_node` on."""
-        first = self.size + first_node
-        written(keys, values, self.keys, self.values, self._slots[first : first + keys.shape[2]])
+        written(keys, values, self.keys, self.values, self._slots, self.size + first_node)
 
     def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
         """Move the first `counts` `(B,)` nodes of `path` `(B, M)` into the ring; M is at most `window`.

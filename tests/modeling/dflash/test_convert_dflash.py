@@ -94,6 +94,7 @@ def test_windows_that_move_cannot_be_written(tmp_path):
 
 
 NESTED = {"mask_token_id": 96, "target_layer_ids": [1, 3]}
+OWN = json.loads((FIXTURES / "zlab_full" / "config.json").read_text())["dflash_config"]
 
 
 @pytest.mark.parametrize(
@@ -101,11 +102,14 @@ NESTED = {"mask_token_id": 96, "target_layer_ids": [1, 3]}
     [
         ({"is_causal": True}, {"causal": True}),
         ({"is_causal": None}, {"causal": None}),
-        ({"dflash_config": NESTED | {"causal": False, "num_target_layers": 8}}, {"causal": False}),
-        ({"dflash_config": NESTED | {"causal_head": True, "mask_token": "<mask>"}}, {"causal": True}),
-        ({"dflash_config": NESTED | {"sample_from_anchor": True}}, {"sample_from_anchor": True}),
-        ({"dflash_config": NESTED | {"use_swa": True, "swa_window_size": 5}}, {"layer_windows": [5, 5]}),
-        ({"dflash_config": NESTED | {"selector_rank": None}}, {"selector_rank": 0}),
+        ({"dflash_config": OWN | {"causal": False, "num_target_layers": 8}}, {"causal": False}),
+        ({"dflash_config": OWN | {"causal_head": True, "mask_token": "<mask>"}}, {"causal": True}),
+        ({"dflash_config": OWN | {"sample_from_anchor": True}}, {"sample_from_anchor": True}),
+        (
+            {"layer_types": ..., "dflash_config": OWN | {"use_swa": True, "swa_window_size": 5}},
+            {"layer_windows": [5, 5]},
+        ),
+        ({"dflash_config": OWN | {"selector_rank": None}}, {"selector_rank": 0}),
     ],
 )
 def test_fields_that_other_engines_read(copy_of, changes, fields):
@@ -117,7 +121,7 @@ def test_sinks_and_the_factor_of_values_are_read(copy_of):
     """The factor of MiMo's values becomes a part of their projection."""
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     tensors = {f"layers.{layer}.self_attn.attention_sink_bias": sinks + layer for layer in range(2)}
-    nested = NESTED | {"attention_sink_bias": True, "attention_value_scale": 0.5}
+    nested = OWN | {"attention_sink_bias": True, "attention_value_scale": 0.5}
     draft = DFlashDraftModel.from_pretrained(copy_of("zlab_full", tensors=tensors, dflash_config=nested))
     plain = DFlashDraftModel.from_pretrained(FIXTURES / "zlab_full")
     for index, (layer, other) in enumerate(zip(draft.layers, plain.layers, strict=True)):
