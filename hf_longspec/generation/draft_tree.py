@@ -11,7 +11,6 @@ each of which keeps the continuations with the largest cumulative log-probabilit
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from math import prod
 
 import torch
@@ -379,11 +378,11 @@ class Beam:
         # `(B, n)`, sum of the draft's log-probabilities along each path
         self.scores = torch.zeros(self.tokens.shape, device=root.device)
         self.levels = [self.tokens]  # of every level, the root's first
-        # places `(B, n)` of the nodes' parents within the level above; likewise
-        self.parent_places = [torch.full_like(self.tokens, -1)]
+        # parents `(B, n)` as indices into the tree, and their places within the level above; likewise
+        self.parents = self.parent_places = [torch.full_like(self.tokens, -1)]
         self.num_nodes = 1
         self._scores = [self.scores]
-        self._identity = _identity(most_nodes, root.device)
+        self._identity = torch.eye(most_nodes, dtype=torch.bool, device=root.device)
         # rows of the tree mask, as wide as it will be
         self._masks = [self._identity[:1].expand(len(root), 1, -1)]
 
@@ -425,7 +424,8 @@ class Beam:
         inherited = self._masks[-1].gather(1, parent[..., None].expand(-1, -1, len(self._identity)))
         self._masks.append(inherited | self._identity[first : self.num_nodes])
         self.levels.append(self.tokens)
-        self.parent_places.append(parent)
+        self.parents = [*self.parents, parent + (first - count)]
+        self.parent_places = [*self.parent_places, parent]
         self._scores.append(self.scores)
 
     def fields(self, num_nodes: int | None = None) -> tuple[Tensor, ...]:
@@ -436,9 +436,7 @@ class Beam:
         """
         total = self.num_nodes
         tokens, mask = torch.cat(self.levels, 1), torch.cat(self._masks, 1)[..., :total]
-        sizes = tuple(level.shape[1] for level in self.levels)
-        first, depths, valid = _level_structure(len(tokens), sizes, tokens.device)
-        parents = torch.cat(self.parent_places, 1) + first
+        parents, depths = torch.cat(self.parents, 1), tree_depths(mask)
         if num_nodes is not None and num_nodes < total:
             scores = torch.cat(self._scores, 1)[:, None]
             # rounding may rank a node above its parent; of equal scores, the first one belongs to the ancestor
@@ -449,32 +447,11 @@ class Beam:
             )
             parents = places.gather(1, parents.gather(1, kept).clamp_min(0))
             parents[:, 0] = -1
-            tokens, depths, valid = tokens.gather(1, kept), depths.gather(1, kept), valid[:, :num_nodes]
+            tokens, depths = tokens.gather(1, kept), depths.gather(1, kept)
             mask = mask.gather(1, kept[..., None].expand(-1, -1, total)).gather(
                 2, kept[:, None].expand(-1, num_nodes, -1)
             )
-        return tokens, parents, valid, depths, mask
-
-
-@lru_cache(maxsize=64)
-def _identity(size: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # the cached tensor outlives the call, which may run under inference mode
-        return torch.eye(size, dtype=torch.bool, device=device)
-
-
-@lru_cache(maxsize=64)
-def _level_structure(batch_size: int, sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for every node of levels of these sizes the first node of the level above `(N,)`, and its depth.
-
-    Depths and the validity of all nodes have the shape `(B, N)`.
-    """
-    ends = [0, *accumulate(sizes)]
-    first = [max(0, ends[max(0, depth - 1)]) for depth, size in enumerate(sizes) for _ in range(size)]
-    depths = [depth for depth, size in enumerate(sizes) for _ in range(size)]
-    with torch.inference_mode(False):  # as above
-        places, below = on_device([first, depths], device)
-        below = below.repeat(batch_size, 1)
-        return places, below, torch.ones_like(below, dtype=torch.bool)
+        return tokens, parents, torch.ones_like(tokens, dtype=torch.bool), depths, mask
 
 
 def log_total(logits: Tensor, largest: Tensor) -> Tensor:

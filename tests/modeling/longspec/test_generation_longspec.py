@@ -53,6 +53,7 @@ def recorded(monkeypatch):
             if depth < len(coming) and luck.random() < 0.8:
                 self.tokens[row, 0] = coming[depth]
                 self.parent_places[-1][row, 0] = 0
+                self.parents[-1][row, 0] = self.num_nodes - self.tokens.shape[1] - ancestor_mask.shape[1]
                 self.ancestor_mask[row, 0, : ancestor_mask.shape[2]] = ancestor_mask[row, 0]
 
     start = LongSpecDrafter.start
