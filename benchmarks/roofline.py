@@ -216,13 +216,13 @@ class Roofline:
         """One verification of `nodes` nodes per row."""
         return self.weights_ms(nodes * self.batch) + self.attention_ms(nodes)
 
-    def longspec(self, widths: list[int], window: int = 512) -> Iteration:
-        """LongSpec: per level its one block, one layer of the target's cache, and the target's head."""
+    def longspec(self, widths: list[int], window: int = 512, vocab: int | None = None) -> Iteration:
+        """LongSpec: per level its one block, one layer of the target's cache, and `vocab` rows of the target's head."""
         shape, entries = self.shape, self.context + window
         query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         # self-attention, query and output of the cross-attention, feed-forward
         block = shape.hidden * (4 * query + 2 * keys + 3 * shape.intermediate)
-        block_and_head = block + shape.vocab * shape.hidden
+        block_and_head = block + (vocab or shape.vocab) * shape.hidden
         kv = 2 * keys * self.kv_bytes * self.batch * entries
         draft = 0.0
         previous = 1  # nodes of the level that is run, to propose the next one
@@ -232,7 +232,7 @@ class Roofline:
             draft += self._longer(block_and_head * self.weight_bytes, FLOPS_PER_WEIGHT * block_and_head * tokens)
             draft += self._longer(kv, scores, self.attention_tflops)
             previous = width
-        name = f"LongSpec {'+'.join(map(str, widths))}"
+        name = f"LongSpec {'+'.join(map(str, widths))}" + (f", {vocab:,} tokens" if vocab else "")
         return self._iteration(name, draft, 1 + sum(widths), len(widths) + 1)
 
     def specattn(self, gamma: int, ratio: float, draft_weights: str | None = None) -> Iteration:
@@ -294,7 +294,7 @@ def tables(rooflines: list[Roofline], args: argparse.Namespace) -> str:
         place = {"batch": at.batch, "context": f"{at.context}" + ("" if at.fits else " (does not fit)")}
         verified = {f"verify {n}, ms": f"{at.verify_ms(n):.2f}" for n in args.nodes}
         steps.append({**place, "step, ms": f"{at.ar_ms:.2f}", **verified})
-        iterations = [at.longspec(widths) for widths in TREES]
+        iterations = [at.longspec(widths, vocab=vocab) for widths in TREES for vocab in (None, at.shape.vocab // 4)]
         iterations += [at.specattn(gamma, RATIO, weights) for gamma in args.gammas for weights in (None, *BITS)]
         iterations += [at.tokenswift(BRANCHING, budget=budget) for budget in (BUDGET, None)]
         for iteration in iterations:

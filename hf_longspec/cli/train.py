@@ -47,6 +47,7 @@ def run(args: SimpleNamespace) -> int:
 
 def train(recipe: Recipe, resume: bool) -> int:
     from ..training import DraftTrainer, DraftTrainingArguments
+    from ..training.data import DocumentEncoder, most_frequent
     from ..training.trainer import last_complete_checkpoint
 
     check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
@@ -62,8 +63,13 @@ def train(recipe: Recipe, resume: bool) -> int:
     with loading(recipe.target, "model of", from_hub=True):
         target = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=recipe.dtype, **extra)
     set_seed(args.seed)  # a new draft is drawn: the same in every run and every process
+    draft = make_draft(recipe, target)
+    size = None if isinstance(recipe.draft, str) else getattr(draft.config, "draft_vocab_size", None)
+    if size:
+        encoder = DocumentEncoder(args, tokenizer)
+        draft.set_vocabulary(most_frequent(train_rows, encoder, draft.config.vocab_size, size), target)
     trainer = DraftTrainer(
-        make_draft(recipe, target),
+        draft,
         target,
         args,
         train_dataset=train_rows,

@@ -26,6 +26,7 @@ from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
+from ..modeling.settings import most_nodes
 from .models import LoadedModels, Progress, PromptProgress, describe_device, load_models, noticing_others, say
 
 Settings = dict[str, Any]
@@ -37,8 +38,8 @@ LARGE_GAMMA = 12
 # Acceptance counts as no longer growing at this share of the highest that any ratio reaches.
 PLATEAU = 0.98
 
-# LongSpec: chains, then ever wider trees up to the default.
-WIDTHS = ([1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [2, 2], [2, 2, 1], [3, 2, 1, 1], [4, 4, 4, 3])
+# LongSpec: chains, then ever wider trees up to that of the paper.
+WIDTHS = ([1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [2, 2], [2, 2, 1], [3, 2, 1, 1], [4, 4, 4, 3], [4, 16, 16, 16, 11])
 
 # EAGLE-3: likewise; its layer is cheaper than a block that reads the target's cache, so trees may be wider.
 EAGLE3_WIDTHS = ([1], [1, 1], [1, 1, 1], [1] * 5, [2, 2, 2], [4, 4, 4], [4] * 5, [8] * 5)
@@ -47,6 +48,9 @@ DFLASH_NODES = (None, 16, 32, 64)
 TRAINERS_THETA = 10000.0
 # Share of tau that another reading of a checkpoint must gain to be believed.
 CLEAR_GAIN = 0.02
+
+# Trees whose verification takes longer are not tried, in steps without a draft.
+MOST_STEPS = 1.5
 
 # TokenSwift: children of every node, and the most nodes of a tree that are worth a try.
 BRANCHES, MOST_NODES = (1, 2, 3), 64
@@ -189,7 +193,8 @@ def plateau(taus: Sequence[tuple[float, float]]) -> float:
 
 def tune_longspec(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
     """The fastest of [`WIDTHS`] that the draft accepts."""
-    return _fastest_tree("tree_widths", WIDTHS, draft, target, measure)
+    trees = [widths for widths in WIDTHS if 1 + sum(widths) <= _most_nodes(draft)]
+    return _fastest_tree("tree_widths", trees, draft, target, measure)
 
 
 def tune_tokenswift(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
@@ -203,14 +208,17 @@ def tune_tokenswift(draft: Any, target: TargetView, context: int, measure: Measu
 def tune_eagle3(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
     """The reading of the checkpoint that accepts most, then the fastest tree."""
     best, tree = _best_reading(draft, target, measure), list(draft.setting("tree_widths"))
-    trees = [tree, *(other for other in EAGLE3_WIDTHS if other != tree)]
+    trees = [tree, *(other for other in EAGLE3_WIDTHS if other != tree and 1 + sum(other) <= _most_nodes(draft))]
     return fastest(measure("2 speed by tree", [best | {"tree_widths": widths} for widths in trees]))
 
 
 def tune_dflash(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
-    """The reading of the checkpoint that accepts most, then the chain or the fastest tree."""
+    """The reading of the checkpoint and the order of slots that accept most, then the chain or the fastest tree."""
     best, present = _best_reading(draft, target, measure), draft.setting("num_tree_nodes")
-    sizes = [present, *(other for other in DFLASH_NODES if other != present)]
+    causal = draft.setting("causal")
+    orders = [causal, *(other for other in (None, False, True) if other is not causal)]
+    best = _most_accepted(measure("1 acceptance by causal", [best | {"causal": order} for order in orders], 1))
+    sizes = [present, *(other for other in DFLASH_NODES if other != present and (other or 0) <= _most_nodes(draft))]
     return fastest(measure("2 speed by tree", [best | {"num_tree_nodes": nodes} for nodes in sizes]))
 
 
@@ -233,9 +241,17 @@ def _best_reading(draft: Any, target: TargetView, measure: Measure) -> Settings:
                 readings.append(shifted)
     candidates = [{"rope_theta": theta, "target_layer_ids": ids} for theta in thetas.values() for ids in readings]
     # acceptance does not depend on the clock, so that one run is enough
-    trials = measure("1 acceptance by reading", candidates, 1)
+    return _most_accepted(measure("1 acceptance by reading", candidates, 1))
+
+
+def _most_accepted(trials: Sequence[Trial]) -> Settings:
+    """The settings with the largest tau; the first ones if that is not clearly larger."""
     best = max(trials, key=lambda trial: trial.tau)
     return (best if best.tau > trials[0].tau * (1 + CLEAR_GAIN) else trials[0]).options
+
+
+def _most_nodes(draft: Any) -> int:
+    return most_nodes(draft.device.type, MOST_STEPS)
 
 
 def _is_accepted(draft: Any, target: TargetView) -> bool:

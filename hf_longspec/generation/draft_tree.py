@@ -367,59 +367,65 @@ class Beam:
 
     No node is discarded: a node without a continuation in the next level stays as a leaf. The number of nodes depends
     on the widths alone, and there is no host sync.
+
+    Args:
+        root (`torch.LongTensor` of shape `(B,)`): The last emitted tokens.
+        most_nodes (`int`): Most nodes that the tree will have, root included.
     """
 
-    def __init__(self, root: Tensor):
+    def __init__(self, root: Tensor, most_nodes: int):
         self.tokens = root[:, None]  # `(B, n)`, of the newest level
-        # `(B, n, N)`, rows of the tree mask: each node's ancestors among all N nodes so far, and the node itself
-        self.ancestor_mask = torch.ones(*self.tokens.shape, 1, dtype=torch.bool, device=root.device)
         # `(B, n)`, sum of the draft's log-probabilities along each path
         self.scores = torch.zeros(self.tokens.shape, device=root.device)
         self.levels = [self.tokens]  # of every level, the root's first
-        self.parents = [torch.full_like(self.tokens, -1)]  # likewise, as indices into the tree
-        self._ancestor_masks = [self.ancestor_mask]
+        # parents `(B, n)` as indices into the tree, and their places within the level above; likewise
+        self.parents = self.parent_places = [torch.full_like(self.tokens, -1)]
+        self.num_nodes = 1
         self._scores = [self.scores]
+        self._identity = torch.eye(most_nodes, dtype=torch.bool, device=root.device)
+        # rows of the tree mask, as wide as it will be
+        self._masks = [self._identity[:1].expand(len(root), 1, -1)]
+
+    @property
+    def ancestor_mask(self) -> Tensor:
+        """Rows `(B, n, N)` of the tree mask: ancestors of the newest level among the N nodes so far, and itself."""
+        return self._masks[-1][:, :, : self.num_nodes]
 
     def paths(self) -> Tensor:
         """Return the drafted tokens `(B, n, depth)` that lead to each node of the newest level, its own token last."""
         node, tokens = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens), []
-        first = self.first_node
         for depth in range(len(self.levels) - 1, 0, -1):
             tokens.append(self.levels[depth].gather(1, node))
-            first -= self.levels[depth - 1].shape[1]
-            node = self.parents[depth].gather(1, node) - first
+            node = self.parent_places[depth].gather(1, node)
         return torch.stack(tokens[::-1], -1) if tokens else self.tokens[..., None][..., :0]
 
-    @property
-    def first_node(self) -> int:
-        """Index of the first node of the newest level."""
-        return self.ancestor_mask.shape[2] - self.tokens.shape[1]
-
-    @property
-    def parent_places(self) -> Tensor:
-        """Places `(B, n)` of the newest level's parents within the level above."""
-        return self.parents[-1] - (self.first_node - self.levels[-2].shape[1])
-
-    def grow(self, logits: Tensor, width: int) -> None:
+    def grow(self, logits: Tensor, width: int, token_ids: Tensor | None = None) -> None:
         """Add the best `width` continuations of the newest level as the next level; fewer if there are fewer.
 
-        `logits` `(B, n, V)` are the draft's after each node of the newest level, or log-probabilities up to a constant
-        per node; `(B, 1, V)` if all nodes of the level have the same.
+        Args:
+            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's after each node of the newest level, or
+                log-probabilities up to a constant per node; `(B, 1, V)` if all nodes of the level have the same.
+            width (`int`): Number of continuations.
+            token_ids (`torch.LongTensor` of shape `(V,)`, *optional*): Tokens of the logits. 0, 1, 2, ... by default.
         """
-        each = min(width, logits.shape[-1])
-        best, tokens, parent_count = *logits.topk(each, dim=-1), self.tokens.shape[1]
-        scores = best.float() + (self.scores - log_normaliser(logits))[..., None]
-        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # after a node whose tokens are all forbidden
-        self.scores, places = scores.flatten(1).topk(min(width, scores.shape[1] * each), dim=-1)
+        count, each = self.tokens.shape[1], min(width, logits.shape[-1])
+        best, tokens = logits.topk(each, dim=-1)
+        scores = self.scores - log_total(logits, best[..., :1])
+        best = best.float()
+        scores = best + (scores - best[..., 0])[..., None]
+        # after a node whose tokens are all forbidden
+        scores = scores.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+        self.scores, places = scores.flatten(1).topk(min(width, count * each), dim=-1)
         parent = places // each
-        first, size = self.first_node, places.shape[1]
-        self.tokens = tokens.expand(-1, parent_count, -1).flatten(1).gather(1, places)
-        inherited = self.ancestor_mask.gather(1, parent[..., None].expand(-1, -1, self.ancestor_mask.shape[2]))
-        itself = torch.eye(size, dtype=torch.bool, device=places.device).expand(len(places), -1, -1)
-        self.ancestor_mask = torch.cat([inherited, itself], dim=-1)
+        self.tokens = tokens.expand(-1, count, -1).flatten(1).gather(1, places)
+        if token_ids is not None:
+            self.tokens = token_ids[self.tokens]
+        first, self.num_nodes = self.num_nodes, self.num_nodes + places.shape[1]
+        inherited = self._masks[-1].gather(1, parent[..., None].expand(-1, -1, len(self._identity)))
+        self._masks.append(inherited | self._identity[first : self.num_nodes])
         self.levels.append(self.tokens)
-        self.parents.append(parent + first)
-        self._ancestor_masks.append(self.ancestor_mask)
+        self.parents = [*self.parents, parent + (first - count)]
+        self.parent_places = [*self.parent_places, parent]
         self._scores.append(self.scores)
 
     def fields(self, num_nodes: int | None = None) -> tuple[Tensor, ...]:
@@ -428,11 +434,9 @@ class Beam:
         The best nodes are those with the most probable paths. They form a tree, as no path is more probable than its
         beginning.
         """
-        tokens = torch.cat(self.levels, 1)
-        depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(self.levels)], 1)
-        total = tokens.shape[1]
-        mask = torch.cat([torch.nn.functional.pad(r, (0, total - r.shape[2])) for r in self._ancestor_masks], 1)
-        parents = torch.cat(self.parents, 1)
+        total = self.num_nodes
+        tokens, mask = torch.cat(self.levels, 1), torch.cat(self._masks, 1)[..., :total]
+        parents, depths = torch.cat(self.parents, 1), tree_depths(mask)
         if num_nodes is not None and num_nodes < total:
             scores = torch.cat(self._scores, 1)[:, None]
             # rounding may rank a node above its parent; of equal scores, the first one belongs to the ancestor
@@ -450,12 +454,12 @@ class Beam:
         return tokens, parents, torch.ones_like(tokens, dtype=torch.bool), depths, mask
 
 
-def log_normaliser(logits: Tensor) -> Tensor:
-    """Return `logsumexp` over the last dimension in float32, without a float32 copy of bfloat16 logits.
+def log_total(logits: Tensor, largest: Tensor) -> Tensor:
+    """Return the logarithm of the sum of `exp(logits - largest)` over the last dimension, in float32.
 
-    >>> log_normaliser(torch.zeros(1, 4)).exp().item()
+    `largest` `(..., 1)` are the largest logits. There is no float32 copy of bfloat16 logits.
+
+    >>> log_total(torch.zeros(1, 4), torch.zeros(1, 1)).exp().item()
     4.0
     """
-    largest = logits.amax(-1, keepdim=True)
-    total = (logits - largest).exp_().sum(-1, dtype=torch.float32)
-    return total.log() + largest.squeeze(-1).float()
+    return (logits - largest).exp_().sum(-1, dtype=torch.float32).log_()

@@ -473,6 +473,11 @@ class Coupling:
         self._level: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether `scores` returns the logits."""
+        return self._rule is None
+
+    @property
     def fits_graphs(self) -> bool:
         """Whether `scores` may be part of a graph now. It may not while a text is shorter than a processor's window."""
         return self._rule is None or (self._rule.is_made_of_tensors and self._rule.has_recent)

@@ -131,9 +131,12 @@ class TargetEnds:
         factor = EMBEDDING_FACTORS.get(self.config.model_type)
         return hidden if factor is None else hidden * getattr(self.config, factor)
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits `(..., vocab)` of hidden states `(..., hidden)`, without applying the target's final norm."""
-        logits = self.model.get_output_embeddings()(hidden)
+    def head(self, hidden: torch.Tensor, module: Any = None) -> torch.Tensor:
+        """Return logits `(..., vocab)` of hidden states `(..., hidden)`, without applying the target's final norm.
+
+        `module` is a function in the place of the head module.
+        """
+        logits = (module or self.model.get_output_embeddings())(hidden)
         kind = self.config.model_type
         if kind in LOGIT_FACTORS:
             logits = logits * getattr(self.config, LOGIT_FACTORS[kind])
@@ -141,6 +144,35 @@ class TargetEnds:
             logits = logits / getattr(self.config, LOGIT_DIVISORS[kind])
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+class PartOfHead:
+    """The language-model head of a target for some of its tokens.
+
+    The rows of these tokens are copied if the head is a plain linear layer in memory, so that only they are read.
+
+    Args:
+        ends ([`TargetEnds`]): Embedding and head of the target.
+        token_ids (`torch.LongTensor` of shape `(V,)`): The tokens.
+    """
+
+    def __init__(self, ends: TargetEnds, token_ids: torch.Tensor):
+        head = ends.model.get_output_embeddings()
+        self.ends, self.token_ids = ends, token_ids.to(head.weight.device)
+        whole = head.weight.shape[0] >= ends.config.vocab_size and not hasattr(head.weight, "placements")
+        is_plain = type(head) is nn.Linear and "forward" not in vars(head) and not head.weight.is_meta and whole
+        self.weight = head.weight.detach()[self.token_ids] if is_plain else None
+        self.bias = head.bias.detach()[self.token_ids] if is_plain and head.bias is not None else None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.weight is None else self.weight.nbytes
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits `(..., V)` of hidden states `(..., hidden)`, see [`TargetEnds.head`]."""
+        if self.weight is None:
+            return self.ends.head(hidden)[..., self.token_ids]
+        return self.ends.head(hidden, lambda states: nn.functional.linear(states, self.weight, self.bias))
 
 
 def device_of(module: nn.Module, default: torch.device) -> torch.device:
@@ -220,6 +252,33 @@ def rotated(rotation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if has_torch_function(args[:1]):
         return handle_torch_function(rotated, args[:1], rotation, *args, **kwargs)
     return rotation(*args, **kwargs)
+
+
+def written(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write keys and values `(B, K, n, D)` to slots of two buffers, and return these.
+
+    They are those of `slots` `(T,)` or `(B, T)` from `first` on. A mode of torch functions may replace it, which gets
+    the keys before any other function of torch.
+    """
+    states = key, value
+    if has_torch_function(states):
+        return handle_torch_function(written, states, *states, keys, values, slots, first)
+    slots = slots[..., first : first + key.shape[2]]
+    row = torch.arange(len(slots), device=slots.device)[:, None] if slots.dim() == 2 else None
+    for part, buffer in ((key, keys), (value, values)):
+        part = part.to(buffer.dtype)  # another one comes from autocast
+        if row is None:
+            buffer.index_copy_(2, slots, part)
+        else:
+            buffer[row, :, slots] = part.transpose(1, 2)
+    return keys, values
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

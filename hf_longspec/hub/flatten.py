@@ -56,7 +56,10 @@ FILES: dict[str, tuple[str, ...]] = {
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "ngrams": ("modeling/families/ngrams",),
     "settings": ("modeling/settings", "modeling/saved_config"),
-    "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "base", "families/self_drafts")),
+    "draft": (
+        *(f"modeling/{name}" for name in ("configuration_base", "loading", "base")),
+        *(f"modeling/families/{name}" for name in ("self_drafts", "vocabulary")),
+    ),
     "aux_hidden_states": tuple(f"modeling/families/aux_{name}" for name in ("hidden_states", "layers", "drafter")),
 }
 

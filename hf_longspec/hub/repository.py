@@ -154,7 +154,7 @@ def render(draft: Any, card: Card, engine: str | None = None) -> str:
 
 
 def _settings(draft: Any, card: Card) -> str:
-    settings = ", ".join(f"`{name}={draft.setting(name)!r}`" for name in draft.settings)
+    settings = ", ".join(f"`{name}={getattr(draft.generation_config, name, None)!r}`" for name in draft.settings)
     return _paragraphs(f"Settings in `generation_config.json`: {settings or 'none'}.", card.settings)
 
 

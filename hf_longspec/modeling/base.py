@@ -81,7 +81,7 @@ class DraftModel(PreTrainedModel):
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         config.check_types()
         super().__init__(config, *args, **kwargs)
-        self.generation_config = GenerationConfig(**copy.deepcopy(self.settings))
+        self.generation_config = GenerationConfig(**self.initial_settings())
         self.last_speculation: SpeculationStats | None = None
 
     @classmethod
@@ -292,7 +292,13 @@ class DraftModel(PreTrainedModel):
     def setting(self, name: str) -> Any:
         """Return the value of a setting of this draft, or its default."""
         value = getattr(self.generation_config, name, None)
-        return self.settings[name] if value is None else value
+        return self.declared[name].default_on(self.device.type) if value is None else value
+
+    @classmethod
+    def initial_settings(cls) -> dict[str, Any]:
+        """Return the settings of a new draft: the defaults, or `None` where they depend on the device."""
+        declared = cls.declared.items()
+        return {name: None if one.on_cpu is not None else copy.deepcopy(one.default) for name, one in declared}
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse transformers' own assisted decoding, which calls this method and does not support these drafts."""

@@ -1,6 +1,5 @@
 """Loading of drafts: settings, weights, and readable errors for missing, truncated or unknown files."""
 
-import copy
 import json
 import os
 import pickle
@@ -89,7 +88,7 @@ def read_settings(draft: Any, path: Any, **hub: Any) -> None:
     except OSError as error:
         if isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError):
             raise  # otherwise there is no such file
-    for name, value in copy.deepcopy(draft.settings).items():
+    for name, value in draft.initial_settings().items():
         if not hasattr(draft.generation_config, name):  # published before the setting existed
             setattr(draft.generation_config, name, value)
     removed = {name: vars(draft.generation_config).pop(name, None) for name in REMOVED_SETTINGS}

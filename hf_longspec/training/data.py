@@ -1,6 +1,7 @@
 """Training data: documents and token streams become rows, and rows become batches."""
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,24 @@ class DocumentEncoder:
                 "messages between {% generation %} and {% endgeneration %}, or set assistant_only=False."
             )
         return tokens, tokens.masked_fill(~is_assistant, IGNORED)
+
+
+# Most rows of a dataset that are counted.
+COUNTED = 100_000
+
+
+def most_frequent(rows: Any, encoder: DocumentEncoder, vocab_size: int, count: int) -> list[int]:
+    """Return the `count` most frequent tokens of a dataset's first rows; of equally frequent ones the smallest.
+
+    >>> rows = TokenWindows([5, 3, 3, 5, 1, 3], 2)
+    >>> most_frequent(rows, DocumentEncoder(DraftTrainingArguments("runs")), 8, 2)
+    [3, 5]
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for row in islice(rows, COUNTED):
+        counts += torch.bincount(encoder(row)[0], minlength=vocab_size)
+    frequent: list[int] = counts.argsort(descending=True, stable=True)[:count].tolist()
+    return frequent
 
 
 class TokenWindows(Dataset):

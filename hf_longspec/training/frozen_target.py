@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..generation.cache import CACHE_NAME, Rows, SpeculativeCache, layers_of
-from ..generation.target_modules import LOGIT_DIVISORS, LOGIT_FACTORS, LayerInputs, TargetEnds, TargetParts
+from ..generation.target_modules import (
+    LOGIT_DIVISORS,
+    LOGIT_FACTORS,
+    LayerInputs,
+    PartOfHead,
+    TargetEnds,
+    TargetParts,
+)
 from ..generation.wings.recurrences import ignores_earlier_states
 
 try:
@@ -230,13 +238,21 @@ class DraftObjective:
 
     With the target's hidden states, the loss is the divergence from the target's distribution. Without them, it is the
     cross-entropy of the labels, computed by Liger's kernel where that runs. `norm` is applied to the target's hidden
-    states before the head.
+    states before the head. `token_ids` are the tokens of a draft with a reduced vocabulary, in increasing order; all
+    labels are among them.
     """
 
-    def __init__(self, ends: TargetEnds, chunk_size: int, norm: torch.nn.Module | None = None):
+    def __init__(
+        self,
+        ends: TargetEnds,
+        chunk_size: int,
+        norm: torch.nn.Module | None = None,
+        token_ids: torch.Tensor | None = None,
+    ):
         self.ends = ends
         self.chunk_size = chunk_size
         self.norm = norm
+        self.token_ids = token_ids
 
     def __call__(
         self,
@@ -254,9 +270,12 @@ class DraftObjective:
             The sums `(levels,)`. For `m` of the tokens, the number of tokens that the draft finds more likely than the
             correct one, `(levels, m)`. A slice that selects these `m` tokens: all `n`, except with Liger's kernel.
         """
+        ids = None if self.token_ids is None else self.token_ids.to(labels.device)
         if target_hidden is not None:
             norm = self.norm or torch.nn.Identity()
-            objective = forward_kl(target_hidden, lambda states: self._head(norm(states)))
+            objective = forward_kl(target_hidden, lambda states: self._whole_head(norm(states)), ids)
+        elif ids is not None:
+            objective = cross_entropy(torch.searchsorted(ids, labels))
         elif torch.is_grad_enabled() and (fused := liger_cross_entropy(self.ends, hidden)) is not None:
             return self._fused(fused, hidden, labels, counts)
         else:
@@ -264,8 +283,15 @@ class DraftObjective:
         totals, ranks = head_loss(hidden, self._head, objective, self.chunk_size, counts)
         return totals, ranks, slice(None)
 
+    @cached_property
+    def _part_of_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return self.ends.head if self.token_ids is None else PartOfHead(self.ends, self.token_ids)
+
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits in the dtype of the target's head, whatever the dtype of the draft."""
+        """Compute logits of the draft's tokens in the dtype of the target's head, whatever the dtype of the draft."""
+        return self._part_of_head(hidden.to(self.ends.model.get_output_embeddings().weight.dtype))
+
+    def _whole_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.ends.head(hidden.to(self.ends.model.get_output_embeddings().weight.dtype))
 
     def _fused(
@@ -346,21 +372,29 @@ def cross_entropy(labels: torch.Tensor) -> Objective:
     return objective
 
 
-def forward_kl(target_hidden: torch.Tensor, head: Head) -> Objective:
+def forward_kl(target_hidden: torch.Tensor, head: Head, token_ids: torch.Tensor | None = None) -> Objective:
     """Return the Kullback-Leibler divergence from the target's distribution to the draft's as an objective.
 
-    `head` maps hidden states `(n, hidden)` of the target for the same tokens to its logits.
+    `head` maps hidden states `(n, hidden)` of the target for the same tokens to its logits. With `token_ids`, in
+    increasing order, the distribution is that over these tokens, and another most likely token is never hit.
     """
 
     def objective(chunk: slice, dtype: torch.dtype) -> Score:
-        log_target = head(target_hidden[chunk]).to(dtype).log_softmax(-1)
-        tokens, target = log_target.argmax(-1, keepdim=True), log_target.exp()
+        logits = head(target_hidden[chunk]).to(dtype)
+        tokens = logits.argmax(-1, keepdim=True)
+        misses = torch.zeros_like(tokens[:, 0])
+        if token_ids is not None:
+            places = torch.searchsorted(token_ids, tokens).clamp_max(len(token_ids) - 1)
+            misses = (token_ids[places] != tokens)[:, 0].long()
+            logits, tokens = logits[:, token_ids], places
+        log_target = logits.log_softmax(-1)
+        target = log_target.exp()
         negative_entropy = dot(target, log_target)
 
         def score(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             log_draft = logits.log_softmax(-1)
             losses = negative_entropy - dot(target, log_draft)
-            return losses, log_draft.exp_().sub_(target), rank(logits, tokens)
+            return losses, log_draft.exp_().sub_(target), rank(logits, tokens) + misses
 
         return score
 

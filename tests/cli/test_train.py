@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from hf_longspec import training
+from hf_longspec import LongSpecDraftModel, training
 from hf_longspec.cli import options
 from hf_longspec.cli import recipe as recipes
 from hf_longspec.training import DraftTrainer
@@ -113,6 +113,23 @@ def recipe(data, tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
     return file
+
+
+def test_the_most_frequent_tokens_are_counted(run, data, tmp_path):
+    tokens = np.load(data / "tokens.npy")[:599]
+    tokens[:99] = np.repeat([200, 7, 3], 33)
+    np.save(tmp_path / "tokens.npy", tokens)
+    recipe = {
+        "draft": {"window": 8, "draft_vocab_size": 3},
+        "pack": 40,
+        "dataset": {"tokens": str(tmp_path / "tokens.npy")},
+    }
+    recipe |= {"target": "none", "training": {"output_dir": str(tmp_path / "draft")}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    status, printed = run("train", "--config", tmp_path / "recipe.yaml", *SHRUNK)
+    assert status == 0, printed
+    draft = LongSpecDraftModel.from_pretrained(tmp_path / "draft")
+    assert draft.token_ids.tolist() == [3, 7, 200] and draft.config.draft_vocab_size == 3
 
 
 @pytest.mark.parametrize("kind", ["text", "lines", "folder"])

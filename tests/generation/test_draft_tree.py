@@ -13,7 +13,7 @@ from hf_longspec.generation import draft_tree
 from hf_longspec.generation.draft_tree import (
     Beam,
     DraftTree,
-    log_normaliser,
+    log_total,
     merge_trees,
     num_static_nodes,
     sibling_tree,
@@ -247,7 +247,7 @@ def looped_beam(root, tables, widths):
 
 @pytest.mark.parametrize("widths", [[1], [1, 1, 1], [4, 4, 4, 3], [3, 7, 2], [4, 16, 16, 16, 16]])
 def test_against_the_double_loop(widths):
-    beam = Beam(torch.tensor([5, 6, 7]))
+    beam = Beam(torch.tensor([5, 6, 7]), 1 + sum(widths))
     tables = []
     for level, width in enumerate(widths):
         tables.append(random_logits(3, beam.tokens.shape[1], level))
@@ -265,18 +265,18 @@ def test_against_the_double_loop(widths):
 
 def test_a_node_without_allowed_continuations_is_the_last_choice():
     """Its scores are all -inf, so its cumulative scores are NaN."""
-    beam = Beam(torch.tensor([1]))
+    beam = Beam(torch.tensor([1]), 8)
     beam.grow(random_logits(1, 1, 0), 2)
     logits = random_logits(1, 2, 1)
     logits[:, 0] = -torch.inf
     beam.grow(logits, 3)
-    assert (beam.parents[-1] == 2).all() and beam.scores.isfinite().all()
+    assert (beam.parent_places[-1] == 1).all() and beam.scores.isfinite().all()
     beam.grow(torch.full((1, 3, VOCAB), -torch.inf), 2)  # a level without any allowed token keeps its size
     DraftTree.of_fields(beam.fields(), len(beam.levels) - 1).validate()
 
 
 def test_a_level_has_no_more_nodes_than_continuations():
-    beam = Beam(torch.tensor([1]))
+    beam = Beam(torch.tensor([1]), 17)
     beam.grow(random_logits(1, 1, 0, vocab=3), 8)
     beam.grow(random_logits(1, 3, 1, vocab=3), 8)
     assert [level.shape[1] for level in beam.levels] == [1, 3, 8]
@@ -284,17 +284,18 @@ def test_a_level_has_no_more_nodes_than_continuations():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_log_normaliser(dtype, tolerance):
+def test_log_total(dtype, tolerance):
     """In bfloat16 each of 5,001 terms is rounded by up to 0.4 %; the mean of the errors is far smaller."""
     logits = (torch.randn(3, 5001, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
-    expected = logits.double().logsumexp(-1)
-    assert (log_normaliser(logits).double() - expected).abs().max() < tolerance
-    assert log_normaliser(logits).dtype == torch.float32
+    largest = logits.amax(-1, keepdim=True)
+    expected = logits.double().logsumexp(-1) - largest[:, 0]
+    assert (log_total(logits, largest).double() - expected).abs().max() < tolerance
+    assert log_total(logits, largest).dtype == torch.float32
 
 
 def test_bfloat16_logits_are_never_copied_to_float32():
     vocab, width = 5001, 7
-    beam = Beam(torch.tensor([3, 4]))
+    beam = Beam(torch.tensor([3, 4]), 1 + 2 * width)
     logits = [random_logits(2, nodes, nodes, vocab).bfloat16() for nodes in (1, width)]
     found = []
 

@@ -254,8 +254,9 @@ def noisy(model):
 @torch.no_grad()
 def beam_of_plain_forwards(model, text, shape, mask_token):
     """Tokens of the beam after a text `(T,)`, by a forward over the whole text for every level."""
-    beam = Beam(text[-1:])
-    for depth, width in enumerate([1] * shape if isinstance(shape, int) else shape):
+    widths = [1] * shape if isinstance(shape, int) else shape
+    beam = Beam(text[-1:], 1 + sum(widths))
+    for depth, width in enumerate(widths):
         masks = text.new_full((0 if mask_token is None else depth,), mask_token or 0)
         paths = beam.paths()[0] if mask_token is None else masks[None]
         whole = torch.cat([text.expand(len(paths), -1), paths], 1)

@@ -12,6 +12,7 @@ from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation import target_modules
 from hf_longspec.generation.target_modules import (
     LayerInputs,
+    PartOfHead,
     TargetParts,
     attention_layers,
     final_norm_of,
@@ -78,6 +79,22 @@ def test_embedding_and_head(made, name):
         torch.testing.assert_close(parts.embed(ids), first[0], **EQUAL)
         torch.testing.assert_close(parts.head(final_norm_of(model)(caught.hidden)), logits, **EQUAL)
     assert not final_norm_of(model)._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", ("granite", "granitemoe"), ("llama", "cohere"), "phi"], ids=str)
+def test_a_part_of_the_head(made, name):
+    """Heads with factors, softcap or bias; rows are not copied from a head with a forward of its own."""
+    model, ids = made(name), torch.tensor([1, 5, 6, 20])
+    parts, hidden = TargetParts(model, 0), torch.randn(2, 3, model.config.hidden_size)
+    with torch.no_grad():
+        copied = PartOfHead(parts, ids)
+        assert copied.weight.shape[0] == 4
+        torch.testing.assert_close(copied(hidden), parts.head(hidden)[..., ids], **EQUAL)
+        head = model.get_output_embeddings()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(head, "forward", lambda states: 2 * type(head).forward(head, states))
+            whole = PartOfHead(parts, ids)
+            assert whole.weight is None and torch.equal(whole(hidden), parts.head(hidden)[..., ids])
 
 
 @pytest.mark.parametrize("name", [*ROTARY_TARGETS, *RELATIVES, *DECODERS], ids=str)

@@ -35,7 +35,7 @@ def test_given_facts_are_on_the_card_once_and_the_hub_reads_the_metadata(make_dr
     assert "ot measured" not in text and "not recorded" not in text and "not stated" not in text
     assert "{" not in text.split("## Usage")[0]
     for name in draft.settings:
-        assert f"`{name}={draft.setting(name)!r}`" in text
+        assert f"`{name}={getattr(draft.generation_config, name)!r}`" in text
     data = ModelCard(text).data
     assert data.library_name == "transformers" and data.base_model == "org/tiny-target"
     assert data.license == "mit" and data.language == "en" and data.datasets == ["org/books"]

@@ -14,7 +14,7 @@ from .conftest import DRAFTS
 
 # Most files of code in a repository, without custom_generate/generate.py, and most lines that are code: neither blank
 # nor comments nor docstrings.
-MOST_FILES, MOST_LINES = 27, 7800
+MOST_FILES, MOST_LINES = 27, 7840
 
 
 @pytest.fixture

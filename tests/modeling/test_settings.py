@@ -192,6 +192,17 @@ def test_drawn_tokens_are_refused_beside_ngrams_and_in_a_tree(model):
         model.generate(**inputs, assistant_model=draft, do_sample=False)
 
 
+def test_default_widths_follow_the_device(model, tmp_path):
+    """A chain on a CPU, 16 nodes elsewhere; values of the user and of a saved draft stay."""
+    draft, other = L.from_target(model), L.from_target(model, tree_widths=[4, 4, 4, 3])
+    assert draft.setting("tree_widths") == [1, 1, 1, 1] and draft.num_tree_nodes(TargetView(model)) == 5
+    for one, name in ((draft, "new"), (other, "set")):
+        one.save_pretrained(tmp_path / name)
+        loaded = AutoModel.from_pretrained(tmp_path / name)
+        assert loaded.generation_config.tree_widths == one.generation_config.tree_widths
+    assert other.setting("tree_widths") == draft.to("meta").setting("tree_widths") == [4, 4, 4, 3]
+
+
 # As the version before the settings `on_unsupported` and without `tree_choices` wrote it.
 EARLIER = """{"check_target": true, "compile": "auto", "gate": true, "ngram_candidates": 0, "ngram_num_tokens": 8,
 "ngram_preload": true, "ngram_size": 3, "ngram_source": "both", "norm_output": null, "rope_theta": null, "sinks": 4,

@@ -156,3 +156,10 @@ def test_ligers_loss_and_gradient_are_ours():
     assert found.item() == pytest.approx(expected.item(), rel=loss_error)
     assert ours.grad.abs().max() > 0.01
     torch.testing.assert_close(theirs.grad, ours.grad, rtol=loss_error, atol=gradient_error)
+
+
+def test_a_token_that_the_draft_does_not_have_is_never_hit():
+    """The target prefers token 4; the draft, which has 3 and 5, prefers one of these."""
+    logits = torch.zeros(1, 8).index_fill(1, torch.tensor([4]), 9.0)
+    score = forward_kl(logits, lambda states: states, torch.tensor([3, 5]))(slice(None), torch.float32)
+    assert all(score(torch.tensor([drafted]))[2] > 0 for drafted in ([0.0, 1.0], [1.0, 0.0]))

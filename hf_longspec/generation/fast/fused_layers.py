@@ -41,8 +41,7 @@ from ...attention_backends.triton.layers import (
     rotate,
 )
 from ..target import FixedStep
-from ..target_modules import ROTATION, rotated
-from .step_cache import StepCache
+from ..target_modules import ROTATION, rotated, written
 
 logger = logging.get_logger(__name__)
 
@@ -194,16 +193,16 @@ class Rotation(NamedTuple):
         rotate(*self.args, self.form, *self.result)
 
     def joined(self, function: Any, args: Sequence[Any]) -> Any:
-        """Return what a cache returns that the keys are written to, by one kernel; `None` for other functions."""
-        if function is not StepCache.update or args[1] is not self.result[1]:
+        """Return the buffers that the keys are written to, by one kernel; `None` for other functions."""
+        if function is not written or args[0] is not self.result[1]:
             return None
-        cache, _, value, layer_idx = args
-        (keys, values), (_, slots, end) = cache.buffers[layer_idx], cache.places[layer_idx]
+        _, value, keys, values, slots, first = args
         key = self.args[1]
+        slots = slots[..., first : first + key.shape[2]]
         if value.stride(-1) != 1 or not value.dtype == values.dtype == key.dtype == keys.dtype:
             return None
         rotate(*self.args, self.form, self.result[0], keys, (value, values, slots))
-        return keys[:, :, :end], values[:, :, :end]
+        return keys, values
 
 
 class FusedOperations(TorchFunctionMode):

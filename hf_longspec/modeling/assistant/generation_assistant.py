@@ -300,7 +300,7 @@ class AssistantDrafter(Drafter):
         root: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return the [`DraftTree.fields`] of a beam after `root` on its device, one forward for each level."""
-        beam = Beam(root)
+        beam = Beam(root, 1 + sum(widths))
         logits, prefix = self._first(forward, start, inputs, 0)
         for depth, width in enumerate(widths):
             if depth:

@@ -66,7 +66,9 @@ class AssistantDraftModel(DraftModel):
     weightless: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {
         "num_assistant_tokens": Setting(5, "Number of drafted tokens of a chain.", int),
-        "tree_widths": replace(WIDTHS, default=None, meaning="Nodes of each level of a tree; None drafts chains."),
+        "tree_widths": replace(
+            WIDTHS, default=None, on_cpu=None, meaning="Nodes of each level of a tree; None drafts chains."
+        ),
         "window": Setting(None, "Number of last tokens that the model keeps; None keeps all.", int),
         "sinks": Setting(4, "Number of first tokens that it keeps besides.", int, least=0),
         "acceptance": replace(ACCEPTANCE, default="coupled"),

@@ -35,6 +35,8 @@ class DFlashConfig(AuxConfig):
     sample_from_anchor: bool = False
     block_window: bool = False  # whether the windows of the entries stay with the block
     causal_windows: bool = False  # whether slots of layers with a window see only earlier slots
+    causal: bool | None = None  # whether slots of all layers do, in place of `causal_windows`
+    attention_sink_bias: bool = False  # whether heads have a learned logit that enters the softmax denominator
     markov_rank: int = 0  # rank of the head that corrects a slot's logits by the token before it (DSpark); 0 without
     markov_head_type: str = "vanilla"  # or "gated" or "rnn"
     # "hidden" or "markov" for a head that says how likely a slot's token is accepted, from the slot's state or also

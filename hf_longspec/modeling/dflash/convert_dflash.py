@@ -61,17 +61,25 @@ OF_LAYER = {
     *("rope_parameters", "rope_theta", "rope_scaling", "mlp_bias"),
 }
 OF_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+# Whether slots see only earlier ones, in the words of vLLM, of SGLang and of JetSpec.
+CAUSAL = ("causal", "is_causal", "causal_head")
 OF_HEADS = {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 FIELDS = {
-    "z-lab": OF_LAYER | {"block_size", "dflash_config", "num_target_layers"},
-    "DeepSpec": OF_LAYER | OF_HEADS | {"block_size", "mask_token_id", "target_layer_ids", "num_target_layers"},
+    "z-lab": OF_LAYER | {"block_size", "dflash_config", "num_target_layers", "is_causal"},
+    "DeepSpec": OF_LAYER
+    | OF_HEADS
+    | {"block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "dflash_config", "is_causal"},
     "Muse": OF_LAYER | {"block_size", "mask_token_id", "target_layer_ids"},
     "speculators": OF_HEADS
     | {"speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config", "block_size"}
     | {"mask_token_id", "aux_hidden_state_layer_ids", "sample_from_anchor", "sliding_window_non_causal"}
     | {"draft_vocab_size", "target_hidden_size", *OF_DFLASH2},
 }
-OF_DFLASH_CONFIG = {"mask_token_id", "target_layer_ids", "block_size", "projector_type"}
+OF_DFLASH_CONFIG = {
+    *("mask_token_id", "mask_token", "target_layer_ids", "block_size", "projector_type", "num_target_layers", *CAUSAL),
+    *("attention_sink_bias", "attention_value_scale", "sample_from_anchor", "use_swa", "swa_window_size"),
+    *("sliding_window", *OF_DFLASH2),
+}
 
 
 def is_dflash(raw: Mapping[str, Any]) -> bool:
@@ -111,7 +119,12 @@ def dflash_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedCon
     wanted += ["confidence_head.proj.bias"] if config.confidence_head else []
     if missing := sorted(set(wanted) - set(names.values())):
         refuse(checkpoint.source, f"missing tensors {missing}", "which config.json implies")
-    return draft_of(checkpoint, raw, names, config, "complete DFlash draft", dtype)
+    draft = draft_of(checkpoint, raw, names, config, "complete DFlash draft", dtype)
+    if (scale := (raw.get("dflash_config") or {}).get("attention_value_scale")) is not None:
+        for layer in draft.layers:  # values are used only here, so their factor may be part of the projection
+            for weight in layer.self_attn.v_proj.parameters():
+                weight.data.mul_(float(scale))
+    return draft
 
 
 DFLASH = Converter(DFLASH_TARGETS, r"^(model\.)?(hidden_norm|encoder\.output_norm_enc)\.", dflash_draft)
@@ -126,6 +139,8 @@ def _config_of(
         refuse(source, f"config.json is that of {named!r}", f"expected one of the layouts {', '.join(FIELDS)}")
     nested = dict(raw.get("dflash_config") or {})
     inner = dict(raw.get("transformer_layer_config") or raw)
+    if (window := nested.get("swa_window_size") or nested.get("sliding_window")) and not inner.get("sliding_window"):
+        inner["sliding_window"] = window
     _check_fields(source, layout, raw, nested, inner)
     values = raw | nested
     kind = inner.get("model_type") or "qwen3"
@@ -167,13 +182,18 @@ def _config_of(
         rope_parameters=rope,
         trained_max_length=min(layer.max_position_embeddings, USUAL_LENGTH),
         block_size=int(values.get("block_size") or {"Muse": 16, "speculators": 8}.get(layout, 0)),
-        sample_from_anchor=layout == "DeepSpec"
-        or (layout == "speculators" and bool(raw.get("sample_from_anchor", speculators == "dspark"))),
-        **_windows(layout, raw, inner, num_layers),
+        sample_from_anchor=bool(values.get("sample_from_anchor", layout == "DeepSpec" or speculators == "dspark")),
+        **_windows(layout, values, inner, num_layers),
+        causal=next((bool(values[name]) for name in CAUSAL if values.get(name) is not None), None),
+        attention_sink_bias=bool(values.get("attention_sink_bias")),
         markov_rank=rank,
         markov_head_type=str(raw.get("markov_head_type") or "vanilla"),
         confidence_head=confidence,
-        **{name: int(raw.get(name, default)) for name, default in OF_DFLASH2.items() if speculators == "dflash2"},
+        **{
+            name: int(values.get(name, default))
+            for name, default in OF_DFLASH2.items()
+            if speculators == "dflash2" or nested.get(name) is not None
+        },
     )
 
 
@@ -191,7 +211,7 @@ def _check_fields(
         ("transformer_layer_config", inner if layout == "speculators" else {}, OF_LAYER | NEUTRAL),
     )
     for where, fields, names in known:
-        if unknown := sorted(fields.keys() - names):
+        if unknown := sorted({name for name, value in fields.items() if value is not None} - names):
             refuse(source, f"{where} has unknown fields {unknown}", "which no known draft has")
     width = raw.get("target_hidden_size")
     if width not in (None, inner.get("hidden_size")):
@@ -223,8 +243,12 @@ def _windows(layout: str, raw: Mapping[str, Any], inner: Mapping[str, Any], num_
     of speculators, all slots see the last W entries.
     """
     window = inner.get("sliding_window", MUSE_WINDOW if layout == "Muse" else None)
-    kinds = inner.get("layer_types") or (["sliding_attention"] * num_layers if layout == "Muse" else [])
-    if window is None or "sliding_attention" not in kinds or inner.get("use_sliding_window") is False:
+    kinds = inner.get("layer_types") or []
+    if not kinds and (layout == "Muse" or raw.get("use_swa")):
+        kinds = ["sliding_attention"] * num_layers
+    if window is None or "sliding_attention" not in kinds:
+        return {}
+    if inner.get("use_sliding_window") is False and not raw.get("use_swa"):
         return {}
     window = int(window) + (layout == "Muse")
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
@@ -251,12 +275,17 @@ def save_speculators(draft: Any, folder: Any, target: PreTrainedModel | None = N
 
 def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dict[str, Any]:
     """Return config.json of a draft in the format of speculators; see [`save_speculators`]."""
-    config = draft.config
-    if any(config.window_of_layers) and not config.block_window:
+    config, causal, windows = draft.config, draft.effective("causal"), draft.config.window_of_layers
+    reasons = {
+        "windows that move with the slots": any(windows) and not config.block_window,
+        "causal=True in layers without a window": causal and None in windows,
+        "attention_sink_bias=True": config.attention_sink_bias,
+    }
+    if reason := next((name for name, holds in reasons.items() if holds), None):
         raise ValueError(
-            "the windows of this draft move with the slots, which the format of speculators cannot say: save it with "
-            "save_pretrained."
+            f"this draft has {reason}, which the format of speculators cannot say: save it with save_pretrained."
         )
+    causal = config.causal_windows if causal is None else causal
     kind = "dflash2" if config.selector_rank or config.conv_kernel_size else "dflash"
     kind = "dspark" if config.markov_rank or config.confidence_head else kind
     name = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}[kind]
@@ -267,7 +296,7 @@ def speculators_config(draft: Any, target: PreTrainedModel | None = None) -> dic
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": not config.causal_windows if any(config.window_of_layers) else kind == "dflash2",
+        "sliding_window_non_causal": not causal if any(windows) else kind == "dflash2",
         "target_hidden_size": None,
     }
     if kind == "dspark":

@@ -102,14 +102,15 @@ class DFlashDrafter(AuxDrafter):
     def _block(self, root: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Return the states `(B, S, hidden)` of blocks that begin with `root` `(B,)` at `anchors` `(B,)`."""
         draft, config = self.draft, self.draft.config
-        windows = config.window_of_layers
+        windows, causal = config.window_of_layers, draft.effective("causal")
 
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             ring, window = self.rings[index], windows[index]
             ring.stage(key, value, 0)
             entries = ring.visible(query_positions(config, window, anchors))
-            slots = slot_mask(config, window, anchors.device).expand(len(anchors), -1, -1)
-            return self.attend(query, ring.keys, ring.values, torch.cat([entries, slots], -1))
+            slots = slot_mask(config, window, anchors.device, causal).expand(len(anchors), -1, -1)
+            mask, sinks = torch.cat([entries, slots], -1), draft.layers[index].self_attn.attention_sink_bias
+            return self.attend(query, ring.keys, ring.values, mask, sinks)
 
         states = draft.embed_block(root, self.binding.target.model).to(self.device, self.dtype)
         return draft.run(states, self.rotary(states, draft.block_positions(anchors)), attend)

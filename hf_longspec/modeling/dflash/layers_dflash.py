@@ -25,6 +25,8 @@ class DFlashLayer(GradientCheckpointingLayer):
         self.index = index
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
         self.self_attn = Attention(config, size)
+        sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sink_bias else None
+        self.self_attn.register_parameter("attention_sink_bias", sinks)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.mlp = LlamaMLP(config)
         self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
@@ -150,15 +152,19 @@ class CandidateSelector(nn.Module):
         return everywhere.scatter(2, candidates.expand(-1, tokens.shape[1], -1), scores.to(logits.dtype))
 
 
-def slot_mask(config: DFlashConfig, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return which slots a slot sees in a layer with this window `(S, S)`: all, those near it, or the earlier ones."""
+def slot_mask(
+    config: DFlashConfig, window: int | None, device: torch.device, causal: bool | None = None
+) -> torch.Tensor:
+    """Return which slots a slot sees in a layer with this window `(S, S)`: all or those near it, maybe no later ones.
+
+    `causal` is the field of the configuration, or the setting in its place.
+    """
     slots = torch.arange(config.block_size, device=device)
     distance = slots[:, None] - slots
-    if window is None:
-        return torch.ones_like(distance, dtype=torch.bool)
-    if config.causal_windows:
-        return distance >= 0
-    return torch.ones_like(distance, dtype=torch.bool) if config.block_window else distance.abs() < window
+    seen = distance.abs() < (config.block_size if window is None or config.block_window else window)
+    if causal is None:
+        causal = window is not None and config.causal_windows
+    return seen & (distance >= 0) if causal else seen
 
 
 def query_positions(config: DFlashConfig, window: int | None, anchors: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,7 @@ class DFlashDraftModel(AuxDraftModel):
             float,
             most=1,
         ),
+        "causal": Setting(None, "As the field of the config, which it replaces.", bool),
     }
 
     def __init__(self, config: DFlashConfig, *args: Any, **kwargs: Any):

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ..families.texts import ends_of
-from .configuration_dflash import DFlashConfig
 from .layers_dflash import query_positions, slot_mask
 
 
@@ -45,7 +44,7 @@ def forward_on_texts(
     def entries(index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return draft.layers[index].entries(context, context_angles)
 
-    states = draft.run(states, angles, BlockAttention(draft.config, anchors, entries, (window, sinks)))
+    states = draft.run(states, angles, BlockAttention(draft, anchors, entries, (window, sinks)))
     states = states.unflatten(0, anchors.shape)
     return states if score is None else score(states)
 
@@ -92,7 +91,7 @@ class BlockAttention:
     """Attention of blocks at several anchors of whole texts, each to the entries before its anchor and to itself.
 
     Args:
-        config ([`DFlashConfig`]): Configuration of the draft.
+        draft ([`DFlashDraftModel`]): The draft.
         anchors (`torch.LongTensor` of shape `(B, A)`): Positions of the first slots.
         entries (`Callable`): Function of the index of a layer to keys and values `(B, K, T, D)` of the entries.
         span (`tuple[int | None, int]`): Window and sinks of the layers that were trained without a window.
@@ -100,12 +99,12 @@ class BlockAttention:
 
     def __init__(
         self,
-        config: DFlashConfig,
+        draft: Any,
         anchors: torch.Tensor,
         entries: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
         span: tuple[int | None, int],
     ):
-        self.config, self.anchors, self.entries, self.span = config, anchors, entries, span
+        self.draft, self.anchors, self.entries, self.span = draft, anchors, entries, span
 
     def __call__(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the attention output `(B * A, H, S, D)` in a layer."""
@@ -116,20 +115,24 @@ class BlockAttention:
         entries, apart = self._entries(index, entry_key.shape[2]), query.unflatten(0, (rows, blocks))
         scores = torch.einsum("bahsd,bhtd->bahst", apart, entry_key).flatten(0, 1)
         scores = scores.masked_fill(~entries.flatten(0, 1)[:, None], -torch.inf)
-        own = slot_mask(self.config, self.config.window_of_layers[index], query.device)
+        window, causal = self.draft.config.window_of_layers[index], self.draft.effective("causal")
+        own = slot_mask(self.draft.config, window, query.device, causal)
         own_scores = (query @ key.transpose(2, 3)).masked_fill(~own, -torch.inf)
-        weights = torch.cat([scores, own_scores], -1).float().mul(query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)
-        of_entries, of_slots = weights.split([entry_key.shape[2], key.shape[2]], -1)
+        scores = torch.cat([scores, own_scores], -1).float().mul(query.shape[-1] ** -0.5)
+        if (sinks := self.draft.layers[index].self_attn.attention_sink_bias) is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(len(scores), -1, scores.shape[2], 1)], -1)
+        weights, length = scores.softmax(-1).to(query.dtype), entry_key.shape[2]
+        of_entries, of_slots = weights[..., :length], weights[..., length : length + key.shape[2]]
         of_entries = of_entries.unflatten(0, (rows, blocks))
         return torch.einsum("bahst,bhtd->bahsd", of_entries, entry_value).flatten(0, 1) + of_slots @ value
 
     def _entries(self, index: int, length: int) -> torch.Tensor:
         """Return which entries the slots see, `(B, A, S, T)`."""
-        own = self.config.window_of_layers[index]
+        own = self.draft.config.window_of_layers[index]
         window, sinks = self.span if own is None else (own, 0)
         entries = torch.arange(length, device=self.anchors.device)
         mask = (entries < self.anchors[..., None])[:, :, None]
         if window is not None:
-            near = entries > query_positions(self.config, own, self.anchors)[..., None] - window
+            near = entries > query_positions(self.draft.config, own, self.anchors)[..., None] - window
             mask = mask & (near | (entries < sinks))
         return mask

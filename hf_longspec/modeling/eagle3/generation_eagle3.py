@@ -21,10 +21,14 @@ class Eagle3Drafter(AuxDrafter):
     def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         if not depth:
             return shared[:4]
-        return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, shared[4] + depth, shared[4]
+        angles = (part[:, depth : depth + 1] for part in shared[5:])
+        return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, *angles, *states[1:]
 
     def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
-        """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam."""
+        """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam.
+
+        The first level also returns what nodes see of every ring.
+        """
         return self.next_level(*changing) if depth else self.first_level(*changing)
 
     def remember(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
@@ -32,18 +36,23 @@ class Eagle3Drafter(AuxDrafter):
 
     def first_level(
         self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store entries, and return logits `(B, 1, draft vocabulary)` and state `(B, 1, hidden)` after the last one."""
+    ) -> Tensors:
+        """Store entries; return logits `(B, 1, draft vocabulary)` and state `(B, 1, hidden)` after the last one.
+
+        What the nodes of the tree see of every ring follows.
+        """
         outputs, states = self._enter(aux_hidden_states, tokens, positions, last)
-        return self.draft.logits(outputs, self.binding.target.model), states
+        seen = (self.seen(ring, positions.gather(1, last)) for ring in self.rings)
+        return self.draft.logits(outputs, self.binding.target.model), states, *seen
 
     def next_level(
         self,
         states: torch.Tensor,
         tokens: torch.Tensor,
         ancestor_mask: torch.Tensor,
-        positions: torch.Tensor,
-        end: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *seen: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam.
 
@@ -51,18 +60,18 @@ class Eagle3Drafter(AuxDrafter):
             states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
             tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
             ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
-            positions (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
-            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root.
+            cos (`torch.Tensor` of shape `(B, 1, D)`): Cosines of the position of the level.
+            sin (`torch.Tensor` of shape `(B, 1, D)`): Sines of it.
+            *seen (`torch.BoolTensor` of shape `(B, 1, slots + 1)`): What nodes see of every ring, and of the root.
         """
 
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             ring = self.rings[index]
             ring.stage(key, value, ancestor_mask.shape[2] - ancestor_mask.shape[1])
-            return self.attend(query, ring.keys, ring.values, self.tree_mask(ring, end, ancestor_mask))
+            return self.attend(query, ring.keys, ring.values, self.seen_by_nodes(seen[index], ancestor_mask))
 
         embedded = self.draft.embed(tokens.to(self.device), self.binding.target.model).to(self.device, self.dtype)
-        angles = self.rotary(states, positions.expand_as(tokens))
-        outputs, states = self.draft.run(states, embedded, angles, attend)
+        outputs, states = self.draft.run(states, embedded, (cos, sin), attend)
         return self.draft.logits(outputs, self.binding.target.model), states
 
     def _enter(

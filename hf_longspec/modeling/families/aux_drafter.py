@@ -129,15 +129,17 @@ class AuxDrafter(BeamDrafter):
         """
         raise NotImplementedError
 
-    def tree_mask(self, ring: WindowRing, end: torch.Tensor, ancestor_mask: torch.Tensor) -> torch.Tensor:
-        """Return what nodes see, `(B, n, slots + N)`: what the root sees at `end` `(B, 1)`, and ancestors `(B, n, N)`.
+    def seen(self, ring: WindowRing, end: torch.Tensor) -> torch.Tensor:
+        """Return what all nodes see of a ring whose last entry is at `end` `(B, 1)`, and of the root.
 
-        The window does not move while drafting.
+        The result has the shape `(B, 1, slots + 1)`. The window does not move while drafting. The root's entry is a
+        committed one, so its node is not seen.
         """
-        count, nodes = ancestor_mask.shape[1:]
-        # the root's entry is a committed one
-        ancestors = ancestor_mask.to(self.device) & (torch.arange(nodes, device=self.device) > 0)
-        return torch.cat([ring.visible(end).expand(-1, count, -1), ancestors], -1)
+        return torch.nn.functional.pad(ring.visible(end), (0, 1))
+
+    def seen_by_nodes(self, seen: torch.Tensor, ancestor_mask: torch.Tensor) -> torch.Tensor:
+        """Return what nodes see, `(B, n, slots + N)`: the result of `seen`, and their ancestors `(B, n, N)`."""
+        return self.with_ancestors(seen, ancestor_mask[:, :, 1:])
 
     @property
     def most_new(self) -> int:
@@ -241,21 +243,16 @@ class AuxDrafter(BeamDrafter):
         return root, *self.pending
 
     def begin(self, inputs: Tensors, prefix: None) -> Tensors:
-        """Return the entries with the root as the last token, and the position of the last one `(B, 1)`."""
+        """Return the entries with the root as the last token; cosines and sines of the levels after the last entry."""
         root, aux_hidden_states, tokens, positions, last = inputs
         tokens = tokens.scatter(1, last, root[:, None].to(tokens.device))
-        return aux_hidden_states, tokens, positions, last, positions.gather(1, last)
+        positions_of_levels = positions.gather(1, last) + torch.arange(len(self.widths), device=self.device)
+        angles = self.rotary(aux_hidden_states, positions_of_levels)
+        return aux_hidden_states, tokens, positions, last, positions_of_levels, *angles
 
     @property
     def key(self) -> tuple:
         return *super().key, self.most_new, *(ring.size for ring in self.rings)
-
-    def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits `(B, n, vocab)` of the target's tokens; those that the draft does not have get -inf."""
-        if self.draft.d2t is None:
-            return logits
-        everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
-        return everywhere.index_copy(2, self.draft.token_ids.to(logits.device), logits)
 
     def _read(self, prompts: PromptAuxHiddenStates, texts: Sequence[torch.Tensor]) -> None:
         rows = [(row, entries) for row in range(len(texts)) if (entries := prompts.of_row(row)) is not None]

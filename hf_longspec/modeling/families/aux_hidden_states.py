@@ -6,7 +6,7 @@ values of the draft's own, in a ring for each layer, so that memory does not gro
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, layer_at, refuse_compiled_forward
-from ..base import DraftModel
-from ..configuration_base import DraftConfig, refuse_other_sizes, text_config
+from ..configuration_base import refuse_other_sizes, text_config
 from ..settings import Setting
+from .vocabulary import VocabularyConfig, VocabularyDraftModel
 
 # The value of `window` that stands for the number of positions that the draft was trained with.
 TRAINED = "trained"
@@ -26,14 +26,13 @@ TRAINED = "trained"
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
-class AuxConfig(DraftConfig):
+class AuxConfig(VocabularyConfig):
     """Configuration of a draft that reads auxiliary hidden states, the inputs of some of the target's layers."""
 
     model_type = "longspec_aux"
-    sizes: ClassVar[dict[str, tuple[int, int]]] = {
+    sizes: ClassVar[dict[str, tuple[int, int]]] = VocabularyConfig.sizes | {
         "target_hidden_size": (0, 2**17),
         "num_aux_hidden_states": (1, 2**12),
-        "draft_vocab_size": (0, 2**24),
     }
 
     hidden_size: int = 0  # width of the draft
@@ -52,7 +51,6 @@ class AuxConfig(DraftConfig):
     attention_bias: bool = False  # whether the projections of the attention have a bias
     mlp_bias: bool = False  # whether the projections of the SwiGLU have a bias
     qk_norm: bool = False  # whether queries and keys are normalised before they are rotated
-    draft_vocab_size: int | None = None  # number of tokens that can be drafted; by default all of the vocabulary
     own_embedding: bool = False  # whether the draft has an embedding of its own, in place of the target's
     own_head: bool = False  # whether the draft has a language-model head of its own, in place of the target's
     # Token of the entries whose token is not known yet, of drafts that draft several tokens in one forward.
@@ -87,6 +85,7 @@ class AuxConfig(DraftConfig):
         return list(self.layer_windows or [None] * self.num_hidden_layers)
 
     def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         kind, windows = (self.rope_parameters or {}).get("rope_type", "default"), self.window_of_layers
         if kind not in ROPE_TYPES:
             yield f"rope_type={kind!r}: expected one of {', '.join(ROPE_TYPES)}, whose frequencies do not change"
@@ -94,8 +93,6 @@ class AuxConfig(DraftConfig):
             yield f"num_attention_heads={self.num_attention_heads}: expected a multiple of num_key_value_heads"
         if len(windows) != self.num_hidden_layers:
             yield f"layer_windows={windows!r}: expected an entry for each of the {self.num_hidden_layers} layers"
-        if (self.draft_vocab_size or 0) > self.vocab_size:
-            yield f"draft_vocab_size={self.draft_vocab_size}: expected at most vocab_size={self.vocab_size}"
         if (self.mask_token_id or 0) >= max(1, self.vocab_size):
             yield f"mask_token_id={self.mask_token_id}: expected a row of the embedding, below {self.vocab_size}"
 
@@ -109,7 +106,7 @@ def default_layer_ids(num_layers: int) -> list[int]:
     return [min(2, num_layers), num_layers // 2, max(0, num_layers - 3)]
 
 
-class AuxDraftModel(DraftModel):
+class AuxDraftModel(VocabularyDraftModel):
     """Base of the drafts that read auxiliary hidden states.
 
     Subclasses build their layers and call `add_ends`.
@@ -134,8 +131,7 @@ class AuxDraftModel(DraftModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
         size = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, size, bias=False) if config.own_head else None
-        # Target id of draft token i is i + d2t[i].
-        self.register_buffer("d2t", torch.zeros(size, dtype=torch.long) if config.draft_vocab_size else None)
+        self.add_vocabulary(config)
         self.post_init()
 
     @classmethod
@@ -196,34 +192,6 @@ class AuxDraftModel(DraftModel):
         logits = head(outputs)
         return logits if self.d2t is None else logits[..., self.token_ids.to(logits.device)]
 
-    @property
-    def token_ids(self) -> torch.Tensor:
-        """Target ids `(draft vocabulary,)` of the draft's tokens, in increasing order in all published drafts."""
-        if self.d2t is None:
-            return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def set_vocabulary(self, token_ids: Sequence[int], target: PreTrainedModel | None = None) -> None:
-        """Choose the tokens that a draft with a reduced vocabulary proposes, such as the most frequent ones.
-
-        Args:
-            token_ids (`Sequence[int]`): As many different ids as `draft_vocab_size`.
-            target (`PreTrainedModel`, *optional*): The target, whose rows are copied into a head of the draft's own.
-
-        Raises:
-            ValueError: If the number of ids is another one, or an id is outside of the vocabulary or repeated.
-        """
-        ids = sorted({int(token) for token in token_ids})
-        size = self.config.draft_vocab_size
-        if len(ids) != size or len(ids) != len(token_ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size:
-            raise ValueError(
-                f"{len(token_ids)} token ids, {len(ids)} of them distinct: expected draft_vocab_size={size} distinct "
-                f"ids from 0 to {self.config.vocab_size - 1}."
-            )
-        self.d2t.copy_(torch.tensor(ids) - torch.arange(len(ids)))
-        if target is not None:
-            self.copy_from(target)
-
     def rotary_embedding(self, device: torch.device) -> nn.Module:
         """Return the rotary embedding of the draft, a function of a tensor (for its dtype) and positions `(B, T)`."""
         theta = self.effective("rope_theta")
@@ -236,12 +204,6 @@ class AuxDraftModel(DraftModel):
         """Return the value of a setting, or if it is `None` that of the config."""
         value = getattr(self.generation_config, name, None)
         return getattr(self.config, name, None) if value is None else value
-
-    def num_out_of_vocabulary(self, rows: Sequence[Sequence[int]]) -> int:
-        if self.d2t is None:
-            return 0
-        vocabulary = set(self.token_ids.tolist())
-        return sum(token not in vocabulary for row in rows for token in row)
 
     @property
     def prompt_tokens(self) -> int:

@@ -12,10 +12,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ...attention_backends.lengths import SeqLens
-from ...attention_backends.registry import AttentionBackend, AttentionCall, select, under_autocast
+from ...attention_backends.registry import (
+    AttentionBackend,
+    AttentionCall,
+    merge_attention_states,
+    select,
+    under_autocast,
+)
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import FixedStep, GraphKey
+from ...generation.target_modules import written
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -53,6 +60,7 @@ class WindowRing:
         # position of the token in each slot; a negative position marks an empty slot
         self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
         self._rows = torch.arange(batch_size, device=device)[:, None]
+        self._slots = torch.arange(self.spare, device=device)
 
     def clear(self) -> None:
         """Mark all slots as empty."""
@@ -79,16 +87,12 @@ class WindowRing:
         slots = (positions - self.sinks) % capacity + self.sinks
         slots = torch.where(positions < self.sinks, positions, slots) if self.sinks else slots
         slots = torch.where(positions >= 0, slots, self.spare)
-        # other dtypes than those of the ring come from autocast
-        self.keys[self._rows, :, slots] = keys.transpose(1, 2).to(self.keys.dtype)
-        self.values[self._rows, :, slots] = values.transpose(1, 2).to(self.values.dtype)
+        written(keys, values, self.keys, self.values, slots)
         self.positions.scatter_(1, slots, positions)
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor, first_node: int) -> None:
         """Store keys and values `(B, K, n, D)` of n nodes of the tree, from node `first_node` on."""
-        slots = slice(self.size + first_node, self.size + first_node + keys.shape[2])
-        self.keys[:, :, slots] = keys
-        self.values[:, :, slots] = values
+        written(keys, values, self.keys, self.values, self._slots, self.size + first_node)
 
     def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
         """Move the first `counts` `(B,)` nodes of `path` `(B, M)` into the ring; M is at most `window`.
@@ -183,11 +187,14 @@ class BeamDrafter(Drafter):
         raise NotImplementedError
 
     def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
-        """Return the inputs of `level` for the newest level of a beam; `states` are further results of the last one."""
+        """Return the inputs of `level` for the newest level of a beam.
+
+        `states` are further results of the last level, after them those that only earlier levels have.
+        """
         raise NotImplementedError
 
     def level(self, changing: Tensors, depth: int, prefix: Any) -> Tensors:
-        """Return logits `(B, n, V)` after the newest level of a beam, and states if there are any.
+        """Return logits `(B, n, V)` of the draft's tokens after the newest level of a beam, and states, if any.
 
         The logits may be `(B, 1, V)` if they do not depend on the path.
 
@@ -197,12 +204,12 @@ class BeamDrafter(Drafter):
 
     def of_parents(self, beam: Beam, states: torch.Tensor) -> torch.Tensor:
         """Return the states `(B, n, D)` of the parents of the newest level, from those of the level above."""
-        parents = beam.parent_places.to(self.device)[..., None]
+        parents = beam.parent_places[-1].to(self.device)[..., None]
         return states.gather(1, parents.expand(-1, -1, states.shape[2]))
 
-    def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits `(B, n, vocab)` of the target's tokens."""
-        return logits
+    def with_ancestors(self, seen: torch.Tensor, ancestor_mask: torch.Tensor) -> torch.Tensor:
+        """Return a mask `(B, n, slots + N)`: what is seen of a ring `(B, 1, slots)`, and ancestors `(B, n, N)`."""
+        return torch.cat([seen.expand(-1, ancestor_mask.shape[1], -1), ancestor_mask.to(self.device)], -1)
 
     def prefix(self) -> Any:
         """Return what the draft reads of the target's cache; nothing by default."""
@@ -238,12 +245,22 @@ class BeamDrafter(Drafter):
         It writes to the rings and reads nothing on the host. The arguments are the results of `inputs`,
         [`Coupling.known`] and `prefix`, and a function in the place of `level`.
         """
-        beam, shared, level = Beam(inputs[0]), self.begin(inputs, prefix), level or self.level
+        beam = Beam(inputs[0], 1 + sum(self.widths))
+        shared, level = self.begin(inputs, prefix), level or self.level
         states: Sequence[torch.Tensor] = ()
+        reduced = getattr(self.draft, "d2t", None) is not None
+        token_ids = self.draft.token_ids.to(inputs[0].device) if reduced else None
         for depth, width in enumerate(self.widths):
-            logits, *states = level(self.level_inputs(beam, depth, shared, states), depth, prefix)
-            scores = self.coupling.scores(self.spread(logits.to(inputs[0].device)), known, depth, beam.paths)
-            beam.grow(scores, width)
+            logits, *new = level(self.level_inputs(beam, depth, shared, states), depth, prefix)
+            states = (*new, *states[len(new) :])
+            logits = logits.to(inputs[0].device)
+            if token_ids is None or self.coupling.is_plain:
+                beam.grow(self.coupling.scores(logits, known, depth, beam.paths), width, token_ids)
+                continue
+            # noise and processors are those of the target's tokens
+            everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
+            logits = everywhere.index_copy(2, token_ids, logits)
+            beam.grow(self.coupling.scores(logits, known, depth, beam.paths), width)
         return self.cut(beam.fields(self.num_nodes), states)
 
     def _grow_at_once(self, inputs: tuple[torch.Tensor, ...], known: Sequence[torch.Tensor], prefix: Any) -> Any:
@@ -274,13 +291,21 @@ class BeamDrafter(Drafter):
         """Return the result of a method, by a captured graph if steps are captured."""
         return method(*inputs) if self.is_moved else self.binding.target.run(method, self._holder, *inputs)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the attention output `(B, H, n, D)` of queries to the keys that a mask `(B, n, M)` leaves.
 
-        There may be more keys `(B, K, slots, D)` than the mask has.
+        There may be more keys `(B, K, slots, D)` than the mask has. `sinks` `(H,)` are logits in the denominator.
         """
         key, value = key[:, :, : mask.shape[2]], value[:, :, : mask.shape[2]]
-        return self._kernels.tree_attention(query, key, value, mask=mask, scaling=self.scaling)[0]
+        state = self._kernels.tree_attention(query, key, value, mask=mask, scaling=self.scaling)
+        return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
 
 
 @dataclass(eq=False)

@@ -5,14 +5,15 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...generation.target_modules import last_full_layer, shape_of
-from ..configuration_base import DraftConfig, text_config
+from ..configuration_base import text_config
+from ..families.vocabulary import VocabularyConfig
 
 
-class LongSpecConfig(DraftConfig):
+class LongSpecConfig(VocabularyConfig):
     """Configuration of [`LongSpecDraftModel`]: shape of its one block, and the target layer that it reads."""
 
     model_type = "longspec"
-    sizes: ClassVar[dict[str, tuple[int, int]]] = {
+    sizes: ClassVar[dict[str, tuple[int, int]]] = VocabularyConfig.sizes | {
         "window": (0, 2**20),
         "kv_layer": (0, 2**12),
         "noise_range": (0, 2**12),

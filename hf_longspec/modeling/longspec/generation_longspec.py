@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification, last_of
-from ...generation.target_modules import TargetParts
+from ...generation.target_modules import PartOfHead, TargetParts
 from ..families.beams import CacheReader, PrefixStates, Tensors, WindowRing
 
 logger = logging.get_logger(__name__)
@@ -30,6 +30,9 @@ class LongSpecDrafter(CacheReader):
         config = self.config = draft.config
         self.block = self.draft.block
         self.parts = TargetParts(binding.target.model, config.kv_layer)
+        self.head: Any = self.parts.head
+        if self.draft.d2t is not None:
+            self.head = binding.part((PartOfHead, self.device), lambda: PartOfHead(self.parts, self.draft.token_ids))
         self.read_layers, self.read_window = (self.parts.kv_layer,), draft.setting("cross_attention_window")
         sizes = (config.num_key_value_heads, config.head_dim)
         shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)
@@ -57,19 +60,19 @@ class LongSpecDrafter(CacheReader):
         return root, self.last_token
 
     def begin(self, inputs: Tensors, prefix: PrefixStates) -> Tensors:
-        """Return the last committed tokens `(B,)`, and positions, cosines and sines of all levels."""
+        """Return the last committed tokens `(B,)`; positions, slots of the window, cosines and sines of all levels."""
         # one column per depth, and one for the last committed token, whose keys may be missing, see observe
         positions = prefix.lengths.on(self.device)[:, None] + torch.arange(-1, len(self.widths), device=self.device)
-        return inputs[1], positions, *self._rotary(positions, self.ring.keys)
+        return inputs[1], positions, self.ring.visible(positions[:, 1:]), *self._rotary(positions, self.ring.keys)
 
     def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
         return beam.tokens, beam.ancestor_mask, *shared
 
     def level(self, changing: Tensors, depth: int, prefix: PrefixStates) -> Tensors:
         """Return logits `(B, n, V)` after the newest level. The first one also runs the last committed token."""
-        tokens, ancestor_mask, last_token, positions, cos, sin = changing
+        tokens, ancestor_mask, last_token, positions, seen, cos, sin = changing
         columns = slice(depth + 1, depth + 2)
-        mask = self._visible(ancestor_mask, positions[:, columns])
+        mask = self.with_ancestors(seen[:, depth : depth + 1], ancestor_mask)
         if depth == 0:
             columns, tokens = slice(0, 2), torch.stack([last_token, tokens[:, 0]], 1)
 
@@ -83,7 +86,7 @@ class LongSpecDrafter(CacheReader):
         hidden = self.parts.embed(tokens).to(self.device, self.dtype)
         rotary, attend_target = (cos[:, columns], sin[:, columns]), partial(self.attend_prefix, prefix)
         hidden = self.block(hidden, rotary, self.parts, attend_self, attend_target, ancestor_mask.shape[1])
-        return (self.parts.head(hidden),)
+        return (self.head(hidden),)
 
     def row_states(self) -> Sequence[torch.Tensor]:
         return *self.ring.row_states, self.last_token
@@ -131,11 +134,6 @@ class LongSpecDrafter(CacheReader):
     def _rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of `positions` `(B, N)` of the texts, where the target has them."""
         return self.parts.rotary(self.binding.cache.position_ids(positions), like)
-
-    def _visible(self, ancestor_mask: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Return the mask `(B, n, window + N)` of the tokens in the window and of each node's ancestors."""
-        ring = self.ring.visible(position).expand(-1, ancestor_mask.shape[1], -1)
-        return torch.cat([ring, ancestor_mask.to(self.device)], dim=-1)
 
     def _warn_of_length(self, length: int) -> None:
         trained = self.config.trained_max_length

@@ -1,6 +1,6 @@
 """LongSpecDraftModel: one block with a windowed self-attention and a cross-attention to the target's cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, attention_of, decoder_of
 from ..base import DraftModel
+from ..families.vocabulary import VocabularyDraftModel
 from ..settings import WIDTHS, Setting
 from .configuration_longspec import LongSpecConfig
 from .generation_longspec import LongSpecDrafter
@@ -24,7 +25,7 @@ except ImportError:  # a published draft is not trained
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
-class LongSpecDraftModel(DraftModel):
+class LongSpecDraftModel(VocabularyDraftModel):
     """A one-block draft whose own state does not grow with the context.
 
     Its self-attention covers a ring of the last `window` tokens, and its cross-attention the whole prefix in the
@@ -49,11 +50,19 @@ class LongSpecDraftModel(DraftModel):
     def __init__(self, config: LongSpecConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.block = LongSpecBlock(config)
+        self.add_vocabulary(config)
         self.post_init()
 
     @classmethod
     def check_structure(cls, target: PreTrainedModel) -> None:
         decoder_of(target)
+
+    def set_vocabulary(self, token_ids: Sequence[int], target: PreTrainedModel | None = None) -> None:
+        """Choose the tokens that the draft proposes; any draft may get or change them, as no weight depends on them."""
+        if self.config.draft_vocab_size != len(token_ids):
+            self.config.draft_vocab_size = len(token_ids)
+            self.d2t = torch.zeros(len(token_ids), dtype=torch.long, device=self.device)
+        super().set_vocabulary(token_ids, target)
 
     def place(self, target: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
         """Return device and dtype of the target's layer that is read."""
@@ -127,7 +136,7 @@ class LongSpecBlock(GradientCheckpointingLayer):
         normed = self.input_layernorm(hidden)
         key, value = self.self_attn.key_value(normed)
         query, key = parts.rotate(self.self_attn.query(normed), key, *rotary)
-        if num_queries is not None:
+        if num_queries not in (None, query.shape[2]):
             hidden, query = hidden[:, -num_queries:], query[:, :, -num_queries:]
             rotary = rotary[0][:, -num_queries:], rotary[1][:, -num_queries:]
         hidden = hidden + self.self_attn.output(attend_self(query, key, value))

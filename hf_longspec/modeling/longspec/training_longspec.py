@@ -30,12 +30,13 @@ class LongSpecMethod(TrainingMethod):
         noise_range, distribution = draft.config.noise_range, args.noise_distribution
         self.noise = RowNoise(args.seed, noise_range, self.position_limit, args.max_offset, distribution)
         self.target_pass = TargetPass(self.parts, args.target_chunk_size, hidden=args.loss == "kl")
-        self.objective = DraftObjective(self.parts, args.loss_chunk_size)
+        token_ids = None if draft.d2t is None else draft.token_ids
+        self.objective = DraftObjective(self.parts, args.loss_chunk_size, token_ids=token_ids)
         self.count_shape = self.noise.gaps[1] - self.noise.gaps[0] + 1, 2
         self.longest_position = draft.config.trained_max_length or 0
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
-        """Add the gaps and the positions of the rows, and remove the labels of queries that see no key."""
+        """Add the gaps and the positions of the rows, and remove labels that are not trained."""
         lengths = batch["attention_mask"].sum(1).tolist()
         gaps, offsets = self.noise.draw(step, total, rows, lengths)
         positions = batch.get("position_ids")  # the stored keys of a KVStore are rotated by their positions
@@ -43,7 +44,17 @@ class LongSpecMethod(TrainingMethod):
             positions = anchor_offset_positions(batch["input_ids"].shape[1], offsets, self.args.anchors)
         last = max(int(row[length - 1]) for row, length in zip(positions, lengths, strict=True))
         self.longest_position = max(self.longest_position, last)
-        return {**batch, "gaps": gaps, "position_ids": positions, "labels": without_keyless(batch["labels"], gaps)}
+        return {**batch, "gaps": gaps, "position_ids": positions, "labels": self.trained(batch["labels"], gaps)}
+
+    def trained(self, labels: torch.Tensor, gaps: list[int]) -> torch.Tensor:
+        """Remove the labels `(B, L)` of queries that see no key, and of tokens that a draft without them cannot learn.
+
+        With `loss="kl"` such tokens tell the distribution over the others.
+        """
+        labels = without_keyless(labels, gaps)
+        if self.args.loss == "ce" and self.draft.d2t is not None:
+            labels = labels.where(torch.isin(labels, self.draft.token_ids.to(labels.device)), IGNORED)
+        return labels
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
         """Count the labels. Query t predicts token t + 1."""
@@ -67,7 +78,7 @@ class LongSpecMethod(TrainingMethod):
         total, counts = torch.zeros(1, device=tokens.device), []
         for gap in range(first, last + 1):
             gaps = [gap] * len(tokens)
-            row = {"input_ids": tokens, "position_ids": positions, "labels": without_keyless(labels, gaps)}
+            row = {"input_ids": tokens, "position_ids": positions, "labels": self.trained(labels, gaps)}
             loss, hits, rows = self._run(model, row, states, gaps)
             total += loss
             counts.append(counted(hits, rows, len(tokens)))

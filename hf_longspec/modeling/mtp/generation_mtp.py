@@ -111,21 +111,24 @@ class MtpDrafter(AuxDrafter):
         """Return the inputs of the newest level, or those of all levels with several layers."""
         if not depth:
             return shared[:4]
+        _, _, _, _, positions, *angles = shared
         if self.depth == 1:
-            tokens, parents, positions, masks = beam.tokens, beam.parent_places, shared[4] + depth, beam.ancestor_mask
-            further: Tensors = ()
-        else:
-            tokens, parents, _, depths, masks = (part[:, 1:] for part in beam.fields())
-            positions, further = shared[4] + depths.to(self.device), (beam.tokens, states[1])
+            column = slice(depth, depth + 1)
+            of_level = positions[:, column], angles[0][:, column], angles[1][:, column], states[1]
+            return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, *of_level
+        tokens, parents, _, depths, masks = (part[:, 1:] for part in beam.fields())
+        depths = depths.to(self.device)
+        of_nodes = [part.gather(1, depths[..., None].expand(-1, -1, part.shape[2])) for part in angles]
         above = parents.to(self.device)[..., None].expand(-1, -1, states[0].shape[2])
-        return states[0].gather(1, above), tokens, masks, positions, shared[4], *further
+        of_nodes = [positions.gather(1, depths), *of_nodes, self.seen(self.rings[depth], positions[:, :1])]
+        return states[0].gather(1, above), tokens, masks, *of_nodes, beam.tokens, states[1]
 
     def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits `(B, n, V)` after the newest level of a beam, and states."""
         if not depth:
-            outputs = self._enter(*changing)
-            further = (outputs,) if self.depth > 1 else ()
-            return self.parts.head(outputs[:, :1]), outputs[:, :1], *further
+            outputs, (_, _, positions, last) = self._enter(*changing), changing
+            further = outputs if self.depth > 1 else self.seen(self.rings[0], positions.gather(1, last))
+            return self.parts.head(outputs[:, :1]), outputs[:, :1], further
         if self.depth == 1:
             states = self._next(0, *changing)
             return self.parts.head(states), states
@@ -141,7 +144,9 @@ class MtpDrafter(AuxDrafter):
         tokens: torch.Tensor,
         ancestor_mask: torch.Tensor,
         positions: torch.Tensor,
-        end: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        seen: torch.Tensor,
     ) -> torch.Tensor:
         """Return outputs `(B, n, hidden)` of a layer at nodes.
 
@@ -151,10 +156,12 @@ class MtpDrafter(AuxDrafter):
             tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the nodes.
             ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
             positions (`torch.LongTensor` of shape `(B, 1)` or `(B, n)`): Positions of the nodes.
-            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root.
+            cos (`torch.Tensor` of shape `(B, 1, D)` or `(B, n, D)`): Cosines of the positions.
+            sin (`torch.Tensor` of shape `(B, 1, D)` or `(B, n, D)`): Sines of the positions.
+            seen (`torch.BoolTensor` of shape `(B, 1, slots + 1)`): What nodes see of the ring, and of the root.
         """
         ring, (count, nodes) = self.rings[index], ancestor_mask.shape[1:]
-        mask = self.tree_mask(ring, end, ancestor_mask)
+        mask = self.seen_by_nodes(seen, ancestor_mask)
 
         def stage(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             ring.stage(keys, values, nodes - count)
@@ -163,12 +170,8 @@ class MtpDrafter(AuxDrafter):
 
         embedded = self.parts.embed(tokens).to(self.device, self.dtype)
         shown = positions.expand(-1, count)
-        return self.draft.layers[index](states, embedded, shown, self.rotary(states, shown), stage)
+        return self.draft.layers[index](states, embedded, shown, (cos, sin), stage)
 
     def _run(self, *args: Any) -> Any:
         """Return `None` with several layers, whose steps are neither compiled nor captured."""
         return super()._run(*args) if self.depth == 1 else None
-
-    def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits unchanged, as they are those of the target's tokens."""
-        return logits

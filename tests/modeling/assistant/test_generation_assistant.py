@@ -38,7 +38,7 @@ def propose(model, draft, lengths):
 
 def plain_beam(model, tokens, positions, widths, reach):
     """The beam of one row by a plain forward for every node, over the path that leads to it."""
-    beam = Beam(tokens[-1:])
+    beam = Beam(tokens[-1:], 1 + sum(widths))
     for depth, width in enumerate(widths):
         logits = []
         for path in beam.paths()[0]:

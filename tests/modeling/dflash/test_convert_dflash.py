@@ -94,9 +94,53 @@ def test_windows_that_move_cannot_be_written(tmp_path):
 
 
 NESTED = {"mask_token_id": 96, "target_layer_ids": [1, 3]}
+OWN = json.loads((FIXTURES / "zlab_full" / "config.json").read_text())["dflash_config"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"is_causal": True}, {"causal": True}),
+        ({"is_causal": None}, {"causal": None}),
+        ({"dflash_config": OWN | {"causal": False, "num_target_layers": 8}}, {"causal": False}),
+        ({"dflash_config": OWN | {"causal_head": True, "mask_token": "<mask>"}}, {"causal": True}),
+        ({"dflash_config": OWN | {"sample_from_anchor": True}}, {"sample_from_anchor": True}),
+        (
+            {"layer_types": ..., "dflash_config": OWN | {"use_swa": True, "swa_window_size": 5}},
+            {"layer_windows": [5, 5]},
+        ),
+        ({"dflash_config": OWN | {"selector_rank": None}}, {"selector_rank": 0}),
+    ],
+)
+def test_fields_that_other_engines_read(copy_of, changes, fields):
+    config = DFlashDraftModel.from_pretrained(copy_of("zlab_full", **changes)).config
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_sinks_and_the_factor_of_values_are_read(copy_of):
+    """The factor of MiMo's values becomes a part of their projection."""
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    tensors = {f"layers.{layer}.self_attn.attention_sink_bias": sinks + layer for layer in range(2)}
+    nested = OWN | {"attention_sink_bias": True, "attention_value_scale": 0.5}
+    draft = DFlashDraftModel.from_pretrained(copy_of("zlab_full", tensors=tensors, dflash_config=nested))
+    plain = DFlashDraftModel.from_pretrained(FIXTURES / "zlab_full")
+    for index, (layer, other) in enumerate(zip(draft.layers, plain.layers, strict=True)):
+        assert torch.equal(layer.self_attn.attention_sink_bias, sinks + index)
+        assert torch.equal(layer.self_attn.v_proj.weight, 0.5 * other.self_attn.v_proj.weight)
+    with pytest.raises(ValueError, match="missing tensors"):
+        DFlashDraftModel.from_pretrained(copy_of("zlab_full", dflash_config=nested))
+
+
+@pytest.mark.parametrize("reason", ["causal", "attention_sink_bias"])
+def test_what_the_format_of_speculators_cannot_say(target, reason, tmp_path):
+    draft = DFlashDraftModel.from_target(target("llama"), **{reason: True})
+    with pytest.raises(ValueError, match=f"{reason}=True.*cannot say"):
+        save_speculators(draft, tmp_path)
+
+
 OTHERS = [
     ("zlab_full", {"dflash_config": NESTED | {"projector_type": "domino"}}, "projector_type='domino'"),
-    ("zlab_full", {"dflash_config": NESTED | {"attention_sink_bias": True}}, r"unknown fields \['attention_sink_bias'"),
+    ("zlab_full", {"dflash_config": NESTED | {"output_multiplier": 2}}, r"unknown fields \['output_multiplier'"),
     ("zlab_full", {"dflash_config": {"target_layer_ids": [1, 3]}}, "no mask_token_id"),
     ("zlab_full", {"dflash_config": {"mask_token_id": 97}}, r"mask_token_id=97: .*below 97"),
     ("zlab_full", {"has_embed_tokens": True}, r"unknown fields \['has_embed_tokens'\]"),

@@ -40,6 +40,7 @@ SLIDING = {"layer_windows": [4, None], "num_hidden_layers": 2}
         (DFlashDraftModel, "gpt_oss", {"window": 6, "sinks": 3, "num_tree_nodes": 9, "sample_from_anchor": True}, None),
         (DFlashDraftModel, "qwen3", SLIDING | {"block_window": True, "causal_windows": True, "sinks": 1}, 4),
         (DFlashDraftModel, "llama", SLIDING | {"window": 5, "sinks": 0, "num_tree_nodes": 12}, 6),
+        (DFlashDraftModel, "mistral", {"attention_sink_bias": True, "num_hidden_layers": 2, "causal": True}, 5),
         (DFlashDraftModel, "deepseek_v3", {"conv_kernel_size": 2, "draft_vocab_size": 7, "own_head": True}, 5),
         (Eagle3DraftModel, "gemma3", {"mask_token_id": 5, "window": None, "num_hidden_layers": 2}, 7),
         (Eagle3DraftModel, "llama", SLIDING | {"mask_token_id": 5, "layer_windows": [4, 4], "window": None}, 6),

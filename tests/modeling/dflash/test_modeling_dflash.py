@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from hf_longspec import DFlashDraftModel
 from hf_longspec.modeling.dflash import layers_dflash, texts_dflash
 from hf_longspec.modeling.families.texts import ends_of
-from tests.rounding import share
-from tests.tiny_targets import randomize, tiny_target
+from tests.rounding import rounding, share
+from tests.tiny_targets import random_draft, randomize, tiny_target
 
 FIXTURES = Path(__file__).with_name("fixtures")
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
@@ -171,3 +171,63 @@ def test_a_window_hides_entries(window, sinks):
         embedded = draft.embed_block(tokens[:, 9], model)
         alone = draft.run(embedded, rotary(embedded, torch.arange(9, 13)[None]), attend)[0]
     torch.testing.assert_close(states, alone, rtol=0, atol=TOLERANCE * float(alone.abs().max()))
+
+
+def restated(draft, model, aux, root, causal):
+    """States of a block after entries `aux` `(T, layers * hidden)`, one slot and one head after another, in float64."""
+    config, weights = draft.config, {name: x.double() for name, x in draft.state_dict().items()}
+    length, size, half = len(aux), config.block_size, config.head_dim // 2
+    embed, groups = (
+        model.get_input_embeddings().weight.double(),
+        config.num_attention_heads // config.num_key_value_heads,
+    )
+
+    def norm(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[name]
+
+    def heads(x, name, position=None):
+        found = (weights[f"{name}_proj.weight"] @ x).view(-1, 2 * half)
+        if position is None:
+            return found
+        found = norm(found, f"{name}_norm.weight")
+        angle = position * config.rope_parameters["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        one, two = found[:, :half], found[:, half:]
+        return torch.cat([one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()], -1)
+
+    context = [norm(weights["fc.weight"] @ x.double(), "hidden_norm.weight") for x in aux]
+    states = [embed[token] for token in [root] + [config.mask_token_id] * (size - 1)]
+    for index in range(config.num_hidden_layers):
+        at, sinks = f"layers.{index}.self_attn.", weights[f"layers.{index}.self_attn.attention_sink_bias"]
+        entries = [(heads(x, at + "k", p), heads(x, at + "v")) for p, x in enumerate(context)]
+        normed = [norm(x, f"layers.{index}.input_layernorm.weight") for x in states]
+        slots = [(heads(x, at + "k", length + s), heads(x, at + "v")) for s, x in enumerate(normed)]
+        after = []
+        for slot, x in enumerate(normed):
+            query, seen, out = heads(x, at + "q", length + slot), slots[: slot + 1] if causal else slots, []
+            for head in range(config.num_attention_heads):
+                pairs = [(key[head // groups], value[head // groups]) for key, value in entries + seen]
+                scores = torch.stack([query[head] @ key / config.head_dim**0.5 for key, _ in pairs])
+                shares = scores.exp() / (scores.exp().sum() + sinks[head].exp())
+                out.append(sum(share * value for share, (_, value) in zip(shares, pairs, strict=True)))
+            x = states[slot] + weights[at + "o_proj.weight"] @ torch.cat(out)
+            mlp, z = f"layers.{index}.mlp.", norm(x, f"layers.{index}.post_attention_layernorm.weight")
+            gate = torch.nn.functional.silu(weights[mlp + "gate_proj.weight"] @ z)
+            after.append(x + weights[mlp + "down_proj.weight"] @ (gate * (weights[mlp + "up_proj.weight"] @ z)))
+        states = after
+    return torch.stack([norm(x, "norm.weight") for x in states])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_a_causal_block_and_sinks_in_straight_lines(causal):
+    """A setting replaces the field; with the other order of slots the states differ."""
+    model = tiny_target("llama", vocab_size=31)
+    parts = {"num_hidden_layers": 2, "attention_sink_bias": True}
+    draft = random_draft(DFlashDraftModel, model, block_size=5, causal=causal, **parts)
+    size = draft.config.num_aux_hidden_states * draft.config.target_hidden_size
+    aux, tokens = torch.randn(1, 7, size, generator=torch.Generator().manual_seed(1)), torch.arange(8)[None]
+    expected = restated(draft, model, aux[0], int(tokens[0, 7]), causal)
+    states = draft(aux, tokens, torch.tensor([[7]]), model)[0, 0]
+    torch.testing.assert_close(states.double(), expected, **rounding(expected, layers=4))
+    draft.generation_config.causal = not causal
+    assert (draft(aux, tokens, torch.tensor([[7]]), model)[0, 0] - states).abs().max() > BROKEN

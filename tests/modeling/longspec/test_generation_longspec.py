@@ -5,10 +5,12 @@ import random
 import pytest
 import torch
 
+from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.draft_tree import Beam
+from hf_longspec.generation.sampling import Coupling
 from hf_longspec.modeling.longspec import generation_longspec as longspec
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
-from tests.modeling.calls import LENGTHS, NEVER, generate
+from tests.modeling.calls import LENGTHS, NEVER, check_sampled_text, check_text, generate
 from tests.modeling.longspec.restated_longspec import Restated
 from tests.rounding import rounding
 from tests.tiny_targets import random_longspec_draft, tiny_target
@@ -44,14 +46,15 @@ def recorded(monkeypatch):
         self.texts = [text.tolist() for text in texts]
         start(self, texts, verification)
 
-    def recording_grow(self, logits, width):
+    def recording_grow(self, logits, width, *more):
         iterations[-1]["levels"].append(logits)
-        depth, first, ancestor_mask = len(self.levels) - 1, self.first_node, self.ancestor_mask
-        grow(self, logits, width)
+        depth, ancestor_mask = len(self.levels) - 1, self.ancestor_mask
+        grow(self, logits, width, *more)
         for row, coming in enumerate(iterations[-1]["coming"]):
             if depth < len(coming) and luck.random() < 0.8:
                 self.tokens[row, 0] = coming[depth]
-                self.parents[-1][row, 0] = first
+                self.parent_places[-1][row, 0] = 0
+                self.parents[-1][row, 0] = self.num_nodes - self.tokens.shape[1] - ancestor_mask.shape[1]
                 self.ancestor_mask[row, 0, : ancestor_mask.shape[2]] = ancestor_mask[row, 0]
 
     start = LongSpecDrafter.start
@@ -110,3 +113,45 @@ def test_a_prompt_beyond_the_trained_length_warns_by_name(plain_run, monkeypatch
     draft.config.trained_max_length = 32
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert len(said) == 1 and "33 tokens" in said[0] and "trained_max_length=32" in said[0]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_reduced_vocabulary(recorded, sampled, monkeypatch):
+    """Each node's logits are those of the restated block for the chosen tokens; the text may have others."""
+    model, ids = tiny_target("llama", vocab_size=31), sorted(random.Random(3).sample(range(31), 13))
+    draft = noisy_draft(model, draft_vocab_size=13, tree_widths=[5, 6, 4])
+    draft.set_vocabulary(ids)
+    ranked, scores = [], Coupling.scores
+    monkeypatch.setattr(Coupling, "scores", lambda self, *given: ranked.append(given[0]) or scores(self, *given))
+    check_text(model, draft, do_sample=sampled, max_new_tokens=24)
+    assert draft.last_speculation.num_out_of_draft_vocabulary > 0
+    restated, step = Restated(draft, model), recorded[1]
+    tree, text = step["tree"], step["texts"][0]
+    assert set(tree.tokens[:, 1:].flatten().tolist()) <= set(ids)
+    keys = restated.target_keys(text)
+    root = ranked[3][0, 0]  # of the second tree of three levels
+    expected = restated.logits(text, [int(tree.tokens[0, 0])], keys)[ids]
+    torch.testing.assert_close((root[ids] if sampled else root).double(), expected, **rounding(expected, layers=3))
+    assert not sampled or int(root.isneginf().sum()) == 31 - 13
+    if not sampled:  # else the recorded scores have the target's noise
+        first = 0
+        for logits in step["levels"]:
+            for place in range(0, logits.shape[1], 2):
+                path = tree.tokens[0][tree.mask[0, first + place]].tolist()
+                expected = restated.logits(text, path, keys)[ids]
+                torch.testing.assert_close(logits[0, place].double(), expected, **rounding(expected, layers=3))
+            first += logits.shape[1]
+
+
+def test_any_draft_may_get_another_vocabulary(tmp_path):
+    model = tiny_target("llama", vocab_size=31)
+    draft = noisy_draft(model, tree_widths=[3, 2])
+    assert "d2t" not in draft.state_dict() and draft.config.draft_vocab_size is None
+    for ids in ([2, 3, 5, 7, 30], [1, 4, 6]):
+        draft.set_vocabulary(ids)
+        draft.save_pretrained(tmp_path)
+        loaded = LongSpecDraftModel.from_pretrained(tmp_path, target=model)
+        assert loaded.token_ids.tolist() == ids and loaded.config.draft_vocab_size == len(ids)
+        check_sampled_text(model, loaded, max_new_tokens=9)
+    with pytest.raises(ValueError, match="2 token ids, 1 of them distinct"):
+        draft.set_vocabulary([3, 3])
