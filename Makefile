@@ -138,7 +138,7 @@ tables: $(READY) ## put the committed results into README and docs/, and draw th
 
 models: $(READY) ## run every draft on every decoder of transformers, and put the table into docs/models.md
 	@echo "Running every draft on a tiny model of every type. This takes minutes."
-	$(VENV)/bin/python -m tests.robustness.models_table --page docs/models.md
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m tests.robustness.models_table --page docs/models.md
 
 interop: $(READY) $(READY_INTEROP) ## train drafts, load them in vLLM, and compare texts and acceptance
 	@echo "Training drafts of the tiny target, and decoding with them here and in vLLM. This takes 20 minutes or more."

@@ -521,8 +521,14 @@ def _flash_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropout, is_ca
     return out.transpose(1, 2), lse.float(), nothing, nothing, nothing
 
 
+def _topk(x, k, dim=-1, largest=True, sorted=True):
+    """Of equal numbers, the first ones, as a scan on a GPU finds them; those of the CPU are any."""
+    return tuple(found.narrow(dim, 0, k) for found in x.sort(dim=dim, descending=largest, stable=True))
+
+
 # Operations that the CPU does not have, or would choose otherwise.
 REPLACED: dict[str, Callable[..., Any]] = {
+    "topk": _topk,
     "_scaled_dot_product_flash_attention": _flash_attention,
     "_flash_attention_forward": _flash_forward,
     "_fused_sdp_choice": lambda *args, **kwargs: 0,  # the kernel in plain operations

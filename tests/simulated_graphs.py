@@ -130,7 +130,7 @@ class SimulatedGraph:
 
 def poison(tensor: torch.Tensor) -> None:
     """Fill a tensor with numbers that nothing computes."""
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(torch.nan)
     elif tensor.dtype != torch.bool:
         tensor.fill_(torch.iinfo(tensor.dtype).max // 2)

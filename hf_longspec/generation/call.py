@@ -378,8 +378,7 @@ def _why_not_fixed(target: TargetView, mode: str) -> str | None:
         return None
     if target.ranks is not None:
         return f"tensor parallelism ({target.ranks.size} processes)"
-    is_fine = target.mode.has_fixed_shapes and mode != "compile"
-    return None if is_fine else target.mode.why_not_fixed(type(target.model).__name__)
+    return target.mode.why_not_fixed(type(target.model).__name__) if mode == "compile" else None
 
 
 def why_not_begun(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:

@@ -415,8 +415,9 @@ class TargetView:
         """How the steps of this target run."""
         # collectives inside a graph are untested
         runner, mode = self._runner, self.mode
-        is_fixed = runner is not None and self.ranks is None and mode.has_fixed_shapes
-        steps: Steps = runner.steps_of(self.model) if is_fixed and (mode.compiles or not runner.compiles) else Steps()
+        if runner is None or self.ranks is not None or not (mode.compiles or not runner.compiles):
+            return Steps()
+        steps: Steps = runner.steps_of(self.model, mode)
         return steps
 
     def run(self, function: Callable[..., Any], holder: Any, *inputs: torch.Tensor, **settings: Any) -> Any:
@@ -456,6 +457,10 @@ class FixedStep(GraphKey):
     def run(self, *inputs: torch.Tensor) -> Any:
         """Compute from tensors. It may run several times with the same ones, with the same result."""
         raise NotImplementedError
+
+    def why_not_captured(self) -> str | None:
+        """Return why this step runs without a graph; `None` if it is captured."""
+        return None
 
 
 @dataclass(eq=False)

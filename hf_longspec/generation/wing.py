@@ -8,7 +8,7 @@ Each rare case has a file of its own in `wings/`, which imports the core and is 
 - Layers and parts of a cache are in `cache.py`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,10 +43,10 @@ class VerificationMode:
     name = "hybrid tree attention"
     # function of [`logits_under`]'s arguments that returns the logits of nodes
     logits = staticmethod(logits_under)
-    # whether the shapes of steps repeat, so that they may be compiled or captured
-    has_fixed_shapes = True
-    # whether such steps may be compiled, and not only captured
+    # whether steps may be compiled, and not only captured
     compiles = True
+    # A captured step reads the slots up to a power of two, or to one of this many parts of it.
+    parts_of_bucket = 1
     # whether layers keep recurrent states
     has_states = False
     # last tokens of a prompt that run as a verification
@@ -97,9 +97,15 @@ class VerificationMode:
         return set()
 
     def why_not_fixed(self, name: str) -> str | None:
-        """Return with what feature of the class `name` steps cannot be compiled; `None` if they can.
+        """Return with what feature of the class `name` steps cannot be compiled; `None` if they can."""
+        return None
 
-        Without `has_fixed_shapes`, they cannot be captured either.
+    def why_not_captured(
+        self, model: PreTrainedModel, shape: tuple[int, int, int], buffers: Sequence[Any]
+    ) -> str | None:
+        """Return why a step of `shape` (rows, nodes, slots) runs without a graph; `None` if it is captured.
+
+        `buffers` are keys and values of each layer, or `None`.
         """
         return None
 

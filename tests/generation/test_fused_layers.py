@@ -92,7 +92,7 @@ def test_families(name, kernels):
 def test_modules_that_compute_something_else_are_not_fused():
     """A norm of another kind under a known name, one of another module, a forward that the user replaced."""
     norm = LlamaRMSNorm(8, eps=1e-5)
-    assert fused_forward(norm).args == (1e-5, NORM_FORMS[0])
+    assert fused_forward(norm).args == (1e-5, NORM_FORMS[0], None)
     other = type("LlamaRMSNorm", (LlamaRMSNorm,), {"forward": lambda self, x: x * self.weight})(8, eps=1e-5)
     assert fused_forward(other) is None
     assert fused_forward(nn.LayerNorm(8, bias=False)) is None and fused_forward(nn.LayerNorm(8)) is None
@@ -108,6 +108,38 @@ def test_norms_of_other_inputs_run_as_they_are():
     assert torch.equal(forward(norm, hidden), norm(hidden))
     with pytest.raises(TypeError):
         forward(norm, hidden, gate=hidden)
+
+
+class SiluNorm(LlamaRMSNorm):
+    gate = staticmethod(nn.functional.silu)
+
+    def forward(self, hidden_states, gate):
+        return (super().forward(hidden_states) * self.gate(gate.float())).to(gate.dtype)
+
+
+class SigmoidNorm(SiluNorm):
+    gate = staticmethod(torch.sigmoid)
+
+
+class NormOfGated(SiluNorm):
+    def forward(self, hidden_states, gate):
+        return LlamaRMSNorm.forward(self, hidden_states * self.gate(gate))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_with_a_gate(kernels, dtype):
+    hidden, gate = numbers(2, 3, 24).to(dtype), 3 * numbers(2, 3, 48).to(dtype)[..., 24:]
+    for kind in (SiluNorm, SigmoidNorm):
+        norm = kind(24, eps=1e-5).to(dtype)
+        norm.weight.copy_(numbers(24))
+        forward, expected = fused_forward(norm), norm(hidden, gate)
+        kernels.clear()
+        step = torch.finfo(dtype).eps * expected.abs().max()
+        assert (forward(norm, hidden, gate) - expected).abs().max() <= fused_layers.MOST_STEPS * step
+        assert kernels["add_norm"] == kernels["gated"] == 1
+        assert torch.equal(forward(norm, hidden, gate.double()), norm(hidden, gate.double()))  # runs as it is
+    assert fused_forward(NormOfGated(24, eps=1e-5)) is None
 
 
 def turned(query, key, cos, sin):

@@ -8,7 +8,7 @@ import torch
 
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.wings import forward_check
-from hf_longspec.generation.wings.recurrences import mixers
+from hf_longspec.generation.wings.recurrences import limits_steps, mixers
 from tests.generation.drafted_calls import (
     ONE,
     RAGGED,
@@ -36,6 +36,8 @@ KERNELS = {
     "falcon_h1": "mamba_chunk_scan_combined",
     "jamba": "selective_scan_fn",
 }
+# causal-conv1d has windows of up to 4 inputs, and plain `generate` fails with it on the default ones of this type.
+NARROWER = {"lfm3": {"conv_L_cache": 4}}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +51,7 @@ def made():
 
     def make(name):
         if name not in models:
-            models[name] = build(name, SEEDS.get(name, 0))
+            models[name] = build(name, SEEDS.get(name, 0), **NARROWER.get(name, {}))
         return models[name]
 
     return make
@@ -72,8 +74,10 @@ def test_text_is_that_of_generate_with_the_same_packages(made, name, chain, leng
         CALLS.clear()
         draft = drafted(model, chain, text, max(lengths))
         assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
+        # Mamba-2 that limits its step sizes runs rows of different lengths as chains, which are nodes
+        runs = len(lengths) == 1 or not limits_steps(model)
         for kernel in kernels - {"causal_conv1d_fn"}:
-            assert seen(kernel) == {max(lengths) - SEED_TOKENS}
+            assert seen(kernel) == ({max(lengths) - SEED_TOKENS} if runs else set())
         stats = draft.last_speculation
         assert 1 < stats.num_emitted_tokens / stats.num_spec_steps < draft.num_nodes
 

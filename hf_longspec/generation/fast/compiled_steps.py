@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ...attention_backends.lengths import SeqLens
 from ...attention_backends.triton.config import INSTALLED
 from ..target import FixedStep
+from ..wing import VerificationMode
 from .cuda_graphs import CapturedRunner
 from .fixed_steps import FixedSteps, LengthsInGraph
 from .fused_layers import FusedRunner, warn_of_nothing_fused
@@ -47,11 +48,11 @@ class CompiledRunner:
     compiles = True
     seconds = 0.0
 
-    def steps_of(self, model: PreTrainedModel) -> "FixedSteps":
+    def steps_of(self, model: PreTrainedModel, mode: VerificationMode) -> FixedSteps:
         """Return the steps of a target, which this runner compiles."""
-        return FixedSteps(model, self)
+        return FixedSteps(model, self, mode)
 
-    def lengths(self, lengths: SeqLens, room: int, capacity: int) -> LengthsInGraph | None:
+    def lengths(self, lengths: SeqLens, room: int, capacity: int, parts: int = 1) -> LengthsInGraph | None:
         """Return how a graph gets these lengths, whose sizes stay symbolic; `None` if a prefix is too short."""
         if lengths.longest < SHORTEST_PREFIX:
             return None

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from ...attention_backends.lengths import SeqLens
 from ..cache import SpeculativeCache
 from ..target import FixedStep
+from ..wing import VerificationMode
 from .fixed_steps import FixedSteps, LengthsInGraph
 
 logger = logging.get_logger(__name__)
@@ -78,13 +79,13 @@ class CapturedRunner:
         # Graphs of this call, by what differs within one call. It takes microseconds to look one up.
         self._graphs: dict[tuple, CapturedFunction] = {}
 
-    def steps_of(self, model: PreTrainedModel) -> FixedSteps:
+    def steps_of(self, model: PreTrainedModel, mode: VerificationMode) -> FixedSteps:
         """Return the steps of a target, which this runner captures."""
-        return FixedSteps(model, self)
+        return FixedSteps(model, self, mode)
 
-    def lengths(self, lengths: SeqLens, room: int, capacity: int) -> LengthsInGraph:
+    def lengths(self, lengths: SeqLens, room: int, capacity: int, parts: int = 1) -> LengthsInGraph:
         """Return their bucket. A captured graph would reuse the lengths it was captured with, so it knows none."""
-        most = bucket(lengths.longest + room, capacity) - room
+        most = bucket(lengths.longest + room, capacity, parts) - room
         return LengthsInGraph([torch.empty(most, 0)], 0, (most,))
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -125,6 +126,8 @@ class CapturedRunner:
             del graphs[next(iter(graphs))]
         started = time.perf_counter()
         try:
+            if (reason := step.why_not_captured()) is not None:
+                raise RuntimeError(reason)
             graphs[key] = CapturedFunction(run, inputs, self.model)
         except Exception as error:  # CUDA, Triton and torch share no class of errors
             is_new = all(kind is not type(step) for kind, *_ in failed)
@@ -263,13 +266,18 @@ def _memory_of(device: torch.device) -> float:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
-def bucket(length: int, capacity: int) -> int:
-    """Return the number of slots that a graph reads for `length` used ones: a power of two, at most `capacity`.
+def bucket(length: int, capacity: int, parts: int = 1) -> int:
+    """Return the number of slots that a graph reads for `length` used ones, at most `capacity`.
+
+    It is a power of two, or a number of `parts` of it.
 
     >>> [bucket(length, 5000) for length in (5, 1024, 1025, 4097)]
     [1024, 1024, 2048, 5000]
+    >>> [bucket(length, 99999, 8) for length in (5, 1025, 4097, 16385)]
+    [1024, 2048, 5120, 20480]
     """
-    return min(capacity, max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()))
+    part = max(SMALLEST_BUCKET, (1 << (length - 1).bit_length()) // parts)
+    return min(capacity, -(-length // part) * part)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -16,8 +16,9 @@ from ...attention_backends.lengths import SeqLens
 from ..draft_tree import DraftTree
 from ..sampling import TokenRule, warped
 from ..target import FixedStep, Forward, Forwards, Steps
-from ..target_modules import logits_under, with_final_norm_input
+from ..target_modules import with_final_norm_input
 from ..verification import Acceptance, packed
+from ..wing import DECLARED, VerificationMode
 from .step_cache import StepCache
 
 
@@ -53,6 +54,7 @@ class Layout:
         members (`tuple[int, ...]`): For every layer, the index of its rows.
         capacity (`int`): Slots of the smallest buffer.
         buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer.
+        indexers (`list[torch.Tensor | None]`): Keys of the indexer of every layer.
     """
 
     number: tuple[int, ...]
@@ -60,6 +62,7 @@ class Layout:
     members: tuple[int, ...]
     capacity: int
     buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    indexers: list[torch.Tensor | None]
 
     @classmethod
     def of(cls, cache: Any, buffer: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
@@ -67,16 +70,21 @@ class Layout:
         rows = [getattr(layer, "rows", None) for layer in cache.layers]  # some layers keep nothing
         groups = list({id(one): one for one in rows if one is not None}.values())
         members = tuple(0 if one is None else groups.index(one) for one in rows)
-        buffers = [(buffer(x.keys), buffer(x.values)) if hasattr(x, "keys") else NO_KEYS for x in cache.layers]
+        buffers = [(buffer(x.keys), buffer(x.values)) if _has_buffers(x) else NO_KEYS for x in cache.layers]
         capacity = min(keys.shape[2] for keys, _ in buffers if keys is not None)
-        return cls(cache.layout, groups, members, capacity, buffers)
+        indexers = [getattr(getattr(x, "indexer", None), "keys", None) for x in cache.layers]
+        return cls(cache.layout, groups, members, capacity, buffers, indexers)
+
+
+def _has_buffers(layer: Any) -> bool:
+    return hasattr(layer, "keys") and layer.is_initialized
 
 
 class FixedSteps(Steps):
     """Run the steps of one target through a runner, which compiles or captures them."""
 
-    def __init__(self, model: PreTrainedModel, runner: Any):
-        self.model = model
+    def __init__(self, model: PreTrainedModel, runner: Any, mode: VerificationMode = DECLARED):
+        self.model, self.mode = model, mode
         self.runner, self.captures, self.compiles = runner, runner.captures, runner.compiles
         self._layouts: dict[int, Layout] = {}
         # Logits of the last step and results of the last forwards, which the next replay overwrites.
@@ -133,10 +141,10 @@ class FixedSteps(Steps):
         return self._results
 
     def _layout(self, cache: Any) -> Layout | None:
-        """Return the layout of a cache; `None` if a layer has no buffer yet."""
+        """Return the layout of a cache; `None` if it has no buffers yet."""
         layout = self._layouts.get(id(cache))
         if layout is None or layout.number != cache.layout:
-            if not all(layer.is_initialized for layer in cache.layers if hasattr(layer, "keys")):
+            if not any(map(_has_buffers, cache.layers)):
                 return None
             layout = self._layouts[id(cache)] = Layout.of(cache, self.runner.buffer)
         return layout
@@ -148,10 +156,11 @@ class FixedSteps(Steps):
         if states is None and cache.parts:
             return None
         prefixes = [rows.lengths for rows in layout.groups]
-        lengths = [self.runner.lengths(prefix, room, layout.capacity) for prefix in prefixes]
+        parts = self.mode.parts_of_bucket
+        lengths = [self.runner.lengths(prefix, room, layout.capacity, parts) for prefix in prefixes]
         if None in lengths:
             return None
-        step = ForwardsOnCache(self.model, cache, forwards, room, lengths, layout, states)
+        step = ForwardsOnCache(self.model, cache, self.mode, forwards, room, lengths, layout, states)
         before = *(prefix.on(inputs[0].device) for prefix in prefixes), *(() if states is None else states.tensors)
         result = self.runner(step, *before, *inputs)
         if states is None or result is None:
@@ -195,6 +204,7 @@ class FixedSteps(Steps):
 class ForwardsOnCache(FixedStep):
     """[`Forwards`] over a cache, which a graph gets as buffers and lengths."""
 
+    mode: VerificationMode
     forwards: Forwards
     room: int
     lengths: list[LengthsInGraph]
@@ -210,6 +220,10 @@ class ForwardsOnCache(FixedStep):
     @property
     def places(self) -> tuple[int, ...]:
         return self.layout.number
+
+    def why_not_captured(self) -> str | None:
+        rows, slots = self.layout.groups[0].batch_size, self.lengths[0].sizes[0].shape[0] + self.room
+        return self.mode.why_not_captured(self.module, (rows, self.room, slots), self.layout.buffers)
 
     def run(self, *inputs: torch.Tensor) -> Any:
         count = len(self.lengths)
@@ -234,7 +248,8 @@ class ForwardsOnCache(FixedStep):
         cache = StepCache.of_step(self.layout.buffers, self.layout.members, starts, tokens)
         if states is not None:
             cache.layers = [states.layers.get(number) for number in range(len(self.layout.buffers))]
-        return logits_under(context, self.module, tokens, positions, cache, mask)
+        cache.indexers = self.layout.indexers
+        return self.mode.logits(context, self.module, tokens, positions, cache, mask)
 
 
 class ForwardWithStates:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from inspect import unwrap
+from inspect import signature, unwrap
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -50,6 +50,7 @@ Replaced = list[tuple[nn.Module, Callable[..., Any]]]
 # Largest difference of two results that agree, in rounding steps of the largest number.
 MOST_STEPS = 8
 TOKENS = 3  # of a comparison
+GATES = ("silu", "sigmoid")  # activations of norms with a gate
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NOTHING_FUSED = "compile='fused': no module of %s has a fused kernel, so its steps are captured as with 'graph'."
 
@@ -116,8 +117,9 @@ def fused_forward(module: nn.Module) -> Callable[..., Any] | None:
     parts: Any = dict((*module.named_parameters(), *module.named_buffers(), *module.named_children()))
     if list(parts) != ["weight"] or parts["weight"].dim() != 1 or not isinstance(epsilon, float):
         return None
-    form = _norm_form(module, epsilon)
-    return None if form is None else partial(_norm_forward, epsilon, form)
+    has_gate = list(signature(own).parameters)[1:] == ["hidden_states", "gate"]
+    form = _norm_form(module, epsilon, GATES if has_gate else (None,))
+    return None if form is None else partial(_norm_forward, epsilon, *form)
 
 
 def _names(code: CodeType, name: str) -> bool:
@@ -133,11 +135,16 @@ def _rotating(own: Any) -> Callable[..., Any]:
     return forward
 
 
-def _norm_forward(epsilon: float, form: NormForm, norm: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _norm_forward(
+    epsilon: float, form: NormForm, gate: str | None, norm: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     weight = norm.weight
-    if args or kwargs or hidden.dtype != weight.dtype or hidden.shape[-1:] != weight.shape or not hidden.numel():
+    is_alike = hidden.dtype == weight.dtype and hidden.shape[-1:] == weight.shape and hidden.numel()
+    if kwargs or not is_alike or len(args) != (gate is not None) or not all(_are_alike(hidden, x) for x in args):
         return type(norm).forward(norm, hidden, *args, **kwargs)
-    return normalized(hidden, weight, epsilon, form)
+    # nothing is held back after it, as it passes `FusedOperations`
+    normed = normalized(hidden, weight, epsilon, form)
+    return normed if gate is None else gated(gate, args[0], normed)
 
 
 def normalized(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, form: NormForm) -> torch.Tensor:
@@ -326,20 +333,26 @@ def _once(decisions: dict[tuple, Any], key: tuple, decide: Callable[[], Any]) ->
     return decisions[key]
 
 
-def _norm_form(norm: Any, epsilon: float) -> NormForm | None:
-    """Return the form of a norm whose kernel agrees best with it; `None` if none agrees."""
+def _norm_form(
+    norm: Any, epsilon: float, gates: tuple[str | None, ...] = (None,)
+) -> tuple[NormForm, str | None] | None:
+    """Return form and gate of a norm whose kernels agree best with it; `None` if none agree."""
 
-    def decide() -> NormForm | None:
+    def decide() -> tuple[NormForm, str | None] | None:
         twin = copy(norm)
         weight = _numbers(norm.weight, size)
         twin._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
         hidden, residual = _numbers(weight, 1, TOKENS, size), _numbers(weight, 1, 2 * TOKENS, size)[:, TOKENS:] / 2
         total = torch.empty_like(hidden)
-        expected = type(norm).forward(twin, hidden + residual)
-        found = [add_norm(hidden, weight, epsilon, form, residual.contiguous(), total) for form in NORM_FORMS]
-        steps = [_steps(expected, one) for one in found]
-        agrees = min(steps) <= MOST_STEPS and _steps(hidden + residual, total) <= MOST_STEPS
-        return NORM_FORMS[steps.index(min(steps))] if agrees else None
+        expected = type(norm).forward(twin, hidden + residual, *([] if None in gates else [2 * hidden]))
+        found: dict[Any, torch.Tensor] = {}
+        for form in NORM_FORMS:
+            normed = add_norm(hidden, weight, epsilon, form, residual.contiguous(), total)
+            for gate in gates:
+                found[form, gate] = normed if gate is None else gated(gate, 2 * hidden, normed)
+        steps = {key: _steps(expected, one) for key, one in found.items()}
+        best = min(steps, key=steps.__getitem__)
+        return best if steps[best] <= MOST_STEPS and _steps(hidden + residual, total) <= MOST_STEPS else None
 
     size = len(norm.weight)
     plain = tuple((name, x) for name, x in vars(norm).items() if isinstance(x, bool | int | float | str))

@@ -16,12 +16,16 @@ class StepCache(Cache):
     Args:
         places (`list[tuple]`): For every layer, the slots that are written, `(N,)` if they are the same in all rows
             or `(B, N)`, and the end of the slots that are read (`None` for the whole buffer).
+
+    Attributes:
+        indexers (`list[torch.Tensor | None]`): Buffer `(B, 1, S, D)` of the keys of every layer's indexer.
     """
 
     def __init__(self, buffers: list[tuple[torch.Tensor, torch.Tensor]], places: list[tuple]):
         self.buffers = buffers
         self.places = places
         self.layers: list[Any] = []
+        self.indexers: list[Any] = []
 
     @classmethod
     def of_step(
@@ -46,6 +50,13 @@ class StepCache(Cache):
         slots, end = self.places[layer_idx]
         keys, values = written(key_states, value_states, *self.buffers[layer_idx], slots)
         return keys[:, :, :end], values[:, :, :end]
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write the nodes' keys `(B, N, D)` of an indexer, and return the used part of their buffer, `(B, S, D)`."""
+        keys, (slots, end) = self.indexers[layer_idx], self.places[layer_idx]
+        states = indexer_key_states[:, None]
+        written(states, states[..., :0], keys, keys[..., :0], slots)
+        return keys[:, 0, :end]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return `None`, so that a mixer with a state runs the functions for several tokens also on one."""

@@ -38,6 +38,8 @@ IMPLEMENTATIONS = ("eager", "sdpa")
 # Types of layers with an indexer, whose keys are cached beside those of the layer; the second one before 5.23.
 INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 
+# Largest share of a mask in the bytes that a captured step reads: weights, keys and values, and the mask in each layer.
+MOST_OF_MASK = 0.1
 # Tokens of the two rows of a trial.
 TRIAL_PROMPTS = (9, 5)
 # Tokens of a trial lie between these, where no model has placeholders of images.
@@ -136,8 +138,11 @@ class IndexerChoices(TorchFunctionMode):
         return torch.return_types.topk((values, indices))
 
 
-def choices_of(cache: SpeculativeCache, positions: Tensor, num_slots: int) -> AbstractContextManager[Any]:
-    """Return the context of a forward of tokens at `positions` `(B, N)` with `num_slots` keys."""
+def choices_of(cache: Any, positions: Tensor, num_slots: int) -> AbstractContextManager[Any]:
+    """Return the context of a forward of tokens at `positions` `(B, N)` with `num_slots` keys.
+
+    A captured step has none: on CUDA, `topk` takes the first of equal scores, whatever their number is.
+    """
     if not any(isinstance(layer, IndexedLayer) for layer in cache.layers):
         return nullcontext()
     return IndexerChoices(positions, num_slots, cache.rows.plain)
@@ -179,20 +184,17 @@ def first_count_that_matters(config: Any) -> float:
 
 
 @contextmanager
-def _counted(cache: SpeculativeCache, positions: Tensor) -> Iterator[None]:
+def _counted(cache: Any, positions: Tensor) -> Iterator[None]:
     """Let layers that add the index of a node to the length of the cache get `positions` `(B, N)` of one row.
 
     Of several rows, they get the lowest position of each node.
     """
-    lengths = [layer.length for layer in cache.key_layers]
-    counted: Any = positions.amin(0) - torch.arange(positions.shape[1], device=positions.device)
+    counted = positions.amin(0) - torch.arange(positions.shape[1], device=positions.device)
+    cache.get_seq_length = lambda layer_idx=0: counted
     try:
-        for layer in cache.key_layers:
-            layer.length = counted
         yield
     finally:
-        for layer, length in zip(cache.key_layers, lengths, strict=True):
-            layer.length = length
+        del cache.get_seq_length
 
 
 def masks_of(context: Any, config: Any, num_slots: int) -> dict[str, Tensor]:
@@ -363,7 +365,8 @@ class MaskedMode(VerificationMode):
     """Verify nodes under the model's own attention, by a mask."""
 
     name = "masked"
-    has_fixed_shapes = False
+    compiles = False
+    parts_of_bucket = 8
     logits = staticmethod(masked_logits)
     takes_unreached = True
     takes_inputs = takes_contexts = False
@@ -395,6 +398,18 @@ class MaskedMode(VerificationMode):
 
     def why_not_fixed(self, name: str) -> str | None:
         return f"{name}, whose nodes are verified by a mask that grows with the text"
+
+    def why_not_captured(
+        self, model: PreTrainedModel, shape: tuple[int, int, int], buffers: Sequence[Any]
+    ) -> str | None:
+        """Return a reason if a mask of so many slots is a large part of what all layers read in a step."""
+        rows, nodes, slots = shape
+        weights = sum(x.nbytes for x in model.parameters())
+        keys = sum(x[:, :, :slots].nbytes for pair in buffers for x in pair if x is not None)
+        mask = rows * nodes * slots * model.dtype.itemsize * len(buffers)
+        if mask <= MOST_OF_MASK * (mask + weights + keys):
+            return None
+        return f"its mask of {nodes} nodes and {slots} slots takes over {MOST_OF_MASK:.0%} of the bytes of the step"
 
     def why_not(self, target: Any) -> list[str]:
         return []

@@ -1,0 +1,106 @@
+"""Targets verified by a mask in captured steps, on a simulated CUDA device: the text of `generate`, and launches."""
+
+import pytest
+
+from hf_longspec import TokenRecyclingDraftModel
+from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.wings import masked
+from tests.generation.drafted_calls import drafted, generated
+from tests.generation.test_masked import TYPES as MASKED_TYPES
+from tests.pairwise import pairwise
+from tests.robustness.enumeration import build
+
+pytest.importorskip("triton", reason="captured steps need Triton's kernels")
+
+from tests.generation.test_captured_states import NEW, ONE, RAGGED, check, inputs_of, on_device
+from tests.generation.test_on_simulated_cuda import FIRST, MOST_LAUNCHES, watch
+
+# Falcon copies an index from the host in every layer.
+TYPES = tuple(name for name in MASKED_TYPES if name != "falcon")
+# One case for each kind of mask; all others are soaked.
+CASES = [("deepseek_v32", True, RAGGED), ("gpt_neox_japanese", False, RAGGED)]
+OTHER_CASES = [case for case in pairwise(TYPES, (True, False), (ONE, RAGGED)) if case not in CASES]
+
+
+def made(name, implementation=None, **overrides):
+    model = build(name, **overrides)
+    if model._can_set_experts_implementation():  # the default one has a kernel for CUDA
+        model.set_experts_implementation("batched_mm")
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    assert TargetView(model).mode is masked.MASKED
+    return model
+
+
+@pytest.fixture(autouse=True)
+def masks_of_any_size(monkeypatch):
+    """The weights of tiny models have few bytes."""
+    monkeypatch.setattr(masked, "MOST_OF_MASK", 1.0)
+
+
+def stock_text(model, lengths):
+    """That of the device if an indexer chooses, as `topk` takes the first of equal scores there."""
+    config = model.config.get_text_config()
+    if getattr(config, "index_topk", NEW + max(lengths)) >= NEW + max(lengths):
+        return generated(model, **inputs_of(lengths))
+    with on_device(model) as (cuda, placed):
+        inputs = {name: cuda.place(value) for name, value in inputs_of(lengths).items()}
+        return cuda.fetch(generated(placed, **inputs))
+
+
+def check_text(model, chain, lengths):
+    text = stock_text(model, lengths)
+    draft = drafted(model, chain, text, max(lengths))
+    stats = check(model, draft, lengths, text=text)
+    assert 1 < stats.num_emitted_tokens / stats.num_spec_steps < draft.num_nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "chain", "lengths"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in OTHER_CASES)],
+    ids=str,
+)
+def test_text_of_rows_that_accept_different_numbers(name, chain, lengths):
+    check_text(made(name), chain, lengths)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "more", "lengths"),
+    [
+        pytest.param("deepseek_v32", "eager", {"index_topk": 18}, RAGGED, marks=pytest.mark.soak),
+        ("glm_moe_dsa", None, {"index_topk": 25}, ONE),
+        ("llama4_text", "eager", {"floor_scale": 16}, ONE),
+    ],
+    ids=str,
+)
+def test_choices_in_the_middle_of_a_text_and_positions_that_layers_count(name, implementation, more, lengths):
+    check_text(made(name, implementation, **more), False, lengths)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", pytest.param("llama4_text", marks=pytest.mark.soak)])
+def test_launches_and_reads(name, monkeypatch):
+    """Of a tree in ragged rows: outside of graphs they are as many as those of other targets."""
+    model = made(name)
+    draft = TokenRecyclingDraftModel.from_target(model, num_nodes=8, max_depth=3, gate=False)
+    with on_device(model, draft) as (cuda, placed):
+        iterations = watch(cuda, monkeypatch)
+        inputs = {name: cuda.place(value) for name, value in inputs_of(RAGGED).items()}
+        generated(placed, **inputs, assistant_model=draft)
+        steady = iterations[FIRST:]
+        assert len(steady) > 1 and {(one.reads, one.writes) for one in steady} == {(1, 0)}
+        assert max(one.launches for one in steady) <= MOST_LAUNCHES
+
+
+def test_a_mask_that_is_a_large_part_of_a_step_is_not_captured(monkeypatch, caplog):
+    monkeypatch.setattr(masked, "MOST_OF_MASK", 0.001)
+    model = made("gpt_neox_japanese")
+    inputs = inputs_of(ONE)
+    text = generated(model, **inputs)
+    draft = drafted(model, False, text, max(ONE))
+    with on_device(model, draft) as (cuda, placed):
+        placed_inputs = {name: cuda.place(value) for name, value in inputs.items()}
+        found = generated(placed, **placed_inputs, assistant_model=draft)
+        assert cuda.fetch(found).tolist() == text.tolist() and not cuda.replays
+    slots = max(ONE) + NEW + draft.num_nodes
+    reason = f"its mask of {draft.num_nodes} nodes and {slots} slots takes over 0% of the bytes of the step"
+    assert caplog.text.count("could not be captured") == 1 and reason in caplog.text
