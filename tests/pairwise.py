@@ -1,6 +1,8 @@
-"""Cases that contain every pair of values of two axes, instead of the full product of all axes."""
+"""Fewer cases: those that contain every pair of values of two axes, and a few whose others are marked soak."""
 
 from itertools import combinations
+
+import pytest
 
 
 def pairwise(*axes):
@@ -30,6 +32,25 @@ def pairwise(*axes):
             missing.pop(pair, None)
         rows.append(tuple(axes[axis][row[axis]] for axis in range(len(axes))))
     return rows
+
+
+def few(cases, count):
+    """Mark all cases soak but `count` of them, which lie evenly between the first and the last one.
+
+    >>> [bool(case.marks) for case in few("abcde", 2)]
+    [False, True, True, True, False]
+    """
+    cases = list(cases)
+    kept = {round(place * (len(cases) - 1) / max(count - 1, 1)) for place in range(count)}
+    return [case if number in kept else _soak(case) for number, case in enumerate(map(_param, cases))]
+
+
+def _param(case):
+    return case if hasattr(case, "marks") else pytest.param(*(case if type(case) is tuple else (case,)))
+
+
+def _soak(case):
+    return pytest.param(*case.values, marks=[*case.marks, pytest.mark.soak], id=case.id)
 
 
 def _pairs(row):

@@ -20,7 +20,7 @@ from hf_longspec.modeling.register_draft import DRAFTS
 from tests.gates import FlippingGate
 from tests.modeling.calls import NEVER
 from tests.modeling.test_contract import NGRAMS, PARTIAL, draft_of
-from tests.pairwise import pairwise
+from tests.pairwise import few, pairwise
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_target
 
@@ -93,7 +93,7 @@ CASES += [pytest.param(kind, "llama", "sampled", 3, marks=pytest.mark.soak) for 
 CASES += [(kind, "gemma3", "sampled", 3) for kind in KINDS[:2]]
 
 
-@pytest.mark.parametrize(("kind", "name", "mix", "rows"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "name", "mix", "rows"), few(CASES, 9), ids=str)
 def test_texts_and_steps_are_those_of_generate_alone(kind, name, mix, rows):
     model = tiny_target(name, vocab_size=VOCAB)
     check_requests(model, None if kind[0] is None else draft_of(kind[0], model, **kind[1]), MIXES[mix], rows)

@@ -146,6 +146,7 @@ def test_a_wrong_text_has_no_speed():
     assert row["cost"]["mean"] * row["to_plain"]["mean"] == pytest.approx(2.0)  # tau
 
 
+@pytest.mark.soak
 def test_pictures_have_six_curves_at_most_and_labels_apart(tmp_path, monkeypatch):
     panels = []
     after(monkeypatch, figure_report, "_curves", lambda labels, axis, *_: panels.append((axis, labels)))

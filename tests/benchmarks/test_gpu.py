@@ -223,6 +223,7 @@ HIDDEN = {"accelerate", "datasets", "matplotlib", "numba", "pandas", "peft", "ri
 HIDDEN |= {"typer", "yaml_include", "hypothesis"}
 
 
+@pytest.mark.soak
 def test_it_runs_from_a_checkout_with_torch_and_transformers_alone(tmp_path):
     """Where the package is not installed (`-S` leaves out the site's .pth files) and optional packages are missing."""
     script = tmp_path / "bare.py"

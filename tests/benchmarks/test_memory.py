@@ -52,6 +52,7 @@ def test_the_measurement_counts_tensors_and_numpy_from_the_beginning_of_the_call
     assert Peak(3, 4).total == 7
 
 
+@pytest.mark.soak
 def test_only_specattn_grows_with_the_context(extra, benchmark):
     grown, kv = CONTEXTS[1] - CONTEXTS[0], cache_bytes(SMALL, 1, CONTEXTS[1] - CONTEXTS[0], torch.float32)
     assert len(benchmark.drafts) == 6

@@ -100,7 +100,7 @@ def broken_walk(tree, scores, noise):
 @pytest.mark.parametrize(
     ("rule", "broken", "draft"),
     [
-        ("accept_rejection", broken_rejection, SMALL),
+        pytest.param("accept_rejection", broken_rejection, SMALL, marks=pytest.mark.soak),
         ("accept_sampled", broken_walk, ["--draft", "ngram", "--temperature", 1.5]),
     ],
     ids=["rejection", "walk"],

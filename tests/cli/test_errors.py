@@ -451,6 +451,7 @@ def test_version_help_and_wrong_options_and_prompts_import_neither_torch_nor_tra
         assert f"{line} {status} []\n" in output
 
 
+@pytest.mark.soak
 def test_the_script_registers_the_drafts_before_a_command_runs(script, tiny):
     """In a process of its own, with a draft that `AutoModel` knows only if it is registered; names come when needed.
 

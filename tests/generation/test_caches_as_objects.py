@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
+from tests.pairwise import few
 from tests.robustness.peaked_weights import peak
 from tests.robustness.shrunk_configs import shrunk_config
 from tests.rounding import rounding
@@ -88,7 +89,7 @@ def saved(cache):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, 2))
 def test_rows_copies_and_files(made, name, tmp_path):
     model, tokens = made(name), prompts(17, 17)[0]
     text, cache = after_a_call(model, tokens)
@@ -254,7 +255,7 @@ def test_new_tokens_where_the_text_would_run_again():
     assert texts[0] == texts[1] and "input_ids lacks 17 tokens" in draft.last_speculation.reason
 
 
-@pytest.mark.parametrize("name", [*KINDS, "llama4_text"])
+@pytest.mark.parametrize("name", few([*KINDS, "llama4_text"], 3))
 @pytest.mark.parametrize("lengths", [(21,), (14, 21)], ids=str)
 def test_a_static_cache_is_filled(made, name, lengths):
     """Over two turns, past the windows: entries of stock, in the tensors that it had; stock goes on with it."""

@@ -13,7 +13,7 @@ from hf_longspec.generation.wings.fixed_states import CommitStates
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_recurrent_states import OTHERS, SEEDS, TYPES
 from tests.house import hybrid_target
-from tests.pairwise import pairwise
+from tests.pairwise import few, pairwise
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_prompts
@@ -82,7 +82,7 @@ def check(model, draft, lengths, calls=2, text=None, **options):
 
 @pytest.mark.parametrize(
     ("name", "chain", "lengths"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in OTHER_CASES)],
+    [*few(CASES, 3), *few(OTHER_CASES, 0)],
     ids=str,
 )
 def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths):
@@ -150,12 +150,15 @@ def test_launches_of_a_commit_do_not_grow_with_layers(made, name, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "kind", "lengths"),
-    [
-        ("qwen3_5_text", "specattn", RAGGED),
-        ("falcon_h1", "quest", ONE),
-        pytest.param("granitemoehybrid", "quest", RAGGED, marks=pytest.mark.soak),
-        pytest.param("jamba", "specattn", ONE, marks=pytest.mark.soak),
-    ],
+    few(
+        [
+            ("qwen3_5_text", "specattn", RAGGED),
+            ("falcon_h1", "quest", ONE),
+            pytest.param("granitemoehybrid", "quest", RAGGED, marks=pytest.mark.soak),
+            pytest.param("jamba", "specattn", ONE, marks=pytest.mark.soak),
+        ],
+        1,
+    ),
 )
 def test_the_target_drafts_for_itself_on_copies_of_its_states(made, name, kind, lengths):
     """With all entries everything is accepted."""
@@ -166,12 +169,15 @@ def test_the_target_drafts_for_itself_on_copies_of_its_states(made, name, kind, 
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [
-        ("qwen3_5_text", {"num_assistant_tokens": 3}),
-        ("granitemoehybrid", {"tree_widths": [3, 2]}),
-        pytest.param("falcon_h1", {"num_assistant_tokens": 2, "ngram_candidates": 2}, marks=pytest.mark.soak),
-        pytest.param("kimi_linear", {"num_assistant_tokens": 3, "pard_token": 5}, marks=pytest.mark.soak),
-    ],
+    few(
+        [
+            ("qwen3_5_text", {"num_assistant_tokens": 3}),
+            ("granitemoehybrid", {"tree_widths": [3, 2]}),
+            pytest.param("falcon_h1", {"num_assistant_tokens": 2, "ngram_candidates": 2}, marks=pytest.mark.soak),
+            pytest.param("kimi_linear", {"num_assistant_tokens": 3, "pard_token": 5}, marks=pytest.mark.soak),
+        ],
+        1,
+    ),
     ids=str,
 )
 def test_a_hybrid_draft_model(made, name, settings):
@@ -189,7 +195,7 @@ def test_mtp_layers_of_a_hybrid_target():
     check(model, MtpDraftModel.from_target(model), RAGGED, vocab_size=model.config.get_text_config().vocab_size)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("error", few([KeyboardInterrupt, RuntimeError], 1))
 def test_a_call_that_ends_in_the_middle_leaves_a_cache_that_continues(made, error):
     """Ctrl-C keeps the text so far and its states, and an error the states before the call."""
     model, inputs = made("qwen3_5_text"), inputs_of(ONE)

@@ -238,6 +238,7 @@ class TestWhatWouldHaveNoEffect:
         draft = SpecAttnDraftModel.from_target(model)
         assert torch.equal(model.generate(inputs, assistant_model=draft, **options), expected)
 
+    @pytest.mark.soak
     def test_a_compiled_forward_gives_out_no_hidden_state(self):
         """Drafts that read it are refused; others work."""
         model = tiny_target("llama", num_hidden_layers=1)

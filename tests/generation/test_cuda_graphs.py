@@ -14,6 +14,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.wings.gate import gate_of
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.test_on_simulated_cuda import generate, simulated
+from tests.pairwise import few
 from tests.tiny_targets import random_eagle3_draft, randomize, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -67,7 +68,7 @@ class TestNextCall:
             for prompts, text in zip((short, long, short), (*expected, expected[0]), strict=True):
                 assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), text)
 
-    @pytest.mark.parametrize("drop", ["release", "memory"])
+    @pytest.mark.parametrize("drop", few(["release", "memory"], 1))
     def test_buffers_are_dropped(self, pair, drop, monkeypatch, caplog):
         """Every call captures its steps again, in the memory that the graphs of the target share."""
         model, draft = pair
@@ -105,6 +106,7 @@ def test_settings_that_change_between_calls_reach_the_graphs():
     assert 0 < captured[0] == captured[1] < captured[2]
 
 
+@pytest.mark.soak
 def test_a_draft_of_another_dtype_is_copied_in_every_call(pair):
     """Graphs read the weights of that copy, so changed weights reach the graphs of the next call."""
     (model, draft), histograms = pair, []

@@ -24,6 +24,7 @@ from hf_longspec.generation.fast.fused_layers import (
     warn_of_nothing_fused,
 )
 from hf_longspec.generation.target_modules import rotated
+from tests.pairwise import few
 from tests.tiny_targets import tiny_target
 
 # Norms alone, norms with a residual sum, gates, rotations. No sum precedes the first norm; one precedes the final norm.
@@ -72,7 +73,7 @@ def numbers(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", few(list(FAMILIES), 6))
 @torch.no_grad()
 def test_families(name, kernels):
     model, tokens = VARIANTS.get(name, partial(tiny_target, name))(), torch.arange(3, 6)[None]

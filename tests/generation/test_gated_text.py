@@ -15,6 +15,7 @@ from hf_longspec.generation.fast import compiled_steps as compiled
 from hf_longspec.generation.wings.gate import DRAFT, PLAIN
 from tests.gates import FlippingGate, ungated
 from tests.generation.made_up_machine import gates_on_a_clock
+from tests.pairwise import few
 from tests.tiny_targets import (
     RandomTreeDraftModel,
     generate,
@@ -62,7 +63,7 @@ def flipping(monkeypatch):
     return gates
 
 
-@pytest.mark.parametrize(("kind", "name", "sampled"), CASES)
+@pytest.mark.parametrize(("kind", "name", "sampled"), few(CASES, 6))
 def test_the_text_does_not_depend_on_the_gate(target, flipping, kind, name, sampled):
     model = target(name)
     options = {"max_new_tokens": 25, "do_sample": sampled}

@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 from triton.runtime.interpreter import GridExecutor
 
 from tests.generation.test_fused_layers import VARIANTS
+from tests.pairwise import few
 from tests.simulated_kernels import KERNELS
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -130,7 +131,7 @@ def watch(cuda, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "steps", "sampled", "lengths"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "steps", "sampled", "lengths"), few(CASES, 9), ids=str)
 def test_drafters(name, steps, sampled, lengths, monkeypatch):
     """The same text as on the CPU. Iterations read once and never write; steady ones capture nothing."""
     model = tiny_target("llama", vocab_size=24)
@@ -217,7 +218,7 @@ def test_launches_of_scores_and_selections(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["longspec", "specattn"])
+@pytest.mark.parametrize("name", few(["longspec", "specattn"], 1))
 def test_scores_without_a_distribution_travel_with_the_read(name, monkeypatch):
     """A token of the text, after which all scores are nan: the graph that accepts tells it, in the same single read."""
     model = tiny_target("llama", vocab_size=128)
@@ -299,7 +300,7 @@ MOST_OF_LEVEL = {"longspec": 40, "longspec_eagle3": 37, "longspec_mtp": 39, "lon
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", list(BUDGETS))
+@pytest.mark.parametrize("kind", few(list(BUDGETS), 3))
 def test_launches_of_fused_drafts(kind, monkeypatch):
     """Kernels of layers are counted, and compute nothing here."""
     settings, most, deeper, more = BUDGETS[kind]

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_longspec import NgramDraftModel, PrefixCache, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
+from tests.pairwise import few
 from tests.robustness.peaked_weights import peak
 from tests.robustness.shrunk_configs import shrunk_config
 from tests.tiny_targets import tiny_prompts, tiny_target
@@ -43,7 +44,7 @@ def options(tokens, **more):
     return {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | more
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize("name", few(["llama", "gemma3", "falcon_h1", "qwen3_next"], 2))
 def test_agents_that_alternate_read_new_tokens_alone(made, name, widths):
     """Three of them with texts of their own, over three turns, with a draft and without one."""
     model, texts = made(name), [prompt(SYSTEM, seed) for seed in (1, 2, 3)]

@@ -16,6 +16,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.wings.processors import examined
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
+from tests.pairwise import few
 from tests.tiny_targets import generate, tiny_prompts, tiny_target
 from tests.user_objects import Answer
 
@@ -66,7 +67,7 @@ def plainly_constrained(model, lengths):
 TREES = [(kind, settings) for kind, name, settings in VARIANTS if name in ("llama", "qwen3")]
 
 
-@pytest.mark.parametrize(("kind", "settings"), [*((kind, {}) for kind in DRAFTS), *TREES], ids=str)
+@pytest.mark.parametrize(("kind", "settings"), few([*((kind, {}) for kind in DRAFTS), *TREES], 11), ids=str)
 def test_constraints_are_asked_what_plain_decoding_asks(target, kind, settings):
     """An empty list, as of a text that plain decoding does not reach, is an error."""
     model = target("llama", **FEW_TOKENS)
@@ -357,7 +358,7 @@ def test_processors_whose_state_is_not_known_decode_without_the_draft(target, ma
         assert draft.last_speculation.reason
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", few(DRAFTS, 5))
 def test_a_budget_under_every_draft(target, kind):
     model = target("llama", **FEW_TOKENS)
     draft = draft_of(kind, model)

@@ -98,6 +98,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(graphs, monkeypatch, caplog):
     assert graphs.frame_count == 0
 
 
+@pytest.mark.soak
 def test_code_generation_keeps_the_text(monkeypatch):
     """Through torch's compiler proper, once."""
     # it would compile and start a program for each set of vector instructions, to see whether the compiler has them

@@ -9,6 +9,7 @@ from transformers.dynamic_module_utils import check_imports, get_relative_import
 
 from hf_longspec.hub.flatten import LEFT_OUT, flatten
 from hf_longspec.hub.repository import engine_code
+from tests.pairwise import few
 
 from .conftest import DRAFTS
 
@@ -131,7 +132,7 @@ def test_no_part_that_is_left_out_is_published():
     assert len(headers) > 20 and not [name for name in headers if any(fnmatch(name, one) for one in patterns)]
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", few(DRAFTS, 5))
 def test_a_published_repository_can_be_read_and_loaded(kind, published):
     """Transformers' own functions list the files and check the packages; no file is of another method."""
     folder = published / "drafts" / kind

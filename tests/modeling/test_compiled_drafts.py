@@ -8,6 +8,7 @@ from hf_longspec.generation.fast import compiled_steps as compiled
 from hf_longspec.generation.fast.fixed_steps import ForwardsOnCache
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.calls import generate
+from tests.pairwise import few
 from tests.tiny_targets import randomize, tiny_target
 
 LENGTHS = (33, 5, 19)
@@ -42,7 +43,7 @@ def steps_of(*modules):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.soak) for name in STEPS]
+    "name", few([name if name in SHORT else pytest.param(name, marks=pytest.mark.soak) for name in STEPS], 1)
 )
 def test_compiled_steps(target, name, graphs, run_as_they_are):
     kind, settings, steps = STEPS[name]

@@ -13,6 +13,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import ATTENTION
 from tests.modeling.calls import GREEDY, LENGTHS, NEVER, check_sampled_text, generate, reference
+from tests.pairwise import few
 from tests.rounding import rounding
 from tests.tiny_targets import TINY_TARGETS, made_for, randomize, tiny_prompts, tiny_target
 
@@ -133,7 +134,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "settings"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("kind", "name", "settings"), few(VARIANTS, 9), ids=str)
 def test_settings_change_no_text(target, kind, name, settings):
     model = target(name, **FEW_TOKENS)
     draft = draft_of(kind, model, **settings)
@@ -188,7 +189,7 @@ def test_memory_does_not_grow_with_the_context(target, kind, settings):
 AUTOCAST = [*zip(DRAFTS, cycle(("llama", "gemma2", "gpt_oss")), cycle((torch.bfloat16, torch.float16)))]
 
 
-@pytest.mark.parametrize(("kind", "name", "half"), AUTOCAST, ids=str)
+@pytest.mark.parametrize(("kind", "name", "half"), few(AUTOCAST, 5), ids=str)
 def test_under_autocast_every_token_is_the_choice_of_the_target(target, kind, name, half):
     """Up to rounding, as the target's own forwards under autocast have it; weights stay in float32."""
     model = target(name, **FEW_TOKENS)

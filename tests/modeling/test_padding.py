@@ -14,6 +14,7 @@ from tests.generation.tiny_models import IMAGE_TOKEN, vision_language_model
 from tests.modeling import calls
 from tests.modeling.calls import generate
 from tests.modeling.test_contract import FEW_TOKENS, check_drafted, draft_of
+from tests.pairwise import few
 from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
 
 TARGETS = ("mistral", "gemma3", "gpt_oss", "cohere2", "llama")
@@ -89,7 +90,7 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize(("turns", "name", "cache"), CHATS, ids=str)
+@pytest.mark.parametrize(("turns", "name", "cache"), few(CHATS, 3), ids=str)
 def test_a_batched_chat(target, turns, name, cache):
     """A row ends at its end token. The padding after it and before the next prompt is masked."""
     model = target(name, **FEW_TOKENS)

@@ -32,6 +32,7 @@ from tests.attention_backends.oracle import (
     tree_case,
 )
 from tests.attention_backends.triton.machine import counted, on
+from tests.pairwise import few
 
 HOPPER, SMALLEST = Gpu(227 * 1024, True), Gpu(99 * 1024, False)
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
@@ -207,7 +208,7 @@ TILES = [(1, 3), (3, 7), (16, 4), (31, 4), (33, 4)]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "groups", "size"), [*((*tile, 128) for tile in TILES), (31, 4, 64), (1, 3, 136), (16, 4, 136)]
+    ("nodes", "groups", "size"), few([*((*tile, 128) for tile in TILES), (31, 4, 64), (1, 3, 136), (16, 4, 136)], 4)
 )
 def test_every_tile_with_its_tree(kernel_device, hopper, monkeypatch, nodes, groups, size):
     """Ragged rows: none, a part of a block, and splits longer than the shortest. One launch and one merge."""

@@ -15,6 +15,7 @@ from hf_longspec.attention_backends.triton.layers import (
     rotate,
 )
 from tests.attention_backends.triton.machine import DEVICE
+from tests.pairwise import few
 
 # Sums in another order, and other exponential functions; the interpreter truncates where a GPU rounds to bfloat16.
 STEPS = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 2}
@@ -93,7 +94,7 @@ def rotary_case(form, dtype, rows, nodes):
 
 @DTYPES
 @pytest.mark.parametrize("is_ragged", [True, False])
-@pytest.mark.parametrize("form", ROTARY_FORMS, ids=str)
+@pytest.mark.parametrize("form", few(ROTARY_FORMS, 3), ids=str)
 def test_rotation_and_write(dtype, is_ragged, form):
     """Buffers are parts of larger ones; rows and nodes share their factors or not; other slots stay as they are."""
     value_size, nodes = 17, 3

@@ -15,7 +15,7 @@ from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, attent
 from hf_longspec.modeling.families.sparse_caches import select_top
 from tests.attention_backends.oracle import SCALING, assert_within_budget, layout, prefix_case, tensors, tree_case
 from tests.attention_backends.triton.machine import on
-from tests.pairwise import pairwise
+from tests.pairwise import few, pairwise
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 
@@ -34,7 +34,7 @@ SCORED = [
 ]
 
 
-@pytest.mark.parametrize(("nodes", "groups", "last", "window", "dtype"), SCORED)
+@pytest.mark.parametrize(("nodes", "groups", "last", "window", "dtype"), few(SCORED, 2))
 def test_scores_against_a_double_loop(kernel_device, nodes, groups, last, window, dtype):
     lengths, size, softcap = (70, 37), 16, 2.0
     case = prefix_case(nodes, groups, size, lengths, window, dtype, softcap)

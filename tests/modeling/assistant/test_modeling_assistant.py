@@ -14,6 +14,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.hub import Card, write_repository
 from hf_longspec.modeling.assistant.generation_assistant import AssistantDrafter, Translation
 from tests.modeling.calls import LENGTHS, check_sampled_text, generate
+from tests.pairwise import few
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import byte_tokenizer, character_tokenizer
 from tests.watching import after
@@ -172,7 +173,9 @@ def all_accepted(draft):
 
 class TestOtherTokenizers:
     @pytest.mark.parametrize(
-        "settings", [{"compile": "compile"}, {"tree_widths": [3, 2]}, {"window": 8}, {"ngram_candidates": 2}], ids=str
+        "settings",
+        few([{"tree_widths": [3, 2]}, {"window": 8}, {"ngram_candidates": 2}, {"compile": "compile"}], 1),
+        ids=str,
     )
     def test_a_model_that_differs_in_its_numbers_alone_is_always_right(
         self, named, tmp_path, model, graphs, run_as_they_are, settings

@@ -12,6 +12,7 @@ from hf_longspec.modeling.eagle3.generation_eagle3 import ParallelEagle3Drafter
 from tests.modeling.calls import LENGTHS, check_sampled_text, generate, reference, watch_levels
 from tests.modeling.dflash.test_modeling_dflash import FIXTURES, NAMES
 from tests.modeling.eagle3.residual_stream import residual_stream
+from tests.pairwise import few
 from tests.rounding import rounding
 from tests.tiny_targets import random_draft, tiny_prompts, tiny_target
 
@@ -78,14 +79,17 @@ def test_drafting_is_a_forward_over_the_text(target, monkeypatch, cls, name, set
 
 @pytest.mark.parametrize(
     ("nodes", "settings"),
-    [
-        (11, {}),
-        (None, {"sample_from_anchor": True, "markov_rank": 5, "markov_head_type": "rnn"}),
-        (11, {"sample_from_anchor": True, "markov_rank": 5, "markov_head_type": "rnn"}),
-        (11, {"markov_rank": 5, "markov_head_type": "gated", "draft_vocab_size": 7, "own_head": True}),
-        (None, {"selector_rank": 4, "selector_top_k": 3}),
-        (11, {"selector_rank": 4, "selector_top_k": 3}),
-    ],
+    few(
+        [
+            (11, {}),
+            (None, {"sample_from_anchor": True, "markov_rank": 5, "markov_head_type": "rnn"}),
+            (11, {"sample_from_anchor": True, "markov_rank": 5, "markov_head_type": "rnn"}),
+            (11, {"markov_rank": 5, "markov_head_type": "gated", "draft_vocab_size": 7, "own_head": True}),
+            (None, {"selector_rank": 4, "selector_top_k": 3}),
+            (11, {"selector_rank": 4, "selector_top_k": 3}),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_the_tree_has_the_most_probable_paths(target, monkeypatch, nodes, settings):
@@ -192,7 +196,7 @@ def grow(draft, model, states, root, ids, scores, first, last):
                 memories[*path, token] = memory
 
 
-@pytest.mark.parametrize("name", [*NAMES, "peagle_llama"])
+@pytest.mark.parametrize("name", few([*NAMES, "peagle_llama"], 5))
 def test_published_layouts_draft_from_a_folder(target, name):
     """Text as without a draft, greedy and sampled; and the chain is that of the logits over the text."""
     model = target("llama", **SIZES)

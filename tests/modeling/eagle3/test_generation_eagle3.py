@@ -14,6 +14,7 @@ from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
 from hf_longspec.modeling.families.aux_drafter import PromptAuxHiddenStates
 from tests.modeling.calls import LENGTHS, generate
 from tests.modeling.eagle3.residual_stream import residual_stream
+from tests.pairwise import few
 from tests.rounding import rounding
 from tests.tiny_targets import random_eagle3_draft, tiny_prompts, tiny_target
 from tests.watching import after
@@ -123,13 +124,16 @@ def check_levels(levels, draft, model, texts, window=None, sinks=0, shown=lambda
 
 @pytest.mark.parametrize(
     ("name", "settings", "chunk"),
-    [
-        ("gemma3", {"window": None, "norm_output": True, "fc_norm": True}, 7),
-        ("deepseek_v3", {"window": None, "norm_before_residual": True, "num_hidden_layers": 2}, 5),
-        ("qwen3", {"window": 5, "sinks": 0}, 4),
-        ("gpt_oss", {"window": 6, "sinks": 3, "qk_norm": True, "norm_before_fc": True}, None),
-        ("llama", {"layer_windows": [4], "sinks": 3}, 6),
-    ],
+    few(
+        [
+            ("gemma3", {"window": None, "norm_output": True, "fc_norm": True}, 7),
+            ("deepseek_v3", {"window": None, "norm_before_residual": True, "num_hidden_layers": 2}, 5),
+            ("qwen3", {"window": 5, "sinks": 0}, 4),
+            ("gpt_oss", {"window": 6, "sinks": 3, "qk_norm": True, "norm_before_fc": True}, None),
+            ("llama", {"layer_windows": [4], "sinks": 3}, 6),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_drafting_is_a_forward_over_the_text(target, levels, name, settings, chunk):

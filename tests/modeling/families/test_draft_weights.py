@@ -10,6 +10,7 @@ import torch
 from hf_longspec import QuestDraftModel, SpecAttnDraftModel
 from hf_longspec.modeling.families import draft_weights
 from hf_longspec.modeling.families.draft_weights import LowBitLinear, rounded_copy
+from tests.pairwise import few
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_prompts, tiny_target
 
@@ -70,7 +71,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("draft", "settings", "kind", "samples"), CASES)
+@pytest.mark.parametrize(("draft", "settings", "kind", "samples"), few(CASES, 3))
 def test_the_text_is_that_of_the_target(draft, settings, kind, samples):
     """Greedy the text of `generate`; sampled with coupled noise the text of the same loop without a copy."""
     if kind == "qwen3_5_text":  # the copy also runs recurrences, on copies of the target's states

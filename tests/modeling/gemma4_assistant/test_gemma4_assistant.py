@@ -26,6 +26,7 @@ from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.gemma4_assistant.configuration_gemma4_assistant import layers_read
 from hf_longspec.modeling.gemma4_assistant.generation_gemma4_assistant import Gemma4AssistantDrafter
 from tests.modeling.calls import LENGTHS, check_text, generate, watch_levels
+from tests.pairwise import few
 from tests.robustness.peaked_weights import peak
 from tests.tiny_targets import random_draft, tiny_target
 from tests.watching import after
@@ -181,7 +182,7 @@ def test_text(gemma, assistant, lengths, do_sample):
 
 @pytest.mark.parametrize(
     ("gemma", "widths", "options", "chunk"),
-    [("shared", CHAIN, {}, 7), ("own", TREE, {"do_sample": True}, 5), ("own", TREE, {}, None)],
+    few([("shared", CHAIN, {}, 7), ("own", TREE, {"do_sample": True}, 5), ("own", TREE, {}, None)], 2),
     indirect=["gemma"],
 )
 def test_drafting_is_a_forward_over_the_text(gemma, assistant, widths, options, chunk, monkeypatch):
