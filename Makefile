@@ -116,7 +116,7 @@ lint: $(READY) ## ruff (rules and format) and mypy
 	@echo "Checking the types of the package (mypy)."
 	$(VENV)/bin/mypy
 
-soak: $(READY) ## long property tests and the tests marked soak; FUZZ_SEED=<number> makes other random calls
+soak: $(READY) ## long property tests and the tests marked soak; FUZZ_SEED=<number> makes other random calls, SOAK_SECONDS=<number> longer ones
 	@echo "Running the property tests with many more examples, and the tests marked soak. This takes long."
 	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -n auto --dist worksteal -m "soak or hypothesis" $(ARGS)
 
