@@ -62,6 +62,7 @@ RANGES = {
     DFlashDraftModel: {
         "num_tree_nodes": ([0, 1, True, "16"], [None, 2, 40]),
         "confidence_threshold": ([0, 1.5, True], []),
+        "causal": ([2, "yes"], [True, False]),
         "window": WINDOW,
         "sinks": FROM_0,
         "rope_theta": ([0, True], [None, 5000]),
