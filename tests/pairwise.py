@@ -37,20 +37,26 @@ def pairwise(*axes):
 def few(cases, count):
     """Mark all cases soak but `count` of them, which lie evenly between the first and the last one.
 
-    >>> [bool(case.marks) for case in few("abcde", 2)]
-    [False, True, True, True, False]
+    >>> [getattr(case, "values", case) for case in few("abcd", 2)]
+    ['a', ('b',), ('c',), 'd']
     """
     cases = list(cases)
     kept = {round(place * (len(cases) - 1) / max(count - 1, 1)) for place in range(count)}
-    return [case if number in kept else _soak(case) for number, case in enumerate(map(_param, cases))]
+    return [cases[number] if number in kept else one for number, one in enumerate(soaked(cases))]
 
 
-def _param(case):
-    return case if hasattr(case, "marks") else pytest.param(*(case if type(case) is tuple else (case,)))
+def soaked(cases):
+    """Mark all cases soak.
+
+    >>> [case.marks[0].name for case in soaked("ab")]
+    ['soak', 'soak']
+    """
+    params = [case if hasattr(case, "marks") else pytest.param(*_values(case)) for case in cases]
+    return [pytest.param(*case.values, marks=[*case.marks, pytest.mark.soak], id=case.id) for case in params]
 
 
-def _soak(case):
-    return pytest.param(*case.values, marks=[*case.marks, pytest.mark.soak], id=case.id)
+def _values(case):
+    return case if type(case) is tuple else (case,)
 
 
 def _pairs(row):

@@ -22,7 +22,7 @@ from hf_longspec.modeling.register_draft import DRAFTS
 from tests.gates import FlippingGate
 from tests.modeling.calls import NEVER
 from tests.modeling.test_contract import NGRAMS, PARTIAL, draft_of
-from tests.pairwise import few, pairwise
+from tests.pairwise import few, pairwise, soaked
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_target
 
@@ -91,7 +91,7 @@ def check_requests(model, draft, mix, rows):
 
 
 CASES = pairwise(KINDS, ("llama", "gemma3"), ("greedy", "mixed"), (1, 3))
-CASES += [pytest.param(kind, "llama", "sampled", 3, marks=pytest.mark.soak) for kind in KINDS[2:]]
+CASES += soaked((kind, "llama", "sampled", 3) for kind in KINDS[2:])
 CASES += [(kind, "gemma3", "sampled", 3) for kind in KINDS[:2]]
 
 

@@ -18,6 +18,7 @@ from hf_longspec.modeling.register_draft import DRAFTS
 from tests.distributions import p_value
 from tests.generation.test_processors import Budget, OfRows
 from tests.modeling.test_contract import draft_of
+from tests.pairwise import soaked
 from tests.robustness.peaked_weights import peak
 from tests.robustness.shrunk_configs import shrunk_config
 from tests.tiny_targets import tiny_prompts, tiny_target
@@ -130,7 +131,7 @@ def target_of(name):
 
 @pytest.mark.parametrize(
     ("kind", "target", "name", "lengths"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in ALL)],
+    [*CASES, *soaked(ALL)],
     ids=str,
 )
 def test_texts_under_a_structure(kind, target, name, lengths):
@@ -139,7 +140,7 @@ def test_texts_under_a_structure(kind, target, name, lengths):
 
 
 BATCHED = [None, "longspec_grammar", "longspec_ngram", "specattn"]
-BATCHED += [pytest.param(kind, marks=pytest.mark.soak) for kind in DRAFTS if kind not in BATCHED]
+BATCHED += soaked(kind for kind in DRAFTS if kind not in BATCHED)
 
 
 @pytest.mark.parametrize("kind", BATCHED)

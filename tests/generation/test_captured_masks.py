@@ -7,7 +7,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.wings import masked
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_masked import TYPES as MASKED_TYPES
-from tests.pairwise import few, pairwise
+from tests.pairwise import few, pairwise, soaked
 from tests.robustness.enumeration import build
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
@@ -57,7 +57,7 @@ def check_text(model, chain, lengths):
 
 @pytest.mark.parametrize(
     ("name", "chain", "lengths"),
-    [*few(CASES, 2), *few(OTHER_CASES, 0)],
+    [*few(CASES, 2), *soaked(OTHER_CASES)],
     ids=str,
 )
 def test_text_of_rows_that_accept_different_numbers(name, chain, lengths):

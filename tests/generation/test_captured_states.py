@@ -13,7 +13,7 @@ from hf_longspec.generation.wings.fixed_states import CommitStates
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_recurrent_states import OTHERS, SEEDS, TYPES
 from tests.house import hybrid_target
-from tests.pairwise import few, pairwise
+from tests.pairwise import few, pairwise, soaked
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_prompts
@@ -82,7 +82,7 @@ def check(model, draft, lengths, calls=2, text=None, **options):
 
 @pytest.mark.parametrize(
     ("name", "chain", "lengths"),
-    [*few(CASES, 3), *few(OTHER_CASES, 0)],
+    [*few(CASES, 3), *soaked(OTHER_CASES)],
     ids=str,
 )
 def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths):

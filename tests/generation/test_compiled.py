@@ -13,6 +13,7 @@ from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.fast import compiled_steps as compiled
 from hf_longspec.generation.fast.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.target import TargetView
+from tests.pairwise import soaked
 from tests.rounding import rounding
 from tests.tiny_targets import tiny_prompts, tiny_target
 
@@ -72,7 +73,7 @@ def compare_verifications(model, sequence, nodes, limit=None):
     ("name", "nodes"),
     [
         ("mistral", 4),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in [("gemma2", 4), ("gemma3", 1), ("gemma3", 4)]),
+        *soaked([("gemma2", 4), ("gemma3", 1), ("gemma3", 4)]),
     ],
 )
 def test_rows_of_any_lengths_share_one_graph(name, nodes, graphs, no_masks):

@@ -28,7 +28,7 @@ from hf_longspec.modeling.assistant.generation_assistant import AssistantDrafter
 from hf_longspec.modeling.quest.generation_quest import QuestDrafter
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from tests.distributions import p_value
-from tests.pairwise import few
+from tests.pairwise import few, soaked
 from tests.robustness.peaked_weights import peak
 from tests.robustness.shrunk_configs import shrunk_config
 from tests.tiny_targets import TINY_TARGETS, RandomTreeDraftModel, random_draft, tiny_prompts, tiny_target
@@ -153,7 +153,7 @@ SOAK = {"marks": pytest.mark.soak}
     ("kind", "name", "rows"),
     [
         *few([(kind, name, FEW_ROWS) for kind, name in zip(REJECTION, OPTIONS, strict=False)], 2),
-        *(pytest.param(kind, name, ROWS, **SOAK) for kind, name in product(REJECTION, OPTIONS)),
+        *soaked(product(REJECTION, OPTIONS, [ROWS])),
     ],
 )
 def test_rejection_sampling(kind, name, rows, monkeypatch):
@@ -165,7 +165,7 @@ def test_rejection_sampling(kind, name, rows, monkeypatch):
     ("kind", "name", "rows"),
     [
         *(("random trees", name, FEW_ROWS // 2) for name in ("history", "truncated")),
-        *(pytest.param(kind, name, ROWS, **SOAK) for kind, name in PAIRS),
+        *soaked((kind, name, ROWS) for kind, name in PAIRS),
     ],
 )
 def test_coupled_drafts(kind, name, rows, monkeypatch):
@@ -181,6 +181,6 @@ def test_rejection_sampling_with_recurrent_states(target, kind, monkeypatch):
     check(lambda: scale_q(monkeypatch, drafter), make, length, "free", FEW_ROWS, target)
 
 
-@pytest.mark.parametrize("target", few(["granitemoehybrid", "qwen3_5_text"], 0))
+@pytest.mark.parametrize("target", soaked(["granitemoehybrid", "qwen3_5_text"]))
 def test_trees_of_coupled_candidates_with_recurrent_states(target, monkeypatch):
     check(lambda: scale_races(monkeypatch), COUPLED["random trees"], 7, "warped", FEW_ROWS, target)

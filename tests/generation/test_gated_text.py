@@ -15,7 +15,7 @@ from hf_longspec.generation.fast import compiled_steps as compiled
 from hf_longspec.generation.wings.gate import DRAFT, PLAIN
 from tests.gates import FlippingGate, ungated
 from tests.generation.made_up_machine import gates_on_a_clock
-from tests.pairwise import few
+from tests.pairwise import few, soaked
 from tests.tiny_targets import (
     RandomTreeDraftModel,
     generate,
@@ -87,9 +87,7 @@ def test_rows_that_end_at_different_times(target, flipping):
     assert not expected[:, -NEW:].all()  # some row ended before the others
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.soak) for kind in ("n-grams", "eagle3, n-grams", "specattn")]
-)
+@pytest.mark.parametrize("kind", soaked(["n-grams", "eagle3, n-grams", "specattn"]))
 def test_compiled_steps(flipping, monkeypatch, kind):
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")

@@ -13,6 +13,7 @@ import torch
 import hf_longspec
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
+from tests.pairwise import soaked
 from tests.robustness.test_faults import around, state_of
 from tests.tiny_targets import random_longspec_draft
 from tests.user_objects import Answer, Bomb, Recorder
@@ -223,9 +224,7 @@ class Tracer:
         return self._count
 
 
-@pytest.mark.parametrize(
-    "kind", ["tree", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("specattn", "longspec"))]
-)
+@pytest.mark.parametrize("kind", ["tree", *soaked(["specattn", "longspec"])])
 def test_an_interruption_at_any_line(plain_run, kind):
     """Lines spread over the whole call; those that clean up are left out."""
     run = plain_run("llama", ONE, max_new_tokens=16, eos_token_id=NEVER)

@@ -30,7 +30,7 @@ from tests.generation.drafted_calls import (
     drafted,
     generated,
 )
-from tests.pairwise import few, pairwise
+from tests.pairwise import few, pairwise, soaked
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
 from tests.robustness.shrunk_configs import shrunk_config
@@ -45,7 +45,7 @@ OTHERS = (
     "bailing_hybrid", "bamba", "lfm2", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
-SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in OTHERS if name in CONFIG_MAPPING]
+SOAKED = soaked(name for name in OTHERS if name in CONFIG_MAPPING)
 EVERY = [*TYPES, *SOAKED]
 # Of weights, where two best logits are equal up to rounding with seed 0.
 SEEDS = {"kimi_linear": 1}

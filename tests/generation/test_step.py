@@ -7,6 +7,7 @@ from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.fast import compiled_steps as compiled
 from hf_longspec.generation.fast.compiled_steps import CompiledRunner, FixedSteps, runner_of
 from hf_longspec.generation.fast.fused_layers import FusedRunner
+from tests.pairwise import soaked
 from tests.tiny_targets import TINY_TARGETS, RandomTreeDraftModel, random_longspec_draft, tiny_target
 from tests.tiny_targets import generate as generate_text
 
@@ -28,7 +29,7 @@ def generate(model, draft, mode, rows=2, new=24, **options):
 
 
 # test_compiled_drafts.py compiles another drafter of trees, and triton/test_backend.py SpecAttn.
-SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("specattn", "longspec")]
+SOAKED = soaked(["specattn", "longspec"])
 
 
 @pytest.mark.parametrize("kind", ["plain", *SOAKED])
