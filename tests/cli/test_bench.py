@@ -147,7 +147,6 @@ def test_other_settings_and_another_environment_are_not_resumed(invoke, here, mo
     settings = invoke("--resume", "--max-new-tokens", "9", "--draft", "specattn")
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 77)
-        patch.setattr(torch, "set_num_threads", lambda _: None)  # what a timer sets back
         environment = invoke("--resume")
         unchanged = (here / "bench.jsonl").read_bytes()
         assert invoke("--minutes", "1e-9", "--overwrite").exit_code == 0
