@@ -30,8 +30,17 @@ from benchmarks import gpu_run, harness
 from benchmarks.gpu_attention import baselines, kernels, tiles
 from benchmarks.gpu_checks import captures, features
 from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
-from benchmarks.gpu_iterations import first_drafts, forwards, iterations, no_drafts, other_drafts, profile
+from benchmarks.gpu_iterations import (
+    cheap_drafts,
+    first_drafts,
+    forwards,
+    iterations,
+    no_drafts,
+    other_drafts,
+    profile,
+)
 from benchmarks.gpu_run import GpuRun, gpu_facts
+from benchmarks.gpu_targets import hybrid, pair
 from benchmarks.harness import integers, names
 from hf_longspec.bench.machine import versions
 from hf_longspec.bench.report import significant
@@ -76,6 +85,9 @@ SECTIONS: dict[str, Section] = {
     "forwards": Section(forwards, 25),
     "iterations": Section(_iterations(first_drafts, (FUSED, GRAPH), ("sdpa",)), 80, by_context=True),
     "profile": Section(profile, 40),
+    "cheap drafts": Section(_iterations(cheap_drafts, (FUSED,)), 60, by_context=True),
+    "hybrid": Section(hybrid, 40),
+    "pair": Section(pair, 80),
     "features": Section(features, 50),
     "tiles": Section(partial(tiles, points=slice(1)), 70),
     "drafts": Section(_iterations(other_drafts, (FUSED,)), 60, by_context=True),

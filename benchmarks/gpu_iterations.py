@@ -140,6 +140,16 @@ def other_drafts(target: Any, plan: Plan) -> dict[str, Any]:
     return drafts | {"n-grams": hf_longspec.NgramDraftModel.from_target(target)}
 
 
+def cheap_drafts(target: Any, plan: Plan) -> dict[str, Any]:
+    """No draft, the smaller tree of LongSpec, and SpecAttn whose steps read weights of few bits."""
+    drafts = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), **_longspec(target, plan.trees[1:2])}
+    settings = {"num_assistant_tokens": plan.gamma, "draft_weights": plan.draft_weights}
+    for selection, name in (("two_rows", "SpecAttn"), ("all", "SpecAttn, all entries")):
+        draft = hf_longspec.SpecAttnDraftModel.from_target(target, selection=selection, **settings)
+        drafts[f"{name}, {plan.draft_weights}, gamma {plan.gamma}"] = draft
+    return drafts
+
+
 def _longspec(target: Any, trees: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     drafts = {}
     for widths in trees:

@@ -48,6 +48,12 @@ class Plan:
     # and the tree of the paper.
     trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 11), (4, 4, 4, 3), (4, 16, 16, 16, 16))
     branching: tuple[int, ...] = (1, 3, 3, 3)  # of TokenSwift's tree, which is its default
+    draft_weights: str = "int4"  # of SpecAttn's steps
+    # Of the bundled target: tokens of the prompt, and those that are timed.
+    text: int = 15_000
+    pair_tokens: int = 256
+    # Of the hybrid target: its type, tokens of the prompt, and its sizes.
+    hybrid: tuple[tuple[str, Any], ...] = ()
 
 
 def _plan(name: str) -> Plan:
@@ -57,7 +63,7 @@ def _plan(name: str) -> Plan:
         return tuple(map(frozen, value)) if isinstance(value, list) else value
 
     fields = {field: frozen(value) for field, value in SUITE["plans"][name].items()}
-    return Plan(**fields | {"shape": Shape(**fields["shape"])})
+    return Plan(**fields | {"shape": Shape(**dict(fields["shape"]))})
 
 
 LLAMA_8B, SMOKE = _plan("llama-8b"), _plan("smoke")
