@@ -2,9 +2,11 @@
 
 - `add_norm`: a residual sum and the RMS norm of it, which are about eight launches of torch;
 - `rotate`: the rotary embedding of queries and keys, about ten, and the write of keys and values to the cache, two;
-- `gated`: the activation of a gate and its product with another tensor, two.
+- `gated`: the activation of a gate and its product with another tensor, two;
+- `delta_rule`: one node of the gated delta rule (https://huggingface.co/papers/2412.06464), eight in float32.
 
-They round where the operations of torch do: every result has the dtype of the model, and a norm computes in float32.
+They round where the operations of torch do: every result has the dtype of the model. Norms and states are computed in
+float32.
 `generation/fast/fused_layers.py` decides where they run. They are tested in Triton's interpreter, and compiled for
 sm_80, sm_90 and sm_100.
 """
@@ -22,6 +24,8 @@ from .launch import launching_on
 ROUNDED = OPTIONS | {"enable_fp_fusion": False}
 # Numbers of one program of `gated`, and of one warp of a norm.
 BLOCK, NUMBERS_PER_WARP = 1024, 512
+# Numbers of a state that one program of `delta_rule` has in its registers: 32 in each of 128 threads.
+STATE_BLOCK = 4096
 # What `gated` multiplies with, as the kernel numbers it.
 ACTIVATIONS = {"silu": 0, "sigmoid": 1, "gelu": 2, "gelu_tanh": 3}
 
@@ -222,6 +226,77 @@ def rotate_vector(
         tl.store(target + rest, tl.load(source + rest, mask=rest < SIZE, other=0.0), mask=rest < SIZE)
 
 
+@jit()
+def _delta_kernel(
+    state,  # [B, H, Dk, Dv]
+    query,  # [B, 1, H // GROUPS, Dk]
+    key,  # [B, 1, H // GROUPS, Dk]
+    value,  # [B, 1, H, Dv]
+    decay,  # [B, 1, H], or [B, 1, H, Dk] with HAS_CHANNELS
+    beta,  # [B, 1, H]
+    out,  # [B, 1, H, Dv]
+    last,  # [B, H, Dk, Dv]
+    stride_sb,
+    stride_sh,
+    stride_sk,
+    stride_sv,
+    stride_qb,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vd,
+    stride_gb,
+    stride_gh,
+    stride_gd,
+    stride_bb,
+    stride_bh,
+    epsilon,
+    scale,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    IS_NORMED: tl.constexpr,
+    HAS_CHANNELS: tl.constexpr,
+):
+    """Take a node into some columns of the state of one head, and read these with its query."""
+    batch, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
+    row, column = tl.arange(0, BLOCK_SIZE), tl.program_id(1) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
+    is_row, is_column = row < SIZE, column < VALUE_SIZE
+    is_number = is_row[:, None] & is_column[None, :]
+    source = query + batch * stride_qb + head // GROUPS * stride_qh
+    q = tl.load(source + row * stride_qd, mask=is_row, other=0.0).to(tl.float32)
+    source = key + batch * stride_kb + head // GROUPS * stride_kh
+    k = tl.load(source + row * stride_kd, mask=is_row, other=0.0).to(tl.float32)
+    if IS_NORMED:
+        q = q * tl.rsqrt(tl.sum(q * q, 0) + epsilon)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + epsilon)
+    source = value + batch * stride_vb + head * stride_vh
+    v = tl.load(source + column * stride_vd, mask=is_column, other=0.0).to(tl.float32)
+    b = tl.load(beta + batch * stride_bb + head * stride_bh).to(tl.float32)  # unmasked: every head has one
+    source = state + batch * stride_sb + head * stride_sh
+    s = tl.load(source + row[:, None] * stride_sk + column[None, :] * stride_sv, mask=is_number, other=0.0)
+    source = decay + batch * stride_gb + head * stride_gh
+    if HAS_CHANNELS:
+        g = tl.load(source + row * stride_gd, mask=is_row, other=0.0).to(tl.float32)
+        s = s * tl.exp(g)[:, None]
+    else:
+        s = s * tl.exp(tl.load(source).to(tl.float32))  # unmasked: every head has one
+    right = (v - tl.sum(s * k[:, None], 0)) * b
+    s += k[:, None] * right[None, :]
+    vector = batch * HEADS + head
+    read = tl.sum(s * q[:, None], 0) * scale
+    tl.store(out + vector * VALUE_SIZE + column, read.to(out.dtype.element_ty), mask=is_column)
+    target = last + vector * SIZE * VALUE_SIZE
+    tl.store(target + row[:, None] * VALUE_SIZE + column[None, :], s, mask=is_number)
+
+
 def add_norm(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -321,6 +396,50 @@ def rotate(
             num_warps=1,
             **ROUNDED,
         )
+
+
+def delta_rule(
+    state: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    epsilon: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output `(B, 1, H, Dv)` and the state of the gated delta rule after one node. `state` is only read.
+
+    Args:
+        state (`torch.Tensor` of shape `(B, H, Dk, Dv)`): In float32.
+        query (`torch.Tensor` of shape `(B, 1, H / groups, Dk)`): Neighbouring heads of values share one.
+        key (`torch.Tensor` of shape `(B, 1, H / groups, Dk)`): Likewise.
+        value (`torch.Tensor` of shape `(B, 1, H, Dv)`): Of any dtype, as all but the state.
+        decay (`torch.Tensor` of shape `(B, 1, H)` or `(B, 1, H, Dk)`): Logarithms.
+        beta (`torch.Tensor` of shape `(B, 1, H)`): Step sizes.
+        epsilon (`float`, *optional*): Added to the squared norms by which queries and keys are divided, if they are.
+    """
+    rows, heads, size, width = state.shape
+    out, last = query.new_empty(rows, 1, heads, width), state.new_empty(state.shape)
+    block = power_of_two(size)
+    block_value = min(power_of_two(width), max(1, STATE_BLOCK // block))
+    vectors = (x.select(1, 0) for x in (query, key, value, decay if decay.dim() == 4 else decay[..., None]))
+    with launching_on(state):
+        _delta_kernel[(rows * heads, -(-width // block_value))](
+            *(state, query, key, value, decay, beta, out, last, *state.stride()),
+            *(stride for x in vectors for stride in x.stride()),
+            *(beta.stride(0), beta.stride(2), epsilon or 0.0, size**-0.5),
+            HEADS=heads,
+            GROUPS=heads // query.shape[2],
+            SIZE=size,
+            VALUE_SIZE=width,
+            BLOCK_SIZE=block,
+            BLOCK_VALUE=block_value,
+            IS_NORMED=epsilon is not None,
+            HAS_CHANNELS=decay.dim() == 4,
+            num_warps=4,
+            **OPTIONS,
+        )
+    return out, last
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
