@@ -91,7 +91,7 @@ ROWS = (
     ("A rotated key goes to the slot of its node", "attention_backends/triton/layers.py",
      "slots + batch * stride_slot_b + node)", "slots + node)", "tests/attention_backends/triton/test_layers.py"),
     ("A state fades before a node is added to it", "attention_backends/triton/layers.py",
-     "s = s * tl.exp(tl.load(source)", "s = s + 0 * tl.exp(tl.load(source)",
+     "s = s * tl.exp(g)[:, None]", "s = s * tl.exp(0 * g)[:, None]",
      "tests/attention_backends/triton/test_layers.py::test_delta_rule"),
     ("A cache that was returned is not written by a later call", "generation/decoding.py",
      "self.workspace is not None and not self.outputs.as_dict", "self.workspace is not None",

@@ -232,7 +232,7 @@ def _delta_kernel(
     query,  # [B, 1, H // GROUPS, Dk]
     key,  # [B, 1, H // GROUPS, Dk]
     value,  # [B, 1, H, Dv]
-    decay,  # [B, 1, H], or [B, 1, H, Dk] with HAS_CHANNELS
+    decay,  # [B, 1, H, Dk]
     beta,  # [B, 1, H]
     out,  # [B, 1, H, Dv]
     last,  # [B, H, Dk, Dv]
@@ -254,47 +254,36 @@ def _delta_kernel(
     stride_gd,
     stride_bb,
     stride_bh,
-    epsilon,
-    scale,
-    HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
-    IS_NORMED: tl.constexpr,
-    HAS_CHANNELS: tl.constexpr,
+    EPSILON: tl.constexpr,
 ):
     """Take a node into some columns of the state of one head, and read these with its query."""
-    batch, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
-    row, column = tl.arange(0, BLOCK_SIZE), tl.program_id(1) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
+    batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, column = tl.arange(0, BLOCK_SIZE), tl.program_id(2) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     is_row, is_column = row < SIZE, column < VALUE_SIZE
-    is_number = is_row[:, None] & is_column[None, :]
-    source = query + batch * stride_qb + head // GROUPS * stride_qh
-    q = tl.load(source + row * stride_qd, mask=is_row, other=0.0).to(tl.float32)
-    source = key + batch * stride_kb + head // GROUPS * stride_kh
-    k = tl.load(source + row * stride_kd, mask=is_row, other=0.0).to(tl.float32)
-    if IS_NORMED:
-        q = q * tl.rsqrt(tl.sum(q * q, 0) + epsilon)
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + epsilon)
+    is_number, group = is_row[:, None] & is_column[None, :], head // GROUPS
+    place = batch * stride_sb + head * stride_sh + row[:, None] * stride_sk + column[None, :] * stride_sv
+    s = tl.load(state + place, mask=is_number, other=0.0)
+    q = tl.load(query + batch * stride_qb + group * stride_qh + row * stride_qd, mask=is_row, other=0.0).to(tl.float32)
+    k = tl.load(key + batch * stride_kb + group * stride_kh + row * stride_kd, mask=is_row, other=0.0).to(tl.float32)
+    g = tl.load(decay + batch * stride_gb + head * stride_gh + row * stride_gd, mask=is_row, other=0.0).to(tl.float32)
     source = value + batch * stride_vb + head * stride_vh
     v = tl.load(source + column * stride_vd, mask=is_column, other=0.0).to(tl.float32)
     b = tl.load(beta + batch * stride_bb + head * stride_bh).to(tl.float32)  # unmasked: every head has one
-    source = state + batch * stride_sb + head * stride_sh
-    s = tl.load(source + row[:, None] * stride_sk + column[None, :] * stride_sv, mask=is_number, other=0.0)
-    source = decay + batch * stride_gb + head * stride_gh
-    if HAS_CHANNELS:
-        g = tl.load(source + row * stride_gd, mask=is_row, other=0.0).to(tl.float32)
-        s = s * tl.exp(g)[:, None]
-    else:
-        s = s * tl.exp(tl.load(source).to(tl.float32))  # unmasked: every head has one
-    right = (v - tl.sum(s * k[:, None], 0)) * b
-    s += k[:, None] * right[None, :]
-    vector = batch * HEADS + head
-    read = tl.sum(s * q[:, None], 0) * scale
+    if EPSILON > 0.0:
+        q = q * tl.rsqrt(tl.sum(q * q, 0) + EPSILON)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + EPSILON)
+    s = s * tl.exp(g)[:, None]
+    s += k[:, None] * ((v - tl.sum(s * k[:, None], 0)) * b)[None, :]
+    read = tl.sum(s * q[:, None], 0) * SIZE**-0.5
+    vector = batch * tl.num_programs(1) + head
     tl.store(out + vector * VALUE_SIZE + column, read.to(out.dtype.element_ty), mask=is_column)
-    target = last + vector * SIZE * VALUE_SIZE
-    tl.store(target + row[:, None] * VALUE_SIZE + column[None, :], s, mask=is_number)
+    place = (vector * SIZE + row[:, None]) * VALUE_SIZE + column[None, :]
+    tl.store(last + place, s, mask=is_number)
 
 
 def add_norm(
@@ -407,13 +396,13 @@ def delta_rule(
     beta: torch.Tensor,
     epsilon: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output `(B, 1, H, Dv)` and the state of the gated delta rule after one node. `state` is only read.
+    """Return the output `(B, 1, H, Dv)` of the gated delta rule, and the state after one node. Nothing is written to.
 
     Args:
-        state (`torch.Tensor` of shape `(B, H, Dk, Dv)`): In float32.
+        state (`torch.Tensor` of shape `(B, H, Dk, Dv)`): In float32, all others in any dtype.
         query (`torch.Tensor` of shape `(B, 1, H / groups, Dk)`): Neighbouring heads of values share one.
         key (`torch.Tensor` of shape `(B, 1, H / groups, Dk)`): Likewise.
-        value (`torch.Tensor` of shape `(B, 1, H, Dv)`): Of any dtype, as all but the state.
+        value (`torch.Tensor` of shape `(B, 1, H, Dv)`): What the state shall return for the key.
         decay (`torch.Tensor` of shape `(B, 1, H)` or `(B, 1, H, Dk)`): Logarithms.
         beta (`torch.Tensor` of shape `(B, 1, H)`): Step sizes.
         epsilon (`float`, *optional*): Added to the squared norms by which queries and keys are divided, if they are.
@@ -422,20 +411,17 @@ def delta_rule(
     out, last = query.new_empty(rows, 1, heads, width), state.new_empty(state.shape)
     block = power_of_two(size)
     block_value = min(power_of_two(width), max(1, STATE_BLOCK // block))
-    vectors = (x.select(1, 0) for x in (query, key, value, decay if decay.dim() == 4 else decay[..., None]))
+    decay = decay.reshape(rows, 1, heads, -1).expand(-1, -1, -1, size)
     with launching_on(state):
-        _delta_kernel[(rows * heads, -(-width // block_value))](
+        _delta_kernel[(rows, heads, -(-width // block_value))](
             *(state, query, key, value, decay, beta, out, last, *state.stride()),
-            *(stride for x in vectors for stride in x.stride()),
-            *(beta.stride(0), beta.stride(2), epsilon or 0.0, size**-0.5),
-            HEADS=heads,
+            *(stride for x in (query, key, value, decay, beta) for stride in (x.stride(0), *x.stride()[2:])),
             GROUPS=heads // query.shape[2],
             SIZE=size,
             VALUE_SIZE=width,
             BLOCK_SIZE=block,
             BLOCK_VALUE=block_value,
-            IS_NORMED=epsilon is not None,
-            HAS_CHANNELS=decay.dim() == 4,
+            EPSILON=epsilon or 0.0,
             num_warps=4,
             **OPTIONS,
         )

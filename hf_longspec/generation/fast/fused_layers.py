@@ -43,7 +43,7 @@ from ...attention_backends.triton.layers import (
 )
 from ..target import FixedStep
 from ..target_modules import ROTATION, rotated, written
-from ..wings.recurrences import NORM_EPSILON, delta_step
+from ..wings.recurrences import delta_step
 
 logger = logging.get_logger(__name__)
 
@@ -238,7 +238,7 @@ class FusedOperations(TorchFunctionMode):
             if self._held is not None:
                 return self._held.result
         if func is delta_step and _delta_rule_agrees(*args):
-            return _delta_rule(*args)
+            return delta_rule(*args)
         return func(*args, **kwargs)
 
     def run_held(self) -> None:
@@ -376,22 +376,16 @@ def _activation_agrees(name: str, dtype: torch.dtype, device: torch.device) -> b
     return bool(_once(_decided, (name, dtype, device), decide))
 
 
-def _delta_rule(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *tensors, is_normed = args
-    return delta_rule(*tensors, NORM_EPSILON if is_normed else None)
-
-
 def _delta_rule_agrees(*args: Any) -> bool:
     """Return whether the kernel of the delta rule agrees with `delta_step` in float64, for one row of such tensors."""
-    *tensors, is_normed = args
+    *tensors, epsilon = args
 
     def decide() -> bool:
         state, *others = (_numbers(x, 1, *x.shape[1:]) for x in tensors)
-        out, last = delta_step(state.double(), *others, is_normed)
-        found, found_last = _delta_rule(state, *others, is_normed)
-        return _steps(out, found) <= MOST_STEPS and _steps(last.float(), found_last) <= MOST_STEPS
+        (out, last), found = delta_step(state.double(), *others, epsilon), delta_rule(state, *others, epsilon)
+        return max(_steps(out, found[0]), _steps(last.float(), found[1])) <= MOST_STEPS
 
-    key = "delta rule", is_normed, *((x.shape[1:], *_place(x)) for x in tensors)
+    key = "delta rule", epsilon, *((x.shape[1:], *_place(x)) for x in tensors)
     return not torch.is_grad_enabled() and bool(_once(_decided, key, decide))
 
 

@@ -285,7 +285,8 @@ def _delta_rule(
     """Return outputs `(B, N, H, Dv)` of the gated delta rule, with decays `(B, N, H)`, or `(B, N, H, Dk)` in KDA."""
     dtype, heads = query.dtype, value.shape[2]
     if value.shape[1] == 1 and layer.state is not None:
-        out, last = delta_step(layer.state.float(), query, key, value, g, beta, use_qk_l2norm_in_kernel)
+        epsilon = NORM_EPSILON if use_qk_l2norm_in_kernel else None
+        out, last = delta_step(layer.state.float(), query, key, value, g, beta, epsilon)
         layer.keep(Stepped(last))
         return out, last
     query, key = (x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x for x in (query, key))
@@ -309,18 +310,18 @@ def _delta_rule(
 
 
 def delta_step(
-    state: Tensor, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, is_normed: bool
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, epsilon: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output `(B, 1, H, Dv)` and the state after one node, in few operations, in the dtype of `state`.
+    """Return the output `(B, 1, H, Dv)` and the state after one node, in few operations in the dtype of `state`.
 
-    It is a function for modes of torch, which may run a kernel in its place.
+    A mode of torch functions may replace it.
     """
     if has_torch_function_unary(query):
-        return handle_torch_function(delta_step, (query,), state, query, key, value, g, beta, is_normed)
+        return handle_torch_function(delta_step, (query,), state, query, key, value, g, beta, epsilon)
     (rows, heads, size, width), scale, dtype = state.shape, 1.0, query.dtype
     pair = torch.stack([query, key]).to(state.dtype)
-    if is_normed:  # this norm divides by the root of the mean, not of the sum
-        pair, scale = rms_norm(pair, (size,), eps=NORM_EPSILON / size), size**-0.5
+    if epsilon is not None:  # this norm divides by the root of the mean, not of the sum
+        pair, scale = rms_norm(pair, (size,), eps=epsilon / size), size**-0.5
     if pair.shape[3] < heads:
         pair = pair.repeat_interleave(heads // pair.shape[3], 3)
     query, key = pair.view(2, rows * heads, 1, size)
