@@ -24,6 +24,7 @@ from hf_longspec.generation.fast.fused_layers import (
     warn_of_nothing_fused,
 )
 from hf_longspec.generation.target_modules import rotated
+from hf_longspec.generation.wings.recurrences import delta_step
 from tests.pairwise import few
 from tests.tiny_targets import tiny_target
 
@@ -64,7 +65,7 @@ def kernels(monkeypatch):
         found[name if name != "add_norm" or len(args) < 5 else "sum"] += 1
         return function(*args)
 
-    for name in ("add_norm", "gated", "rotate"):
+    for name in ("add_norm", "gated", "rotate", "delta_rule"):
         monkeypatch.setattr(fused_layers, name, partial(call, name, getattr(fused_layers, name)))
     return found
 
@@ -164,6 +165,24 @@ def test_rotations(function, kernels):
         for one, other in zip(found, function(query, key, cos, sin), strict=True):
             torch.testing.assert_close(one, other)
         assert [*fused_layers._of_rotations[function].values()] == ([] if not factor else [form])
+
+
+@pytest.mark.parametrize("factor", [1, 1.01])
+@torch.no_grad()
+def test_a_node_of_the_delta_rule(factor, kernels, monkeypatch):
+    """By the kernel, or as it is if the kernel computes something else."""
+    kernel = fused_layers.delta_rule
+    monkeypatch.setattr(fused_layers, "delta_rule", lambda *args: tuple(factor * x for x in kernel(*args)))
+    query, value, decay = numbers(2, 1, 2, 12), numbers(2, 1, 4, 9), -numbers(2, 1, 4).abs()
+    args = numbers(2, 4, 12, 9), query, query.flip(2), value, decay, decay.exp(), 1e-6
+    expected = delta_step(*args)
+    for _ in range(2):
+        kernels.clear()
+        with FusedOperations():
+            found = delta_step(*args)
+    assert kernels["delta_rule"] == (factor == 1)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @torch.no_grad()

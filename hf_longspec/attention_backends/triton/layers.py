@@ -2,9 +2,11 @@
 
 - `add_norm`: a residual sum and the RMS norm of it, which are about eight launches of torch;
 - `rotate`: the rotary embedding of queries and keys, about ten, and the write of keys and values to the cache, two;
-- `gated`: the activation of a gate and its product with another tensor, two.
+- `gated`: the activation of a gate and its product with another tensor, two;
+- `delta_rule`: one node of the gated delta rule (https://huggingface.co/papers/2412.06464), eight in float32.
 
-They round where the operations of torch do: every result has the dtype of the model, and a norm computes in float32.
+They round where the operations of torch do: every result has the dtype of the model. Norms and states are computed in
+float32.
 `generation/fast/fused_layers.py` decides where they run. They are tested in Triton's interpreter, and compiled for
 sm_80, sm_90 and sm_100.
 """
@@ -22,6 +24,8 @@ from .launch import launching_on
 ROUNDED = OPTIONS | {"enable_fp_fusion": False}
 # Numbers of one program of `gated`, and of one warp of a norm.
 BLOCK, NUMBERS_PER_WARP = 1024, 512
+# Numbers of a state that one program of `delta_rule` has in its registers: 32 in each of 128 threads.
+STATE_BLOCK = 4096
 # What `gated` multiplies with, as the kernel numbers it.
 ACTIVATIONS = {"silu": 0, "sigmoid": 1, "gelu": 2, "gelu_tanh": 3}
 
@@ -222,6 +226,66 @@ def rotate_vector(
         tl.store(target + rest, tl.load(source + rest, mask=rest < SIZE, other=0.0), mask=rest < SIZE)
 
 
+@jit()
+def _delta_kernel(
+    state,  # [B, H, Dk, Dv]
+    query,  # [B, 1, H // GROUPS, Dk]
+    key,  # [B, 1, H // GROUPS, Dk]
+    value,  # [B, 1, H, Dv]
+    decay,  # [B, 1, H, Dk]
+    beta,  # [B, 1, H]
+    out,  # [B, 1, H, Dv]
+    last,  # [B, H, Dk, Dv]
+    stride_sb,
+    stride_sh,
+    stride_sk,
+    stride_sv,
+    stride_qb,
+    stride_qh,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vd,
+    stride_gb,
+    stride_gh,
+    stride_gd,
+    stride_bb,
+    stride_bh,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """Take a node into some columns of the state of one head, and read these with its query."""
+    batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, column = tl.arange(0, BLOCK_SIZE), tl.program_id(2) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
+    is_row, is_column = row < SIZE, column < VALUE_SIZE
+    is_number, group = is_row[:, None] & is_column[None, :], head // GROUPS
+    place = batch * stride_sb + head * stride_sh + row[:, None] * stride_sk + column[None, :] * stride_sv
+    s = tl.load(state + place, mask=is_number, other=0.0)
+    q = tl.load(query + batch * stride_qb + group * stride_qh + row * stride_qd, mask=is_row, other=0.0).to(tl.float32)
+    k = tl.load(key + batch * stride_kb + group * stride_kh + row * stride_kd, mask=is_row, other=0.0).to(tl.float32)
+    g = tl.load(decay + batch * stride_gb + head * stride_gh + row * stride_gd, mask=is_row, other=0.0).to(tl.float32)
+    source = value + batch * stride_vb + head * stride_vh
+    v = tl.load(source + column * stride_vd, mask=is_column, other=0.0).to(tl.float32)
+    b = tl.load(beta + batch * stride_bb + head * stride_bh).to(tl.float32)  # unmasked: every head has one
+    if EPSILON > 0.0:
+        q = q * tl.rsqrt(tl.sum(q * q, 0) + EPSILON)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + EPSILON)
+    s = s * tl.exp(g)[:, None]
+    s += k[:, None] * ((v - tl.sum(s * k[:, None], 0)) * b)[None, :]
+    read = tl.sum(s * q[:, None], 0) * SIZE**-0.5
+    vector = batch * tl.num_programs(1) + head
+    tl.store(out + vector * VALUE_SIZE + column, read.to(out.dtype.element_ty), mask=is_column)
+    place = (vector * SIZE + row[:, None]) * VALUE_SIZE + column[None, :]
+    tl.store(last + place, s, mask=is_number)
+
+
 def add_norm(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -321,6 +385,47 @@ def rotate(
             num_warps=1,
             **ROUNDED,
         )
+
+
+def delta_rule(
+    state: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    epsilon: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output `(B, 1, H, Dv)` of the gated delta rule, and the state after one node. Nothing is written to.
+
+    Args:
+        state (`torch.Tensor` of shape `(B, H, Dk, Dv)`): In float32, all others in any dtype.
+        query (`torch.Tensor` of shape `(B, 1, H / groups, Dk)`): Neighbouring heads of values share one.
+        key (`torch.Tensor` of shape `(B, 1, H / groups, Dk)`): Likewise.
+        value (`torch.Tensor` of shape `(B, 1, H, Dv)`): What the state shall return for the key.
+        decay (`torch.Tensor` of shape `(B, 1, H)` or `(B, 1, H, Dk)`): Logarithms.
+        beta (`torch.Tensor` of shape `(B, 1, H)`): Step sizes.
+        epsilon (`float`, *optional*): Added to the squared norms by which queries and keys are divided, if they are.
+    """
+    rows, heads, size, width = state.shape
+    out, last = query.new_empty(rows, 1, heads, width), state.new_empty(state.shape)
+    block = power_of_two(size)
+    block_value = min(power_of_two(width), max(1, STATE_BLOCK // block))
+    decay = decay.reshape(rows, 1, heads, -1).expand(-1, -1, -1, size)
+    with launching_on(state):
+        _delta_kernel[(rows, heads, -(-width // block_value))](
+            *(state, query, key, value, decay, beta, out, last, *state.stride()),
+            *(stride for x in (query, key, value, decay, beta) for stride in (x.stride(0), *x.stride()[2:])),
+            GROUPS=heads // query.shape[2],
+            SIZE=size,
+            VALUE_SIZE=width,
+            BLOCK_SIZE=block,
+            BLOCK_VALUE=block_value,
+            EPSILON=epsilon or 0.0,
+            num_warps=4,
+            **OPTIONS,
+        )
+    return out, last
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -37,11 +37,13 @@ from ...attention_backends.triton.layers import (
     NormForm,
     RotaryForm,
     add_norm,
+    delta_rule,
     gated,
     rotate,
 )
 from ..target import FixedStep
 from ..target_modules import ROTATION, rotated, written
+from ..wings.recurrences import delta_step
 
 logger = logging.get_logger(__name__)
 
@@ -235,6 +237,8 @@ class FusedOperations(TorchFunctionMode):
             self._held = STARTS[func](*args, **kwargs)
             if self._held is not None:
                 return self._held.result
+        if func is delta_step and _delta_rule_agrees(*args):
+            return delta_rule(*args)
         return func(*args, **kwargs)
 
     def run_held(self) -> None:
@@ -370,6 +374,19 @@ def _activation_agrees(name: str, dtype: torch.dtype, device: torch.device) -> b
         return _steps(expected * up, gated(name, gate, up)) <= MOST_STEPS
 
     return bool(_once(_decided, (name, dtype, device), decide))
+
+
+def _delta_rule_agrees(*args: Any) -> bool:
+    """Return whether the kernel of the delta rule agrees with `delta_step` in float64, for one row of such tensors."""
+    *tensors, epsilon = args
+
+    def decide() -> bool:
+        state, *others = (_numbers(x, 1, *x.shape[1:]) for x in tensors)
+        (out, last), found = delta_step(state.double(), *others, epsilon), delta_rule(state, *others, epsilon)
+        return max(_steps(out, found[0]), _steps(last.float(), found[1])) <= MOST_STEPS
+
+    key = "delta rule", epsilon, *((x.shape[1:], *_place(x)) for x in tensors)
+    return not torch.is_grad_enabled() and bool(_once(_decided, key, decide))
 
 
 def _rotary_form(

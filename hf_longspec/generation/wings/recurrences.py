@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, softplus
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ...attention_backends.lengths import SeqLens
 from ..draft_tree import DraftTree
@@ -284,9 +285,10 @@ def _delta_rule(
     """Return outputs `(B, N, H, Dv)` of the gated delta rule, with decays `(B, N, H)`, or `(B, N, H, Dk)` in KDA."""
     dtype, heads = query.dtype, value.shape[2]
     if value.shape[1] == 1 and layer.state is not None:
-        out, last = _delta_step(layer.state.float(), query, key, value, g, beta, use_qk_l2norm_in_kernel)
+        epsilon = NORM_EPSILON if use_qk_l2norm_in_kernel else None
+        out, last = delta_step(layer.state.float(), query, key, value, g, beta, epsilon)
         layer.keep(Stepped(last))
-        return out.to(dtype), last
+        return out, last
     query, key = (x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x for x in (query, key))
     query, key, value, beta, g = (x.transpose(1, 2).float() for x in (query, key, value, beta, g))
     if use_qk_l2norm_in_kernel:
@@ -307,23 +309,29 @@ def _delta_rule(
     return out.transpose(1, 2).to(dtype), _last(state, key, value)
 
 
-def _delta_step(
-    state: Tensor, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, is_normed: bool
+def delta_step(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, epsilon: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output `(B, 1, H, Dv)` and the state after one node, in few operations."""
-    (rows, heads, size, width), scale = state.shape, 1.0
-    pair = torch.stack([query, key]).float()
-    if is_normed:  # this norm divides by the root of the mean, not of the sum
-        pair, scale = rms_norm(pair, (size,), eps=NORM_EPSILON / size), size**-0.5
+    """Return the output `(B, 1, H, Dv)` and the state after one node, in few operations in the dtype of `state`.
+
+    A mode of torch functions may replace it.
+    """
+    if has_torch_function_unary(query):
+        return handle_torch_function(delta_step, (query,), state, query, key, value, g, beta, epsilon)
+    (rows, heads, size, width), scale, dtype = state.shape, 1.0, query.dtype
+    pair = torch.stack([query, key]).to(state.dtype)
+    if epsilon is not None:  # this norm divides by the root of the mean, not of the sum
+        pair, scale = rms_norm(pair, (size,), eps=epsilon / size), size**-0.5
     if pair.shape[3] < heads:
         pair = pair.repeat_interleave(heads // pair.shape[3], 3)
     query, key = pair.view(2, rows * heads, 1, size)
-    state = (state * g.float().exp().view(rows, heads, -1, 1)).flatten(0, 1)
-    right = torch.baddbmm(value.float().reshape(-1, 1, width), key, state, alpha=-scale)
-    right = right * beta.float().view(-1, 1, 1)
+    value, g, beta = (x.to(state.dtype) for x in (value, g, beta))
+    state = (state * g.exp().view(rows, heads, -1, 1)).flatten(0, 1)
+    right = torch.baddbmm(value.reshape(-1, 1, width), key, state, alpha=-scale)
+    right = right * beta.view(-1, 1, 1)
     state = torch.addcmul(state, key.mT, right, value=scale)
     out = torch.baddbmm(right, query, state, beta=0, alpha=scale * size**-0.5)
-    return out.view(rows, 1, heads, width), state.view(rows, heads, size, width)
+    return out.view(rows, 1, heads, width).to(dtype), state.view(rows, heads, size, width)
 
 
 def _mamba2(

@@ -133,6 +133,12 @@ def layer(dtype, size, value_size, hidden, most=None):
         for written in (None, (value, values, torch.arange(3))):
             factors = torch.empty(1, 3, size // 2 // form.numbers, dtype=dtype)  # of a part of every vector
             layers.rotate(query, key, factors, factors, form, query, key if written is None else keys, written)
+    state, step = torch.empty(1, 2 * GROUPS, size, value_size), torch.empty(1, 1, 2 * GROUPS, size)
+    vectors = [
+        x[:, :, :1].transpose(1, 2) for x in (query[:, :GROUPS], query[:, :GROUPS], value.repeat(1, GROUPS, 1, 1))
+    ]
+    for decay in (step[..., 0], step)[:most]:
+        layers.delta_rule(state, *vectors, decay, step[..., 0].to(dtype), 1e-6)
 
 
 def calls(everything, gpu):

@@ -65,7 +65,7 @@ def test_no_spills(tmp_path):
     assert kernels["tree"] == ["attention_kernel", "combine_kernel"]
     assert kernels["sparse"].count("sparse_kernel") == 1
     assert kernels["move"] == ["_move_kernel"] * 4
-    assert kernels["layer"] == ["_gated_kernel"] + ["_norm_kernel"] * 2 + ["_rotate_kernel"] * 2
+    assert kernels["layer"] == ["_delta_kernel", "_gated_kernel"] + ["_norm_kernel"] * 2 + ["_rotate_kernel"] * 2
 
 
 @pytest.mark.soak

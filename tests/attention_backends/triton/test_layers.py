@@ -11,6 +11,7 @@ from hf_longspec.attention_backends.triton.layers import (
     NORM_FORMS,
     ROTARY_FORMS,
     add_norm,
+    delta_rule,
     gated,
     rotate,
 )
@@ -119,3 +120,34 @@ def test_rotation_and_write(dtype, is_ragged, form):
     assert_close(found, rotated)
     assert_close(alone, rotated_key)
     assert torch.equal(query, sources[0]) and torch.equal(key, sources[1])
+
+
+def delta_rule_in_float64(state, query, key, value, decay, beta, epsilon):
+    """Outputs and state after one node, term by term: the state fades, and its error at the key is corrected."""
+    query, key, value, decay, beta = (x[:, 0].double() for x in (query, key, value, decay, beta))
+    query, key = (x.repeat_interleave(value.shape[1] // x.shape[1], 1) for x in (query, key))
+    if epsilon is not None:
+        query, key = (x / (x.square().sum(-1, keepdim=True) + epsilon).sqrt() for x in (query, key))
+    faded = state.double() * decay.exp().reshape(*decay.shape[:2], -1, 1)
+    error = value - torch.einsum("bhk,bhkv->bhv", key, faded)
+    last = faded + torch.einsum("bh,bhk,bhv->bhkv", beta, key, error)
+    return torch.einsum("bhk,bhkv->bhv", query, last)[:, None] / query.shape[-1] ** 0.5, last
+
+
+@DTYPES
+@pytest.mark.parametrize(("has_channels", "epsilon"), [(False, 1e-2), (True, None)])
+def test_delta_rule(dtype, has_channels, epsilon):
+    """Three rows, groups of three heads, two blocks of a value; views as mixers have them. The state is only read."""
+    rows, heads, groups, size, width = 3, 6, 3, 20, 131
+    sizes = (size * heads // groups, size * heads // groups, width * heads)
+    mixed = numbers(rows, sum(sizes), 5, dtype=dtype)[..., -1:].transpose(1, 2).split(sizes, -1)
+    query, key, value = (x.reshape(rows, 1, -1, n) for x, n in zip(mixed, (size, size, width), strict=True))
+    state = numbers(rows, 2 * heads, size, width, dtype=torch.float32)[:, heads:]
+    decay = -numbers(rows, 1, heads, size, dtype=torch.float32).abs()
+    decay, beta = decay if has_channels else decay[..., 7], numbers(rows, 1, 2 * heads, dtype=dtype).sigmoid()[..., ::2]
+    before = state.clone()
+    found, last = delta_rule(state, query, key, value, decay, beta, epsilon)
+    expected, expected_last = delta_rule_in_float64(before, query, key, value, decay, beta, epsilon)
+    assert_close(found, expected.to(dtype))
+    assert_close(last, expected_last.float())
+    assert torch.equal(state, before)
