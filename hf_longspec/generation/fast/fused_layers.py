@@ -1,4 +1,4 @@
-"""Fused kernels in captured steps, `compile="fused"`: norms, residual sums, rotary embeddings, activations of gates.
+"""Fused kernels in captured steps, `compile="fused"`: norms, sums, rotary embeddings, gates, delta rules.
 
 A captured step of a Llama layer in 16 bits has about forty launches, of which seven are matrix products and two are
 attention; most others are small operations of norms, rotary embeddings and activations. While a step is captured,
@@ -11,8 +11,8 @@ then one kernel with it. Any other function runs after the operation that was he
 tensor that is not computed yet.
 
 Torch has no function for an RMS norm as most models write it, and none for a rotation. Modules that look like a norm
-are replaced, and so is the function that attention modules rotate with. A kernel runs for them, and for an activation,
-if a comparison on first use shows that it agrees with the original up to rounding.
+are replaced, and so is the function that attention modules rotate with. A kernel runs for them, for an activation and
+for one node of a delta rule, if a comparison on first use shows that it agrees with the original up to rounding.
 """
 
 import threading
@@ -381,8 +381,8 @@ def _delta_rule_agrees(*args: Any) -> bool:
     *tensors, epsilon = args
 
     def decide() -> bool:
-        state, *others = (_numbers(x, 1, *x.shape[1:]) for x in tensors)
-        (out, last), found = delta_step(state.double(), *others, epsilon), delta_rule(state, *others, epsilon)
+        inputs: Any = (*(_numbers(x, 1, *x.shape[1:]) for x in tensors), epsilon)
+        (out, last), found = delta_step(inputs[0].double(), *inputs[1:]), delta_rule(*inputs)
         return max(_steps(out, found[0]), _steps(last.float(), found[1])) <= MOST_STEPS
 
     key = "delta rule", epsilon, *((x.shape[1:], *_place(x)) for x in tensors)
