@@ -98,12 +98,12 @@ test-cpu: $(READY) ## the numerical tests, with the instructions of an older pro
 	@echo "Running the numerical tests with the instructions of an older processor (SIMD=$(SIMD))."
 	$(OLDER_CPU) $(VENV)/bin/python -m pytest -n auto --dist worksteal -k "not triton" $(CPU_TESTS) $(ARGS)
 
-gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: all measurements, then parity of every kernel there
+gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: all measurements, then parity of every kernel and texts of all drafts
 	@$(GPU) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no NVIDIA GPU here")'
 	@echo "Measuring for nine minutes at most, into gpu.jsonl and gpu.md in $(OUT). Leave the machine alone meanwhile."
 	$(GPU) benchmarks/gpu.py --output "$(OUT)/gpu.jsonl" $(ARGS)
-	@echo "Comparing every kernel on the GPU with the reference, for nine minutes at most, into gpu-tests.xml there."
-	timeout 540 $(GPU) -m pytest -q -k triton --junitxml "$(OUT)/gpu-tests.xml" $(GPU_TESTS)
+	@echo "Comparing kernels on the GPU with the reference, and texts with generate(), for nine minutes at most, into gpu-tests.xml there."
+	timeout 540 $(GPU) -m pytest -q -k "triton or test_on_gpu" --junitxml "$(OUT)/gpu-tests.xml" $(GPU_TESTS) tests/test_on_gpu.py
 
 install: $(READY) ## make the environment with the newest torch and transformers
 

@@ -161,6 +161,15 @@ PARTS: dict[str, Callable[[Sequence[Record]], str]] = {
     "drafts": with_drafts,
     "pair": pair,
     "goals": gpu_goals.judged,
+    "hybrid": lambda records: table(
+        of_kind(records, "hybrid"),
+        {
+            "": lambda row: {HF: "`generate` of transformers", PLAIN: "no draft"}.get(row["draft"], row["draft"]),
+            "steps": "mode",
+            "tau": "tau",
+            "iteration, ms": lambda row: f"{row['ms']:.1f}",
+        },
+    ),
     "checked": lambda records: table(of_kind(records, "checked"), {"what": "what", "result": "result"}),
     "attention": attention,
     "tiles": lambda records: table(
