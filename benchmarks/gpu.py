@@ -49,9 +49,9 @@ BACKENDS = ["hf_longspec_triton", "hf_longspec_torch", "hf_longspec_fa"]
 
 
 def ceilings(run: GpuRun) -> None:
-    """Best rates of a copy and of a bfloat16 matrix product, on random data. Every floor divides by them."""
+    """Best rates of a copy and of a matrix product in the dtype of the run, on random data. Every floor divides by them."""
     size = run.plan.matrix
-    matrix, other = (torch.randn(size, size, device=run.device).bfloat16() for _ in range(2))
+    matrix, other = (torch.randn(size, size, device=run.device).to(run.dtype) for _ in range(2))
     source = torch.randn(8 * size * size // 4, device=run.device)
     copy = torch.empty_like(source)
     copies = min(run.time(lambda: copy.copy_(source)).milliseconds)
@@ -110,11 +110,12 @@ def main(arguments: list[str] | None = None) -> None:
     started = STARTED if arguments is None else time.perf_counter()
     parser = argument_parser()
     args = parser.parse_args(arguments)
-    if not args.smoke and not gpu_run.has_gpu():
+    is_for_gpu = args.plan == gpu_run.GPU_PLAN
+    if is_for_gpu and not gpu_run.has_gpu():
         parser.error("there is no CUDA device. --smoke runs every path on a CPU.")
     if unknown := sorted(set(args.sections) - set(SECTIONS)):
         parser.error(f"--sections {','.join(unknown)}: expected some of {', '.join(SECTIONS)}.")
-    plan, device = (gpu_run.SMOKE, "cpu") if args.smoke else (gpu_run.LLAMA_8B, "cuda")
+    plan, device = gpu_run.PLANS[args.plan], "cuda" if is_for_gpu else "cpu"
     if args.contexts:
         plan = replace(plan, contexts=tuple(args.contexts))
     sections = args.sections if "ceilings" in args.sections else ["ceilings", *args.sections]  # floors need them
@@ -134,7 +135,14 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--contexts", type=integers, help="of iterations (default: 32768,131072)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: bfloat16")
     add("--backends", type=names, default=BACKENDS, help=f"default: {','.join(BACKENDS)}")
-    add("--smoke", action="store_true", help="every path on a tiny target on the CPU; the times are meaningless")
+    add("--plan", choices=[*gpu_run.PLANS], default=gpu_run.GPU_PLAN, help="sizes (default: %(default)s)")
+    add(
+        "--smoke",
+        dest="plan",
+        action="store_const",
+        const="smoke",
+        help="every path on a tiny target on the CPU; the times are meaningless",
+    )
     return parser
 
 

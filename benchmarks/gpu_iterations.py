@@ -143,10 +143,11 @@ def other_drafts(target: Any, plan: Plan) -> dict[str, Any]:
 def cheap_drafts(target: Any, plan: Plan) -> dict[str, Any]:
     """No draft, the smaller tree of LongSpec, and SpecAttn whose steps read weights of few bits."""
     drafts = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), **_longspec(target, plan.trees[1:2])}
-    settings = {"num_assistant_tokens": plan.gamma, "draft_weights": plan.draft_weights}
-    for selection, name in (("two_rows", "SpecAttn"), ("all", "SpecAttn, all entries")):
-        draft = hf_longspec.SpecAttnDraftModel.from_target(target, selection=selection, **settings)
-        drafts[f"{name}, {plan.draft_weights}, gamma {plan.gamma}"] = draft
+    for weights in plan.draft_weights:
+        for selection, name in (("two_rows", "SpecAttn"), ("all", "SpecAttn, all entries")):
+            settings = {"num_assistant_tokens": plan.gamma, "draft_weights": weights, "selection": selection}
+            draft = hf_longspec.SpecAttnDraftModel.from_target(target, **settings)
+            drafts[f"{name}, {weights or 'own weights'}, gamma {plan.gamma}"] = draft
     return drafts
 
 
@@ -257,6 +258,10 @@ class GreedyCalls:
             "tau": sum(call.tokens for call, _, _ in calls) / sum(call.steps for call, _, _ in calls),
             "same_tokens": None if base is None else len(list(takewhile(bool, map(eq, text, base)))),
         }
+        if isinstance(draft, hf_longspec.SpecAttnDraftModel):  # the floor of the whole iteration, in plain steps
+            share = 1.0 if draft.setting("selection") == "all" else draft.setting("sparse_ratio")
+            floor = run.roofline(1, self.context).specattn(run.plan.gamma, share, draft.setting("draft_weights"))
+            values["floor_steps"] = floor.break_even_tau
         if run.is_cuda:
             values["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         floor_ms = run.roofline(1, self.context).verify_ms(nodes)

@@ -161,6 +161,15 @@ PARTS: dict[str, Callable[[Sequence[Record]], str]] = {
     "drafts": with_drafts,
     "pair": pair,
     "goals": gpu_goals.judged,
+    "floors": lambda records: table(
+        [row for row in of_kind(records, "iteration") if "floor_steps" in row],
+        {
+            "draft": "draft",
+            "iteration, ms": lambda row: f"{row['ms']['median']:.1f}",
+            "plain steps": lambda row: _number(_steps(records, row)),
+            "at least, plain steps": lambda row: _number(row["floor_steps"]),
+        },
+    ),
     "hybrid": lambda records: table(
         of_kind(records, "hybrid"),
         {

@@ -48,7 +48,7 @@ class Plan:
     # and the tree of the paper.
     trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 11), (4, 4, 4, 3), (4, 16, 16, 16, 16))
     branching: tuple[int, ...] = (1, 3, 3, 3)  # of TokenSwift's tree, which is its default
-    draft_weights: str = "int4"  # of SpecAttn's steps
+    draft_weights: tuple[str, ...] = ("int4",)  # of SpecAttn's steps
     # Of the bundled target: tokens of the prompt, and those that are timed.
     text: int = 15_000
     pair_tokens: int = 256
@@ -66,7 +66,9 @@ def _plan(name: str) -> Plan:
     return Plan(**fields | {"shape": Shape(**dict(fields["shape"]))})
 
 
-LLAMA_8B, SMOKE = _plan("llama-8b"), _plan("smoke")
+GPU_PLAN = "llama-8b"  # the one that runs on a GPU
+PLANS = {name: _plan(name) for name in SUITE["plans"]}
+LLAMA_8B, SMOKE = PLANS[GPU_PLAN], PLANS["smoke"]
 
 
 @dataclass(frozen=True)
