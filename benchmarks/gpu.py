@@ -49,7 +49,7 @@ BACKENDS = ["hf_longspec_triton", "hf_longspec_torch", "hf_longspec_fa"]
 
 
 def ceilings(run: GpuRun) -> None:
-    """Best rates of a copy and of a matrix product in the dtype of the run, on random data. Every floor divides by them."""
+    """Best rates of a copy and of a matrix product in the dtype of the run. Every floor divides by them."""
     size = run.plan.matrix
     matrix, other = (torch.randn(size, size, device=run.device).to(run.dtype) for _ in range(2))
     source = torch.randn(8 * size * size // 4, device=run.device)
