@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, DynamicCache
 
 from hf_longspec import AssistantDraftModel, MtpDraftModel, PlainDraftModel
 from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.wings.fixed_states import CommitStates
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_recurrent_states import OTHERS, SEEDS, TYPES
@@ -70,6 +71,9 @@ def check(model, draft, lengths, calls=2, text=None, **options):
     text = generated(model, **inputs) if text is None else text
     draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
     with on_device(model, draft) as (cuda, placed):
+        view = TargetView(model)
+        assert view.windows  # a trial, whose result holds for the copy: other tests here run it on the device
+        vars(TargetView(placed).known).update(vars(view.known))
         placed_inputs = {name: cuda.place(value) for name, value in inputs.items()}
         for call in range(calls):
             captured = len(cuda.graphs)
