@@ -150,7 +150,9 @@ READS_EVERYTHING = {
     "longspec_assistant": CHAIN | {"window": None},  # the target drafts for itself
     "tokenswift": PARTIAL | {"partial_kv_policy": "full", "partial_kv_budget": 4096},
 }
-WHOLE = [(kind, name, {}) for kind, name in product(READS_EVERYTHING, ATTENTION) if (kind, name) not in REFUSED]
+WHOLE = few(
+    [(kind, name, {}) for kind, name in product(READS_EVERYTHING, ATTENTION) if (kind, name) not in REFUSED], 14
+)
 # Paths of n-grams that are accepted take nothing from what the draft knows.
 WHOLE += [(kind, "llama", NGRAMS | {"num_assistant_tokens": 1}) for kind in [*READS_EVERYTHING][:3]]
 
