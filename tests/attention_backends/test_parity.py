@@ -27,7 +27,7 @@ from tests.attention_backends.oracle import (
     tensors,
     tree_case,
 )
-from tests.pairwise import pairwise
+from tests.pairwise import few, pairwise
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 LAYOUTS = ("buffer", "transposed", "contiguous", "columns")
@@ -59,7 +59,9 @@ PREFIX = [
 ]
 
 
-@pytest.mark.parametrize(("name", "nodes", "groups", "sizes", "lengths", "window", "form", "softcap", "dtype"), PREFIX)
+@pytest.mark.parametrize(
+    ("name", "nodes", "groups", "sizes", "lengths", "window", "form", "softcap", "dtype"), few(PREFIX, 80)
+)
 def test_prefix(prepared, name, nodes, groups, sizes, lengths, window, form, softcap, dtype):
     """Depths out of order, as in a tree: every node has its own first key, and some see nothing of the prefix."""
     case = prefix_case(nodes, groups, sizes[0], lengths, window, dtype, softcap, sizes[-1])
