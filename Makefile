@@ -8,6 +8,7 @@
 #   SIMD         instructions of torch in `make test-cpu`: default, avx2    make test-cpu SIMD=avx2
 #   GPU_PYTHON   interpreter on a GPU, with torch, triton and pytest       make gpu GPU_PYTHON=python3
 #   OUT          folder that everything of `make gpu` goes to   make gpu OUT=results
+#   WORKERS      processes of a test run, each of which imports torch; 0 is none but pytest   make test WORKERS=0
 #   ARGS         further arguments for pytest or the benchmark               make test ARGS="-k cache -x"
 
 PYTHON ?= python3
@@ -15,6 +16,7 @@ TORCH_INDEX ?=
 SIMD ?= default
 GPU_PYTHON ?=
 OUT ?= benchmarks/results
+WORKERS ?= auto
 ARGS ?=
 
 VENV := .venv
@@ -78,15 +80,15 @@ test: suite absent-gpu ## the whole test suite, on the newest torch and transfor
 
 suite: $(READY)
 	@echo "Running the whole test suite and the examples in docstrings on the versions of constraints.txt."
-	$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 absent-gpu: $(READY)
 	@echo "Running the tests of kernels as on a machine with a GPU, up to the first tensor there."
-	$(VENV)/bin/python -m pytest -q -p tests.absent_gpu -k triton $(GPU_TESTS)
+	$(VENV)/bin/python -m pytest -q -p tests.absent_gpu -k "triton and not spills" $(GPU_TESTS)
 
 test-min: $(READY_MIN) ## the tests of what differs between transformers versions, on the oldest supported one
 	@echo "Running the tests of what differs between transformers versions on the oldest supported one."
-	$(VENV_MIN)/bin/python -m pytest -n auto --dist worksteal $(MIN_TESTS) $(ARGS)
+	$(VENV_MIN)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(MIN_TESTS) $(ARGS)
 
 test-torch-min: $(READY_TORCH_MIN) ## compiled steps, kernels and the simulated device, on the oldest supported torch
 	@echo "Running the tests of what depends on torch on the oldest supported torch."
@@ -96,7 +98,7 @@ test-torch-min: $(READY_TORCH_MIN) ## compiled steps, kernels and the simulated 
 
 test-cpu: $(READY) ## the numerical tests, with the instructions of an older processor
 	@echo "Running the numerical tests with the instructions of an older processor (SIMD=$(SIMD))."
-	$(OLDER_CPU) $(VENV)/bin/python -m pytest -n auto --dist worksteal -k "not triton" $(CPU_TESTS) $(ARGS)
+	$(OLDER_CPU) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -k "not triton" $(CPU_TESTS) $(ARGS)
 
 gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: all measurements, then parity of every kernel and texts of all drafts
 	@$(GPU) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no NVIDIA GPU here")'
@@ -118,7 +120,7 @@ lint: $(READY) ## ruff (rules and format) and mypy
 
 soak: $(READY) ## long property tests and the tests marked soak; FUZZ_SEED=<number> makes other random calls, SOAK_SECONDS=<number> longer ones
 	@echo "Running the property tests with many more examples, and the tests marked soak. This takes long."
-	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -n auto --dist worksteal -m "soak or hypothesis" $(ARGS)
+	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "soak or hypothesis" $(ARGS)
 
 bench: $(READY) ## measure drafts of the tiny target beside generate(), in some minutes; writes bench.jsonl, bench.md and plots
 	@echo "Measuring two drafts of the tiny target. Leave the machine alone meanwhile."
@@ -158,7 +160,7 @@ docs: $(READY) ## build the documentation as a site, in site/
 
 package: $(READY) ## build wheel and sdist, and use the wheel in an empty environment
 	@echo "Building wheel and sdist from the last commit, and using the wheel in an empty environment."
-	$(VENV)/bin/python -m tests.package
+	$(VENV)/bin/python -m tests.package $(WORKERS)
 
 cards: $(READY) ## build the bundled drafts' complete repositories in build/hub_cards
 	@echo "Writing the repositories of all bundled drafts below build/hub_cards. Nothing is uploaded."
@@ -194,15 +196,18 @@ $(READY_INTEROP):
 	@$(VENV_INTEROP)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-# $(call install,environment,constraints,extra): torch by itself first, because it may come from another index. The
-# versions are an environment variable, which replaces those of pip's configuration. Modules are compiled when they are
-# first imported, which most never are.
+# $(call install,environment,constraints,extra): by uv, which needs a third of pip's time, from where pip would look.
+# torch may come from another index, by itself. Modules are compiled when they are first imported, which most never are.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, 3.11 or newer is needed: make PYTHON=..." % sys.version_info[:2])'
 	@$(1)/bin/python -c "" 2>/dev/null || { echo "Creating the environment $(1)."; $(PYTHON) -m venv --clear $(1); }
-	@echo "Installing torch into $(1), a large download the first time."
-	@PIP_CONSTRAINT=$(2) $(1)/bin/python -m pip install --quiet --no-compile $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@echo "Installing hf_longspec and its $(3) tools into $(1), in the versions of $(2)."
-	@PIP_CONSTRAINT=$(2) $(1)/bin/python -m pip install --quiet --no-compile --editable ".[$(3)]"
+	@echo "Installing hf_longspec and its $(3) tools into $(1), in the versions of $(2): a large download the first time."
+	@$(1)/bin/python -m pip install --quiet uv
+	$(if $(TORCH_INDEX),@$(uv) --default-index $(TORCH_INDEX) torch)
+	@$(uv) --editable ".[$(3)]"
 	@touch $(1)/.ready
 endef
+uv = UV_DEFAULT_INDEX="$(call pip,index-url)" UV_INDEX="$(call pip,extra-index-url)" \
+	UV_FIND_LINKS="$(call pip,find-links)" UV_INDEX_STRATEGY=unsafe-best-match UV_SYSTEM_CERTS=1 \
+	$(1)/bin/python -m uv pip install --quiet --python $(1)/bin/python --constraint $(2)
+pip = $$($(PYTHON) -m pip config list | sed -n "s/.*[.]$(1)='\(.*\)'/\1/p" | tail -n 1)

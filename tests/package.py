@@ -82,18 +82,18 @@ def use(wheel: Path, folder: Path) -> Path:
     return python
 
 
-def run_documentation(python: Path, source: Path) -> None:
+def run_documentation(python: Path, source: Path, workers: str) -> None:
     """Run the blocks of all pages, and the notebook, in a checkout from which the package was taken away."""
     shutil.rmtree(source / "hf_longspec")
     names = ("docs/test_python_blocks", "docs/test_notebook", "training/test_documentation", "cli/test_documentation")
     tests = [f"tests/{name}.py" for name in (*names, "cli/test_recipes_as_written")]
     clean = {"PATH": os.environ["PATH"], "HOME": str(source), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([python, "-m", "pytest", "-q", "-n", "auto", *tests], cwd=source, env=clean, check=True)
+    subprocess.run([python, "-m", "pytest", "-q", "-n", workers, *tests], cwd=source, env=clean, check=True)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         built = build(Path(name))
         check_contents(*built)
-        run_documentation(use(built[0], Path(name)), Path(name) / "source")
+        run_documentation(use(built[0], Path(name)), Path(name) / "source", *(sys.argv[1:] or ["auto"]))
         print("\n".join(path.name for path in built))

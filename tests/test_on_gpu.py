@@ -4,6 +4,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
 from torch.utils._pytree import tree_map_only
 from transformers import StaticCache
 from transformers.utils import is_flash_linear_attention_available
@@ -25,10 +29,7 @@ from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import byte_tokenizer
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.usefixtures("every_step_speculates"),
-]
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 MODES = "graph", "fused"
 HYBRID_TYPES = [*states.TYPES, "bamba", "lfm2", "nemotron_h", "qwen3_next"]

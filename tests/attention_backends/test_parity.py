@@ -27,7 +27,7 @@ from tests.attention_backends.oracle import (
     tensors,
     tree_case,
 )
-from tests.pairwise import pairwise
+from tests.pairwise import few, pairwise
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 LAYOUTS = ("buffer", "transposed", "contiguous", "columns")
@@ -59,7 +59,9 @@ PREFIX = [
 ]
 
 
-@pytest.mark.parametrize(("name", "nodes", "groups", "sizes", "lengths", "window", "form", "softcap", "dtype"), PREFIX)
+@pytest.mark.parametrize(
+    ("name", "nodes", "groups", "sizes", "lengths", "window", "form", "softcap", "dtype"), few(PREFIX, 80)
+)
 def test_prefix(prepared, name, nodes, groups, sizes, lengths, window, form, softcap, dtype):
     """Depths out of order, as in a tree: every node has its own first key, and some see nothing of the prefix."""
     case = prefix_case(nodes, groups, sizes[0], lengths, window, dtype, softcap, sizes[-1])
@@ -202,8 +204,13 @@ def test_every_node_sees_the_prefix_and_its_path(prepared, name, lengths, option
 @pytest.mark.parametrize(
     ("name", "lengths", "window", "nodes", "dense_keys"),
     [
-        *pairwise(["torch", "torch_parts", "torch_unfused"], HYBRID_LENGTHS, (1, 40, 92, 150), (1, 5, 33), (0, 4096)),
-        *pairwise(["flash2", "triton"], HYBRID_LENGTHS[1:4], (4, 150), (1, 5), (4096,)),
+        *few(
+            pairwise(
+                ["torch", "torch_parts", "torch_unfused"], HYBRID_LENGTHS, (1, 40, 92, 150), (1, 5, 33), (0, 4096)
+            ),
+            9,
+        ),
+        *few(pairwise(["flash2", "triton"], HYBRID_LENGTHS[1:4], (4, 150), (1, 5), (4096,)), 4),
         ("torch_moved", (0, 90, 33), 40, 5, 4096),
     ],
 )

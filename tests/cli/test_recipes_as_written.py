@@ -68,7 +68,7 @@ def test_two_steps_of_the_recipe_of_ten_minutes(tiny, tmp_path):
     assert all(config[name] == value for name, value in recipe.draft.items())
 
 
-@pytest.mark.parametrize("family", few(["longspec", "tokenswift", "eagle3"], 1))
+@pytest.mark.parametrize("family", few(["tokenswift", "eagle3", "longspec"], 1))
 def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
     """Those of LongSpec follow each other by the folders they name; the others are trained on once more."""
     monkeypatch.chdir(tmp_path)

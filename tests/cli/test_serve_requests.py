@@ -5,16 +5,16 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from functools import partial
+from multiprocessing import get_context
 from threading import Event
 
 import openai
 import pytest
 from fastapi.routing import APIRoute
 
+from hf_longspec.cli import app
 from hf_longspec.modeling.plain.modeling_plain import PlainDraftModel
 from tests.cli.conftest import HUB_CARDS
 from tests.cli.served import NEW, Reference, answered, ask, serving, wait_for
@@ -326,15 +326,20 @@ def test_strange_headers_are_ignored(server):
     assert status == 200 and "\xe9" not in text
 
 
+def served_alone(*arguments):
+    """The command, in a process of its own, which has imported torch."""
+    # a shell lets commands in the background ignore SIGINT, and so do the tests that run there
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["hf-longspec", "serve", *arguments]
+    app.main()
+
+
 def test_ctrl_c_ends_the_process_in_the_middle_of_an_answer(folder):
     """A stream of 600 tokens is cut off, and the status is that of an interruption."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "hf_longspec.cli.app", "serve", "--target", str(folder), "--port", str(port)]
-    # a shell lets commands in the background ignore SIGINT, and so do the tests that run there
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment, preexec_fn=heed)
+    process = get_context("fork").Process(target=served_alone, args=("--target", str(folder), "--port", str(port)))
+    process.start()
     try:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         until = time.monotonic() + 300
@@ -345,10 +350,11 @@ def test_ctrl_c_ends_the_process_in_the_middle_of_an_answer(folder):
                 )
                 break
             except openai.APIConnectionError:
-                assert process.poll() is None and time.monotonic() < until
+                assert process.is_alive() and time.monotonic() < until
                 time.sleep(0.2)
         next(iter(stream))
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
+        assert process.exitcode == 130
     finally:
         process.kill()

@@ -15,6 +15,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.wings import gate
 from hf_longspec.modeling import base, register_draft
 from tests.docs.blocks import PAGES, PROJECT, blocks_of, lasting
+from tests.pairwise import few
 
 HUB = {"Qwen/Qwen3-0.6B": "tiny-target", "Qwen/Qwen3-8B": "tiny-target", "org/model": "tiny-target"}
 HUB |= {"org/longspec-draft": "tiny-longspec", "org/tokenswift-heads": "tiny-tokenswift"}
@@ -97,7 +98,7 @@ def test_the_blocks_of_a_page_run(page, checkout, monkeypatch):
     assert len(calls) == sum(len(DRAFTED.findall(block.code)) for block in runnable(page))  # our loop ran every time
 
 
-@pytest.mark.parametrize(("page", "shown_outputs"), [("README.md", 1), ("docs/quicktour.md", 2)])
+@pytest.mark.parametrize(("page", "shown_outputs"), few([("README.md", 1), ("docs/quicktour.md", 2)], 1))
 def test_a_page_shows_what_its_blocks_print(page, shown_outputs, checkout, monkeypatch, capsys):
     """At their sizes; without the gate, whose pauses depend on the speed of the machine."""
     monkeypatch.setattr(gate, "gate_of", lambda *inputs: None)

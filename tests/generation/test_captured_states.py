@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, DynamicCache
 
 from hf_longspec import AssistantDraftModel, MtpDraftModel, PlainDraftModel
 from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.wings.fixed_states import CommitStates
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_recurrent_states import OTHERS, SEEDS, TYPES
@@ -70,6 +71,9 @@ def check(model, draft, lengths, calls=2, text=None, **options):
     text = generated(model, **inputs) if text is None else text
     draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
     with on_device(model, draft) as (cuda, placed):
+        view = TargetView(model)
+        assert view.windows  # a trial, whose result holds for the copy: other tests here run it on the device
+        vars(TargetView(placed).known).update(vars(view.known))
         placed_inputs = {name: cuda.place(value) for name, value in inputs.items()}
         for call in range(calls):
             captured = len(cuda.graphs)
@@ -82,7 +86,7 @@ def check(model, draft, lengths, calls=2, text=None, **options):
 
 @pytest.mark.parametrize(
     ("name", "chain", "lengths"),
-    [*few(CASES, 3), *soaked(OTHER_CASES)],
+    [*few(CASES, 2), *soaked(OTHER_CASES)],
     ids=str,
 )
 def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths):
@@ -98,7 +102,7 @@ MOST_OF_MIXER = {("graph", torch.float32): 30, ("fused", torch.float32): 17, ("f
 MOST_OF_COMMIT = 12
 
 
-@pytest.mark.parametrize(("steps", "dtype"), MOST_OF_MIXER, ids=str)
+@pytest.mark.parametrize(("steps", "dtype"), few([*MOST_OF_MIXER][::-1], 1), ids=str)
 def test_launches(made, steps, dtype, monkeypatch):
     """Of plain steps; outside of graphs they are as many as those of other targets. The text is that of `generate`."""
     model = copy.deepcopy(made("qwen3_5_text")).to(dtype)
@@ -128,9 +132,7 @@ def test_launches(made, steps, dtype, monkeypatch):
     assert len(mixers) > 2 and min(mixers) <= MOST_OF_MIXER[steps, dtype]  # the first one prepares the windows of all
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_5_text", "kimi_linear", pytest.param("granitemoehybrid", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("name", few(["qwen3_5_text", "kimi_linear", "granitemoehybrid"], 1))
 def test_launches_of_a_commit_do_not_grow_with_layers(made, name, monkeypatch):
     """A tree in ragged rows, whose path is read on the device."""
     model = made(name)

@@ -146,7 +146,6 @@ def check(break_rule, *call):
 
 # Where no n-gram may occur again, none is accepted.
 PAIRS = [pair for pair in product(COUPLED, OPTIONS) if pair != ("n-grams", "history")]
-SOAK = {"marks": pytest.mark.soak}
 
 
 @pytest.mark.parametrize(
@@ -172,9 +171,7 @@ def test_coupled_drafts(kind, name, rows, monkeypatch):
     check(lambda: scale_races(monkeypatch), COUPLED[kind], 7, name, rows)
 
 
-@pytest.mark.parametrize(
-    ("target", "kind"), [("qwen3_5_text", "quest"), pytest.param("granitemoehybrid", "specattn", **SOAK)]
-)
+@pytest.mark.parametrize(("target", "kind"), few([("qwen3_5_text", "quest"), ("granitemoehybrid", "specattn")], 1))
 def test_rejection_sampling_with_recurrent_states(target, kind, monkeypatch):
     """Of the gated delta rule and of Mamba-2, whose copies the drafting steps change."""
     drafter, length, make = REJECTION[kind]

@@ -67,7 +67,7 @@ def plainly_constrained(model, lengths):
 TREES = [(kind, settings) for kind, name, settings in VARIANTS if name in ("llama", "qwen3")]
 
 
-@pytest.mark.parametrize(("kind", "settings"), few([*((kind, {}) for kind in DRAFTS), *TREES], 11), ids=str)
+@pytest.mark.parametrize(("kind", "settings"), few([*((kind, {}) for kind in DRAFTS), *TREES], 7), ids=str)
 def test_constraints_are_asked_what_plain_decoding_asks(target, kind, settings):
     """An empty list, as of a text that plain decoding does not reach, is an error."""
     model = target("llama", **FEW_TOKENS)
@@ -358,7 +358,7 @@ def test_processors_whose_state_is_not_known_decode_without_the_draft(target, ma
         assert draft.last_speculation.reason
 
 
-@pytest.mark.parametrize("kind", few(DRAFTS, 5))
+@pytest.mark.parametrize("kind", few(DRAFTS, 3))
 def test_a_budget_under_every_draft(target, kind):
     model = target("llama", **FEW_TOKENS)
     draft = draft_of(kind, model)
@@ -388,13 +388,12 @@ def test_guidance(target, options):
             generate(model, one, (13,), do_sample=do_sample, **options)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [WatermarkingConfig(bias=4.0), SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3, context_history_size=8)],
-    ids=["watermark", "synthid"],
-)
-@pytest.mark.parametrize("kind", ["longspec_ngram", "longspec"])
-def test_watermarks(target, config, kind):
+WATERMARKS = [WatermarkingConfig(bias=4.0)]
+WATERMARKS += [SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3, context_history_size=8)]
+
+
+@pytest.mark.parametrize(("kind", "config"), zip(["longspec_ngram", "longspec"], WATERMARKS, strict=True))
+def test_watermarks(target, kind, config):
     model = target("llama", **FEW_TOKENS)
     draft, plain = draft_of(kind, model), PlainDraftModel.from_target(model)
     for lengths, do_sample in product(((13,), LENGTHS), (False, True)):

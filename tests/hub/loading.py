@@ -90,7 +90,7 @@ def check(kind, **facts):
 
 
 def kinds_in(folder):
-    """Return the kinds that were published: all that are registered, which a process without the package cannot ask."""
+    """Return the kinds that were published, which a process without the package cannot ask it for."""
     return sorted(path.name for path in (folder / "drafts").iterdir())
 
 

@@ -9,6 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec.bench.machine import git_commit
 from tests.acceptance_lines import measured, write_lines
+from tests.pairwise import few
 from tests.scripts import PROJECT, run, script
 from tests.tiny_targets import tiny_prompts, tiny_target
 
@@ -121,7 +122,7 @@ def test_a_learning_curve_adds_stages_and_waits_for_all_depths():
     assert "a chain of 3 tokens" in small and small.endswith("| 1.88 |")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "assistant", "tokenswift"])
+@pytest.mark.parametrize("kind", few(["eagle3", "dflash", "assistant", "tokenswift"], 2))
 def test_other_kinds_are_published(kind, train, tmp_path):
     folder = train(kind, "--kind", kind)
     run("publish_tiny_draft", "--kind", kind, "--run", folder, "--output", tmp_path / "card")

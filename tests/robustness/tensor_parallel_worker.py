@@ -1,16 +1,14 @@
-"""The ranks of test_tensor_parallel.py, forks that share the imports: tensor_parallel_worker.py TARGET RESULTS"""
+"""The ranks of test_tensor_parallel.py, forks of the process of the tests."""
 
 import json
 import os
 import random
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from transformers import AutoModelForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria
 
@@ -110,7 +108,3 @@ def main(rank, target, results):
     seen["gate"] = shared_choices(rank)
     Path(results, f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.multiprocessing.start_processes(main, tuple(sys.argv[1:]), RANKS, start_method="fork")

@@ -30,7 +30,7 @@ FAILED_ONCE = [
     "mllama", "moshi", "nemotron", "opt", "pegasus", "persimmon", "phi", "plbart", "qwen3_5_moe", "qwen3_5_moe_text",
     "qwen4_exp_text", "roberta", "solar_open", "stablelm", "whisper", "zaya",
 ]  # fmt: skip
-SHARE = 16
+SHARE = 32
 ROTATION = int(os.environ["ARCHITECTURE_ROTATION"])  # set by tests/conftest.py
 OTHERS = [name for name in TYPES if name not in FAILED_ONCE][ROTATION % SHARE :: SHARE]
 

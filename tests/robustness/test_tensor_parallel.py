@@ -1,21 +1,25 @@
 """A target divided among two processes (`tp_plan="auto"`, gloo): the texts are those of the undivided target."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
+from torch.multiprocessing import start_processes
 
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.modeling.families.sparse_caches import SelectedCache
 from tests.robustness.drafts import SPECATTN, make_draft
-from tests.robustness.tensor_parallel_worker import KINDS, LENGTHS, NEW, RANKS, choices, noisy_gate, watch_selections
+from tests.robustness.tensor_parallel_worker import (
+    KINDS,
+    LENGTHS,
+    NEW,
+    RANKS,
+    choices,
+    main,
+    noisy_gate,
+    watch_selections,
+)
 from tests.tiny_targets import generate, tiny_target
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +27,7 @@ def ranks(tmp_path_factory):
     """The records of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_target("llama").save_pretrained(folder / "target")
-    worker = Path(__file__).with_name("tensor_parallel_worker.py")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    call = [sys.executable, str(worker), str(folder / "target"), str(folder)]
-    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    start_processes(main, (str(folder / "target"), str(folder)), RANKS, start_method="fork")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
@@ -55,22 +55,37 @@ def shard_on_cpu():
     AcceleratorState.__init__ = init
 
 
+def train(folder, mode, kind):
+    """Train in this process and the others of its group; the first one writes what it logged."""
+    os.environ["ACCELERATE_USE_FSDP"] = "true" if mode == "sharded" else "false"
+    output = Path(folder) / mode / kind
+    run = make_trainer(output, 2, 2, kind)
+    run.train()
+    parts = [type(part).__name__ for part in run.draft.parameters()]
+    metrics = run.evaluate()
+    run.save_model()
+    if run.accelerator.is_main_process:
+        facts = {"steps": history(run), "metrics": metrics, "parts": parts}
+        (output / "history.json").write_text(json.dumps(facts))
+
+
+def train_in_a_fork(rank, port, folder, mode, kind):
+    """One of two processes, with the variables that accelerate launch sets."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    train(folder, mode, kind)
+    torch.distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"  # set by accelerate launch from the configuration
     for mode, kinds in DIVIDED.items():
-        os.environ["ACCELERATE_USE_FSDP"] = "true" if mode == "sharded" else "false"
         if mode == "sharded":
             shard_on_cpu()
         for kind in kinds:
-            output = Path(sys.argv[1]) / mode / kind
-            run = make_trainer(output, 2, 2, kind)
-            run.train()
-            parts = [type(part).__name__ for part in run.draft.parameters()]
-            metrics = run.evaluate()
-            run.save_model()
-            if run.accelerator.is_main_process:
-                facts = {"steps": history(run), "metrics": metrics, "parts": parts}
-                (output / "history.json").write_text(json.dumps(facts))
+            train(sys.argv[1], mode, kind)
     # without this, threads that outlive the process group sometimes abort the process
     torch.distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.multiprocessing import start_processes
 
-from tests.training.divided import DIVIDED, KINDS, ROWS_PER_STEP, STEPS, history, make_trainer
+from tests.training.divided import DIVIDED, KINDS, ROWS_PER_STEP, STEPS, history, make_trainer, train_in_a_fork
 
 ROOT = Path(__file__).resolve().parents[2]
 # Gradients of size 1, summed in float32 in another order, and two steps of SGD with them.
@@ -63,9 +65,21 @@ EVALUATED = {"longspec": ("eval_acceptance_gap_1", "eval_acceptance_gap_5")}
 EVALUATED |= {"heads": ("eval_head_1_top1", "eval_head_3_top3")}
 
 
+def test_two_processes_equal_one(references, tmp_path):
+    """As `accelerate launch` starts them, but forked: an import takes longer than the training."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start_processes(train_in_a_fork, (port, str(tmp_path), "whole", "longspec"), 2, start_method="fork")
+    assert_equal(references["longspec"], tmp_path / "whole/longspec", "whole", "longspec")
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(("mode", "kind"), [(mode, kind) for mode, kinds in DIVIDED.items() for kind in kinds])
-def test_two_processes_equal_one(references, two_processes, mode, kind):
-    reference, folder = references[kind], two_processes / mode / kind
+def test_two_processes_of_the_recipe_equal_one(references, two_processes, mode, kind):
+    assert_equal(references[kind], two_processes / mode / kind, mode, kind)
+
+
+def assert_equal(reference, folder, mode, kind):
     logged = json.loads((folder / "history.json").read_text())
     assert set(logged["parts"]) == ({"DTensor"} if mode == "sharded" else {"Parameter"})
     assert_same_history(logged["steps"], reference)
