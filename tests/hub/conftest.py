@@ -72,26 +72,24 @@ def make_draft(hub_target):
     return make
 
 
-@pytest.fixture
-def publish(tmp_path, hub_target, make_draft):
-    """Return a function that makes a folder of some kinds.
+def publish(folder, kinds, hub_target, make_draft):
+    """Write `target`, `drafts/<kind>`, `on-engine/<kind>`, `engine`, and `hub`, a cache that has them as org/<name>."""
+    hub_target.save_pretrained(folder / "target")
+    for number, kind in enumerate(kinds):
+        draft = make_draft(kind)
+        write_repository(draft, folder / "drafts" / kind, CARD, f"org/{kind}")
+        write_repository(draft, folder / "on-engine" / kind, CARD, f"org/{kind}-on-engine", "org/engine")
+        into_cache(folder, f"org/{kind}", folder / "drafts" / kind, number)
+        into_cache(folder, f"org/{kind}-on-engine", folder / "on-engine" / kind, number)
+    write_engine(folder / "engine", "org/engine")
+    into_cache(folder, "org/engine", folder / "engine", 99)
+    return folder
 
-    It holds `target`, `drafts/<kind>`, `on-engine/<kind>` and `engine`, and `hub`, a cache that has them as org/<name>.
-    """
 
-    def into_folder(kinds):
-        hub_target.save_pretrained(tmp_path / "target")
-        for number, kind in enumerate(kinds):
-            draft = make_draft(kind)
-            write_repository(draft, tmp_path / "drafts" / kind, CARD, f"org/{kind}")
-            write_repository(draft, tmp_path / "on-engine" / kind, CARD, f"org/{kind}-on-engine", "org/engine")
-            into_cache(tmp_path, f"org/{kind}", tmp_path / "drafts" / kind, number)
-            into_cache(tmp_path, f"org/{kind}-on-engine", tmp_path / "on-engine" / kind, number)
-        write_engine(tmp_path / "engine", "org/engine")
-        into_cache(tmp_path, "org/engine", tmp_path / "engine", 99)
-        return tmp_path
-
-    return into_folder
+@pytest.fixture(scope="session")
+def published(tmp_path_factory, hub_target, make_draft):
+    """All kinds, see [`publish`]."""
+    return publish(tmp_path_factory.mktemp("published"), DRAFTS, hub_target, make_draft)
 
 
 def into_cache(folder, repo_id, files, commit):

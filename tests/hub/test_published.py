@@ -9,7 +9,7 @@ import pytest
 
 import hf_longspec
 
-from .conftest import DRAFTS
+from .conftest import DRAFTS, publish
 from .loading import MODES
 
 SCRIPT = Path(__file__).with_name("loading.py")
@@ -20,9 +20,9 @@ FEW = ["longspec", "longspec_ngram", "specattn", "tokenswift"]
 
 
 @pytest.mark.parametrize("kinds", [FEW, pytest.param(sorted(DRAFTS), marks=pytest.mark.soak)], ids=["few", "all"])
-def test_loading_and_generating(publish, kinds):
+def test_loading_and_generating(tmp_path, hub_target, make_draft, kinds):
     """The checks are in the script, which runs without network and names a kind and a check when one fails."""
-    published = publish(kinds)
+    published = publish(tmp_path, kinds, hub_target, make_draft)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(published / "home"), "HF_HUB_CACHE": str(published / "hub")}
     settings |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(hf_longspec.__file__).parents[1])}
