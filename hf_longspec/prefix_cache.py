@@ -143,15 +143,21 @@ class PrefixCache:
         if not (cache.parts and chunk_size and self._is_usable):
             return states
         start, target = cache.counts[0], TargetView(self.model)
-        # a forward of one token may follow other rules than one of several, and so may the last ones of a prompt
-        for end in range(start - start % chunk_size + chunk_size, input_ids.shape[1] - 1, chunk_size):
-            if end - start < 2:
-                continue
+        for end in self.ends(start, input_ids.shape[1], chunk_size):
             with torch.no_grad(), target.lock():
                 target.prefill(input_ids[:, start:end].to(self.model.device), cache, None)
             cache.set_lengths([end])
-            start, states[end] = end, {name: state.clone() for name, state in _states_of(cache).items()}
+            start, states[end] = end, copied_states(cache)
         return states
+
+    def ends(self, start: int, stop: int, chunk_size: int) -> list[int]:
+        """Return the ends of chunks, before the last one, of a text that is read from `start` to `stop`.
+
+        States can be stored there: no chunk is one token, which may follow other rules than several.
+        """
+        size = max(chunk_size, 2)
+        first = start - start % size + size
+        return list(range(first + size * (first - start < 2), stop - 1, size)) if self._is_usable else []
 
     def put(self, sequences: torch.Tensor, cache: SpeculativeCache, states: Any = None) -> None:
         """Store the tokens of `sequences` `(1, T)` that a cache holds, in copies.
@@ -221,6 +227,11 @@ def _fill(cache: SpeculativeCache, entries: dict[str, torch.Tensor], count: int)
     for part in cache.parts:
         part.hold(entries)
     cache.set_lengths([count])
+
+
+def copied_states(cache: SpeculativeCache) -> dict[str, torch.Tensor]:
+    """Return copies of the recurrent states of a cache, which [`PrefixCache.put`] stores for its present length."""
+    return {name: state.clone() for name, state in _states_of(cache).items()}
 
 
 def _states_of(cache: SpeculativeCache) -> dict[str, torch.Tensor]:

@@ -14,10 +14,11 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_longspec import Batcher, Drafter, NgramDraftModel, PlainDraftModel
+from hf_longspec import Batcher, Drafter, NgramDraftModel, PlainDraftModel, PrefixCache
 from hf_longspec.batching import slots
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.sequences import SpeculationStats
+from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.gates import FlippingGate
 from tests.modeling.calls import NEVER
@@ -25,6 +26,7 @@ from tests.modeling.test_contract import NGRAMS, PARTIAL, draft_of
 from tests.pairwise import few, pairwise, soaked
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_target
+from tests.watching import before
 
 VOCAB = 12
 GREEDY = {"do_sample": False}
@@ -136,6 +138,66 @@ def test_a_slot_shows_nothing_of_the_request_before(llama):
         batcher.submit(prompt(20), max_new_tokens=10, eos_token_id=NEVER).result()
         found = batcher.submit(ids, **how).result()
     assert torch.equal(found, alone(llama, None, ids, **how))
+
+
+SYSTEM, QUESTION, PLENTY = 29, 5, 10**8
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "longspec_ngram"), *soaked([("gemma3", "longspec_eagle3")])])
+def test_agents_that_alternate_read_new_tokens_alone(name, kind, monkeypatch):
+    """Three of them in two rows, with prompts of their own, over three turns; then another question to each."""
+    check_agents(tiny_target(name, vocab_size=VOCAB), kind, monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "kind"), HYBRIDS[:-2])
+def test_states_are_continued_at_the_ends_of_texts_and_chunks(name, kind, monkeypatch):
+    check_agents(build(name, 0), kind, monkeypatch)
+
+
+def check_agents(model, kind, monkeypatch):
+    draft, prefixes, read = draft_of(kind, model), PrefixCache(model, PLENTY), []
+    before(monkeypatch, TargetView, "prefill", lambda view, tokens, *args: read.append(tokens.shape[1]))
+    starts = [prompt(SYSTEM, 100 * agent + 1) for agent in range(3)]
+    texts, how = starts, GREEDY | {"max_new_tokens": 7, "eos_token_id": NEVER}
+    end_of_chunk = SYSTEM // 8 * 8 if TargetView(model).has_states else SYSTEM
+    with Batcher(model, draft, rows=2, max_length=80, chunk_size=8, prefixes=prefixes) as batcher:
+        for turn in range(4):
+            # texts of the last turn begin as those of the first one, and go on otherwise
+            questions = [prompt(QUESTION, 10 * turn + agent) for agent in range(3)]
+            if turn == 3:
+                texts, questions = starts, [torch.full_like(question, 3) for question in questions]
+            prompts = [torch.cat(pair, 1) for pair in zip(texts, questions, strict=True)]
+            read.clear()
+            futures = [batcher.submit(text, **how) for text in prompts]
+            texts = [future.result() for future in futures]
+            reused = {0: 0, 3: end_of_chunk}.get(turn, prompts[0].shape[1] - QUESTION - 1)
+            assert [future.reused for future in futures] == [reused] * 3
+            assert sum(read) <= 3 * (prompts[0].shape[1] - reused)
+            for text, out in zip(prompts, texts, strict=True):
+                # without a mask, plain generate takes the generated 0 for padding
+                assert torch.equal(out, alone(model, None, text, attention_mask=torch.ones_like(text), **how))
+    assert len(prefixes) == 6
+
+
+def test_requests_that_do_not_end_well_store_nothing(llama):
+    """Cancelled in a slot, or failed; texts that end with their first token are stored."""
+    ids, how = prompt(SYSTEM), GREEDY | {"eos_token_id": NEVER}
+    prefixes, longer = PrefixCache(llama, PLENTY), torch.cat([ids, prompt(QUESTION)], 1)
+    with Batcher(llama, rows=2, max_length=400, chunk_size=8, prefixes=prefixes) as batcher:
+        stream = Tokens()
+        running = batcher.submit(ids, streamer=stream, max_new_tokens=300, **how)
+        failing = batcher.submit(longer, logits_processor=LogitsProcessorList([Raises(40)]), max_new_tokens=20, **how)
+        with pytest.raises(RuntimeError, match="no more"):
+            failing.result()
+        assert running.cancel() and len(stream.tokens) >= SYSTEM
+        again = batcher.submit(longer, max_new_tokens=1, **how)
+        assert again.result().shape == (1, SYSTEM + QUESTION + 1) and again.reused == 0 and len(prefixes) == 1
+        last = batcher.submit(longer, max_new_tokens=9, **how)
+        assert torch.equal(last.result(), alone(llama, None, longer, max_new_tokens=9, **how))
+        assert last.reused == SYSTEM + QUESTION - 1
+    other = tiny_target("gemma3", vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="prefixes: a PrefixCache of another model"):
+        Batcher(other, prefixes=prefixes)
 
 
 def test_equal_requests_with_equal_seeds_have_equal_texts_and_others_not(llama):

@@ -36,7 +36,7 @@ ARROWS = {
     METHODS: {REGISTRY, "training", "modeling", "generation", "attention_backends"},
     "auditing": {"generation", "attention_backends"},
     "prefix_cache": {"generation", "attention_backends"},
-    "batching": {"modeling", "generation", "attention_backends"},
+    "batching": {"prefix_cache", "modeling", "generation", "attention_backends"},
     "bench": {"generation", "attention_backends", "auditing"},
     "hub": {REGISTRY},
     "auto": {REGISTRY, *SHIPPED},

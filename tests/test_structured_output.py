@@ -140,14 +140,18 @@ def test_texts_under_a_structure(kind, target, name, lengths):
 
 
 BATCHED = [None, "longspec_grammar", "longspec_ngram", "specattn"]
-BATCHED += soaked(kind for kind in DRAFTS if kind not in BATCHED)
+BATCHED = [(kind, {}) for kind in BATCHED] + soaked((kind, {}) for kind in DRAFTS if kind not in BATCHED)
+BATCHED += soaked([("longspec_assistant", {"window": None})])
 
 
-@pytest.mark.parametrize("kind", BATCHED)
-def test_requests_of_a_batch_have_structures_of_their_own(kind):
+@pytest.mark.parametrize(("kind", "settings"), BATCHED, ids=str)
+def test_requests_of_a_batch_have_structures_of_their_own(kind, settings):
     """Beside others with and without one, and with a processor that keeps state: text and steps of each alone."""
     model = target_of("llama")
-    draft = PlainDraftModel.from_target(model) if kind is None else draft_of(kind, model)
+    draft = PlainDraftModel.from_target(model) if kind is None else draft_of(kind, model, **settings)
+    # Beside a grammar a draft model runs the accepted tokens again, so that a window drops tokens at other steps than
+    # alone, and some proposals differ. In float64 they differ likewise; without a window or forced tokens none do.
+    has_steps_of_alone = kind != "longspec_assistant" or draft.setting("window") is None
     words, nested = structure("words"), structure("nested")
     makers = [list, lambda: [nested], lambda: [words], lambda: [Budget()], list, lambda: [nested]]
     cases = [
@@ -167,7 +171,8 @@ def test_requests_of_a_batch_have_structures_of_their_own(kind):
         )
         assert futures[row].result().tolist() == alone.tolist(), row
         found, expected = futures[row].speculation, draft.last_speculation
-        assert found.emitted_per_step == expected.emitted_per_step and found.reason is None, row
+        assert found.reason is None, row
+        assert not has_steps_of_alone or found.emitted_per_step == expected.emitted_per_step, row
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

@@ -18,11 +18,13 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..generation import route
+from ..generation.cache import SpeculativeCache
 from ..generation.call import GRAMMAR, HOOKS, PROCESSORS, Call
 from ..generation.sequences import SpeculationStats
 from ..generation.wings.grammar import is_grammar
 from ..modeling.plain.modeling_plain import PlainDraftModel
-from .slots import RowSession, SlotSession
+from ..prefix_cache import PrefixCache
+from .slots import LentCache, RowSession, SlotSession
 
 
 class Request(Future):
@@ -32,9 +34,11 @@ class Request(Future):
 
     Attributes:
         speculation ([`SpeculationStats`], *optional*): Statistics of the request, once its prompt is being read.
+        reused (`int`): Number of tokens of the prompt that earlier texts had, from then on.
     """
 
     speculation: SpeculationStats | None = None
+    reused: int = 0
 
     def __init__(
         self, work: Callable[[], Any], streamer: Any = None, is_alone: bool = False, has_grammar: bool = False
@@ -100,7 +104,9 @@ class Batcher:
         max_length (`int`, *optional*): Most tokens of a request, prompt included; by default the positions of the
             model. On a GPU, the cache has memory for so many tokens in `rows + 1` rows.
         chunk_size (`int`, *optional*, defaults to 512): Tokens of a prompt that are read between two steps. Prompts of
-            targets with recurrent states are read whole.
+            targets with recurrent states are read whole without `prefixes`.
+        prefixes ([`PrefixCache`], *optional*): Lends the longest beginning of each prompt that it has, and stores the
+            texts that end well. Only the thread of the model uses it.
 
     Raises:
         ValueError: If target or draft cannot be used, or not in a batch whose rows change.
@@ -113,6 +119,7 @@ class Batcher:
         rows: int = 8,
         max_length: int | None = None,
         chunk_size: int = 512,
+        prefixes: PrefixCache | None = None,
     ):
         if draft is None:
             draft = PlainDraftModel.from_target(target)
@@ -124,7 +131,9 @@ class Batcher:
         for name, value, least in (("rows", rows, 1), ("max_length", max_length, 3), ("chunk_size", chunk_size, 2)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r}: expected an integer of at least {least}.")
-        self.target, self.draft, self.chunk_size = target, draft, chunk_size
+        if prefixes is not None and prefixes.model is not target:
+            raise ValueError("prefixes: a PrefixCache of another model. Make one for the target.")
+        self.target, self.draft, self.chunk_size, self.prefixes = target, draft, chunk_size, prefixes
         self.max_length: int = max_length
         self._forced: int = draft.setting("forced_tokens")
         self._waiting: deque[Request] = deque()
@@ -269,10 +278,11 @@ class Batcher:
         call.rare = [name for name in call.rare if name != HOOKS]  # checked at the beginning
         if other := [name for name in call.rare if name not in (PROCESSORS, GRAMMAR)]:
             raise ValueError(f"{', '.join(other)}: not supported in a Batcher. Call generate() for this prompt.")
+        call.store = LentCache(self._session.lent, call.tokens, self.prefixes)
         if (reason := call.why_not()) is not None:
             raise ValueError(f"{reason} Or call generate() for this prompt.")
         call.more_nodes = self._session.call.more_nodes
-        return RowSession(call, self._session.lent, self.max_length, source)
+        return RowSession(call, self.max_length, source)
 
     def _begun(self, rows: int, forced: int = 0) -> SlotSession:
         """Return a loop of free slots, whose trees have room for so many `forced` tokens."""
@@ -354,7 +364,7 @@ class Batcher:
         if request.is_alone:
             request.end(result)
             return
-        request.speculation = result.stats
+        request.speculation, (request.reused,) = result.stats, result.held
         self._reading = Reading(request, result, result.read(self.chunk_size))
 
     def _emit_first(self) -> None:
@@ -367,6 +377,7 @@ class Batcher:
             reading.is_ready = True
             if reading.session.sequences.finished:
                 self._reading = None
+                self._store(reading.session, reading.session.cache)
                 self._finish(reading.request, reading.session)
 
     @contextmanager
@@ -405,7 +416,14 @@ class Batcher:
                 session.leave(row)
                 self._running.pop(row).end(error=error)
         for row in [row for row in self._running if session.sequences.done[row]]:
+            self._store(session.slots[row], session.cache.of_row(row))
             self._finish(self._running.pop(row), session.leave(row))
+
+    def _store(self, session: RowSession, cache: SpeculativeCache) -> None:
+        """Store the text of a request that has ended well, from its row of a cache."""
+        if self.prefixes is not None and session.error is None:
+            with session.alone():  # memory may be short
+                self.prefixes.put(session.sequences.output(), cache, session.states)
 
     def _finish(self, request: Request, session: RowSession) -> None:
         """Set the result of a request whose row has ended."""

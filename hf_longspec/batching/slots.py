@@ -24,19 +24,26 @@ from ..generation.sampling import NoiseRows, TokenRule, warped
 from ..generation.sequences import SpeculationStats
 from ..generation.verification import Acceptance
 from ..generation.wings.grammar import ForcedDrafter, HostTree, is_grammar, make_room
+from ..prefix_cache import PrefixCache, copied_states
 
 
 class LentCache(CallCache):
-    """The cache of a call that is lent to it, and emptied for it."""
+    """The cache of a call that is lent to it, and holds what earlier texts have of its prompt `(1, P)`."""
 
     is_users = True
 
-    def __init__(self, cache: SpeculativeCache):
-        self.cache = cache
+    def __init__(self, cache: SpeculativeCache, tokens: torch.Tensor, prefixes: PrefixCache | None):
+        self.cache, self.tokens, self.prefixes = cache, tokens, prefixes
+
+    def held(self, mask: torch.Tensor) -> list[int]:
+        """Fill the cache, and return the number of its tokens."""
+        self.cache.reset()
+        if self.prefixes is not None:
+            self.prefixes.take(self.tokens, self.cache)
+        return self.cache.counts
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
-        """Return the cache without tokens."""
-        self.cache.reset()
+        """Return the cache."""
         return self.cache
 
 
@@ -44,22 +51,23 @@ class RowSession(Session):
     """The call of one request, up to the slot that it takes.
 
     Args:
-        call ([`Call`]): A call of one row, which can use the draft.
-        cache ([`SpeculativeCache`]): A cache of one row, for the prompt.
+        call ([`Call`]): A call of one row, which can use the draft, with a [`LentCache`].
         max_length (`int`): Most tokens of a row of the loop, which may be more than those of the request.
         source (`torch.Generator`, *optional*): From which the noise of the request is seeded; by default torch's own.
 
     Attributes:
         error (`Exception`, *optional*): What ended the request.
+        states (`dict[int, dict[str, torch.Tensor]]`): Recurrent states after some numbers of tokens of the prompt.
     """
 
     is_gated = False
     joined_at = 0.0, 0.0  # times of the loop when the request took its slot
 
-    def __init__(self, call: Call, cache: SpeculativeCache, max_length: int, source: torch.Generator | None = None):
+    def __init__(self, call: Call, max_length: int, source: torch.Generator | None = None):
         self.error: Exception | None = None
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
         self._source, self._limit = source, call.max_length
-        call.store, call.max_length = LentCache(cache), max_length
+        call.max_length = max_length
         super().__init__(call)
         self.coupling = self.rule.coupling()
         self.grammar = next(filter(is_grammar, self.rule.processors), None)
@@ -82,19 +90,26 @@ class RowSession(Session):
     def read(self, chunk_size: int) -> Iterator[list[torch.Tensor]]:
         """Run the prompt, a chunk for each item, which is what is left: its last tokens, after the last chunk.
 
-        Prompts of targets with recurrent states are one chunk, as chunks would change their states.
+        Prompts of targets with recurrent states are one chunk, as chunks would change their states, unless these are
+        stored after each.
         """
-        (text,), prompts = self.prompts.new, self.prompts
-        count = len(text) - prompts.tails(self.seed_tokens)[0]
-        size = max(count, 1) if self.target.has_states else chunk_size
-        for begin in range(0, count, size):
+        (text,), (start,), prompts = self.prompts.texts, self.held, self.prompts
+        stop = len(text) - prompts.tails(self.seed_tokens)[0]
+        prefixes = self.call.store.prefixes
+        ends: Sequence[int] = range(start + chunk_size, stop, chunk_size)
+        if self.target.has_states:
+            ends = [] if prefixes is None else prefixes.ends(start, stop, chunk_size)
+        for end in (*ends, stop):
             with self.drafter.watch_prefill([len(text)], self.held):
-                prompts.run(self.cache, [text[begin : min(count, begin + size)]], self.context_of)
-            if begin + size < count:
+                prompts.run(self.cache, [text[start:end]], self.context_of)
+            self.cache.set_lengths([end])
+            start = end
+            if end < stop:
+                if self.target.has_states:
+                    self.states[end] = copied_states(self.cache)
                 yield []
-        self.cache.set_lengths([count])
         self.check_once()
-        yield [text[count:]]
+        yield [text[stop:]]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -339,7 +354,8 @@ class SlotSession(Session):
         with self.attention():
             self.seed(tails)
         config = self.target.config
-        self.free = RowSession(empty, SpeculativeCache(config, 1, 1, self.cache.tree_slots), self.max_length)
+        empty.store = LentCache(SpeculativeCache(config, 1, 1, self.cache.tree_slots), empty.tokens, None)
+        self.free = RowSession(empty, self.max_length)
         (tails,) = self.free.read(1)
         with self.attention(), self.free.drafter.attention():
             self.free.seed(tails)

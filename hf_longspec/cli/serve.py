@@ -60,7 +60,7 @@ def make_routes(
     if (max_length or 0) > (most := positions_of(model.config)):
         raise CommandError(f"--max-length {max_length}: the model has {most} positions. Pass at most {most}.")
     try:
-        decoder = BatchDecoder(model, draft, metrics, rows, max_length, limits.waiting)
+        decoder = BatchDecoder(model, draft, metrics, rows, max_length, limits.waiting, limits.cache * MIB)
     except ValueError as error:
         raise CommandError(f"--rows {rows}: {error}") from error
     return Routes(models, decoder, limits)

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from ...batching import Batcher
 from ...cli import one_line
 from ...generation.cache import CACHE_NAME, SpeculativeCache
+from ...generation.target import TargetView
 from ...prefix_cache import PrefixCache, common_length, continues_as_one_text
 from ..models import positions_of, say
 from .metrics import Metrics
@@ -140,19 +141,24 @@ class Puts(BaseStreamer):
 
 
 class BatchDecoder(Decoder):
-    """The model with its draft, in which requests of text run at once. Each prompt is read whole.
+    """The model with its draft, in which requests of text run at once, and share what earlier ones have read.
 
     Args:
         rows (`int`): Number of requests that run at once.
         max_length (`int`, *optional*): Most tokens of a text; by default the positions of the model.
         waiting (`int`): Most requests that wait.
+        max_bytes (`int`): Memory of the host for the caches of earlier texts.
     """
 
-    def __init__(self, model: Any, draft: Any, metrics: Metrics, rows: int, max_length: int | None, waiting: int):
-        super().__init__(model, draft, metrics, max_bytes=0)
+    def __init__(
+        self, model: Any, draft: Any, metrics: Metrics, rows: int, max_length: int | None, waiting: int, max_bytes: int
+    ):
+        super().__init__(model, draft, metrics, max_bytes)
         if hasattr(draft, "choose"):  # of an AutoDraft, before there is a text to try
             draft.choose(model, torch.empty(1, 0, dtype=torch.long))
-        self.rows, self.batcher = rows, Batcher(model, draft, rows, max_length)
+        chunk_size = STATES_EVERY if TargetView(model).has_states else 512
+        self.rows = rows
+        self.batcher = Batcher(model, draft, rows, max_length, chunk_size, prefixes=self._kept.earlier)
         self.max_length = min(self.max_length, self.batcher.max_length)
         self.thread = Threads(max(1, rows + waiting + 1))
 
@@ -177,7 +183,7 @@ class BatchDecoder(Decoder):
         except CancelledError as error:
             raise Cancelled from error
         finally:
-            self.metrics.count(None if request is None else request.speculation, 0)
+            self.metrics.count(*(None, 0) if request is None else (request.speculation, request.reused))
 
 
 class Job(GenerateManager):

@@ -200,15 +200,16 @@ class RecurrentStates(CachePart):
 
     def take_row(self, row: int, other: "RecurrentStates") -> None:
         for own, layer in zip(self.layers, other.layers, strict=True):
-            states = {name: getattr(own, name) for name in STATES}
-            taken = layer.copied()
-            index = None if layer.convolution is None else torch.tensor([row], device=layer.convolution.device)
-            own.put(
-                {
-                    name: None if state is None else state.index_copy(0, index, taken[name])
-                    for name, state in states.items()
-                }
-            )
+            states: dict[str, torch.Tensor | None] = {}
+            for name in STATES:
+                state, taken = getattr(own, name), getattr(layer, name)
+                if state is None and taken is not None:
+                    state = taken.new_zeros(self.cache.batch_size, *taken.shape[1:])
+                if state is not None:  # before the first token, states are zeros
+                    state = state.clone()
+                    state[row] = 0 if taken is None else taken[0]
+                states[name] = state
+            own.put(states)
 
     @property
     def nbytes(self) -> int:

@@ -314,7 +314,7 @@ class WindowedCache(SpeculativeCache):
                 moved = [slots_of(x, places) for x in states]
                 torch._foreach_copy_([x[:, :, self.sinks : size] for x in states], moved)
         self.dropped = SeqLens(dropped, numbers[2])
-        self.set_lengths(SeqLens(lengths, numbers[1]))
+        self._set_lengths(SeqLens(lengths, numbers[1]))  # recurrent states stay those of the whole text
 
     def take_row(self, row: int, other: Any) -> None:
         super().take_row(row, other)
