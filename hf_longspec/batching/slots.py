@@ -11,7 +11,7 @@ A slot without a request holds a text of one token, whose row emits nothing.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -95,7 +95,7 @@ class RowSession(Session):
         """
         (text,), (start,), prompts = self.prompts.texts, self.held, self.prompts
         stop = len(text) - prompts.tails(self.seed_tokens)[0]
-        prefixes = self.call.store.prefixes
+        prefixes = cast(LentCache, self.call.store).prefixes
         ends: Sequence[int] = range(start + chunk_size, stop, chunk_size)
         if self.target.has_states:
             ends = [] if prefixes is None else prefixes.ends(start, stop, chunk_size)
