@@ -446,3 +446,16 @@ def test_rotary_frequencies_that_change(kind):
         assert torch.equal(generate(model, draft, lengths, max_new_tokens=new), text)
         reason = draft.last_speculation.reason
         assert reason is None if max(lengths) <= limit else "recurrent states cannot be shortened" in reason
+
+
+@pytest.mark.parametrize("name", few(["qwen3_5_text", "granitemoehybrid", "falcon_h1", "jamba"], 1))
+def test_a_window_of_a_hybrid_draft_model(made, name):
+    """It drops keys in rows of different lengths, and states stay those of the whole text."""
+    model, small = made(name), noisy(made(name))
+    inputs = arguments((14, 3, 21), do_sample=False, max_new_tokens=14)
+    text = generated(model, **inputs)
+    draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=3, window=5, sinks=1)
+    draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
+    assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
+    histogram = draft.last_speculation.acceptance_histogram
+    assert histogram[0] and sum(histogram[1:])
