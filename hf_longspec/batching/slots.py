@@ -95,6 +95,7 @@ class RowSession(Session):
         """
         (text,), (start,), prompts = self.prompts.texts, self.held, self.prompts
         stop = len(text) - prompts.tails(self.seed_tokens)[0]
+        assert isinstance(self.call.store, LentCache)
         prefixes = self.call.store.prefixes
         ends: Sequence[int] = range(start + chunk_size, stop, chunk_size)
         if self.target.has_states:
