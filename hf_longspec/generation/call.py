@@ -156,7 +156,7 @@ class Call:
                 return f"{name}: this is not in this copy. Install the package hf_longspec."
             WINGS[name].change(self)
         if self.position_ids is not None:
-            refuse_positions(self.position_ids, self.tokens, self.mask)
+            refuse_positions(self.position_ids, self.tokens, self.mask, apart=self.columns_apart)
         self.store.refuse(self)
         self.prompts = self.prompts_class(self)
         return next(self._reasons(), None)
@@ -207,14 +207,22 @@ class Call:
             )
 
 
-def refuse_positions(positions: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None, first: Any = 0) -> None:
-    """Refuse positions `(batch or 1, P)` that do not count the tokens of a mask from `first` on, as the loop does."""
+def refuse_positions(
+    positions: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None, first: Any = 0, apart: int = 0
+) -> None:
+    """Refuse positions `(batch or 1, P)` that do not count the tokens of a mask from `first` on, as the loop does.
+
+    Without those of the first `apart` columns, which a cache holds, they are right, too.
+    """
     is_token = torch.ones_like(tokens) if mask is None else mask
     places = is_token.long().cumsum(-1) - 1
+    if apart and positions.shape[-1] == tokens.shape[1] - apart:  # those of the new tokens alone
+        places, is_token, tokens = places[:, apart:], is_token[:, apart:], tokens[:, apart:]
     if positions.shape[-1] != tokens.shape[1] or bool(((positions != places + first) & is_token.bool()).any()):
         raise ValueError(
             f"position_ids of shape {tuple(positions.shape)} do not count the tokens of input_ids, shape "
-            f"{tuple(tokens.shape)}, from 0. Drop position_ids, and pass the whole text also on a second turn."
+            f"{tuple(tokens.shape)}, from {apart}. Drop position_ids, and pass the whole text also on a second turn, "
+            "or its new tokens with attention_mask of the whole."
         )
 
 

@@ -231,6 +231,30 @@ def test_one_read_and_a_batch_of_questions(made, name, kind):
             assert got[row, 7:].tolist() == generated(model, alone)[0, alone.shape[1] :].tolist()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_new_tokens_with_positions(made, name):
+    """Those of the new tokens, or of the whole text, as plain `generate` takes them; others are refused by name."""
+    model, document, (question, pads) = made(name), prompts(17)[0], prompts(5, 3, seed=3)
+    mask = torch.cat([torch.ones(2, 17, dtype=torch.long), pads], 1)
+    counted = (mask.cumsum(1) - 1).clamp_min(0)
+    for rows, positions in ((1, counted[:1, 17:]), (1, counted[:1]), (2, counted[:, 17:])):
+        texts = []
+        for draft in (None, PlainDraftModel.from_target(model)):
+            held = DynamicCache(config=model.config)
+            with torch.no_grad():
+                model(document.expand(rows, -1), **{CACHE_NAME: held})
+            options = {CACHE_NAME: held, "position_ids": positions}
+            texts.append(generated(model, question[:rows], mask[:rows], draft, **options).tolist())
+        assert texts[0] == texts[1] and not draft.last_speculation.reason
+    options = {CACHE_NAME: after_a_call(model, document, max_new_tokens=1)[1], "position_ids": counted[:1, :5]}
+    with pytest.raises(ValueError, match=r"position_ids of shape \(1, 5\) do not .* shape \(1, 5\), from 17. Drop"):
+        generated(model, question[:1], mask[:1], draft, **options)
+    for more in ({}, {"attention_mask": mask[:1, :5]}):  # plain generate fails at a shape of 0 elements
+        options = {CACHE_NAME: options[CACHE_NAME], "assistant_model": draft, "max_new_tokens": NEW, "pad_token_id": 0}
+        with pytest.raises(ValueError, match=r"holds 17 tokens, and input_ids has 5\. .* attention_mask of the whole"):
+            model.generate(question[:1], **options, **more)
+
+
 def test_new_tokens_with_another_mask_are_refused(made):
     model, held = made("llama"), DynamicCache()
     model(prompts(17)[0], **{CACHE_NAME: held})
