@@ -54,13 +54,14 @@ def test_streams_and_answers_at_once(server, expected):
 def test_agents_that_alternate_reread_nothing(server, expected):
     """Three at once with prompts of their own: in the second turn they read what follows the first one."""
     documents = [f"{word} is the number of this agent. " * 4 for word in ("one", "two", "three")]
+    known = sum(map(len, documents))  # a token is a character
     for turn in range(2):
         before = metrics(server)
         with ThreadPoolExecutor(3) as threads:
             assert list(threads.map(lambda text: answered(server, text), documents)) == list(map(expected, documents))
         after = metrics(server, before["hf_longspec_requests_total"] + 3)
         reused = after["hf_longspec_reused_tokens_total"] - before["hf_longspec_reused_tokens_total"]
-        assert reused > sum(map(len, documents)) if turn else reused < 3 * 60  # a token is a character
+        assert reused >= known if turn else reused < known / 2
         documents = [document + "nine ten" for document in documents]
 
 
