@@ -36,7 +36,7 @@ MIN_TESTS := $(addprefix tests/generation/test_,cache.py checks.py decoding.py f
 	$(addprefix tests/modeling/test_contract.py::test_,saving_and_loading inside_transformers_own_assisted_decoding \
 	an_offloaded_target) tests/training/test_trainer.py \
 	$(addprefix tests/robustness/test_,every_architecture.py fuzz.py malformed.py) \
-	tests/hub/test_published.py tests/cli/test_serve.py
+	tests/hub/test_published.py tests/cli/test_serve.py tests/test_public_api.py
 
 # What depends on the version of torch and of the triton that comes with it: graphs, operators, the interpreter.
 TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/,test_simulated_cuda.py \

@@ -67,15 +67,23 @@ def is_caught(mutation: Mutation, folder: Path) -> bool:
     if source.count(mutation.old) != 1:
         raise SystemExit(f"{mutation.file}: {mutation.old!r} occurs {source.count(mutation.old)} times, not once")
     path.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
-    status = run(folder, "-q", "-x", "-p", "no:cacheprovider", mutation.test)
+    status = run(folder, "-q", "-x", "-p", "no:cacheprovider", mutation.test, is_silent=True)
     caught = status == pytest.ExitCode.TESTS_FAILED  # others: nothing ran
     path.write_text(source, encoding="utf-8")
     print(f"{'caught  ' if caught else 'SURVIVED'} {mutation.rule} ({mutation.test})", flush=True)
     return caught
 
 
-def run(folder: Path, *arguments: str) -> int:
-    """Run pytest in a copy of the sources, silently in a fork of this process; return its exit status."""
+def run_in_folders(folders: list[str], *arguments: str) -> None:
+    """Run pytest in several copies; leave with the first exit status that is not 0."""
+    import_libraries()
+    for folder in folders:
+        if status := run(Path(folder), *arguments):
+            sys.exit(status)
+
+
+def run(folder: Path, *arguments: str, is_silent: bool = False) -> int:
+    """Run pytest in a copy of the sources, in a fork of this process; return its exit status."""
     process = os.fork()
     if not process:
         status = 255
@@ -84,8 +92,9 @@ def run(folder: Path, *arguments: str) -> int:
             os.environ["PYTHONPATH"] = sys.path[0] = str(folder)
             for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
                 del sys.modules[name]
-            silent = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silent, 1), os.dup2(silent, 2)
+            if is_silent:
+                silent = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(silent, 1), os.dup2(silent, 2)
             status = pytest.main([*arguments])
         finally:
             sys.stdout.flush()

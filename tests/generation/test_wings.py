@@ -12,7 +12,6 @@ import pytest
 
 import hf_longspec
 from tests.house import core_files
-from tests.pairwise import few
 
 ROOT = Path(hf_longspec.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -32,6 +31,7 @@ WINGS = {
 # Wings that others build on: the trial of layers, what is known of hooks and of the forwards of plain `generate`, and
 # recurrences.
 SHARED = {"trial", "hooks", "user_state", "plain_forwards", "recurrences", "fixed_states"}
+IN_CI = ("rotary_limit", "images", "user_caches")
 
 
 def imports(path):
@@ -64,11 +64,13 @@ def copy_without(wing, folder):
     return folder
 
 
-def run_pytest(folder, *arguments):
-    """Run pytest in a copy and return the output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+def run_pytest(folders, *arguments):
+    """Run pytest in each of some copies, in forks of a process that has imported torch; return the output."""
+    script = "import sys; from tests.mutants import run_in_folders; run_in_folders(sys.argv[1].split(), *sys.argv[2:])"
+    options = "-q", "-x", "-n", "0", "-p", "no:cacheprovider"
+    command = [sys.executable, "-c", script, " ".join(map(str, folders)), *options, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(folders[0])}
+    done = subprocess.run(command, cwd=folders[0], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -83,7 +85,7 @@ def test_all_tests_that_do_not_name_a_wing_pass_without_it(wing, tmp_path):
     files = [path.relative_to(TESTS) for path in paths if not re.search(words, path.read_text(encoding="utf-8"))]
     assert files
     selection = " and ".join(f"not {word}" for word in re.findall(r"\w{4,}", words))
-    output = run_pytest(copy_without(wing, tmp_path), "-k", selection, *(f"tests/{file}" for file in files))
+    output = run_pytest([copy_without(wing, tmp_path)], "-k", selection, *(f"tests/{file}" for file in files))
     assert re.search(r"[1-9]\d* passed", output)
 
 
@@ -110,10 +112,10 @@ def test_a_call_is_refused():
 """
 
 
-@pytest.mark.parametrize("wing", few(("user_caches", "rotary_limit", "images"), 1))
-def test_texts_without_a_wing_and_a_call_that_needs_it_and_is_refused_by_name(wing, tmp_path):
-    folder = copy_without(wing, tmp_path)
-    (folder / "tests/test_refused.py").write_text(CALLS.format(wing=wing, reason=WINGS[wing][1]))
+def test_texts_without_a_wing_and_a_call_that_needs_it_and_is_refused_by_name(tmp_path):
+    folders = [copy_without(wing, tmp_path / wing) for wing in IN_CI]
+    for wing, folder in zip(IN_CI, folders, strict=True):
+        (folder / "tests/test_refused.py").write_text(CALLS.format(wing=wing, reason=WINGS[wing][1]))
     selection = "(every_kind_of_attention and (llama or gemma3)) or length_limit or is_refused"
-    output = run_pytest(folder, "-k", selection, "tests/generation/test_decoding.py", "tests/test_refused.py")
-    assert re.search(r"[2-9]\d* passed|1\d+ passed", output)
+    output = run_pytest(folders, "-k", selection, "tests/generation/test_decoding.py", "tests/test_refused.py")
+    assert len(re.findall(r"[2-9]\d* passed|1\d+ passed", output)) == len(IN_CI)
