@@ -416,7 +416,7 @@ class Batcher:
                 session.leave(row)
                 self._running.pop(row).end(error=error)
         for row in [row for row in self._running if session.sequences.done[row]]:
-            self._store(session.slots[row], session.cache.of_row(row))
+            self._store(session.slots[row], session.cache_of(row))
             self._finish(self._running.pop(row), session.leave(row))
 
     def _store(self, session: RowSession, cache: SpeculativeCache) -> None:

@@ -394,6 +394,11 @@ class SlotSession(Session):
             one.stats.draft_state_bytes = one.drafter.state_bytes
             one.drafter = None  # its state was copied
 
+    def cache_of(self, row: int) -> SpeculativeCache:
+        """Return a cache of one row, which shares the tensors of the loop's until it is written to."""
+        entries = {name: entry[row : row + 1] for name, entry in self.cache.entries().items()}
+        return self.cache.holding(self.target.config, entries, [self.cache.counts[row]])
+
     def leave(self, row: int) -> RowSession:
         """Free the slot of a request, and return the request, with its part of the times."""
         one, (drafted, verified) = self.slots[row], self.slots[row].joined_at

@@ -527,11 +527,6 @@ class SpeculativeCache(Cache):
         stored = self.get_seq_length()
         return list(self.lengths.host) if self.lengths.longest == stored else [stored] * self.batch_size
 
-    def of_row(self, row: int) -> "SpeculativeCache":
-        """Return a cache of one row, which shares the tensors of this one until it is written to."""
-        entries = {name: entry[row : row + 1] for name, entry in self.entries().items()}
-        return self.holding(self.config, entries, [self.counts[row]])
-
     def pack(self) -> None:
         """Copy the tokens to tensors of their size, and drop the buffers."""
         self.hold({name: entry.clone() for name, entry in self.entries().items()}, self.counts)

@@ -156,9 +156,8 @@ class BatchDecoder(Decoder):
         super().__init__(model, draft, metrics, max_bytes)
         if hasattr(draft, "choose"):  # of an AutoDraft, before there is a text to try
             draft.choose(model, torch.empty(1, 0, dtype=torch.long))
-        chunk_size = STATES_EVERY if TargetView(model).has_states else 512
-        self.rows = rows
-        self.batcher = Batcher(model, draft, rows, max_length, chunk_size, prefixes=self._kept.earlier)
+        chunks = {"chunk_size": STATES_EVERY} if TargetView(model).has_states else {}
+        self.rows, self.batcher = rows, Batcher(model, draft, rows, max_length, **chunks, prefixes=self._kept.earlier)
         self.max_length = min(self.max_length, self.batcher.max_length)
         self.thread = Threads(max(1, rows + waiting + 1))
 
