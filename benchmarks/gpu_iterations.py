@@ -147,7 +147,7 @@ def cheap_drafts(target: Any, plan: Plan) -> dict[str, Any]:
         for selection, name in (("two_rows", "SpecAttn"), ("all", "SpecAttn, all entries")):
             settings = {"num_assistant_tokens": plan.gamma, "draft_weights": weights, "selection": selection}
             draft = hf_longspec.SpecAttnDraftModel.from_target(target, **settings)
-            drafts[f"{name}, {weights or 'own weights'}, gamma {plan.gamma}"] = draft
+            drafts[f"{name}, {weights}, gamma {plan.gamma}"] = draft
     return drafts
 
 
@@ -256,7 +256,7 @@ class GreedyCalls:
             "iterations": len(milliseconds),
             "speculated": sum(speculated for _, _, speculated in calls),
             "tau": sum(call.tokens for call, _, _ in calls) / sum(call.steps for call, _, _ in calls),
-            "same_tokens": None if base is None else len(list(takewhile(bool, map(eq, text, base)))),
+            "same_tokens": None if base is None else equal_first(text, base),
         }
         if isinstance(draft, hf_longspec.SpecAttnDraftModel):  # the floor of the whole iteration, in plain steps
             share = 1.0 if draft.setting("selection") == "all" else draft.setting("sparse_ratio")
@@ -329,6 +329,15 @@ class GreedyCalls:
         if len(emitted) < 2:
             raise Skip("the call ended with its first iteration")
         return call, iteration_ms(arrivals, emitted)[1:], sum(count > 0 for count in drafted[1:])
+
+
+def equal_first(text: Sequence[int], other: Sequence[int]) -> int:
+    """Number of first tokens that two texts share.
+
+    >>> equal_first([7, 8, 9], [7, 8, 1])
+    2
+    """
+    return sum(1 for _ in takewhile(bool, map(eq, text, other)))
 
 
 def iteration_ms(arrivals: Sequence[float], emitted: Sequence[int]) -> list[float]:

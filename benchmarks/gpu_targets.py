@@ -1,8 +1,6 @@
 """Whole calls on targets other than the random Llama: the bundled one with its trained drafts, and a hybrid one."""
 
 import statistics
-from itertools import takewhile
-from operator import eq
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_longspec
 from benchmarks import figure, harness
 from benchmarks.gpu_goals import FUSED, GRAPH, OFF
-from benchmarks.gpu_iterations import CALLS, WARM_UP_TOKENS, counted_graphs, iteration_ms, modes_of
+from benchmarks.gpu_iterations import CALLS, WARM_UP_TOKENS, counted_graphs, equal_first, iteration_ms, modes_of
 from benchmarks.gpu_run import GpuRun
 from hf_longspec.bench.calls import HF, PLAIN, Call, Decoding, HfMethod, changed, endless, run_call
 from hf_longspec.bench.report import significant
@@ -44,7 +42,7 @@ def pair(run: GpuRun) -> None:
                 ][1:]
                 text = calls[0].text[0].tolist()
                 stock = text if name == HF else stock
-                same = None if stock is None else len(list(takewhile(bool, map(eq, text, stock))))
+                same = None if stock is None else equal_first(text, stock)
                 speed = significant(max(call.tokens_per_second for call in calls))
                 facts = {"tau": significant(calls[0].tau), "tokens": tokens, "same_tokens": same, **graphs.take()}
                 run.write("pair", section=run.part, method=name, **{mode: speed}, **facts)

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map_only
 from transformers import StaticCache
 from transformers.utils import is_flash_linear_attention_available
 
+from benchmarks.gpu_iterations import counted_graphs
 from hf_longspec import Batcher, GrammarDraftModel, NgramDraftModel, PlainDraftModel, PrefixCache, StructuredOutput
 from hf_longspec.generation.cache import CACHE_NAME
-from hf_longspec.generation.fast import cuda_graphs
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.wings import masked
 from tests.generation import test_captured_states as states
@@ -25,7 +25,7 @@ from tests.generation.test_on_simulated_cuda import BATCHES, DRAFTERS, NEW, gene
 from tests.generation.test_recurrent_states import SEEDS
 from tests.modeling.test_contract import draft_of
 from tests.pairwise import pairwise
-from tests.robustness.enumeration import build
+from tests.robustness.enumeration import build, with_capturable_experts
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import byte_tokenizer
 
@@ -38,8 +38,16 @@ HYBRID_TYPES = [*states.TYPES, "bamba", "lfm2", "nemotron_h", "qwen3_next"]
 class Gpu:
     """The part of [`SimulatedCuda`] that tests of texts need, on the real device."""
 
-    def __init__(self):
-        self.graphs, self.replays = [], 0
+    def __init__(self, counts):
+        self._counts = counts
+
+    @property
+    def graphs(self):
+        return range(self._counts.captures)
+
+    @property
+    def replays(self):
+        return self._counts.replays
 
     def place(self, value):
         """Return tensors on the device, and modules moved to it."""
@@ -53,21 +61,8 @@ class Gpu:
 
 @contextmanager
 def real():
-    gpu, capture = Gpu(), cuda_graphs.capture
-
-    def counting(*args):
-        outputs, replay = capture(*args)
-        gpu.graphs.append(replay)
-
-        def counted():
-            gpu.replays += 1
-            replay()
-
-        return outputs, counted
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "capture", counting)
-        yield gpu
+    with counted_graphs() as counts:
+        yield Gpu(counts)
 
 
 @pytest.fixture
@@ -112,11 +107,8 @@ def test_texts_of_drafts(gpu, name, mode, sampled, lengths):
     assert gpu.replays
 
 
-def with_few_experts(name):
-    model = build(name, SEEDS.get(name, 0))
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")
-    return model
+def made(name):
+    return with_capturable_experts(build(name, SEEDS.get(name, 0)))
 
 
 def check(model, chain, lengths):
@@ -134,7 +126,7 @@ WAYS = MODES, (True, False), (states.ONE, states.RAGGED)
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "steps", "chain", "lengths"), pairwise(HYBRID_TYPES, *WAYS), indirect=["steps"])
 def test_texts_of_hybrid_targets(steps, name, chain, lengths):
-    check(with_few_experts(name), chain, lengths)
+    check(made(name), chain, lengths)
 
 
 @torch.no_grad()
@@ -149,7 +141,7 @@ def test_texts_of_targets_verified_by_a_mask(steps, name, chain, lengths, monkey
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "kimi_linear", "olmo_hybrid"])
 @pytest.mark.parametrize("mode", ["off", "fused"])
 def test_texts_of_targets_that_call_kernels_of_fla(gpu, name, mode):
-    model = gpu.place(with_few_experts(name))
+    model = gpu.place(made(name))
     assert TargetView(model).why_not() == []
     inputs = {key: gpu.place(value) for key, value in states.inputs_of(states.RAGGED).items()}
     text = generated(model, **inputs)

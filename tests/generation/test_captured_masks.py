@@ -8,7 +8,7 @@ from hf_longspec.generation.wings import masked
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_masked import TYPES as MASKED_TYPES
 from tests.pairwise import few, pairwise, soaked
-from tests.robustness.enumeration import build
+from tests.robustness.enumeration import build, with_capturable_experts
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 
@@ -23,9 +23,7 @@ OTHER_CASES = [case for case in pairwise(TYPES, (True, False), (ONE, RAGGED)) if
 
 
 def made(name, implementation=None, **overrides):
-    model = build(name, **overrides)
-    if model._can_set_experts_implementation():  # the default one has a kernel for CUDA
-        model.set_experts_implementation("batched_mm")
+    model = with_capturable_experts(build(name, **overrides))
     if implementation is not None:
         model.set_attn_implementation(implementation)
     assert TargetView(model).mode is masked.MASKED

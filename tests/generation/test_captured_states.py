@@ -16,7 +16,7 @@ from tests.generation.test_recurrent_states import OTHERS, SEEDS, TYPES
 from tests.house import hybrid_target
 from tests.pairwise import few, pairwise, soaked
 from tests.robustness.drafts import make_draft
-from tests.robustness.enumeration import build
+from tests.robustness.enumeration import build, with_capturable_experts
 from tests.tiny_targets import tiny_prompts
 from tests.user_objects import Bomb
 
@@ -39,9 +39,7 @@ def made():
 
     def make(name):
         if name not in models:
-            model = models[name] = build(name, SEEDS.get(name, 0))
-            if model._can_set_experts_implementation():  # the default one has a kernel for CUDA
-                model.set_experts_implementation("batched_mm")
+            models[name] = with_capturable_experts(build(name, SEEDS.get(name, 0)))
         return models[name]
 
     return make

@@ -8,7 +8,7 @@ import torch
 from hf_longspec.generation.fast import cuda_graphs
 from hf_longspec.generation.wings import masked
 from tests.generation.test_captured_states import on_device
-from tests.robustness.enumeration import Outcome, Stock, make
+from tests.robustness.enumeration import Outcome, Stock, make, with_capturable_experts
 
 # Parts of the device's errors in a capture, and how the table puts them.
 REASONS = {"write by": "copies from the host", "read by": "waits for the device"}
@@ -17,8 +17,7 @@ REASONS = {"write by": "copies from the host", "read by": "waits for the device"
 def captured(stock: Stock, batch: str) -> Outcome:
     """The result of random trees with captured steps: `identical` with graphs, or `refused` with the reason."""
     notes: list[Any] = []
-    if stock.model._can_set_experts_implementation():  # the default one has a kernel for CUDA
-        stock.model.set_experts_implementation("batched_mm")
+    with_capturable_experts(stock.model)
     with (
         on_device(stock.model, draft := make(stock, "tree", batch)) as (cuda, placed),
         mock.patch.object(cuda_graphs.logger, "warning", lambda *message: notes.append(message)),

@@ -137,6 +137,13 @@ class Stock:
         return self.text(batch)[:, max(BATCHES[batch]) :].tolist()
 
 
+def with_capturable_experts(model: Any) -> Any:
+    """Return a model whose experts, if it has any, run without reads: the default way has a kernel for CUDA."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
 def build(model_type: str, seed: int = 0, **overrides: Any) -> Any:
     """A tiny model of a type with peaked weights, or its own if it is refused; it may be [`Unbuildable`]."""
     try:
