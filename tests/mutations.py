@@ -51,7 +51,7 @@ ROWS = (
     ("Each request of a batch is sampled by its own seed", "batching/slots.py", "source=self._source)",
      "source=torch.Generator())",
      "tests/test_batching.py::test_equal_requests_with_equal_seeds_have_equal_texts_and_others_not"),
-    ("A request that has ended stores the keys of its own row", "generation/cache.py",
+    ("A request that has ended stores the keys of its own row", "batching/slots.py",
      "entry[row : row + 1] for name", "entry[:1] for name",
      "tests/test_batching.py::test_agents_that_alternate_read_new_tokens_alone"),
     ("A drafter that missed steps is resumed with the text", "generation/wings/gate.py",
