@@ -31,6 +31,7 @@ from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
 from .models import Progress, noticing_others
+from .options import name_of
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 LOOKUP_TOKENS = 4  # that prompt lookup drafts
@@ -172,10 +173,7 @@ def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: 
 
 
 def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
-    short = [name_of(name) for name in names]
-    if twice := sorted({name for name in short if short.count(name) > 1}):
-        raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
-    return {name: load_draft(path, model) for name, path in zip(short, names, strict=True)}
+    return {name_of(name): load_draft(name, model) for name in names}
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
@@ -194,11 +192,6 @@ def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
         if sizes[0] != sizes[1]:
             raise ValueError(f"its vocabulary has {sizes[0]} tokens, that of the target {sizes[1]}. Pass another model")
     return endless(assistant)
-
-
-def name_of(model: str) -> str:
-    """Name in the results: a Hub id, or the last part of a folder's path."""
-    return Path(model).name if Path(model).is_dir() else model
 
 
 def _write_floor(file: Runner, model: PreTrainedModel, cell: Cell) -> None:

@@ -3,6 +3,8 @@
 A function has the name of its command. It refuses what cannot be run, and adds the texts to continue to the options.
 """
 
+import math
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,8 @@ from . import recipe, structure
 from .outputs import claim
 from .work import folder_of
 
+# Tokens that `audit` draws at least: the variance of a count is a quarter of them at most, and 50 are to be expected.
+FEWEST_DRAWN = 200
 USUAL_CONTEXT, ALL_CONTEXTS = "2k", "1k,2k,4k,8k,16k"  # of `bench`, and of its `--preset all`
 
 
@@ -49,6 +53,11 @@ def generate(args: SimpleNamespace) -> None:
 def audit(args: SimpleNamespace) -> None:
     """Check `hf-longspec audit`; adds `texts`, the name and text of each prompt."""
     _one_draft(args)
+    if 0 < args.samples * args.sample_tokens < FEWEST_DRAWN:
+        raise CommandError(
+            f"--samples {args.samples} with {args.sample_tokens} tokens each are too few for a test. Pass at least "
+            f"{math.ceil(FEWEST_DRAWN / args.sample_tokens)}, better several hundred, or 0 to skip this check."
+        )
     args.texts = [options.read_text(file, None) for file in args.files or []]
     args.texts += [options.read_text(None, args.prompt)] if args.prompt is not None or not args.files else []
 
@@ -60,6 +69,10 @@ def tune(args: SimpleNamespace) -> None:
             f"--draft {options.AUTO} chooses a draft for a text, and tune measures the settings of one. Name the draft."
         )
     _one_draft(args)
+    tuned = options.tuned_drafts()
+    if args.draft in options.training_free() and not any(args.draft in names for names in tuned):
+        others = " or ".join(name for name, *_ in tuned)
+        raise CommandError(f"{args.draft} drafts have nothing to tune. Pass one of {others}.")
     read = [args.file, args.draft, args.target]
     claim([args.results], read, overwrite=args.overwrite, resume=args.resume)
     if args.resume:
@@ -88,7 +101,7 @@ def bench(args: SimpleNamespace) -> None:
     options.require_target(args.target)
     _drafts_to_compare(args.draft or [])
     if args.assistant is not None:
-        options.require_existing("assistant", args.assistant)
+        options.require_model("assistant", args.assistant, "Pass the folder of a saved model, or a Hub id.")
     options.require_sources("--data: ", args.data or [])
     contexts = (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS) if args.context is None else args.context
     args.context = options.lengths("--context", contexts)
@@ -97,7 +110,8 @@ def bench(args: SimpleNamespace) -> None:
     if unknown := [name for name in args.dtype if name not in list(options.DtypeName)]:
         known = ", ".join(options.DtypeName)
         raise CommandError(f"--dtype {','.join(unknown)}: expected one or more of {known}.")
-    options.parse_sweeps(args.sweep or [])
+    if contexts := options.parse_sweeps(args.sweep or []).get("context"):
+        options.lengths("--sweep context", ",".join(contexts))
     written = [args.output, args.output.with_suffix(".md"), *(plot_beside(args.output, kind) for kind in PLOTS)]
     claim(written, args.data or [], overwrite=args.overwrite, resume=args.resume)
     if args.resume:
@@ -111,6 +125,7 @@ def train(args: SimpleNamespace) -> None:
     options.require_target(args.recipe.target)
     if isinstance(args.recipe.draft, str):
         options.require_existing("draft", args.recipe.draft)
+    recipe.claim_folder(args.recipe, [args.config, *(args.data or [])], args.resume, args.overwrite)
 
 
 def convert(args: SimpleNamespace) -> None:
@@ -124,6 +139,11 @@ def publish(args: SimpleNamespace) -> None:
         raise CommandError(f"--results: the file {str(args.results)!r} does not exist. Check the path.")
     if not args.dry_run and args.repo is None:
         raise CommandError("no repository to upload to. Pass --repo, or --dry-run.")
+    if args.engine is not None and args.self_contained:
+        raise CommandError(f"--engine {args.engine} and --self-contained are opposites. Pass one of the two.")
+    for option, name in (("--repo", args.repo), ("--engine", args.engine)):
+        if name is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII):
+            raise CommandError(f"{option} {name}: expected owner/name, with letters, digits, -, _ and . only.")
     if not args.dry_run and args.output is not None:
         raise CommandError(f"--output {args.output} needs --dry-run. Without it, the draft is uploaded.")
     args.output = args.output or args.source.resolve().with_name(f"{args.source.resolve().name}-hub")
@@ -156,6 +176,9 @@ def _drafts_to_compare(names: list[str]) -> None:
         if name == options.AUTO:
             raise CommandError(f"--draft {name} chooses a draft, and here drafts are compared. Name them.")
         options.require_draft(name)
+    short = [options.name_of(name) for name in names]
+    if twice := sorted({name for name in short if short.count(name) > 1}):
+        raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
 
 
 def _require_destination(draft: str, output: Path | None) -> None:

@@ -33,16 +33,28 @@ MODELING = Path(__file__).parents[1] / "modeling"
 MOST_ROWS = 1024
 
 
-def training_free() -> list[str]:
-    """Return the names of `weightless_drafts`, read from the registrations, as importing them imports torch."""
-    found = []
+def _registrations() -> Iterator[tuple[list[str], set[str]]]:
+    """Yield all names of each draft and the parts that it registers, read as importing them imports torch."""
     for file in sorted(MODELING.glob("*/__init__.py")):
         calls = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
-        parts = {part.arg: part.value for call in calls for part in call.keywords}
-        if "card" in parts and not parts.keys() & {"training", "reads"}:
-            names = (ast.literal_eval(parts[part]) for part in ("aliases", "presets") if part in parts)
-            found += [file.parent.name, *itertools.chain(*names)]
-    return found
+        parts = {part.arg: part.value for call in calls for part in call.keywords if part.arg is not None}
+        others = (ast.literal_eval(parts[part]) for part in ("aliases", "presets") if part in parts)
+        yield [file.parent.name, *itertools.chain(*others)], set(parts)
+
+
+def training_free() -> list[str]:
+    """Return the names of `weightless_drafts`."""
+    return [
+        name
+        for names, parts in _registrations()
+        if "card" in parts and not parts & {"training", "reads"}
+        for name in names
+    ]
+
+
+def tuned_drafts() -> list[list[str]]:
+    """Return all names of each draft whose settings `hf-longspec tune` finds."""
+    return [names for names, parts in _registrations() if "tune" in parts]
 
 
 BY_NAME = ", ".join(training_free())
@@ -167,12 +179,21 @@ def require_existing(what: str, name: str) -> None:
 
 def require_target(name: str) -> None:
     """Refuse what is no folder of a model, and no Hub id."""
-    require_existing("model of", name)
-    remedy = "Pass the folder of a saved model, or a Hub id."
+    require_model("model of", name, "Pass the folder of a saved model, or a Hub id.")
+
+
+def require_model(what: str, name: str, remedy: str) -> None:
+    """Refuse a folder without a configuration, and a file."""
+    require_existing(what, name)
     if Path(name).is_file():
-        raise CommandError(f"cannot load the model of {name!r}: it is a file. {remedy}")
+        raise CommandError(f"cannot load the {what} {name!r}: it is a file. {remedy}")
     if Path(name).is_dir() and not list(Path(name).glob("*config.json")):
-        raise CommandError(f"cannot load the model of {name!r}: it has no config.json. {remedy}")
+        raise CommandError(f"cannot load the {what} {name!r}: it has no config.json. {remedy}")
+
+
+def name_of(model: str) -> str:
+    """Name in results: a Hub id, or the last part of a folder's path."""
+    return Path(model).name if Path(model).is_dir() else model
 
 
 def require_draft(name: str) -> None:
@@ -181,7 +202,7 @@ def require_draft(name: str) -> None:
     known = training_free() if registry is None else list(registry.weightless_drafts())
     if name in (*known, AUTO):
         return
-    require_existing("draft", name)
+    require_model("draft", name, "Pass the folder of a saved draft, or a Hub id.")
     if "/" not in name and not Path(name).exists():
         near = get_close_matches(name, known, 1)
         raise CommandError(

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ..cli import CommandError, options
+from .outputs import claim
 
 
 @dataclass
@@ -94,6 +95,16 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
         if not isinstance(content.get(name, {}), dict | None):
             raise CommandError(f"{name}: {content[name]!r} is not a mapping. Indent its keys below it.")
     return Recipe(**content)
+
+
+def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: bool) -> None:
+    """Refuse an output folder that holds something, unless this is to be continued or replaced."""
+    if recipe.training.get("output_dir") is None:
+        raise CommandError("training has no output_dir. Set it, or pass --output-dir.")
+    folder = Path(recipe.training["output_dir"])
+    options.require_writable_folder(folder)
+    read = [*inputs, recipe.target, recipe.draft if isinstance(recipe.draft, str) else None]
+    claim([folder], read, overwrite=overwrite, resume=resume, kept=["card.json"])
 
 
 def check_names(what: str, names: dict[str, Any], known: Any) -> None:

@@ -29,13 +29,11 @@ from ..bench.results import replace_file
 from ..cli import CommandError, one_line, options
 from ..hub.repository import CARD_FACTS
 from .models import load_tokenizer, loading
-from .outputs import claim
 from .recipe import Recipe, check_names
 
 
 def run(args: SimpleNamespace) -> int:
     try:
-        claim_folder(args.recipe, [args.config, *(args.data or [])], args.resume, args.overwrite)
         return train(args.recipe, args.resume)
     except FloatingPointError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
@@ -93,16 +91,6 @@ def train(recipe: Recipe, resume: bool) -> int:
         print("To find the fastest settings of the draft on this machine:")
         print(f"  hf-longspec tune TEXT --target {recipe.target} --draft {args.output_dir}")
     return 0
-
-
-def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: bool) -> None:
-    """Refuse an output folder that holds something, unless this is to be continued or replaced."""
-    if recipe.training.get("output_dir") is None:
-        raise CommandError("training has no output_dir. Set it, or pass --output-dir.")
-    folder = Path(recipe.training["output_dir"])
-    options.require_writable_folder(folder)
-    read = [*inputs, recipe.target, recipe.draft if isinstance(recipe.draft, str) else None]
-    claim([folder], read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
 
 
 def remove_checkpoints(folder: Path) -> None:
