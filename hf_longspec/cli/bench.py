@@ -22,7 +22,7 @@ from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
 from ..bench.matrix import Matrix, draft_points, grid, split_axes, written
 from ..bench.plots import plot_all
-from ..bench.prompts import BUILTIN, DocumentPrompts, read_sources
+from ..bench.prompts import DocumentPrompts
 from ..bench.report import FAILED, matrix_report, rows_of
 from ..bench.results import OWN_LENGTH, of_kind
 from ..bench.runner import Cell, Method, Runner
@@ -44,9 +44,8 @@ PACKAGES = ("pandas", "scipy")
 def run(args: SimpleNamespace) -> int:
     require_packages(args.plots)
     bench = Bench(args)
-    documents = read_sources(bench.data, args.column)
     with models.quiet(progress_bars=not Path(args.target).is_dir()):
-        prompts = DocumentPrompts(models.load_tokenizer(args.target), documents, args.chat)
+        prompts = DocumentPrompts(models.load_tokenizer(args.target), args.documents, args.chat)
         file, interrupted = bench.measure(
             prompts, args.output, math.inf if args.minutes is None else args.minutes * 60, args.resume or None
         )
@@ -67,7 +66,7 @@ class Bench:
             is_sampled = args.temperature or any(one.startswith("temperature=") for one in self.sweeps)
             self.sweeps += [] if is_sampled else [ALL_WAYS]
         self.target, self.preset, self.assistant = args.target, args.preset, args.assistant
-        self.drafts, self.data = drafts or ["ngram"], args.data or [BUILTIN]
+        self.drafts, self.data = drafts or ["ngram"], args.data
         self.column, self.chat = args.column, args.chat
         self.contexts, self.batches = args.context, args.batch
         types = (models.dtype_of(name, models.default_device()) for name in args.dtype)

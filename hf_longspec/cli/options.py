@@ -28,6 +28,7 @@ DtypeName = StrEnum("DtypeName", ["auto", "float32", "bfloat16", "float16"])
 Preset = StrEnum("Preset", ["all"])
 DEMO_CONTEXT = 6144
 MODELING = Path(__file__).parents[1] / "modeling"
+REGISTRY = "hf_longspec.modeling.register_draft"
 
 # One batch may have so many rows.
 MOST_ROWS = 1024
@@ -52,12 +53,16 @@ def training_free() -> list[str]:
     ]
 
 
-def tuned_drafts() -> list[list[str]]:
-    """Return all names of each draft whose settings `hf-longspec tune` finds."""
-    return [names for names, parts in _registrations() if "tune" in parts]
+def drafts_with(part: str) -> list[list[str]]:
+    """Return all names of each draft that registers a part, such as `"tune"`."""
+    if (registry := sys.modules.get(REGISTRY)) is not None:  # has those that the user registered
+        return [list(draft.names) for draft in registry.DRAFTS.values() if getattr(draft, part) is not None]
+    return [names for names, parts in _registrations() if part in parts]
 
 
 BY_NAME = ", ".join(training_free())
+# A repository of the Hub, and the id of a model there; a few models have no owner.
+REPOSITORY, HUB_ID = r"\w[\w.-]*/\w[\w.-]*", r"(\w[\w.-]*/)?\w[\w.-]*"
 # The draft that chooses another one.
 AUTO = "auto"
 # Prompts of their own length, in a list of lengths.
@@ -92,6 +97,22 @@ def number(
 def text(help: str, **how: Any) -> Any:
     """An option with the name of its parameter."""
     return typer.Option(help=help, **how)
+
+
+def matching(pattern: str, rule: str, help: str) -> Any:
+    """An option whose value matches a regular expression, which `rule` says in words."""
+
+    def checked(value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(pattern, value, re.ASCII):
+            raise typer.BadParameter(f"{value!r}: expected {rule}.")
+        return value
+
+    return typer.Option(help=help, callback=checked)
+
+
+def repository(help: str) -> Any:
+    """An option for a repository of the Hub, with its owner."""
+    return matching(REPOSITORY, "owner/name, with letters, digits, -, _ and . only", help)
 
 
 def flag(name: str, help: str, **how: Any) -> Any:
@@ -198,7 +219,7 @@ def name_of(model: str) -> str:
 
 def require_draft(name: str) -> None:
     """Refuse a name that no draft has, as far as it is known without the Hub."""
-    registry = sys.modules.get("hf_longspec.modeling.register_draft")  # has those that the user registered
+    registry = sys.modules.get(REGISTRY)
     known = training_free() if registry is None else list(registry.weightless_drafts())
     if name in (*known, AUTO):
         return
@@ -243,7 +264,14 @@ Setting = Annotated[
     list[str] | None, flag("--set", "Setting of the draft, such as num_assistant_tokens=6. Repeatable.")
 ]
 Dtype = Annotated[DtypeName, text("Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
-Device = Annotated[str | None, text("cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.")]
+Device = Annotated[
+    str | None,
+    matching(
+        r"(?!meta)[a-z]+(:\d+)?",
+        "the name of a device, such as cpu or cuda:1",
+        "cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.",
+    ),
+]
 Seed = Annotated[int | None, number(0, "Seed of sampling.", most=2**32 - 1)]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace files that exist, in place of an error.")]
 Json = Annotated[bool, flag("--json", "Print a single JSON object to standard output.")]

@@ -239,8 +239,8 @@ EARLY = [
     ("train --learning-rate nan", "'--learning-rate': nan is not a number above 0."),
     ("tune --dtype int3", "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
     ("generate TARGET notes.txt --prompt text", "pass one prompt"),
-    ("generate TARGET notes.txt --device warp9", "--device warp9"),
-    ("audit TARGET notes.txt --device meta", "--device meta"),
+    ("generate TARGET notes.txt --device warp9", "'--device': 'warp9': expected the name of a device"),
+    ("audit TARGET notes.txt --device meta", "'--device': 'meta': expected"),
     ("audit TARGET notes.txt --samples 49 --max-new-tokens 4", "--samples 49"),
     ("generate TARGET notes.txt --html .", "'--html': . is a folder."),
     ("generate TARGET notes.txt --html notes.txt/page.html", "notes.txt is a file."),
@@ -293,8 +293,25 @@ EARLY = [
     ("generate TARGET notes.txt --draft full", "the draft 'full': it has no config.json."),
     ("demo --draft notes.txt", "the draft 'notes.txt': it is a file."),
     ("train --config recipe.yaml --target x --output-dir full", "full/of exists. Pass --resume"),
-    ("publish DRAFT --dry-run --repo name", "--repo name: expected owner/name"),
-    ("publish DRAFT --dry-run --engine a/b/c", "--engine a/b/c: expected owner/name"),
+    ("publish DRAFT --dry-run --repo name", "'--repo': 'name': expected owner/name, with letters"),
+    ("publish DRAFT --dry-run --engine a/b/c", "'--engine': 'a/b/c': expected owner/name"),
+    (
+        "publish DRAFT --dry-run --license Apache",
+        "'--license': 'Apache': expected the id of a license on the Hub, such",
+    ),
+    ("publish DRAFT --dry-run --base-model ./org", "'--base-model': './org': expected a Hub id, such as"),
+    ("publish DRAFT --dry-run --name mine", "--name mine names a draft in --results. Pass --results, or drop it."),
+    ("publish DRAFT --dry-run --base-model a/b --results data.jsonl", "no acceptance of the draft 'tiny"),
+    ("publish locked --dry-run", "the target '' is not a Hub id"),
+    ("convert full --output out", "the target of 'full' is unknown. Pass --target"),
+    ("convert full --output out --target locked/none/x", "'locked/none/x': there is no such folder."),
+    ("convert full --output out --target binary.json", "'binary.json': there is no such file."),
+    ("train --config recipe.yaml --target x --output-dir out --resume", "'out' has no complete checkpoint to resume"),
+    ("train --config recipe.yaml --target x --set draft.kind=medusa", "draft.kind='medusa': expected one of dflash,"),
+    ("train --config recipe.yaml --target x --set pack=0", "pack: 0 in the recipe: expected the number of tokens per"),
+    ("train --config recipe.yaml --target x --set eval_dataset={}", "eval_dataset has neither path nor tokens."),
+    ("train --config recipe.yaml --target x --set dataset={tokens:[a.npy]}", "dataset: tokens have no documents."),
+    ("train --config recipe.yaml --target x --draft full", "the draft 'full': it has no config.json."),
     ("publish DRAFT --dry-run --engine a/b --self-contained", "--engine a/b and --self-contained are opposites."),
 ]
 LATE = [
@@ -467,7 +484,18 @@ def test_version_help_and_wrong_options_and_prompts_import_neither_torch_nor_tra
     wrong += [["generate", "--target", "x", "--prompt", "x", "--regex", "("]]
     wrong += [["demo", "--draft", str(tmp_path)], ["publish", str(tmp_path), "--dry-run", "--repo", "name"]]
     (tmp_path / "recipe.yaml").write_text("{target: x, training: {}, dataset: {path: text}}")
-    wrong += [["train", "--config", str(tmp_path / "recipe.yaml")]]
+    wrong += [["train", "--config", str(tmp_path / "recipe.yaml"), *words] for words in ([], ["--set", "pack=0"])]
+    wrong += [["train", "--config", str(tmp_path / "recipe.yaml"), "--set", "draft.kind=medusa"]]
+    (tmp_path / "data.jsonl").write_text('{"words": "one"}')
+    wrong += [["bench", "--target", "x", "--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "b.jsonl")]]
+    wrong += [
+        ["generate", "--target", "x", "--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "o.jsonl")]
+    ]
+    wrong += [["audit", "--target", "x", "--prompt", "x", "--device", "warp9"]]
+    (tmp_path / "config.json").write_text("{}")
+    for words in (["--license", "foo bar"], ["--name", "x"], ["--base-model", "x/"], []):
+        wrong += [["publish", str(tmp_path), "--dry-run", *words]]
+    wrong += [["convert", str(tmp_path), "--output", str(tmp_path / "out")]]
     output = script(LIGHT.format(lines=lines + wrong))
     for line, status in [(line, 0) for line in lines] + [(line, 2) for line in wrong]:
         assert f"{line} {status} []\n" in output
