@@ -492,10 +492,12 @@ def test_version_help_and_wrong_options_and_prompts_import_neither_torch_nor_tra
         ["generate", "--target", "x", "--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "o.jsonl")]
     ]
     wrong += [["audit", "--target", "x", "--prompt", "x", "--device", "warp9"]]
-    (tmp_path / "config.json").write_text("{}")
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
     for words in (["--license", "foo bar"], ["--name", "x"], ["--base-model", "x/"], []):
-        wrong += [["publish", str(tmp_path), "--dry-run", *words]]
-    wrong += [["convert", str(tmp_path), "--output", str(tmp_path / "out")]]
+        wrong += [["publish", str(draft), "--dry-run", *words]]
+    wrong += [["convert", str(draft), "--output", str(tmp_path / "out")]]
     output = script(LIGHT.format(lines=lines + wrong))
     for line, status in [(line, 0) for line in lines] + [(line, 2) for line in wrong]:
         assert f"{line} {status} []\n" in output
