@@ -431,7 +431,7 @@ def publish(
     license: Annotated[
         str | None,
         options.matching(
-            r"[a-z0-9.-]+", "the id of a license on the Hub, such as mit or other", "License of the weights."
+            r"[a-z0-9.+-]+", "the id of a license on the Hub, such as mit or other", "License of the weights."
         ),
     ] = None,
     private: Annotated[bool, flag("--private", "Make a new repository private.")] = False,
