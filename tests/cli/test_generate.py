@@ -275,7 +275,7 @@ def test_texts_with_a_structure(command, tiny, target, tmp_path):
     [
         ("{", (), "schema.json is not JSON"),
         ("{}", ("--regex", "a"), "--json-schema and --regex cannot be combined"),
-        ('{"type": "x"}', (), "json_schema=.* cannot be followed"),
+        ('{"type": "x"}', (), "--json-schema .*schema.json cannot be followed: Invalid type: x. Correct"),
         (None, (), "schema.json' does not exist"),
     ],
 )
