@@ -506,6 +506,11 @@ def with_final_norm_input(
     return result, hidden
 
 
+def plain_forward(model: PreTrainedModel, cache: Any, positions: torch.Tensor, num_keys: int, **inputs: Any) -> Any:
+    """Return the result of a forward of prompts at `positions` `(B, N)`, which attend to `num_keys` keys."""
+    return model(**inputs, **{CACHE_NAME: cache}, use_cache=True)
+
+
 def logits_under(
     context: Any,
     model: PreTrainedModel,

@@ -321,9 +321,8 @@ def plain_logits(target: TargetView, cache: SpeculativeCache, tokens: torch.Tens
     """Logits of tokens `(B, N)` after those of the cache, in a forward as plain `generate` runs it."""
     start = cache.get_seq_length()
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-    with target.mode.around_prefill(cache, positions, start + tokens.shape[1]):
-        inputs = {"input_ids": tokens, "position_ids": positions, CACHE_NAME: cache, "use_cache": True}
-        logits: torch.Tensor = target.model(**inputs, **more).logits
+    inputs = {"input_ids": tokens, "position_ids": positions, **more}
+    logits: torch.Tensor = target.mode.forward(target.model, cache, positions, start + tokens.shape[1], **inputs).logits
     return logits
 
 

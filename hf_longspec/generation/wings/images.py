@@ -12,7 +12,7 @@ prompt, and counts on from those of its last token.
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -130,10 +130,10 @@ class PromptsWithInputs(Prompts):
         # one forward ends in the same column of all rows
         return [min(sizes)] * len(sizes) if self.target.has_states else sizes
 
-    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor], context_of: Callable[..., Any]) -> None:
+    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor]) -> None:
         """Run prompts in one forward, with their last tokens, which will run again, except with recurrent states."""
         if not self.inputs:
-            super().run(cache, heads, context_of)
+            super().run(cache, heads)
         else:
             self._run_with_inputs(cache, heads if self.target.has_states else self.new)
 
@@ -206,7 +206,7 @@ class Inputs(Wing):
     def change(self, call: Call) -> None:
         """Read the inputs, and check positions on several axes, which `generate` makes for M-RoPE."""
         call.inputs = inputs_beside_tokens(call.target, call.model_kwargs)
-        call.prompts_class = PromptsWithInputs
+        call.read_as(PromptsWithInputs)
         positions = call.position_ids
         if positions is not None and positions.dim() == 3 and positions.shape[-1] == call.tokens.shape[1]:
             call.position_ids = None

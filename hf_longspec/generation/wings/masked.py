@@ -26,10 +26,10 @@ from ...attention_backends.contexts import TreeContext
 from ..cache import CACHE_NAME, Rows, SpeculativeCache, SpeculativeLayer, slots_of
 from ..call import places_of
 from ..draft_tree import DraftTree
-from ..target_modules import shape_of
+from ..target_modules import plain_forward, shape_of
 from ..wing import LayerTraits, VerificationMode
 from .hooks import bare
-from .plain_forwards import PlainForwards
+from .plain_forwards import PlainForwards, PromptsOfForwards
 from .trial import CHUNKED_LAYER, HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
 
 SLIDING_LAYER = "sliding_attention"
@@ -146,6 +146,12 @@ def choices_of(cache: Any, positions: Tensor, num_slots: int) -> AbstractContext
     if not any(isinstance(layer, IndexedLayer) for layer in cache.layers):
         return nullcontext()
     return IndexerChoices(positions, num_slots, cache.rows.plain)
+
+
+def choosing_forward(model: PreTrainedModel, cache: Any, positions: Tensor, num_keys: int, **inputs: Any) -> Any:
+    """Return the result of a forward of prompts; see [`plain_forward`]."""
+    with choices_of(cache, positions, num_keys):
+        return plain_forward(model, cache, positions, num_keys, **inputs)
 
 
 def masked_logits(
@@ -282,10 +288,8 @@ def plain_logits(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor
     """Logits of tokens `(B, N)` after those of the cache, in a forward as plain `generate` runs it."""
     start = cache.get_seq_length()
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-    with choices_of(cache, positions, start + tokens.shape[1]):
-        logits: Tensor = model(
-            input_ids=tokens, position_ids=positions, **{CACHE_NAME: cache}, use_cache=True, **more
-        ).logits
+    inputs = {"input_ids": tokens, "position_ids": positions, **more}
+    logits: Tensor = choosing_forward(model, cache, positions, start + tokens.shape[1], **inputs).logits
     return logits
 
 
@@ -361,6 +365,24 @@ def why_not_masked(model: PreTrainedModel, config: Any) -> list[str]:
     return reasons
 
 
+class MaskedPrompts(PromptsOfForwards):
+    """Prompts of targets that are verified by masks."""
+
+    def why_not(self) -> Iterator[str]:
+        kind, length = type(self.target.model).__name__, self.call.max_length
+        if self.has_gaps:
+            yield (
+                f"attention_mask has zeros between tokens, which is not supported with the masks of {kind}. Move the "
+                "zeros to the left of each row."
+            )
+        limit = first_count_that_matters(self.target.config)
+        if length > limit and (len(self.texts) > 1 or self.mask is not None):
+            yield (
+                f"max_length={length}: from {limit} tokens on (floor_scale), {kind} scales queries by positions that "
+                "count the padding of a batch. Pass one prompt without padding, or a smaller max_length."
+            )
+
+
 class MaskedMode(VerificationMode):
     """Verify nodes under the model's own attention, by a mask."""
 
@@ -368,6 +390,8 @@ class MaskedMode(VerificationMode):
     compiles = False
     parts_of_bucket = 8
     logits = staticmethod(masked_logits)
+    forward = staticmethod(choosing_forward)
+    prompts_class = MaskedPrompts
     takes_unreached = True
     takes_inputs = takes_contexts = False
     # the choice of an indexer depends on the number of tokens of a forward if there are ties
@@ -389,9 +413,6 @@ class MaskedMode(VerificationMode):
 
     def attention(self, target: Any) -> AbstractContextManager[Any]:
         return nullcontext()
-
-    def around_prefill(self, cache: Any, positions: Tensor, num_keys: int) -> AbstractContextManager[Any]:
-        return choices_of(cache, positions, num_keys)
 
     def kinds(self) -> set[str]:
         return {*INDEXED_LAYERS, CHUNKED_LAYER}
@@ -425,24 +446,6 @@ class MaskedMode(VerificationMode):
 
     def continues_texts(self, target: Any) -> bool:
         return False
-
-    def why_not_call(self, call: Any) -> Iterator[str]:
-        """Yield reasons why masks over prefix and nodes would differ from those of plain `generate`."""
-        kind, prompts = type(call.target.model).__name__, call.prompts
-        if prompts.has_gaps:
-            yield (
-                f"attention_mask has zeros between tokens, which is not supported with the masks of {kind}. Move the "
-                "zeros to the left of each row."
-            )
-        limit = first_count_that_matters(call.target.config)
-        if call.max_length > limit and (len(prompts.texts) > 1 or prompts.mask is not None):
-            yield (
-                f"max_length={call.max_length}: from {limit} tokens on (floor_scale), {kind} scales queries by "
-                "positions that count the padding of a batch. Pass one prompt without padding, or a smaller max_length."
-            )
-
-    def begin(self, cache: Any, prompts: Any) -> None:
-        cache.rows.plain = PlainForwards.of(prompts)
 
 
 MASKED = MaskedMode()

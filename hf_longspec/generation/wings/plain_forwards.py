@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...attention_backends.lengths import on_device
+from ..call import Call, Prompts
 
 
 @dataclass
@@ -17,8 +18,8 @@ class PlainForwards:
     stored: int  # columns that the cache of plain `generate` held before the call
     prompt: int  # columns of the prompts
     chunk: int  # columns of a forward of the prompts
-    # the target, and how many tokens of each row the prefill runs, if it runs rows of different lengths right-padded
-    padded: tuple[Any, list[int]] | None = None
+    # how many tokens of each row the prefill runs, if it runs rows of different lengths right-padded
+    padded: list[int] | None = None
 
     @classmethod
     def of(cls, prompts: Any) -> "PlainForwards":
@@ -44,3 +45,15 @@ class PlainForwards:
         begins = columns - (columns - self.stored) % self.chunk
         is_alone = (columns < self.stored) | (columns >= self.prompt) | (self.num_keys(columns) - begins == 1)
         return is_alone & (columns > 0)
+
+
+class PromptsOfForwards(Prompts):
+    """Prompts whose layers depend on the forwards of plain `generate`."""
+
+    def __init__(self, call: Call):
+        super().__init__(call)
+        self.plain = PlainForwards.of(self)
+
+    def begin(self, cache: Any) -> None:
+        super().begin(cache)
+        cache.rows.plain = self.plain

@@ -151,7 +151,7 @@ class BeamDrafter(Drafter):
 
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
-        self._owner, self.draft = draft, draft.placed_for(binding.target.model)
+        self._owner, self.draft = draft, draft.placed_at(self.place(draft))
         self.coupling = binding.coupling()
         self.widths, self.num_nodes = self.shape_of(draft)
         self.max_depth = len(self.widths)
@@ -159,7 +159,8 @@ class BeamDrafter(Drafter):
         head_dim = draft.config.head_dim
         self.scaling = head_dim**-0.5
         kernels = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
-        self._kernels: AttentionBackend = under_autocast(kernels, self.device.type)
+        is_cast = torch.is_autocast_enabled(self.device.type)
+        self._kernels: AttentionBackend = under_autocast(kernels) if is_cast else kernels
         self._grow: Callable[..., Any] = self.grow
         if binding.target.steps.runner is not None:
             self._grow = self._grow_at_once if self.coupling.fits_graphs else self._grow_by_levels
@@ -172,6 +173,11 @@ class BeamDrafter(Drafter):
     def _holder(self) -> Any:
         """The object that graphs go with. They hold the addresses of weights: those of a copy are dropped with it."""
         return self.rings[0] if self.draft is self._owner else self.draft
+
+    def place(self, draft: Any) -> tuple[torch.device, torch.dtype]:
+        """Return the device and dtype that the draft runs with."""
+        place: tuple[torch.device, torch.dtype] = draft.place(self.binding.target.model)
+        return place
 
     def shape_of(self, draft: Any) -> tuple[list[int], int]:
         """Return the widths of all levels, and how many of the best nodes are verified, root included."""

@@ -26,10 +26,10 @@ class LongSpecDrafter(CacheReader):
     rotates_as_target = True  # its queries attend to the target's keys
 
     def __init__(self, binding: Binding, draft: Any):
-        super().__init__(binding, draft)
         config = self.config = draft.config
-        self.block = self.draft.block
         self.parts = TargetParts(binding.target.model, config.kv_layer)
+        super().__init__(binding, draft)
+        self.block = self.draft.block
         self.head: Any = self.parts.head
         if self.draft.d2t is not None:
             self.head = binding.part((PartOfHead, self.device), lambda: PartOfHead(self.parts, self.draft.token_ids))
@@ -39,6 +39,9 @@ class LongSpecDrafter(CacheReader):
         self.ring: WindowRing = binding.part((WindowRing, *shape), lambda: WindowRing(*shape))
         self.ring.clear()
         self.rings = [self.ring]
+
+    def place(self, draft: Any) -> tuple[torch.device, torch.dtype]:
+        return self.parts.place
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Fill the ring with the last tokens of the texts, which is the only prefill of this draft."""
