@@ -206,7 +206,7 @@ class TargetView:
             adapter = "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
             return [*self._why_not_kind(), adapter]
         reasons = self.known.reasons
-        key = str(self.config._attn_implementation), getattr(self.model, "_use_kernels", False)
+        key = str(self.config._attn_implementation), getattr(self.model, "_use_kernels", False), *self.rare
         if key not in reasons:
             reasons[key] = self._why_not_kind() or self.mode.why_not_tried(self)
         return reasons[key] or self._why_not_as_long(max_length)

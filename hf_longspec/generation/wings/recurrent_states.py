@@ -448,7 +448,7 @@ class PromptsOfStates(PromptsOfForwards):
             )
 
     def tree_slots(self, nodes: int) -> int:
-        return super().tree_slots(max(nodes, RecurrentMode.seed_tokens) + 1)  # see `tails` for one more
+        return super().tree_slots(max(nodes, self.target.mode.seed_tokens) + 1)  # see `tails` for one more
 
     def tails(self, seed_tokens: int) -> list[int]:
         """Return the sizes, one more if a lone token would remain: functions for one token may differ."""
