@@ -51,7 +51,7 @@ RARE = {
         ("images",),
     ),
     "rotary limit": (
-        r"rotary_limit|RotaryLimit|changes_of|FrequencyChange|ROTARY_LIMIT|position_limit|lowest_positions|is_limited",
+        r"rotary_limit|RotaryLimit|changes_of|FrequencyChange|ROTARY_LIMIT|position_bounds",
         ("rotary_limit",),
     ),
     "caches of the user": (

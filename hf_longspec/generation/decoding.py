@@ -6,6 +6,7 @@ token.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -96,8 +97,8 @@ class Session:
     A cache of the user's is adopted last, after all validation.
     """
 
-    # whether some steps cannot speculate; see `may_speculate`
-    is_limited = False
+    # function that tells whether the target can verify a tree of some depth in the next step; it always can by default
+    may_speculate: Callable[[int], bool] | None = None
     # whether the first verification of a kind of target is compared with a plain forward
     checks_target = True
     # whether the gate may pause the draft
@@ -194,23 +195,15 @@ class Session:
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
-    def may_speculate(self, max_depth: int) -> bool:
-        """Return whether the target can verify a tree of this depth in the next step."""
-        return True
-
-    def position_limit(self) -> int:
-        """Return the number of positions that the next forward may use."""
-        return self.max_length
-
-    def lowest_positions(self) -> list[int] | None:
-        """Return a lower bound on the positions of each row in the next forward; `None` if there is none."""
-        return None
+    def position_bounds(self) -> dict[str, Any]:
+        """Return `limit` and `lowest` of [`TargetView.verify`] for the next forward."""
+        return {"limit": self.max_length}
 
     def verify(self, tree: DraftTree, fixed_shape: bool = False) -> Step:
         """Run the target over all nodes of a tree."""
         capture, hidden = self.drafter.capture(tree), self.drafter.wants_hidden
-        options = self.position_limit(), hidden, fixed_shape, self.lowest_positions()
-        return self.target.verify(tree, self.cache, capture, *options)
+        options = {"with_hidden": hidden, "fixed_shape": fixed_shape} | self.position_bounds()
+        return self.target.verify(tree, self.cache, capture, **options)
 
     def emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""

@@ -11,7 +11,7 @@ Each rare case has a file of its own in `wings/`, which imports the core and is 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -134,7 +134,9 @@ class VerificationMode:
 
 
 class Wing:
-    """A rare case of calls. `WINGS` holds it under the name by which [`Call.rare`] mentions the case."""
+    """A rare case of calls. `WINGS` holds it by the name of the case, which [`Call.rare`] mentions."""
+
+    case: ClassVar[str]
 
     def why_not_target(self, target: Any) -> Iterable[str]:
         """Return reasons why no call can use a draft with this [`TargetView`]."""

@@ -21,10 +21,10 @@ import torch
 from transformers.utils import logging
 
 from ..cache import CACHE_NAME, SpeculativeCache
-from ..call import Call
+from ..call import HOOKS, Call
 from ..draft_tree import DraftTree
 from ..target import TargetView
-from ..wing import Wing
+from ..wing import FIRST_CHECKS, Wing
 from .hooks import bare, hooks_of
 from .trial import TRIAL_TOLERANCE, rotary_state_kept
 from .user_state import UserState, random_generators
@@ -339,14 +339,19 @@ def _spread(logits: torch.Tensor) -> float:
 class FirstChecks(Wing):
     """The comparison of the first verification of a kind of target with a plain forward."""
 
+    case = FIRST_CHECKS
+
     def check(self, session: Any) -> None:
         """Compare them after the prompts of a [`Session`], once."""
         prompts = session.prompts
-        check_target(session.target, session.cache, prompts.texts, session.position_limit(), prompts.logits)
+        limit = session.position_bounds()["limit"]
+        check_target(session.target, session.cache, prompts.texts, limit, prompts.logits)
 
 
 class Hooks(Wing):
     """Targets with forward hooks or patched forwards, which may be a user's."""
+
+    case = HOOKS
 
     def why_not(self, call: Call) -> Iterator[str]:
         if reason := why_not_hooked(call, call.draft.num_tree_nodes(call.target)):

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ..draft_tree import DraftTree
 from ..drafter import Drafter, Verification
 from ..sequences import GateDecision, SpeculationStats
-from ..wing import Wing
+from ..wing import GATE, Wing
 
 logger = logging.get_logger(__name__)
 
@@ -389,6 +389,8 @@ def message_of(decision: GateDecision, method: str) -> str:
 class Gate(Wing):
     """The gate of calls that speculate."""
 
+    case = GATE
+
     def drafter(self, drafter: Drafter, session: Any) -> Any:
         """Return the drafter of a [`Session`], maybe hidden from some steps."""
-        return gated(drafter, session.draft, session.stats, session.may_speculate if session.is_limited else None)
+        return gated(drafter, session.draft, session.stats, session.may_speculate)

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from ..cache import CACHE_NAME, SpeculativeCache
-from ..call import KNOWN_MODEL_KWARGS, Call, Prompts, refuse_positions, unpadded
+from ..call import IMAGES, KNOWN_MODEL_KWARGS, Call, Prompts, refuse_positions, unpadded
 from ..target import TargetView
 from ..target_modules import before_forward
 from ..wing import Wing
@@ -202,6 +202,8 @@ def decoder_arguments(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[st
 
 class Inputs(Wing):
     """Images and other inputs beside the tokens, and positions on several axes."""
+
+    case = IMAGES
 
     def change(self, call: Call) -> None:
         """Read the inputs, and check positions on several axes, which `generate` makes for M-RoPE."""

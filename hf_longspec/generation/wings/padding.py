@@ -6,7 +6,7 @@ from typing import Any
 
 from ...attention_backends.gapped import GappedContext
 from ..cache import SpeculativeCache
-from ..call import Call, Prompts
+from ..call import GAPS, Call, Prompts
 from ..wing import Wing
 
 
@@ -29,6 +29,8 @@ class PromptsWithGaps(Prompts):
 
 class Gaps(Wing):
     """Calls with padding between tokens."""
+
+    case = GAPS
 
     def change(self, call: Call) -> None:
         call.read_as(PromptsWithGaps)

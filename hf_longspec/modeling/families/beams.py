@@ -174,10 +174,9 @@ class BeamDrafter(Drafter):
         """The object that graphs go with. They hold the addresses of weights: those of a copy are dropped with it."""
         return self.rings[0] if self.draft is self._owner else self.draft
 
-    def place(self, draft: Any) -> tuple[torch.device, torch.dtype]:
+    def place(self, draft: Any) -> Any:
         """Return the device and dtype that the draft runs with."""
-        place: tuple[torch.device, torch.dtype] = draft.place(self.binding.target.model)
-        return place
+        return draft.place(self.binding.target.model)
 
     def shape_of(self, draft: Any) -> tuple[list[int], int]:
         """Return the widths of all levels, and how many of the best nodes are verified, root included."""

@@ -40,7 +40,7 @@ class LongSpecDrafter(CacheReader):
         self.ring.clear()
         self.rings = [self.ring]
 
-    def place(self, draft: Any) -> tuple[torch.device, torch.dtype]:
+    def place(self, draft: Any) -> Any:
         return self.parts.place
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
