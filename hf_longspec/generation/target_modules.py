@@ -511,6 +511,14 @@ def plain_forward(model: PreTrainedModel, cache: Any, positions: torch.Tensor, n
     return model(**inputs, **{CACHE_NAME: cache}, use_cache=True)
 
 
+def plain_logits(forward: Any, model: PreTrainedModel, cache: Any, tokens: torch.Tensor, **more: Any) -> Any:
+    """Logits of tokens `(B, N)` after those of the cache, by [`plain_forward`] or the function in its place."""
+    start, count = cache.get_seq_length(), tokens.shape[1]
+    positions = torch.arange(start, start + count, device=tokens.device).expand_as(tokens)
+    inputs = {"input_ids": tokens, "position_ids": positions, **more}
+    return forward(model, cache, positions, start + count, **inputs).logits
+
+
 def logits_under(
     context: Any,
     model: PreTrainedModel,

@@ -24,6 +24,7 @@ from ..cache import CACHE_NAME, SpeculativeCache
 from ..call import HOOKS, Call
 from ..draft_tree import DraftTree
 from ..target import TargetView
+from ..target_modules import plain_logits
 from ..wing import FIRST_CHECKS, Wing
 from .hooks import bare, hooks_of
 from .trial import TRIAL_TOLERANCE, rotary_state_kept
@@ -299,8 +300,8 @@ def _both_ways(target: TargetView, call: Call, num_nodes: int) -> tuple[torch.Te
     chain = tokens[:, -1:].expand(-1, count)
     cache = SpeculativeCache(target.config, rows, length + count)
     last = target.keeping(torch.tensor([length - 1], device=tokens.device))
-    plain = [plain_logits(target, cache, tokens, **last)[:, -1:]]
-    plain += [plain_logits(target, cache, token) for token in chain.split(1, dim=1)]
+    run = target.mode.forward, target.model, cache
+    plain = [plain_logits(*run, tokens, **last)[:, -1:], *(plain_logits(*run, token) for token in chain.split(1, 1))]
 
     seed = min(length, MOST_SEED_TOKENS)
     head, end = tokens.split([length - seed, seed], dim=1)
@@ -315,15 +316,6 @@ def _both_ways(target: TargetView, call: Call, num_nodes: int) -> tuple[torch.Te
         tree = _tree(tokens[:, -1:].expand(-1, num_nodes), parents, count - 1)
         drafted.append(target.verify(tree, cache).logits[:, [0, *range(wrong + 1, num_nodes)]])
     return torch.cat(plain, 1).float(), torch.cat(drafted, 1).float()
-
-
-def plain_logits(target: TargetView, cache: SpeculativeCache, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
-    """Logits of tokens `(B, N)` after those of the cache, in a forward as plain `generate` runs it."""
-    start = cache.get_seq_length()
-    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-    inputs = {"input_ids": tokens, "position_ids": positions, **more}
-    logits: torch.Tensor = target.mode.forward(target.model, cache, positions, start + tokens.shape[1], **inputs).logits
-    return logits
 
 
 def _largest_gap(one: torch.Tensor, other: torch.Tensor) -> float:

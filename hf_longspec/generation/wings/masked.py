@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +27,13 @@ from ...attention_backends.contexts import TreeContext
 from ..cache import CACHE_NAME, Rows, SpeculativeCache, SpeculativeLayer, slots_of
 from ..call import places_of
 from ..draft_tree import DraftTree
-from ..target_modules import plain_forward, shape_of
+from ..target_modules import plain_forward, plain_logits, shape_of
 from ..wing import LayerTraits, VerificationMode
 from .hooks import bare
 from .plain_forwards import PlainForwards, PromptsOfForwards
-from .trial import CHUNKED_LAYER, HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
+from .trial import HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
 
-SLIDING_LAYER = "sliding_attention"
+SLIDING_LAYER, CHUNKED_LAYER = "sliding_attention", "chunked_attention"
 # Attention implementations of transformers that take a mask for each query and key.
 IMPLEMENTATIONS = ("eager", "sdpa")
 # Types of layers with an indexer, whose keys are cached beside those of the layer; the second one before 5.23.
@@ -154,6 +155,9 @@ def choosing_forward(model: PreTrainedModel, cache: Any, positions: Tensor, num_
         return plain_forward(model, cache, positions, num_keys, **inputs)
 
 
+_logits = partial(plain_logits, choosing_forward)
+
+
 def masked_logits(
     context: Any, model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: Any, mask: Tensor, **more: Any
 ) -> Tensor:
@@ -270,9 +274,9 @@ def _gaps(model: PreTrainedModel, config: Any) -> tuple[float, float, float]:
     for row, length in enumerate(TRIAL_PROMPTS):
         for path in ((0, 1, 2), (0, 3, 4)):
             alone, prompt = SpeculativeCache(config, 1, length + len(path)), tokens[row : row + 1, :length]
-            plain_logits(model, alone, prompt)
+            _logits(model, alone, prompt)
             for node in path:
-                logits.append(plain_logits(model, alone, nodes[row : row + 1, node : node + 1])[0, -1])
+                logits.append(_logits(model, alone, nodes[row : row + 1, node : node + 1])[0, -1])
                 differences.append(_difference(verified[row, node], logits[-1]))
         padded.append(_difference(_after_padding(model, config, prompt, nodes[row : row + 1, :1]), logits[-3]))
     spread = torch.stack(logits).float()
@@ -284,18 +288,9 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).masked_fill(one == other, 0).abs().max())
 
 
-def plain_logits(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, **more: Any) -> Tensor:
-    """Logits of tokens `(B, N)` after those of the cache, in a forward as plain `generate` runs it."""
-    start = cache.get_seq_length()
-    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-    inputs = {"input_ids": tokens, "position_ids": positions, **more}
-    logits: Tensor = choosing_forward(model, cache, positions, start + tokens.shape[1], **inputs).logits
-    return logits
-
-
 def _after_prompts(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, tree: DraftTree) -> Tensor:
     """Logits of the nodes of a tree after the prompts of a trial, whose rows have different lengths."""
-    plain_logits(model, cache, tokens[:, : max(TRIAL_PROMPTS)])
+    _logits(model, cache, tokens[:, : max(TRIAL_PROMPTS)])
     cache.set_lengths(TRIAL_PROMPTS)
     positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
     cache.stage(tree.num_nodes, tree)
@@ -334,7 +329,7 @@ def ignores_zeros_by_logits(model: PreTrainedModel, config: Any, name: str) -> b
     caches = (SpeculativeCache(config, 1, tokens.shape[1]) for _ in range(2))
     try:
         without, with_zeros = (
-            plain_logits(model, cache, tokens, **more)
+            _logits(model, cache, tokens, **more)
             for cache, more in zip(caches, ({}, {name: torch.zeros_like(tokens)}), strict=True)
         )
     except Exception:  # it refuses this input, so nothing is known

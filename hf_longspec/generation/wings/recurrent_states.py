@@ -36,7 +36,7 @@ from .recurrences import (
     recurrences_replaced,
     why_not_replaceable,
 )
-from .trial import CHUNKED_LAYER, HybridMode
+from .trial import HybridMode
 
 try:
     from .fixed_states import CommitStates, FixedStates
@@ -501,7 +501,7 @@ class RecurrentMode(HybridMode):
             yield
 
     def kinds(self) -> set[str]:
-        return STATE_LAYERS | HYBRID_LAYERS | {CHUNKED_LAYER}
+        return STATE_LAYERS | HYBRID_LAYERS
 
     def why_not_fixed(self, name: str) -> str | None:
         return f"recurrent states, which {name} has"
@@ -511,7 +511,7 @@ class RecurrentMode(HybridMode):
         kinds = set(config.layer_types)
         if kinds <= STATE_LAYERS | NO_CACHE:
             reasons.append("it has no attention layers, and the loop runs recurrent layers beside attention only")
-        if CHUNKED_LAYER in kinds or shape_of(config, "attention_chunk_size"):
+        if shape_of(config, "attention_chunk_size"):
             reasons.append("it has chunked attention, which the attention backends do not support")
         return reasons + super().why_not(target)
 

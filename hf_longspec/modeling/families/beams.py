@@ -149,9 +149,9 @@ class BeamDrafter(Drafter):
     # Whether positions are those of the target also after images. Graphs compute them from lengths alone.
     rotates_as_target: ClassVar[bool] = False
 
-    def __init__(self, binding: Binding, draft: Any):
+    def __init__(self, binding: Binding, draft: Any, place: Any = None):
         super().__init__(binding)
-        self._owner, self.draft = draft, draft.placed_at(self.place(draft))
+        self._owner, self.draft = draft, draft.placed_at(place or draft.place(binding.target.model))
         self.coupling = binding.coupling()
         self.widths, self.num_nodes = self.shape_of(draft)
         self.max_depth = len(self.widths)
@@ -173,10 +173,6 @@ class BeamDrafter(Drafter):
     def _holder(self) -> Any:
         """The object that graphs go with. They hold the addresses of weights: those of a copy are dropped with it."""
         return self.rings[0] if self.draft is self._owner else self.draft
-
-    def place(self, draft: Any) -> Any:
-        """Return the device and dtype that the draft runs with."""
-        return draft.place(self.binding.target.model)
 
     def shape_of(self, draft: Any) -> tuple[list[int], int]:
         """Return the widths of all levels, and how many of the best nodes are verified, root included."""

@@ -28,7 +28,7 @@ class LongSpecDrafter(CacheReader):
     def __init__(self, binding: Binding, draft: Any):
         config = self.config = draft.config
         self.parts = TargetParts(binding.target.model, config.kv_layer)
-        super().__init__(binding, draft)
+        super().__init__(binding, draft, self.parts.place)
         self.block = self.draft.block
         self.head: Any = self.parts.head
         if self.draft.d2t is not None:
@@ -39,9 +39,6 @@ class LongSpecDrafter(CacheReader):
         self.ring: WindowRing = binding.part((WindowRing, *shape), lambda: WindowRing(*shape))
         self.ring.clear()
         self.rings = [self.ring]
-
-    def place(self, draft: Any) -> Any:
-        return self.parts.place
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Fill the ring with the last tokens of the texts, which is the only prefill of this draft."""
