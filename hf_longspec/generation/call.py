@@ -7,6 +7,7 @@ then runs without the draft or is an error. What only some calls need is a wing,
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -161,17 +162,12 @@ class Call:
             refuse_positions(self.position_ids, self.tokens, self.mask, apart=self.columns_apart)
         self.store.refuse(self)
         self.prompts = self.prompts_class(self)
-        return next(self._reasons(), None)
+        # those first whose finding costs least
+        return next(chain(self.prompts.why_not(), *(WINGS[name].why_not(self) for name in self.rare)), None)
 
     def read_as(self, kind: "type[Prompts]") -> None:
         """Let `kind` read the prompts, on top of the classes that do so far."""
         self.prompts_class = type(kind.__name__, (kind, self.prompts_class), {})
-
-    def _reasons(self) -> Iterator[str]:
-        """Yield reasons, those first whose finding costs least."""
-        yield from self.prompts.why_not()
-        for name in self.rare:
-            yield from WINGS[name].why_not(self)
 
     def _refuse_unsupported(self) -> None:
         """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""

@@ -21,18 +21,6 @@ class PlainForwards:
     # how many tokens of each row the prefill runs, if it runs rows of different lengths right-padded
     padded: list[int] | None = None
 
-    @classmethod
-    def of(cls, prompts: Any) -> "PlainForwards":
-        """Return the forwards of a call with these [`Prompts`].
-
-        Plain `generate` runs the padding after rows that have ended, so its cache has as many columns as the longest
-        row.
-        """
-        width = prompts.input_ids.shape[1]
-        lags = tuple(width - len(text) for text in prompts.texts)
-        stored = max((held + lag for held, lag in zip(prompts.held, lags, strict=True) if held), default=0)
-        return cls(lags, stored, width, prompts.chunk_size or width)
-
     def num_keys(self, columns: Tensor) -> Tensor:
         """Return the number of keys in the forward of the tokens in these columns."""
         ends = self.stored + ((columns - self.stored) // self.chunk + 1) * self.chunk
@@ -48,11 +36,15 @@ class PlainForwards:
 
 
 class PromptsOfForwards(Prompts):
-    """Prompts whose layers depend on the forwards of plain `generate`."""
+    """Prompts of targets whose layers depend on the forwards of plain `generate`."""
 
     def __init__(self, call: Call):
         super().__init__(call)
-        self.plain = PlainForwards.of(self)
+        width = self.input_ids.shape[1]
+        lags = tuple(width - len(text) for text in self.texts)
+        # plain `generate` runs the padding after rows that have ended, so its cache has the columns of the longest row
+        stored = max((held + lag for held, lag in zip(self.held, lags, strict=True) if held), default=0)
+        self.plain = PlainForwards(lags, stored, width, self.chunk_size or width)
 
     def begin(self, cache: Any) -> None:
         super().begin(cache)
