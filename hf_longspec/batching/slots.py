@@ -101,7 +101,7 @@ class RowSession(Session):
             ends = [] if prefixes is None else prefixes.ends(start, stop, chunk_size)
         for end in (*ends, stop):
             with self.drafter.watch_prefill([len(text)], self.held):
-                prompts.run(self.cache, [text[start:end]], self.context_of)
+                prompts.run(self.cache, [text[start:end]])
             self.cache.set_lengths([end])
             start = end
             if end < stop:
