@@ -55,7 +55,7 @@ DRAFTERS = {
 # Most copies from pinned memory and most launches outside of graphs in a steady iteration with captured steps;
 # launches are averaged, as noise is drawn in blocks.
 MOST_COPIES, MOST_LAUNCHES = 1, 20
-NEW = 14
+NEW = 11
 FIRST = 3  # iterations in which graphs are captured
 BATCHES = ((21,), (23, 9, 40))
 # Every draft with captured steps, sampled and greedy in turn; without them, drafts whose steps differ then.
