@@ -22,6 +22,7 @@ from tests.tiny_targets import made_for, randomize, tiny_prompts, tiny_target
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 from triton.runtime.interpreter import GridExecutor
 
+from tests.attention_backends.triton.machine import language_listed_once
 from tests.generation.test_fused_layers import VARIANTS
 from tests.pairwise import few
 from tests.simulated_kernels import KERNELS
@@ -55,7 +56,7 @@ DRAFTERS = {
 # Most copies from pinned memory and most launches outside of graphs in a steady iteration with captured steps;
 # launches are averaged, as noise is drawn in blocks.
 MOST_COPIES, MOST_LAUNCHES = 1, 20
-NEW = 11
+NEW = 14
 FIRST = 3  # iterations in which graphs are captured
 BATCHES = ((21,), (23, 9, 40))
 # Every draft with captured steps, sampled and greedy in turn; without them, drafts whose steps differ then.
@@ -75,7 +76,7 @@ CASES = [pytest.param(*case, marks=pytest.mark.soak) if case[0] in SOAKED else c
 @contextmanager
 def simulated(index=0):
     """The device, with Triton's kernels as the preferred ones, as where Triton compiles."""
-    with pytest.MonkeyPatch.context() as patch, SimulatedCuda(index, kernels=KERNELS) as device:
+    with language_listed_once(), pytest.MonkeyPatch.context() as patch, SimulatedCuda(index, kernels=KERNELS) as device:
         patch.setitem(registry._priorities, "hf_longspec_triton", 20)
         registry.select.cache_clear()
         assert can_move(torch.device("cuda", index))  # its first call tries it out

@@ -15,7 +15,7 @@ from tests.robustness.fuzz import calls, script_of
 __all__ = ["graphs"]
 SEED = int(os.environ.get("FUZZ_SEED", 0))
 # The first call of every chunk is the simplest one.
-CHUNKS, OF_CHUNK, SAMPLE, COMPILED = 50, 41, 16, 3
+CHUNKS, OF_CHUNK, SAMPLE, COMPILED = 50, 41, 10, 3
 OF_RUN = 5  # later examples of one run of hypothesis resemble earlier ones
 GENEROUS = {"deadline": None, "database": None, "report_multiple_bugs": False}
 GENEROUS |= {"suppress_health_check": list(HealthCheck)}
