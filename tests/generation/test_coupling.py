@@ -120,7 +120,7 @@ def test_a_draft_with_the_target_distribution_is_always_right(target, options):
     draft = random_tokenswift_draft(model, self_draft="partial_kv", tree_branching=[1], partial_kv_policy="full")
     input_ids, attention_mask = tiny_prompts(model.config.vocab_size, (33, 3, 13))
     torch.manual_seed(0)
-    inputs = {"attention_mask": attention_mask, "max_new_tokens": 12, "eos_token_id": NEVER}
+    inputs = {"attention_mask": attention_mask, "max_new_tokens": 24, "eos_token_id": NEVER}
     model.generate(input_ids, assistant_model=draft, do_sample=True, **inputs, **options)
     stats = draft.last_speculation
     assert stats.num_draft_tokens == stats.num_spec_steps >= 30
@@ -152,7 +152,7 @@ def test_a_processor_that_fails_after_forbidden_tokens(target, do_sample):
     model = target("llama")
     draft = random_longspec_draft(model, window=8, tree_widths=[3, 5, 4])
     input_ids, _ = tiny_prompts(model.config.vocab_size, (21,))
-    options = {"max_new_tokens": 12, "eos_token_id": NEVER, "do_sample": do_sample}
+    options = {"max_new_tokens": 20, "eos_token_id": NEVER, "do_sample": do_sample}
     torch.manual_seed(0)
     model.generate(input_ids, assistant_model=draft, logits_processor=[Strict(model.config.vocab_size, 21)], **options)
     # two tokens are possible at every place, and the tree holds both

@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 from hf_longspec.training import TokenWindows
 
 IN_ONE_BATCH = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
-GREEDY = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": 999, "pad_token_id": 0}  # no token is 999
+GREEDY = {"max_new_tokens": 28, "do_sample": False, "eos_token_id": 999, "pad_token_id": 0}  # no token is 999
 
 
 def losses_of_steps(rows, logits_of, loss, steps, ids=None):
