@@ -19,7 +19,7 @@ from tests.cli.conftest import run_command
 from tests.watching import after
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
-NEW = 20
+NEW = 12
 
 
 @pytest.fixture(scope="module")
