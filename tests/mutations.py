@@ -222,7 +222,7 @@ ROWS = (
      "    except KeyboardInterrupt:\n        session.keep_partial()\n",
      "    except KeyboardInterrupt:\n        session.forget()\n", "tests/generation/test_interruption.py"),
     ("A call that fails gives the user's cache back as it was", "generation/decoding.py",
-     "        self.cache.go_back()\n        self.cache.set_lengths(self.held)\n",
+     "        self.cache.go_back()\n        self.cache.set_lengths(self.past_lengths)\n",
      "        self.cache.go_back()\n        self.cache.set_lengths([0] * self.cache.batch_size)\n",
      "tests/robustness/test_faults.py"),
     ("A window that the config alone contains is refused where the cache would apply it", "generation/target.py",

@@ -98,7 +98,7 @@ class SpeculativeLayer(CacheLayerMixin):
         self.capacity = capacity
         self.length = 0
 
-    def beside(self, rows: Rows) -> "SpeculativeLayer":
+    def like(self, rows: Rows) -> "SpeculativeLayer":
         """Return an empty layer of this kind for a cache with rows of its own."""
         return type(self)(rows, self.capacity)
 

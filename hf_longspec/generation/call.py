@@ -241,7 +241,7 @@ class Prompts:
 
     Attributes:
         mask (`torch.LongTensor` of shape `(batch, P)`, *optional*): 0 at padding; `None` if there is none.
-        held (`list[int]`): Number of tokens of every row that the cache holds.
+        past_lengths (`list[int]`): Number of tokens of every row that the cache holds.
         has_gaps (`bool`): Whether there is padding between tokens of a row.
         counts_gaps (`bool`): Whether windows of the target count that padding.
         by_chains (`bool`): Whether the prompts run as chains that are verified, since their rows differ.
@@ -263,10 +263,10 @@ class Prompts:
         self.chunk_size: int | None = call.config.prefill_chunk_size
         mask = torch.ones_like(self.input_ids) if call.mask is None else call.mask
         self.texts = unpadded(self.input_ids, mask)
-        self.held = call.store.held(mask)
+        self.past_lengths = call.store.past_lengths(mask)
         self.mask = mask if sum(map(len, self.texts)) < self.input_ids.numel() else None
-        self.by_chains = len(set(self.held)) > 1
-        self.new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
+        self.by_chains = len(set(self.past_lengths)) > 1
+        self.new = [text[count:] for text, count in zip(self.texts, self.past_lengths, strict=True)]
 
     def why_not(self) -> Iterator[str]:
         """Yield reasons why the draft cannot be used with these prompts."""
@@ -301,7 +301,7 @@ class Prompts:
         sizes = self.tails(seed_tokens)
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self.new, sizes, strict=True)]
         self.run(cache, heads)
-        cache.set_lengths([count + len(head) for count, head in zip(self.held, heads, strict=True)])
+        cache.set_lengths([count + len(head) for count, head in zip(self.past_lengths, heads, strict=True)])
         return [prompt[len(head) :] for prompt, head in zip(self.new, heads, strict=True)]
 
     def tails(self, seed_tokens: int) -> list[int]:
@@ -327,7 +327,7 @@ class CallCache:
     def refuse(self, call: Call) -> None:
         """Refuse a cache that does not fit the call."""
 
-    def held(self, mask: torch.Tensor) -> list[int]:
+    def past_lengths(self, mask: torch.Tensor) -> list[int]:
         """Return how many tokens of every row the cache holds, if `mask` `(batch, P)` is 0 at the padding."""
         return [0] * len(mask)
 

@@ -107,7 +107,7 @@ class Session:
     def __init__(self, call: Call):
         self.started, self.processor_started = time.perf_counter(), time.process_time()
         self.call, self.target, self.draft, self.prompts = call, call.target, call.draft, call.prompts
-        self.max_length, self.held = call.max_length, call.prompts.held
+        self.max_length, self.past_lengths = call.max_length, call.prompts.past_lengths
         self.stats = SpeculationStats(method=call.draft.method)
         target, input_ids = self.target, call.input_ids.long()
         batch_size = len(input_ids)
@@ -126,7 +126,7 @@ class Session:
             binding.part = self.workspace.part
         self.drafter = self.make_drafter(binding)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
-        self.cache.set_lengths(self.held)
+        self.cache.set_lengths(self.past_lengths)
         self.prompts.begin(self.cache)
         self.cache.remember()
 
@@ -148,7 +148,7 @@ class Session:
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
-        with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.held):
+        with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.past_lengths):
             tails = self.prompts.prefill(self.cache, self.seed_tokens)
         self.check_once()
         return tails
@@ -277,7 +277,7 @@ class Session:
     def forget(self) -> None:
         """Reset the cache to the tokens that it held before the call, as the call returns no text."""
         self.cache.go_back()
-        self.cache.set_lengths(self.held)
+        self.cache.set_lengths(self.past_lengths)
         self.cache.rows.columns = self.columns_before
 
     def _settle(self) -> None:

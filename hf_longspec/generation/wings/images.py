@@ -228,7 +228,7 @@ class Inputs(Wing):
 def _reasons_of_positions(prompts: PromptsWithInputs) -> Iterator[str]:
     """Yield reasons why positions after images (M-RoPE) would differ from those of plain `generate`."""
     model = prompts.target.model
-    names = names_of(prompts.inputs) or (CACHE_NAME if any(prompts.held) else "position_ids")
+    names = names_of(prompts.inputs) or (CACHE_NAME if any(prompts.past_lengths) else "position_ids")
     counts_on = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
     if any(hasattr(part, "rope_deltas") for part in model.modules()) and not (counts_on and prompts.axes is not None):
         yield (
@@ -260,7 +260,7 @@ def _reasons_of_inputs(prompts: PromptsWithInputs, inputs: dict[str, Any]) -> It
             f"prefill_chunk_size={chunk_size} is not supported with {names}, as the prompt then runs in one forward. "
             "Drop prefill_chunk_size."
         )
-    if stored := max(prompts.held):
+    if stored := max(prompts.past_lengths):
         yield (
             f"{CACHE_NAME} holds {stored} tokens, and {names} needs an empty cache. Drop {CACHE_NAME}, or drop "
             "the inputs if the cache already contains them."

@@ -80,13 +80,13 @@ class IndexedLayer(SpeculativeLayer):
         super().reset()
         self.indexer.reset()
 
-    def adopt(self, layer: Any, stored: int, held: Sequence[int], columns: Tensor | None) -> None:
+    def adopt(self, layer: Any, stored: int, past_lengths: Sequence[int], columns: Tensor | None) -> None:
         """Copy the keys of the indexer of a user's cache, which holds `stored` columns."""
         if not layer.is_indexer_initialized:
             return
         keys = layer.indexer_keys[:, None]
         self.indexer.lazy_initialization(keys, keys[..., :0])
-        self.indexer.keys[:, :, : max(held)] = (
+        self.indexer.keys[:, :, : max(past_lengths)] = (
             keys if columns is None else slots_of(keys, columns.clamp_max(stored - 1))
         )
 

@@ -43,7 +43,7 @@ class PromptsOfForwards(Prompts):
         width = self.input_ids.shape[1]
         lags = tuple(width - len(text) for text in self.texts)
         # plain `generate` runs the padding after rows that have ended, so its cache has the columns of the longest row
-        stored = max((held + lag for held, lag in zip(self.held, lags, strict=True) if held), default=0)
+        stored = max((held + lag for held, lag in zip(self.past_lengths, lags, strict=True) if held), default=0)
         self.plain = PlainForwards(lags, stored, width, self.chunk_size or width)
 
     def begin(self, cache: Any) -> None:

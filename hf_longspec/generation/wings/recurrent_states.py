@@ -239,7 +239,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.state: torch.Tensor | None = None
         self._staged: dict[str, Any] = {}
 
-    def beside(self, rows: Rows) -> Any:
+    def like(self, rows: Rows) -> Any:
         """Return an empty layer of this kind for a cache with rows of its own."""
         return type(self)(rows)
 
@@ -352,7 +352,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         states = ((name, getattr(self, name)) for name in STATES)
         return {name: None if state is None else state[rows].clone() for name, state in states}
 
-    def adopt(self, layer: Any, stored: int, held: Sequence[int], columns: torch.Tensor | None) -> None:
+    def adopt(self, layer: Any, stored: int, past_lengths: Sequence[int], columns: torch.Tensor | None) -> None:
         """Copy the states of a layer of a user's cache."""
         if layer.has_previous_state[0]:
             states = zip(STATES, (layer.conv_states[0], layer.recurrent_states[0]), strict=True)
@@ -441,7 +441,7 @@ class PromptsOfStates(PromptsOfForwards):
                 f"prefill_chunk_size={self.chunk_size}: transformers' Mamba-1 layers begin anew with each chunk, so "
                 "plain generate gives another text. Drop prefill_chunk_size."
             )
-        if stored := max(self.held):
+        if stored := max(self.past_lengths):
             yield (
                 f"{CACHE_NAME} holds {stored} tokens, whose states transformers' Mamba-1 layers ignore with several "
                 f"new tokens. Drop {CACHE_NAME}."
@@ -460,7 +460,7 @@ class PromptsOfStates(PromptsOfForwards):
         is_alone = count % (self.chunk_size or max(count, 2)) == 1
         sizes = [min(size + is_alone, most) for size, most in zip(sizes, new, strict=True)]
         if len(set(new)) > 1:
-            heads = [held + most - size for held, most, size in zip(self.held, new, sizes, strict=True)]
+            heads = [held + most - size for held, most, size in zip(self.past_lengths, new, sizes, strict=True)]
             self.plain.padded = heads
         return sizes
 

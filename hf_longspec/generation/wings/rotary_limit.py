@@ -110,7 +110,7 @@ class RotaryLimit:
         max_length, prompts = call.max_length, call.prompts
         if max_length <= self.column:
             return None
-        prompt_width, stored = prompts.input_ids.shape[1], max(prompts.held)
+        prompt_width, stored = prompts.input_ids.shape[1], max(prompts.past_lengths)
         chunk_size = prompts.chunk_size
         column = int(self.column)
         where = f"rotary frequencies change at position {column} (rope_parameters)"
@@ -216,8 +216,8 @@ class LimitedSession(Session):
         if self.rotary.recomputes:
             lengths = self.cache.lengths.host
             # An interruption or an error from here on leaves an empty cache, not one with keys of both frequencies.
-            self.held, self.columns_before = [0] * len(lengths), None
-            self.cache.set_lengths(self.held)
+            self.past_lengths, self.columns_before = [0] * len(lengths), None
+            self.cache.set_lengths(self.past_lengths)
             # one column more than any row has committed, since its position decides the frequencies
             tokens = self.root.new_zeros(len(lengths), int(self.rotary.column) + 1)
             for row, (text, new) in enumerate(zip(self.prompts.texts, self.sequences.generated, strict=True)):

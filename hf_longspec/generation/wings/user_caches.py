@@ -88,16 +88,18 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     )
 
 
-def _stand_in(cache: SpeculativeCache, held: list[int], columns: torch.Tensor) -> bool:
+def _stand_in(cache: SpeculativeCache, past_lengths: list[int], columns: torch.Tensor) -> bool:
     """Return whether the tokens that the rows of a cache hold stand in these columns `(batch, T)` of their texts."""
     slots = torch.arange(columns.shape[1], device=columns.device)
     of_cache = getattr(cache.rows, "columns", None)  # a cache of an older copy has no such field
     of_cache = slots if of_cache is None else of_cache[:, : len(slots)].to(slots.device)
-    is_held = slots < torch.tensor(held, device=slots.device)[:, None]
+    is_held = slots < torch.tensor(past_lengths, device=slots.device)[:, None]
     return not bool((is_held & (columns != of_cache)).any())
 
 
-def take_over(cache: Any, buffers: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None) -> None:
+def take_over(
+    cache: Any, buffers: SpeculativeCache, past_lengths: Sequence[int], mask: torch.Tensor | None = None
+) -> None:
     """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
 
     This frees the original, unless it is static. A layer with a sliding window holds its last tokens only. The slots
@@ -106,14 +108,14 @@ def take_over(cache: Any, buffers: SpeculativeCache, held: Sequence[int], mask: 
     With padding, the entries of the tokens are copied side by side, and the original stays as it is.
 
     Args:
-        held (`Sequence[int]`): Result of [`OwnCache.held`].
+        past_lengths (`Sequence[int]`): Result of [`OwnCache.past_lengths`].
         mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
     """
     stored = _stored(cache)
-    columns = None if mask is None else columns_of(mask, max(held))
+    columns = None if mask is None else columns_of(mask, max(past_lengths))
     for layer, buffer in zip(cache.layers, buffers.layers, strict=False):
         if hasattr(buffer, "adopt"):
-            buffer.adopt(layer, stored, held, columns)
+            buffer.adopt(layer, stored, past_lengths, columns)
         if _holds(layer):
             buffer.lazy_initialization(layer.keys, layer.values)
             count = min(stored, layer.keys.shape[2])  # a static layer has free slots
@@ -125,9 +127,9 @@ def take_over(cache: Any, buffers: SpeculativeCache, held: Sequence[int], mask: 
                     _point(layer, buffer.keys, buffer.values, stored)
             else:  # what a window has dropped is filled with any entry, as no later token attends to it
                 places = (columns - first).clamp(0, count - 1)
-                buffer.keys[:, :, : max(held)] = slots_of(layer.keys, places)
-                buffer.values[:, :, : max(held)] = slots_of(layer.values, places)
-    buffers.set_lengths(held)
+                buffer.keys[:, :, : max(past_lengths)] = slots_of(layer.keys, places)
+                buffer.values[:, :, : max(past_lengths)] = slots_of(layer.values, places)
+    buffers.set_lengths(past_lengths)
 
 
 def bring_up_to_date(cache: Any, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
@@ -270,20 +272,20 @@ class OwnCache(CallCache):
                 f"{CACHE_NAME}."
             )
         mask = torch.ones_like(tokens) if call.mask is None else call.mask
-        held = self.held(mask)
-        if is_ours and stored and not _stand_in(cache, held, columns_of(mask, stored)):
+        past_lengths = self.past_lengths(mask)
+        if is_ours and stored and not _stand_in(cache, past_lengths, columns_of(mask, stored)):
             raise ValueError(
-                f"{CACHE_NAME} holds {tuple(held)} tokens, which are not the first ones of attention_mask in each row. "
-                f"Pass the mask of the whole conversation with its beginning unchanged, or drop {CACHE_NAME}."
+                f"{CACHE_NAME} holds {tuple(past_lengths)} tokens, which are not the first ones of attention_mask in "
+                f"each row. Pass the mask of the whole conversation with its beginning unchanged, or drop {CACHE_NAME}."
             )
-        rows_held = zip(held, mask.bool().sum(1).tolist(), strict=True)
+        rows_held = zip(past_lengths, mask.bool().sum(1).tolist(), strict=True)
         if stored >= tokens.shape[1] or any(count >= size for count, size in rows_held):
             raise ValueError(
                 f"{CACHE_NAME} holds {stored} tokens, and input_ids has {tokens.shape[1]}. Pass the whole "
                 "conversation, which must be longer than the cache, or its new tokens with attention_mask of the whole."
             )
 
-    def held(self, mask: torch.Tensor) -> list[int]:
+    def past_lengths(self, mask: torch.Tensor) -> list[int]:
         stored = _stored(self.cache)
         if not is_own(self.cache):
             return mask[:, :stored].bool().sum(1).tolist() if stored else [0] * len(mask)
@@ -306,7 +308,7 @@ class UserCache(OwnCache):
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
         cache = CallCache.open(self, call, nodes, None)
-        take_over(self.cache, cache, call.prompts.held, call.prompts.mask)
+        take_over(self.cache, cache, call.prompts.past_lengths, call.prompts.mask)
         return cache
 
     def settle(self, session: Any, columns: torch.Tensor | None, is_kept: bool) -> None:
