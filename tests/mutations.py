@@ -335,7 +335,7 @@ ROWS = (
      "tests/generation/test_gate_of_later_calls.py::test_the_second_call_begins_with_the_better_choice"),
     ("Two calls at a time do not share a gate", "generation/wings/gate.py", ".pop(kind, None)", ".get(kind)",
      "tests/generation/test_gate_of_later_calls.py::test_two_calls_at_a_time_do_not_share_a_gate"),
-    ("A gate keeps no cache alive", "generation/wings/gate.py", "            gate.release()\n", "",
+    ("A gate keeps no cache alive", "generation/wings/gate.py", "                gate.release()\n", "",
      "tests/generation/test_gate_of_later_calls.py::test_a_kept_gate_keeps_neither_the_cache_nor_the_draft"),
     ("Plain steps are no speculation in the statistics", "generation/decoding.py",
      "is_plain = tree.num_nodes == 1 < self.drafter.num_nodes", "is_plain = False",
