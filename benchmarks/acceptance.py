@@ -132,7 +132,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="prompts decoded together (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="continue with the result file")
     args = parser.parse_args(arguments)
     model = harness.load_target(args.target, torch.float32)
     pairs = [entry.split("=", 1) if "=" in entry else (Path(entry).name, entry) for entry in args.draft or ()]
@@ -145,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = {"tokens": args.tokens, **origin}
     if not args.draft:
         settings["defaults"] = hf_longspec.SpecAttnDraftModel.settings | {"gate": False}
-    with harness.start(args, "acceptance", settings, resume=args.resume or None) as results:
+    with harness.start(args, "acceptance", settings) as results:
         prompts = harness.prefilled(model, tokens, results)
         measure(results, planned, drafts, model, prompts, args.tokens, args.batch)
 

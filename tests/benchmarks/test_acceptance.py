@@ -47,7 +47,7 @@ def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts
 def test_every_setting_of_the_suite_is_one_of_its_draft():
     """The first of a kind has all settings, the second the first one alone, in both modes and at all lengths."""
     kinds = {kind: draft.model for kind, draft in DRAFTS.items() if kind in read_yaml("suites/acceptance.yaml")}
-    kinds["draft_weights"] = kinds["specattn"]
+    kinds |= dict.fromkeys(("draft_weights", "few_bits"), kinds["specattn"]) | {"vocabulary": kinds["longspec"]}
     planned = plan({f"{name} {kind}": kind for name in ("first", "second") for kind in kinds}, [10, 20, 30])
     assert len(kinds) == len(read_yaml("suites/acceptance.yaml"))
     for kind, model in kinds.items():
