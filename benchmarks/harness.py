@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from benchmarks.pages import PAGES
 from hf_longspec.bench.calls import PrefilledPrompts, endless, prefill
 from hf_longspec.bench.machine import git_commit
-from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
+from hf_longspec.bench.prompts import cut_windows, encode, num_disjoint
 from hf_longspec.bench.report import NO_TIME, summarize
 from hf_longspec.bench.runner import Runner, rotated
+from hf_longspec.bench.sources import BUILTIN, read_source
 from hf_longspec.modeling.register_draft import preset_of, weightless_drafts
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,6 +16,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# A million objects are made until all tests are collected, and none of them is garbage.
+gc.disable()
+
 # Tiny models gain nothing from threads, and threads that wait for each other on a busy machine made one test
 # file take 148 s instead of 14 s. A test that needs threads sets them itself.
 torch.set_num_threads(1)
@@ -58,6 +61,7 @@ def pytest_collection_finish() -> None:
     """Leave what is imported by now, a million objects, out of later garbage collections and `gc.get_objects()`."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

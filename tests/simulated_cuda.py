@@ -25,8 +25,8 @@ limits of memory, nor the arithmetic of a GPU are simulated.
 import ctypes
 import functools
 import subprocess
+import sys
 import tempfile
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -521,11 +521,13 @@ def _through_the_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def _calls() -> tuple[str, ...]:
-    found = []
-    for frame in reversed(traceback.extract_stack(limit=60)):
-        if "/torch/" not in frame.filename and frame.filename != __file__ and "contextlib" not in frame.filename:
-            found.append(f"{'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno} {frame.name}")
-    return tuple(found[:10])
+    found, frame = [], sys._getframe()
+    while frame is not None and len(found) < 10:
+        code = frame.f_code
+        if "/torch/" not in code.co_filename and code.co_filename != __file__ and "contextlib" not in code.co_filename:
+            found.append(f"{'/'.join(code.co_filename.split('/')[-2:])}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return tuple(found)
 
 
 def _flash_attention(query, key, value, dropout=0.0, is_causal=False, return_debug_mask=False, *, scale=None):

@@ -289,7 +289,7 @@ def test_other_processors_beside_a_structure():
                     draft,
                     [structure("words"), *([beside()] if beside else [])],
                     lengths,
-                    max_new_tokens=14,
+                    max_new_tokens=8,
                     **options,
                 )
                 for draft in (None, draft_of(kind, model))

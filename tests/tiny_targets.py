@@ -167,7 +167,7 @@ def tiny_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> tupl
 def generate(model: Any, draft: Any = None, lengths: Sequence[int] = (33, 3, 13), seed: int = 0, **options: Any) -> Any:
     """Continue random prompts of these lengths: greedily and to the full length unless the options say otherwise."""
     input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
-    inputs = {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
     inputs |= {"eos_token_id": None, "pad_token_id": PAD_TOKEN_ID, "assistant_model": draft}
     torch.manual_seed(seed)
     return model.generate(**(inputs | options))

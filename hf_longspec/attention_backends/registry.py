@@ -116,10 +116,8 @@ def outside_autocast(attention: Callable[..., Any], *inputs: Any, **options: Any
         return attention(*tensors, *inputs[3:], **options)
 
 
-def under_autocast(backend: AttentionBackend, device_type: str) -> AttentionBackend:
-    """Return `backend`, and inside of `torch.autocast` one whose functions run [`outside_autocast`]."""
-    if not torch.is_autocast_enabled(device_type):
-        return backend
+def under_autocast(backend: AttentionBackend) -> AttentionBackend:
+    """Return a backend for use inside of `torch.autocast`, whose functions run [`outside_autocast`]."""
     functions = "prefix_attention", "tree_attention", "sparse_attention", "causal_attention"
     wrapped: dict[str, Any] = {name: partial(outside_autocast, getattr(backend, name)) for name in functions}
     return replace(backend, **wrapped, hybrid_attention=None, attention_with_scores=None)

@@ -364,7 +364,7 @@ class Batcher:
         if request.is_alone:
             request.end(result)
             return
-        request.speculation, (request.reused,) = result.stats, result.held
+        request.speculation, (request.reused,) = result.stats, result.past_lengths
         self._reading = Reading(request, result, result.read(self.chunk_size))
 
     def _emit_first(self) -> None:

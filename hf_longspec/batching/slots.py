@@ -35,7 +35,7 @@ class LentCache(CallCache):
     def __init__(self, cache: SpeculativeCache, tokens: torch.Tensor, prefixes: PrefixCache | None):
         self.cache, self.tokens, self.prefixes = cache, tokens, prefixes
 
-    def held(self, mask: torch.Tensor) -> list[int]:
+    def past_lengths(self, mask: torch.Tensor) -> list[int]:
         """Fill the cache, and return the number of its tokens."""
         self.cache.reset()
         if self.prefixes is not None:
@@ -93,15 +93,15 @@ class RowSession(Session):
         Prompts of targets with recurrent states are one chunk, as chunks would change their states, unless these are
         stored after each.
         """
-        (text,), (start,), prompts = self.prompts.texts, self.held, self.prompts
+        (text,), (start,), prompts = self.prompts.texts, self.past_lengths, self.prompts
         stop = len(text) - prompts.tails(self.seed_tokens)[0]
         prefixes = cast(LentCache, self.call.store).prefixes
         ends: Sequence[int] = range(start + chunk_size, stop, chunk_size)
         if self.target.has_states:
             ends = [] if prefixes is None else prefixes.ends(start, stop, chunk_size)
         for end in (*ends, stop):
-            with self.drafter.watch_prefill([len(text)], self.held):
-                prompts.run(self.cache, [text[start:end]], self.context_of)
+            with self.drafter.watch_prefill([len(text)], self.past_lengths):
+                prompts.run(self.cache, [text[start:end]])
             self.cache.set_lengths([end])
             start = end
             if end < stop:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
 from .calls import HF, PLAIN
-from .results import Record, grouped, of_kind, read_records
+from .results import Record, grouped, of_kind, records_of_draft
 
 # Verdicts on a text, the worst first.
 REFERENCE, IDENTICAL, DIFFERS, NOT_COMPARED = "reference", "identical", "differs", "not compared"
@@ -430,12 +430,7 @@ def _tau_of(row: Record) -> str:
 
 def acceptance_section(results: Path, draft: str) -> str:
     """Table of tau by context length for one draft, with its note and its environment, as its model card quotes it."""
-    records = read_records(results)
-    of_draft = [record for record in records if record.get("options", {}).get("draft", draft) == draft]
-    if not of_kind(of_draft, "acceptance") or not of_kind(of_draft, "environment"):
-        names = dict.fromkeys(record["options"].get("draft") for record in records if record.get("options"))
-        found = ", ".join(str(name) for name in names if name) or "none"
-        raise ValueError(f"{results} has no acceptance of the draft {draft!r}, only of {found}. Pass one of them.")
+    of_draft = records_of_draft(results, draft)
     return "\n\n".join(
         [acceptance_table(of_draft), with_defaults(ACCEPTANCE_NOTE, of_draft), environment_line(of_draft)]
     )

@@ -118,6 +118,17 @@ def of_kind(records: Sequence[Record], kind: str, **values: Any) -> list[Record]
     return [record for record in records if all(record.get(name) == value for name, value in fields.items())]
 
 
+def records_of_draft(results: Path, draft: str) -> list[Record]:
+    """Return what `benchmarks/acceptance.py` has measured of one draft, or refuse a file without it."""
+    records = read_records(results)
+    of_draft = [record for record in records if record.get("options", {}).get("draft", draft) == draft]
+    if not of_kind(of_draft, "acceptance") or not of_kind(of_draft, "environment"):
+        names = dict.fromkeys(record["options"].get("draft") for record in records if record.get("options"))
+        found = ", ".join(str(name) for name in names if name) or "none"
+        raise ValueError(f"{results} has no acceptance of the draft {draft!r}, only of {found}. Pass one of them.")
+    return of_draft
+
+
 def grouped(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
     """The records by a text that is made of each."""
     groups: dict[str, list[Record]] = {}

@@ -5,6 +5,8 @@ class CommandError(Exception):
     """Ends a command: the message is one line that names what is wrong and the remedy."""
 
 
+# Facts for the model card of a draft, beside its weights.
+CARD_FACTS = "card.json"
 # Before the message of a `ValueError` that a validator raised.
 PYDANTIC = "Value error, "
 

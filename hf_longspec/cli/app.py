@@ -418,17 +418,26 @@ def convert(
 @command(checks.publish)
 def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
-    repo: Annotated[str | None, text("Repository to upload to, owner/name.")] = None,
+    repo: Annotated[str | None, options.repository("Repository to upload to, owner/name.")] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Write to a folder instead of uploading.")] = False,
     output: Annotated[Path | None, text("Folder of a dry run. Default: DIR-hub.")] = None,
     overwrite: options.Overwrite = False,
     results: Annotated[Path | None, text("Result file of benchmarks/acceptance.py for the draft.")] = None,
     name: Annotated[str | None, text("Name of the draft in --results. Default: that of DIR.")] = None,
-    base_model: Annotated[str | None, text("Hub id of the target.")] = None,
-    license: Annotated[str | None, text("License of the weights, such as apache-2.0.")] = None,
+    base_model: Annotated[
+        str | None,
+        options.matching(options.HUB_ID, "a Hub id, such as Qwen/Qwen3-8B", "Hub id of the target."),
+    ] = None,
+    license: Annotated[
+        str | None,
+        options.matching(
+            r"[a-z0-9.+-]+", "the id of a license on the Hub, such as mit or other", "License of the weights."
+        ),
+    ] = None,
     private: Annotated[bool, flag("--private", "Make a new repository private.")] = False,
     engine: Annotated[
-        str | None, text("Repository for the code, owner/name. Default: one for all drafts of --repo's owner.")
+        str | None,
+        options.repository("Repository for the code, owner/name. Default: one for all drafts of --repo's owner."),
     ] = None,
     self_contained: Annotated[
         bool, flag("--self-contained", "Put the code into the draft's repository, as without --repo.")

@@ -22,7 +22,7 @@ from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
 from ..bench.matrix import Matrix, draft_points, grid, split_axes, written
 from ..bench.plots import plot_all
-from ..bench.prompts import BUILTIN, DocumentPrompts, read_sources
+from ..bench.prompts import DocumentPrompts
 from ..bench.report import FAILED, matrix_report, rows_of
 from ..bench.results import OWN_LENGTH, of_kind
 from ..bench.runner import Cell, Method, Runner
@@ -31,6 +31,7 @@ from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
 from .models import Progress, noticing_others
+from .options import name_of
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 LOOKUP_TOKENS = 4  # that prompt lookup drafts
@@ -43,9 +44,8 @@ PACKAGES = ("pandas", "scipy")
 def run(args: SimpleNamespace) -> int:
     require_packages(args.plots)
     bench = Bench(args)
-    documents = read_sources(bench.data, args.column)
     with models.quiet(progress_bars=not Path(args.target).is_dir()):
-        prompts = DocumentPrompts(models.load_tokenizer(args.target), documents, args.chat)
+        prompts = DocumentPrompts(models.load_tokenizer(args.target), args.documents, args.chat)
         file, interrupted = bench.measure(
             prompts, args.output, math.inf if args.minutes is None else args.minutes * 60, args.resume or None
         )
@@ -66,7 +66,7 @@ class Bench:
             is_sampled = args.temperature or any(one.startswith("temperature=") for one in self.sweeps)
             self.sweeps += [] if is_sampled else [ALL_WAYS]
         self.target, self.preset, self.assistant = args.target, args.preset, args.assistant
-        self.drafts, self.data = drafts or ["ngram"], args.data or [BUILTIN]
+        self.drafts, self.data = drafts or ["ngram"], args.data
         self.column, self.chat = args.column, args.chat
         self.contexts, self.batches = args.context, args.batch
         types = (models.dtype_of(name, models.default_device()) for name in args.dtype)
@@ -172,10 +172,7 @@ def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: 
 
 
 def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
-    short = [name_of(name) for name in names]
-    if twice := sorted({name for name in short if short.count(name) > 1}):
-        raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
-    return {name: load_draft(path, model) for name, path in zip(short, names, strict=True)}
+    return {name_of(name): load_draft(name, model) for name in names}
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
@@ -194,11 +191,6 @@ def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
         if sizes[0] != sizes[1]:
             raise ValueError(f"its vocabulary has {sizes[0]} tokens, that of the target {sizes[1]}. Pass another model")
     return endless(assistant)
-
-
-def name_of(model: str) -> str:
-    """Name in the results: a Hub id, or the last part of a folder's path."""
-    return Path(model).name if Path(model).is_dir() else model
 
 
 def _write_floor(file: Runner, model: PreTrainedModel, cell: Cell) -> None:

@@ -3,21 +3,28 @@
 A function has the name of its command. It refuses what cannot be run, and adds the texts to continue to the options.
 """
 
+import json
+import math
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-from ..bench.results import PLOTS, check_resume, plot_beside
-from ..cli import CommandError, options
+from ..bench.results import PLOTS, check_resume, plot_beside, records_of_draft
+from ..bench.sources import BUILTIN, prompts_of, read_sources
+from ..cli import CARD_FACTS, CommandError, one_line, options
 from . import recipe, structure
 from .outputs import claim
 from .work import folder_of
 
+# Tokens that `audit` draws at least: the variance of a count is a quarter of them at most, and 50 are to be expected.
+FEWEST_DRAWN = 200
 USUAL_CONTEXT, ALL_CONTEXTS = "2k", "1k,2k,4k,8k,16k"  # of `bench`, and of its `--preset all`
 
 
 def generate(args: SimpleNamespace) -> None:
-    """Check `hf-longspec generate`; adds `name` and `text` of the prompt, unless there is `--data`."""
+    """Check `hf-longspec generate`; adds `name` and `text` of the prompt, or the `prompts` of `--data`."""
     _one_draft(args)
     if not args.temperature and (args.top_p, args.top_k) != (1.0, 0):
         raise CommandError("--top-p and --top-k need sampling. Pass a --temperature above 0, such as 1.")
@@ -39,6 +46,7 @@ def generate(args: SimpleNamespace) -> None:
             raise CommandError("--data needs --output FILE.jsonl for the texts.")
         options.require_sources("--data: ", [args.data])
         claim([args.output, folder_of(args.output)], [args.data], overwrite=args.overwrite, resume=args.resume)
+        args.prompts = list(prompts_of(args.data, args.column))
         return
     if args.output is not None or args.resume or args.column is not None:
         raise CommandError("--output, --resume and --column are for --data. Pass --data, or drop them.")
@@ -49,6 +57,11 @@ def generate(args: SimpleNamespace) -> None:
 def audit(args: SimpleNamespace) -> None:
     """Check `hf-longspec audit`; adds `texts`, the name and text of each prompt."""
     _one_draft(args)
+    if 0 < args.samples * args.sample_tokens < FEWEST_DRAWN:
+        raise CommandError(
+            f"--samples {args.samples} with {args.sample_tokens} tokens each are too few for a test. Pass at least "
+            f"{math.ceil(FEWEST_DRAWN / args.sample_tokens)}, better several hundred, or 0 to skip this check."
+        )
     args.texts = [options.read_text(file, None) for file in args.files or []]
     args.texts += [options.read_text(None, args.prompt)] if args.prompt is not None or not args.files else []
 
@@ -60,6 +73,10 @@ def tune(args: SimpleNamespace) -> None:
             f"--draft {options.AUTO} chooses a draft for a text, and tune measures the settings of one. Name the draft."
         )
     _one_draft(args)
+    tuned = options.drafts_with("tune")
+    if args.draft in options.training_free() and not any(args.draft in names for names in tuned):
+        others = " or ".join(name for name, *_ in tuned)
+        raise CommandError(f"{args.draft} drafts have nothing to tune. Pass one of {others}.")
     read = [args.file, args.draft, args.target]
     claim([args.results], read, overwrite=args.overwrite, resume=args.resume)
     if args.resume:
@@ -84,12 +101,13 @@ def serve(args: SimpleNamespace) -> None:
 
 
 def bench(args: SimpleNamespace) -> None:
-    """Check `hf-longspec bench`; reads the lengths of `--context` and `--batch`."""
+    """Check `hf-longspec bench`; reads the lengths of `--context` and `--batch`, and adds `documents`."""
     options.require_target(args.target)
     _drafts_to_compare(args.draft or [])
     if args.assistant is not None:
-        options.require_existing("assistant", args.assistant)
-    options.require_sources("--data: ", args.data or [])
+        options.require_model("assistant", args.assistant, "Pass the folder of a saved model, or a Hub id.")
+    args.data = args.data or [BUILTIN]
+    options.require_sources("--data: ", args.data)
     contexts = (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS) if args.context is None else args.context
     args.context = options.lengths("--context", contexts)
     args.batch = options.lengths("--batch", args.batch, options.MOST_ROWS)
@@ -97,11 +115,13 @@ def bench(args: SimpleNamespace) -> None:
     if unknown := [name for name in args.dtype if name not in list(options.DtypeName)]:
         known = ", ".join(options.DtypeName)
         raise CommandError(f"--dtype {','.join(unknown)}: expected one or more of {known}.")
-    options.parse_sweeps(args.sweep or [])
+    if contexts := options.parse_sweeps(args.sweep or []).get("context"):
+        options.lengths("--sweep context", ",".join(contexts))
     written = [args.output, args.output.with_suffix(".md"), *(plot_beside(args.output, kind) for kind in PLOTS)]
-    claim(written, args.data or [], overwrite=args.overwrite, resume=args.resume)
+    claim(written, args.data, overwrite=args.overwrite, resume=args.resume)
     if args.resume:
         check_resume(args.output, args.resume)
+    args.documents = read_sources(args.data, args.column)
 
 
 def train(args: SimpleNamespace) -> None:
@@ -110,28 +130,50 @@ def train(args: SimpleNamespace) -> None:
     args.recipe = recipe.of_command(args)
     options.require_target(args.recipe.target)
     if isinstance(args.recipe.draft, str):
-        options.require_existing("draft", args.recipe.draft)
+        options.require_model("draft", args.recipe.draft, "Pass the folder of a saved draft, or a Hub id.")
+    recipe.claim_folder(args.recipe, [args.config, *(args.data or [])], args.resume, args.overwrite)
 
 
 def convert(args: SimpleNamespace) -> None:
     options.require_existing("checkpoint", args.source)
+    if args.target is not None and not Path(args.target).is_file():
+        options.require_target(args.target)
+    if args.target is None and Path(args.source).exists() and not re.fullmatch(options.REPOSITORY, args.source):
+        raise CommandError(
+            f"the target of {args.source!r} is unknown. Pass --target: its Hub id, folder or config.json."
+        )
     claim([args.output], [args.source, args.target], overwrite=args.overwrite)
 
 
 def publish(args: SimpleNamespace) -> None:
-    """Check `hf-longspec publish`; adds `output`, the folder of a dry run."""
+    """Check `hf-longspec publish`; adds `output`, the folder of a dry run, and `facts`, those beside the draft."""
     if args.results is not None and not args.results.is_file():
         raise CommandError(f"--results: the file {str(args.results)!r} does not exist. Check the path.")
     if not args.dry_run and args.repo is None:
         raise CommandError("no repository to upload to. Pass --repo, or --dry-run.")
+    if args.engine is not None and args.self_contained:
+        raise CommandError(f"--engine {args.engine} and --self-contained are opposites. Pass one of the two.")
     if not args.dry_run and args.output is not None:
         raise CommandError(f"--output {args.output} needs --dry-run. Without it, the draft is uploaded.")
+    if args.name is not None and args.results is None:
+        raise CommandError(f"--name {args.name} names a draft in --results. Pass --results, or drop it.")
     args.output = args.output or args.source.resolve().with_name(f"{args.source.resolve().name}-hub")
     if args.dry_run:
         options.require_writable_folder(args.output)
         claim([args.output], overwrite=args.overwrite)
     if not (args.source / "config.json").is_file():
         raise CommandError(f"{args.source} has no config.json. Pass the folder of a saved draft.")
+    args.facts = _read_object(args.source / CARD_FACTS)
+    named = args.base_model or args.facts.get("base_model")
+    base_model = str(named or _read_object(args.source / "config.json").get("target_name_or_path") or "")
+    if not re.fullmatch(options.HUB_ID, base_model, re.ASCII) or (not named and Path(base_model).is_dir()):
+        raise CommandError(
+            f"the target {base_model!r} is not a Hub id, by which others can load it. Pass --base-model, such as "
+            "Qwen/Qwen3-8B."
+        )
+    if args.results is not None:
+        args.name = args.name or args.source.resolve().name
+        records_of_draft(args.results, args.name)
 
 
 def demo(args: SimpleNamespace) -> None:
@@ -156,6 +198,20 @@ def _drafts_to_compare(names: list[str]) -> None:
         if name == options.AUTO:
             raise CommandError(f"--draft {name} chooses a draft, and here drafts are compared. Name them.")
         options.require_draft(name)
+    short = [options.name_of(name) for name in names]
+    if twice := sorted({name for name in short if short.count(name) > 1}):
+        raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object; nothing if there is no such file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise CommandError(f"{file} is not JSON: {one_line(error)}. Correct it, or save the draft again.") from error
+    if not isinstance(content, dict):
+        raise CommandError(f"{file} holds a {type(content).__name__}, expected a JSON object. Correct it.")
+    return content
 
 
 def _require_destination(draft: str, output: Path | None) -> None:

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from ..auditing import NEAR_TIE, audit
 from ..bench.calls import Call, Decoding, HfMethod, run_call
 from ..bench.machine import native_bfloat16
-from ..bench.prompts import BUILTIN, read_source
 from ..bench.report import DIFFERS, FAILED, IDENTICAL, REFERENCE
+from ..bench.sources import BUILTIN, read_source
 from ..cli import CommandError, models, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..streaming import FileStreamer

@@ -28,24 +28,41 @@ DtypeName = StrEnum("DtypeName", ["auto", "float32", "bfloat16", "float16"])
 Preset = StrEnum("Preset", ["all"])
 DEMO_CONTEXT = 6144
 MODELING = Path(__file__).parents[1] / "modeling"
+REGISTRY = "hf_longspec.modeling.register_draft"
 
 # One batch may have so many rows.
 MOST_ROWS = 1024
 
 
-def training_free() -> list[str]:
-    """Return the names of `weightless_drafts`, read from the registrations, as importing them imports torch."""
-    found = []
+def _registrations() -> Iterator[tuple[list[str], set[str]]]:
+    """Yield all names of each draft and the parts that it registers, read as importing them imports torch."""
     for file in sorted(MODELING.glob("*/__init__.py")):
         calls = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
-        parts = {part.arg: part.value for call in calls for part in call.keywords}
-        if "card" in parts and not parts.keys() & {"training", "reads"}:
-            names = (ast.literal_eval(parts[part]) for part in ("aliases", "presets") if part in parts)
-            found += [file.parent.name, *itertools.chain(*names)]
-    return found
+        parts = {part.arg: part.value for call in calls for part in call.keywords if part.arg is not None}
+        others = (ast.literal_eval(parts[part]) for part in ("aliases", "presets") if part in parts)
+        yield [file.parent.name, *itertools.chain(*others)], set(parts)
+
+
+def training_free() -> list[str]:
+    """Return the names of `weightless_drafts`."""
+    return [
+        name
+        for names, parts in _registrations()
+        if "card" in parts and not parts & {"training", "reads"}
+        for name in names
+    ]
+
+
+def drafts_with(part: str) -> list[list[str]]:
+    """Return all names of each draft that registers a part, such as `"tune"`."""
+    if (registry := sys.modules.get(REGISTRY)) is not None:  # has those that the user registered
+        return [list(draft.names) for draft in registry.DRAFTS.values() if getattr(draft, part) is not None]
+    return [names for names, parts in _registrations() if part in parts]
 
 
 BY_NAME = ", ".join(training_free())
+# A repository of the Hub, and the id of a model there; a few models have no owner.
+REPOSITORY, HUB_ID = r"\w[\w.-]*/\w[\w.-]*", r"(\w[\w.-]*/)?\w[\w.-]*"
 # The draft that chooses another one.
 AUTO = "auto"
 # Prompts of their own length, in a list of lengths.
@@ -80,6 +97,22 @@ def number(
 def text(help: str, **how: Any) -> Any:
     """An option with the name of its parameter."""
     return typer.Option(help=help, **how)
+
+
+def matching(pattern: str, rule: str, help: str) -> Any:
+    """An option whose value matches a regular expression, which `rule` says in words."""
+
+    def checked(value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(pattern, value, re.ASCII):
+            raise typer.BadParameter(f"{value!r}: expected {rule}.")
+        return value
+
+    return typer.Option(help=help, callback=checked)
+
+
+def repository(help: str) -> Any:
+    """An option for a repository of the Hub, with its owner."""
+    return matching(REPOSITORY, "owner/name, with letters, digits, -, _ and . only", help)
 
 
 def flag(name: str, help: str, **how: Any) -> Any:
@@ -167,21 +200,30 @@ def require_existing(what: str, name: str) -> None:
 
 def require_target(name: str) -> None:
     """Refuse what is no folder of a model, and no Hub id."""
-    require_existing("model of", name)
-    remedy = "Pass the folder of a saved model, or a Hub id."
+    require_model("model of", name, "Pass the folder of a saved model, or a Hub id.")
+
+
+def require_model(what: str, name: str, remedy: str) -> None:
+    """Refuse a folder without a configuration, and a file."""
+    require_existing(what, name)
     if Path(name).is_file():
-        raise CommandError(f"cannot load the model of {name!r}: it is a file. {remedy}")
+        raise CommandError(f"cannot load the {what} {name!r}: it is a file. {remedy}")
     if Path(name).is_dir() and not list(Path(name).glob("*config.json")):
-        raise CommandError(f"cannot load the model of {name!r}: it has no config.json. {remedy}")
+        raise CommandError(f"cannot load the {what} {name!r}: it has no config.json. {remedy}")
+
+
+def name_of(model: str) -> str:
+    """Name in results: a Hub id, or the last part of a folder's path."""
+    return Path(model).name if Path(model).is_dir() else model
 
 
 def require_draft(name: str) -> None:
     """Refuse a name that no draft has, as far as it is known without the Hub."""
-    registry = sys.modules.get("hf_longspec.modeling.register_draft")  # has those that the user registered
+    registry = sys.modules.get(REGISTRY)
     known = training_free() if registry is None else list(registry.weightless_drafts())
     if name in (*known, AUTO):
         return
-    require_existing("draft", name)
+    require_model("draft", name, "Pass the folder of a saved draft, or a Hub id.")
     if "/" not in name and not Path(name).exists():
         near = get_close_matches(name, known, 1)
         raise CommandError(
@@ -222,7 +264,14 @@ Setting = Annotated[
     list[str] | None, flag("--set", "Setting of the draft, such as num_assistant_tokens=6. Repeatable.")
 ]
 Dtype = Annotated[DtypeName, text("Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
-Device = Annotated[str | None, text("cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.")]
+Device = Annotated[
+    str | None,
+    matching(
+        r"(?!meta)[a-z]+(:\d+)?",
+        "the name of a device, such as cpu or cuda:1",
+        "cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.",
+    ),
+]
 Seed = Annotated[int | None, number(0, "Seed of sampling.", most=2**32 - 1)]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace files that exist, in place of an error.")]
 Json = Annotated[bool, flag("--json", "Print a single JSON object to standard output.")]

@@ -1,6 +1,5 @@
 """`hf-longspec publish`: upload a draft to the Hub, or write the repository to a folder."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from transformers import AutoModel
 from ..bench.report import acceptance_section
 from ..cli import CommandError, one_line
 from ..hub import Card, push, write_repository
-from ..hub.repository import CARD_FACTS, WITH_NGRAMS, engine_of, write_engine
+from ..hub.repository import WITH_NGRAMS, engine_of, write_engine
 from .models import NetworkError, loading, quiet
 
 # The engine's repository, below the folder that a dry run writes.
@@ -24,9 +23,10 @@ ENGINE_FOLDER = Path("engine")
 
 def run(args: SimpleNamespace) -> None:
     engine = engine_of(args.repo, args.engine, args.self_contained)
-    card = read_card(args.source, repo=args.repo, base_model=args.base_model, license=args.license)
+    options = {"repo": args.repo, "base_model": args.base_model, "license": args.license}
+    card = Card.read(args.facts | {name: value for name, value in options.items() if value is not None})
     if args.results is not None:
-        card = replace(card, acceptance=acceptance_section(args.results, args.name or args.source.resolve().name))
+        card = replace(card, acceptance=acceptance_section(args.results, args.name))
     draft = load(args.source)
     for name in settings_left_out(draft, engine):
         value = draft.setting(name)
@@ -63,20 +63,6 @@ def errors_of_the_hub() -> Iterator[None]:
             raise
         remedy = "Try again, or write the folder with --dry-run."
         raise CommandError(f"the Hub was not reached: {one_line(error)}. {remedy}") from error
-
-
-def read_card(source: Path, **overrides: Any) -> Card:
-    """The facts next to the draft, with `overrides` that are not `None`."""
-    file = source / CARD_FACTS
-    facts: Any = {}
-    if file.is_file():
-        try:
-            facts = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CommandError(f"{file} is not JSON: {one_line(error)}.") from error
-        if not isinstance(facts, dict):
-            raise CommandError(f"{file} holds a {type(facts).__name__}, expected a JSON object.")
-    return Card.read(facts | {name: value for name, value in overrides.items() if value is not None})
 
 
 def load(source: Path) -> Any:

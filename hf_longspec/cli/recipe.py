@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from ..cli import CommandError, options
+from ..cli import CARD_FACTS, CommandError, options
+from .outputs import claim
 
 
 @dataclass
@@ -93,7 +94,44 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
     for name in ("training", "dataset", "eval_dataset", "lora"):
         if not isinstance(content.get(name, {}), dict | None):
             raise CommandError(f"{name}: {content[name]!r} is not a mapping. Indent its keys below it.")
-    return Recipe(**content)
+    recipe = Recipe(**content)
+    if recipe.pack is not None and (type(recipe.pack) is not int or recipe.pack < 1):
+        raise CommandError(f"pack: {recipe.pack!r} in the recipe: expected the number of tokens per row, at least 1.")
+    for name, data in (("dataset", recipe.dataset), ("eval_dataset", recipe.eval_dataset)):
+        check_data(name, data, recipe.pack)
+    kind = recipe.draft.get("kind") if isinstance(recipe.draft, dict) else None
+    kinds = [names[0] for names in options.drafts_with("training")]
+    # recipes of earlier versions have the whole `model_type`
+    if kind is not None and str(kind).removeprefix("longspec_") not in kinds:
+        raise CommandError(f"draft.kind={kind!r}: expected one of {', '.join(kinds)}.")
+    return recipe
+
+
+def check_data(name: str, data: dict[str, Any] | None, pack: int | None) -> None:
+    """Refuse a dataset without a source, and tokens that are missing or not packed."""
+    if data is None:
+        return
+    if not data.keys() & {"path", "tokens"}:
+        raise CommandError(f"{name} has neither path nor tokens. Set one, as in the recipes of recipes/.")
+    if "tokens" not in data:
+        return
+    check_names(f"{name} with tokens", data, {"tokens"})
+    if pack is None:
+        raise CommandError(f"{name}: tokens have no documents. Set pack to the number of tokens per row.")
+    for file in [data["tokens"]] if isinstance(data["tokens"], str) else data["tokens"]:
+        options.require_existing("tokens of", file)
+
+
+def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: bool) -> None:
+    """Refuse an output folder that holds something, unless this is to be continued or replaced."""
+    if recipe.training.get("output_dir") is None:
+        raise CommandError("training has no output_dir. Set it, or pass --output-dir.")
+    folder = Path(recipe.training["output_dir"])
+    options.require_writable_folder(folder)
+    if resume and not list(folder.glob("checkpoint-*/trainer_state.json")):
+        raise CommandError(f"{str(folder)!r} has no complete checkpoint to resume from: start without --resume.")
+    read = [*inputs, recipe.target, recipe.draft if isinstance(recipe.draft, str) else None]
+    claim([folder], read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
 
 
 def check_names(what: str, names: dict[str, Any], known: Any) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import set_seed
 
 from ..auto import AutoDraft
 from ..batching import Batcher, Request
-from ..bench.prompts import around_a_message, left_padded, read_rows
+from ..bench.prompts import around_a_message, left_padded
 from ..cli import CommandError, one_line
 from .models import LoadedModels, Progress, default_device, dtype_of, find_device, load_models, say
 from .structure import processors
@@ -27,7 +27,7 @@ def continue_rows(args: SimpleNamespace, how: dict[str, Any], structure: dict[st
     state = processes()
     if state.num_processes > 1 and args.device is None:
         args.device = str(state.device)
-    prompts = list(texts_of(args.data, args.column))
+    prompts = args.prompts
     work = Work(args.output, args.data, prompts, settings_of(args, how | structure))
     done = work.finished() if args.resume else {}
     with load_models(args) as loaded:
@@ -69,17 +69,6 @@ def processes() -> Any:
     from accelerate import PartialState
 
     return PartialState(cpu=default_device().type == "cpu")
-
-
-def texts_of(source: str, column: str | None) -> Iterator[str | None]:
-    """Yield the prompts; `None` for a row without one. The first row must have one, as it shows a wrong column."""
-    name = column or "prompt"
-    for number, row in enumerate(read_rows(source)):
-        text = row.get(name) if isinstance(row, dict) else None
-        if not number and not isinstance(text, str):
-            keys = ", ".join(row) if isinstance(row, dict) else f"none, it is a {type(row).__name__}"
-            raise CommandError(f"--data {source}: {name} is not a text; the keys are {keys}. Pass --column.")
-        yield text if isinstance(text, str) and text else None
 
 
 Write = Callable[..., object]  # adds a row to the file of this process, given its number and values

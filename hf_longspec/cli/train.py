@@ -26,16 +26,13 @@ from transformers import (
 
 from ..bench.machine import command, git_commit, without_folders
 from ..bench.results import replace_file
-from ..cli import CommandError, one_line, options
-from ..hub.repository import CARD_FACTS
+from ..cli import CARD_FACTS, CommandError, one_line, options
 from .models import load_tokenizer, loading
-from .outputs import claim
 from .recipe import Recipe, check_names
 
 
 def run(args: SimpleNamespace) -> int:
     try:
-        claim_folder(args.recipe, [args.config, *(args.data or [])], args.resume, args.overwrite)
         return train(args.recipe, args.resume)
     except FloatingPointError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
@@ -51,7 +48,6 @@ def train(recipe: Recipe, resume: bool) -> int:
     from ..training.trainer import last_complete_checkpoint
 
     check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
-    find_kind(recipe)
     args = DraftTrainingArguments(**recipe.training)
     checkpoint = last_complete_checkpoint(args.output_dir) if resume else None
     sources = [recipe.dataset, recipe.eval_dataset]
@@ -93,16 +89,6 @@ def train(recipe: Recipe, resume: bool) -> int:
         print("To find the fastest settings of the draft on this machine:")
         print(f"  hf-longspec tune TEXT --target {recipe.target} --draft {args.output_dir}")
     return 0
-
-
-def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: bool) -> None:
-    """Refuse an output folder that holds something, unless this is to be continued or replaced."""
-    if recipe.training.get("output_dir") is None:
-        raise CommandError("training has no output_dir. Set it, or pass --output-dir.")
-    folder = Path(recipe.training["output_dir"])
-    options.require_writable_folder(folder)
-    read = [*inputs, recipe.target, recipe.draft if isinstance(recipe.draft, str) else None]
-    claim([folder], read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -152,9 +138,7 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
     if "tokens" in data:
         import numpy as np
 
-        check_names("dataset with tokens", data, {"tokens"})
-        if length is None:
-            raise CommandError("a dataset of tokens has no documents. Set pack to the number of tokens per row.")
+        assert length is not None  # checked with the recipe
         windows = []
         for file in [data["tokens"]] if isinstance(data["tokens"], str) else data["tokens"]:
             with loading(file, "tokens of"):
@@ -188,10 +172,7 @@ def find_kind(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
 
     settings = {"kind": "longspec"} | (recipe.draft if isinstance(recipe.draft, dict) else {})
     kinds = {draft.config_class.short_name(): draft for draft in trained_drafts().values()}
-    # recipes of earlier versions have the whole `model_type`
-    if (kind := str(settings.pop("kind")).removeprefix("longspec_")) not in kinds:
-        raise CommandError(f"draft.kind={kind!r}: expected one of {', '.join(kinds)}.")
-    return kinds[kind], settings
+    return kinds[str(settings.pop("kind")).removeprefix("longspec_")], settings
 
 
 def lora_config(settings: dict[str, Any] | None) -> Any:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..attention_backends.contexts import TreeContext
 from ..attention_backends.lengths import SeqLens
 from .draft_tree import DraftTree
 
@@ -38,6 +39,7 @@ class Rows:
             Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
         plain (*optional*): The forwards of plain `generate`, for wings whose layers depend on them.
         offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): See [`SpeculativeCache.position_ids`].
+        context_of (`Callable`): Makes the context of a verification, a [`TreeContext`] or a subclass.
     """
 
     def __init__(self, batch_size: int):
@@ -48,6 +50,7 @@ class Rows:
         self.columns: torch.Tensor | None = None
         self.plain: Any = None
         self.offsets: torch.Tensor | None = None
+        self.context_of: Callable[..., TreeContext] = TreeContext
 
 
 # Bytes. Addresses of torch's own allocations are multiples of this.
@@ -95,7 +98,7 @@ class SpeculativeLayer(CacheLayerMixin):
         self.capacity = capacity
         self.length = 0
 
-    def beside(self, rows: Rows) -> "SpeculativeLayer":
+    def like(self, rows: Rows) -> "SpeculativeLayer":
         """Return an empty layer of this kind for a cache with rows of its own."""
         return type(self)(rows, self.capacity)
 

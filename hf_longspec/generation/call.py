@@ -7,6 +7,7 @@ then runs without the draft or is an error. What only some calls need is a wing,
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -106,7 +107,8 @@ class Call:
         self.mask, self.position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         # the type of generated tokens, with any tokens in the place of those that the cache alone has
         self.tokens = pad(input_ids.long(), (self.columns_apart, 0))
-        self.store, self.prompts_class, self.session_class = CallCache(), Prompts, None
+        self.store, self.session_class = CallCache(), None
+        self.prompts_class: type[Prompts] = Prompts
         self.inputs: dict[str, Any] = {}
         self.more_nodes = 0
         self.rule_class: Callable[..., TokenRule] = TokenRule
@@ -151,6 +153,7 @@ class Call:
         if (reason := why_not_begun(self.tokens, self.config, self.model_kwargs)) is not None:
             return reason
         self._refuse_mask()
+        self.prompts_class = self.target.mode.prompts_class or Prompts
         for name in self.rare:
             if name not in WINGS:
                 return f"{name}: this is not in this copy. Install the package hf_longspec."
@@ -159,13 +162,12 @@ class Call:
             refuse_positions(self.position_ids, self.tokens, self.mask, apart=self.columns_apart)
         self.store.refuse(self)
         self.prompts = self.prompts_class(self)
-        return next(self._reasons(), None)
+        # those first whose finding costs least
+        return next(chain(self.prompts.why_not(), *(WINGS[name].why_not(self) for name in self.rare)), None)
 
-    def _reasons(self) -> Iterator[str]:
-        """Yield reasons, those first whose finding costs least."""
-        yield from self.target.mode.why_not_call(self)
-        for name in self.rare:
-            yield from WINGS[name].why_not(self)
+    def read_as(self, kind: "type[Prompts]") -> None:
+        """Let `kind` read the prompts, on top of the classes that do so far."""
+        self.prompts_class = type(kind.__name__, (kind, self.prompts_class), {})
 
     def _refuse_unsupported(self) -> None:
         """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""
@@ -239,7 +241,7 @@ class Prompts:
 
     Attributes:
         mask (`torch.LongTensor` of shape `(batch, P)`, *optional*): 0 at padding; `None` if there is none.
-        held (`list[int]`): Number of tokens of every row that the cache holds.
+        past_lengths (`list[int]`): Number of tokens of every row that the cache holds.
         has_gaps (`bool`): Whether there is padding between tokens of a row.
         counts_gaps (`bool`): Whether windows of the target count that padding.
         by_chains (`bool`): Whether the prompts run as chains that are verified, since their rows differ.
@@ -252,7 +254,7 @@ class Prompts:
             forward that is not repeated has computed them.
     """
 
-    is_whole = False
+    is_whole = has_gaps = counts_gaps = False
     offsets: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 
@@ -261,13 +263,22 @@ class Prompts:
         self.chunk_size: int | None = call.config.prefill_chunk_size
         mask = torch.ones_like(self.input_ids) if call.mask is None else call.mask
         self.texts = unpadded(self.input_ids, mask)
-        self.held = call.store.held(mask)
+        self.past_lengths = call.store.past_lengths(mask)
         self.mask = mask if sum(map(len, self.texts)) < self.input_ids.numel() else None
-        self.has_gaps = GAPS in call.rare
-        self.counts_gaps = self.has_gaps and self.target.hides_keys_within(call.max_length)
-        is_uneven = len(set(self.held)) > 1 or self.target.mode.needs_chains(self)
-        self.by_chains = self.counts_gaps or is_uneven
-        self.new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
+        self.by_chains = len(set(self.past_lengths)) > 1
+        self.new = [text[count:] for text, count in zip(self.texts, self.past_lengths, strict=True)]
+
+    def why_not(self) -> Iterator[str]:
+        """Yield reasons why the draft cannot be used with these prompts."""
+        return iter(())
+
+    def tree_slots(self, nodes: int) -> int:
+        """Return the number of slots after the committed tokens that trees of `nodes` nodes and chains need."""
+        return max(nodes, self.target.mode.chain_tokens) if self.by_chains else nodes
+
+    def begin(self, cache: SpeculativeCache) -> None:
+        """Prepare a cache, which may have served another call, for these prompts."""
+        cache.rows.offsets, cache.rows.context_of = self.offsets, TreeContext
 
     @property
     def text_sizes(self) -> list[int]:
@@ -278,16 +289,10 @@ class Prompts:
         """Return the columns of all tokens of padded texts that fit in a cache; `None` without padding."""
         return None if self.mask is None else columns_of(self.mask, cache.max_length + cache.tree_slots)
 
-    def context_of(self, cache: SpeculativeCache) -> Callable[..., TreeContext]:
-        """Return the class of the contexts of verifications, which a wing replaces where windows count padding too."""
-        return WINGS[GAPS].context_of(self.columns(cache)) if self.counts_gaps else TreeContext
-
-    def prefill(
-        self, cache: SpeculativeCache, seed_tokens: int, context_of: Callable[..., TreeContext] = TreeContext
-    ) -> list[torch.Tensor]:
+    def prefill(self, cache: SpeculativeCache, seed_tokens: int) -> list[torch.Tensor]:
         """Run all but the last tokens of every row under the model's own attention, right-padded, possibly in chunks.
 
-        If rows differ (`by_chains`), chains are verified instead; see [`TargetView.verify`] for `context_of`.
+        If rows differ (`by_chains`), chains are verified instead.
 
         Returns:
             `list[torch.LongTensor]`: Last tokens of every row, which are not in the cache: `seed_tokens` at most, or
@@ -295,19 +300,19 @@ class Prompts:
         """
         sizes = self.tails(seed_tokens)
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self.new, sizes, strict=True)]
-        self.run(cache, heads, context_of)
-        cache.set_lengths([count + len(head) for count, head in zip(self.held, heads, strict=True)])
+        self.run(cache, heads)
+        cache.set_lengths([count + len(head) for count, head in zip(self.past_lengths, heads, strict=True)])
         return [prompt[len(head) :] for prompt, head in zip(self.new, heads, strict=True)]
 
     def tails(self, seed_tokens: int) -> list[int]:
         """Return how many last tokens of each row run as a verification."""
-        return self.target.mode.tails(self, [min(seed_tokens, size) for size in self.text_sizes])
+        return [min(seed_tokens, size) for size in self.text_sizes]
 
-    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor], context_of: Callable[..., TreeContext]) -> None:
+    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor]) -> None:
         """Append keys and values of the beginnings of prompts to a cache."""
         if self.by_chains:
             with self.target.attention():
-                self.target.prefill_rows(heads, cache, self.chunk_size, context_of)
+                self.target.prefill_rows(heads, cache, self.chunk_size)
         elif max(map(len, heads)):
             tokens = pad_sequence(self.new if self.is_whole else heads, batch_first=True)
             self.target.prefill(tokens, cache, self.chunk_size)
@@ -322,7 +327,7 @@ class CallCache:
     def refuse(self, call: Call) -> None:
         """Refuse a cache that does not fit the call."""
 
-    def held(self, mask: torch.Tensor) -> list[int]:
+    def past_lengths(self, mask: torch.Tensor) -> list[int]:
         """Return how many tokens of every row the cache holds, if `mask` `(batch, P)` is 0 at the padding."""
         return [0] * len(mask)
 

@@ -6,6 +6,7 @@ token.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +82,7 @@ def decode_without(call: Call, reason: str) -> GenerateDecoderOnlyOutput | torch
     if draft.setting("on_unsupported") == "error":
         refuse(reason)
     logger.warning_once(f"{type(draft).__name__} is not used in this call: {reason}")
-    stats = draft.last_speculation = SpeculationStats(method=draft.config.short_name(), reason=reason)
+    stats = draft.last_speculation = SpeculationStats(method=draft.method, reason=reason)
     arguments = call.input_ids, call.logits_processor, call.stopping_criteria, call.config
     with call.target.lock():  # a call in another thread may have switched the attention
         output = type(model)._sample(model, *arguments, streamer=call.streamer, **call.model_kwargs)
@@ -96,8 +97,8 @@ class Session:
     A cache of the user's is adopted last, after all validation.
     """
 
-    # whether some steps cannot speculate; see `may_speculate`
-    is_limited = False
+    # function that tells whether the target can verify a tree of some depth in the next step; it always can by default
+    may_speculate: Callable[[int], bool] | None = None
     # whether the first verification of a kind of target is compared with a plain forward
     checks_target = True
     # whether the gate may pause the draft
@@ -106,8 +107,8 @@ class Session:
     def __init__(self, call: Call):
         self.started, self.processor_started = time.perf_counter(), time.process_time()
         self.call, self.target, self.draft, self.prompts = call, call.target, call.draft, call.prompts
-        self.max_length, self.held = call.max_length, call.prompts.held
-        self.stats = SpeculationStats(method=call.draft.config.short_name())
+        self.max_length, self.past_lengths = call.max_length, call.prompts.past_lengths
+        self.stats = SpeculationStats(method=call.draft.method)
         target, input_ids = self.target, call.input_ids.long()
         batch_size = len(input_ids)
         self.sequences, self.rule = self.make_rows(input_ids)
@@ -116,24 +117,18 @@ class Session:
         # which rows emitted tokens, on the host and on the device, in the last step in which a row did not
         self._going: tuple[list[bool], torch.Tensor] = [], self.root
 
-        nodes = target.mode.tree_slots(self.draft.num_tree_nodes(target) + call.more_nodes)
-        if self.prompts.by_chains:
-            nodes = max(nodes, target.mode.chain_tokens)
+        nodes = self.prompts.tree_slots(self.draft.num_tree_nodes(target) + call.more_nodes)
         # buffers of an earlier call, if steps are captured
         self.workspace = None if call.store.is_users else target.steps.workspace(batch_size, self.max_length)
         self.cache = call.store.open(call, nodes, None if self.workspace is None else self.workspace.cache)
-        self.context_of = self.prompts.context_of(self.cache)
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
         self.drafter = self.make_drafter(binding)
-        if self.is_gated and (gate := WINGS.get(GATE)) is not None:
-            self.drafter = gate.drafter(self.drafter, self)
         self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
-        self.cache.set_lengths(self.held)
-        target.mode.begin(self.cache, self.prompts)
+        self.cache.set_lengths(self.past_lengths)
+        self.prompts.begin(self.cache)
         self.cache.remember()
-        self.cache.rows.offsets = self.prompts.offsets
 
     def make_drafter(self, binding: Binding) -> Any:
         """Return the drafter of the call, with the forced tokens of a grammar if there is one."""
@@ -153,8 +148,8 @@ class Session:
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
-        with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.held):
-            tails = self.prompts.prefill(self.cache, self.seed_tokens, self.context_of)
+        with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.past_lengths):
+            tails = self.prompts.prefill(self.cache, self.seed_tokens)
         self.check_once()
         return tails
 
@@ -169,7 +164,9 @@ class Session:
         return max(self.drafter.seed_tokens, self.target.mode.seed_tokens)
 
     def seed(self, tails: list[torch.Tensor]) -> None:
-        """Verify the last prompt tokens as a chain, emit the first token, and start the drafter."""
+        """Verify the last prompt tokens as a chain, emit the first token, and start the drafter, maybe gated."""
+        if self.is_gated and (gate := WINGS.get(GATE)) is not None:
+            self.drafter = gate.drafter(self.drafter, self)
         tree, sizes = chain_of_last_tokens(tails, max(map(len, tails)))
         step = self.verify(tree)
         rows = torch.arange(len(sizes), device=step.logits.device)
@@ -198,23 +195,15 @@ class Session:
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
-    def may_speculate(self, max_depth: int) -> bool:
-        """Return whether the target can verify a tree of this depth in the next step."""
-        return True
-
-    def position_limit(self) -> int:
-        """Return the number of positions that the next forward may use."""
-        return self.max_length
-
-    def lowest_positions(self) -> list[int] | None:
-        """Return a lower bound on the positions of each row in the next forward; `None` if there is none."""
-        return None
+    def position_bounds(self) -> dict[str, Any]:
+        """Return `limit` and `lowest` of [`TargetView.verify`] for the next forward."""
+        return {"limit": self.max_length}
 
     def verify(self, tree: DraftTree, fixed_shape: bool = False) -> Step:
         """Run the target over all nodes of a tree."""
         capture, hidden = self.drafter.capture(tree), self.drafter.wants_hidden
-        options = self.position_limit(), hidden, fixed_shape, self.lowest_positions(), self.context_of
-        return self.target.verify(tree, self.cache, capture, *options)
+        options = {"with_hidden": hidden, "fixed_shape": fixed_shape} | self.position_bounds()
+        return self.target.verify(tree, self.cache, capture, **options)
 
     def emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
@@ -288,7 +277,7 @@ class Session:
     def forget(self) -> None:
         """Reset the cache to the tokens that it held before the call, as the call returns no text."""
         self.cache.go_back()
-        self.cache.set_lengths(self.held)
+        self.cache.set_lengths(self.past_lengths)
         self.cache.rows.columns = self.columns_before
 
     def _settle(self) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..attention_backends.contexts import TreeContext
 from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import SeqLens, on_device
-from .cache import CACHE_NAME, SpeculativeCache
+from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .target_modules import LayerInputs, keywords_forwarded, shape_of
 from .wing import DECLARED, MODES, WINGS, LayerTraits, VerificationMode
@@ -42,6 +42,8 @@ class Known:
     """What is known of a model as long as its text config stays the same."""
 
     settings: dict[str, Any]  # the text config
+    # reasons of [`TargetView.why_not`], by what else they depend on
+    reasons: dict[tuple, list[str]] = field(default_factory=dict)
     declared_mode: VerificationMode | None = None
     mode: VerificationMode | None = None
     traits: dict[VerificationMode, LayerTraits] = field(default_factory=dict)
@@ -200,6 +202,17 @@ class TargetView:
 
     def why_not(self, max_length: int | None = None) -> list[str]:
         """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can."""
+        if "prepare_inputs_for_generation" in vars(self.model):  # the trial may fail with it
+            adapter = "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
+            return [*self._why_not_kind(), adapter]
+        reasons = self.known.reasons
+        key = str(self.config._attn_implementation), getattr(self.model, "_use_kernels", False), *self.rare
+        if key not in reasons:
+            reasons[key] = self._why_not_kind() or self.mode.why_not_tried(self)
+        return reasons[key] or self._why_not_as_long(max_length)
+
+    def _why_not_kind(self) -> list[str]:
+        """Return the reasons that do not need a trial, which may fail with such layers."""
         reasons = []
         if self.model.config.is_encoder_decoder:
             reasons.append("it is an encoder-decoder model, and the loop runs decoder-only models")
@@ -218,12 +231,7 @@ class TargetView:
                 reasons += wing.why_not_target(self)
         if getattr(self.model, "_is_stateful", False) and not mode.has_states:
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
-        if "prepare_inputs_for_generation" in vars(self.model):
-            reasons.append(
-                "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
-            )
-        # the trial may fail with such layers
-        return reasons or self.mode.why_not_tried(self) or self._why_not_as_long(max_length)
+        return reasons
 
     def _why_not_as_long(self, max_length: int | None) -> list[str]:
         """Return the reasons why texts of this length cannot be decoded speculatively."""
@@ -297,27 +305,14 @@ class TargetView:
             chunk = input_ids[:, begin : begin + (chunk_size or total)]
             end = start + begin + chunk.shape[1]
             positions = torch.arange(start + begin, end, device=chunk.device).repeat(chunk.shape[0], 1)
-            with self.declared_mode.around_prefill(cache, positions, end):
-                self.model(
-                    input_ids=chunk,
-                    position_ids=cache.position_ids(positions),
-                    **{CACHE_NAME: cache},
-                    use_cache=True,
-                    **extra,
-                )
+            inputs = {"input_ids": chunk, "position_ids": cache.position_ids(positions), **extra}
+            self.declared_mode.forward(self.model, cache, positions, end, **inputs)
 
-    def prefill_rows(
-        self,
-        prompts: Sequence[torch.Tensor],
-        cache: SpeculativeCache,
-        chunk_size: int | None,
-        context_of: Callable[..., TreeContext] = TreeContext,
-    ) -> None:
+    def prefill_rows(self, prompts: Sequence[torch.Tensor], cache: SpeculativeCache, chunk_size: int | None) -> None:
         """Append keys and values of prompts to rows of any lengths, as chains that are verified.
 
         The model's own attention has one length for all rows, and its windows count slots. Call it inside of
         [`TargetView.attention`]. No forward has more tokens than `chunk_size`, or than the cache has slots for a tree.
-        See `verify` for `context_of`.
         """
         tokens = pad_sequence(list(prompts), batch_first=True)
         size = min(chunk_size or cache.tree_slots, cache.tree_slots)
@@ -328,7 +323,7 @@ class TargetView:
         for begin in range(0, tokens.shape[1], size):
             tree = DraftTree.chain(tokens[:, begin : begin + size])
             positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
-            context = context_of(cache.lengths, positions, tree.mask, windows=self.windows)
+            context = cache.rows.context_of(cache.lengths, positions, tree.mask, windows=self.windows)
             cache.stage(tree.num_nodes, tree)
             # a model with a table of positions would index beyond its end where a short row is padded
             inputs = tree.tokens, cache.position_ids(positions.clamp_max(last)), cache, tree.mask[:, None]
@@ -344,7 +339,6 @@ class TargetView:
         with_hidden: bool | tuple[int, ...] = False,
         fixed_shape: bool = False,
         lowest: Sequence[int] | None = None,
-        context_of: Callable[..., TreeContext] = TreeContext,
     ) -> "Step":
         """Run all nodes of the tree in one forward, and stage their keys and values in `cache`.
 
@@ -356,15 +350,14 @@ class TargetView:
             with_hidden (`bool` or `tuple[int, ...]`, *optional*, defaults to `False`): Whether to return the input of
                 the final norm, or of which layers to return the inputs.
             fixed_shape (`bool`, *optional*, defaults to `False`): Whether more steps with this number of nodes will
-                follow, so that compiling one is worth it.
+                follow, so that compiling one is worth it. A step whose context is no mere [`TreeContext`] runs as it
+                is.
             lowest (`Sequence[int]`, *optional*): Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
-            context_of (`Callable`, *optional*): Makes the context of the attention layers; a [`TreeContext`] by
-                default. A step with another one runs as it is.
         """
         device = tree.tokens.device
         positions = cache.lengths.on(device)[:, None] + tree.depths
-        context = context_of(cache.lengths, positions, tree.mask, capture, windows=self.windows)
-        fixed_shape = fixed_shape and context_of is TreeContext
+        context = cache.rows.context_of(cache.lengths, positions, tree.mask, capture, windows=self.windows)
+        fixed_shape = fixed_shape and type(context) is TreeContext
         if lowest is not None:
             positions = torch.maximum(positions, on_device(lowest, device)[:, None])
         if limit is not None and cache.lengths.longest + tree.max_depth >= limit:

@@ -506,6 +506,19 @@ def with_final_norm_input(
     return result, hidden
 
 
+def plain_forward(model: PreTrainedModel, cache: Any, positions: torch.Tensor, num_keys: int, **inputs: Any) -> Any:
+    """Return the result of a forward of prompts at `positions` `(B, N)`, which attend to `num_keys` keys."""
+    return model(**inputs, **{CACHE_NAME: cache}, use_cache=True)
+
+
+def plain_logits(forward: Any, model: PreTrainedModel, cache: Any, tokens: torch.Tensor, **more: Any) -> Any:
+    """Logits of tokens `(B, N)` after those of the cache, by [`plain_forward`] or the function in its place."""
+    start, count = cache.get_seq_length(), tokens.shape[1]
+    positions = torch.arange(start, start + count, device=tokens.device).expand_as(tokens)
+    inputs = {"input_ids": tokens, "position_ids": positions, **more}
+    return forward(model, cache, positions, start + count, **inputs).logits
+
+
 def logits_under(
     context: Any,
     model: PreTrainedModel,

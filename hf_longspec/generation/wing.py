@@ -9,14 +9,14 @@ Each rare case has a file of its own in `wings/`, which imports the core and is 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
-from .target_modules import logits_under
+from .target_modules import logits_under, plain_forward
 
 
 @dataclass
@@ -43,6 +43,10 @@ class VerificationMode:
     name = "hybrid tree attention"
     # function of [`logits_under`]'s arguments that returns the logits of nodes
     logits = staticmethod(logits_under)
+    # function of [`plain_forward`]'s arguments that runs prompts, with the same result
+    forward = staticmethod(plain_forward)
+    # subclass of [`Prompts`], if those of a call need more
+    prompts_class: Any = None
     # whether steps may be compiled, and not only captured
     compiles = True
     # A captured step reads the slots up to a power of two, or to one of this many parts of it.
@@ -88,10 +92,6 @@ class VerificationMode:
         context: AbstractContextManager[Any] = target.switched()
         return context
 
-    def around_prefill(self, cache: Any, positions: torch.Tensor, num_keys: int) -> AbstractContextManager[Any]:
-        """Return the context of a forward of prompts at `positions` `(B, N)`, which attend to `num_keys` keys."""
-        return nullcontext()
-
     def kinds(self) -> set[str]:
         """Return types of layers that this mode verifies, beside those that attend to all keys or to a window."""
         return set()
@@ -128,32 +128,15 @@ class VerificationMode:
         """Return whether a text after a cache is that of one call, in forwards of any number of tokens."""
         return True
 
-    def why_not_call(self, call: Any) -> Iterator[str]:
-        """Yield reasons why a [`Call`] cannot use the draft."""
-        return iter(())
-
-    def tree_slots(self, nodes: int) -> int:
-        """Return the number of slots after the committed tokens that trees of `nodes` nodes need."""
-        return nodes
-
-    def begin(self, cache: Any, prompts: Any) -> None:
-        """Prepare the cache of a call for the forwards of [`Prompts`]."""
-
-    def needs_chains(self, prompts: Any) -> bool:
-        """Return whether prompts must run as chains that are verified, as padding on the right would change them."""
-        return False
-
-    def tails(self, prompts: Any, sizes: list[int]) -> list[int]:
-        """Return how many last tokens of each row run as a verification, by default `sizes`."""
-        return sizes
-
     def padded_chain(self, tokens: torch.Tensor, size: int) -> torch.Tensor:
         """Return tokens `(B, T)` of chains, which run in forwards of `size` tokens, maybe with one more column."""
         return tokens
 
 
 class Wing:
-    """A rare case of calls. `WINGS` holds it under the name by which [`Call.rare`] mentions the case."""
+    """A rare case of calls. `WINGS` holds it by the name of the case, which [`Call.rare`] mentions."""
+
+    case: ClassVar[str]
 
     def why_not_target(self, target: Any) -> Iterable[str]:
         """Return reasons why no call can use a draft with this [`TargetView`]."""

@@ -67,6 +67,7 @@ class DraftModel(PreTrainedModel):
     drafter_class: ClassVar[Any]
     settings: ClassVar[dict[str, Any]] = {}
     declared: ClassVar[dict[str, Setting]] = COMMON
+    method: ClassVar[str]  # name of the draft in statistics and messages, that of its configuration
     # A marker for the route, because an installed class and one loaded from the Hub are different classes.
     _is_longspec_draft = True
 
@@ -77,6 +78,7 @@ class DraftModel(PreTrainedModel):
             inherited = cls.declared.get(name, Setting(value))
             cls.declared[name] = value if isinstance(value, Setting) else replace(inherited, default=value)
         cls.settings = {name: declared.default for name, declared in cls.declared.items()}
+        cls.method = cls.config_class.short_name()
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         config.check_types()
@@ -140,9 +142,8 @@ class DraftModel(PreTrainedModel):
         weight = target.get_input_embeddings().weight
         return device_of(final_norm_of(target), weight.device), weight.dtype
 
-    def placed_for(self, target: PreTrainedModel) -> Self:
+    def placed_at(self, place: tuple[torch.device, torch.dtype]) -> Self:
         """Return this draft in eval mode at its `place`, or a copy, as the user may be training it in another dtype."""
-        place = self.place(target)
         is_there = not self.training and (self.device, self.dtype) == place
         return self if is_there else copy.deepcopy(self).to(*place).eval()
 
@@ -291,8 +292,10 @@ class DraftModel(PreTrainedModel):
 
     def setting(self, name: str) -> Any:
         """Return the value of a setting of this draft, or its default."""
-        value = getattr(self.generation_config, name, None)
-        return self.declared[name].default_on(self.device.type) if value is None else value
+        if (value := getattr(self.generation_config, name, None)) is not None:
+            return value
+        declared = self.declared[name]
+        return declared.default if declared.on_cpu is None or self.device.type != "cpu" else declared.on_cpu
 
     @classmethod
     def initial_settings(cls) -> dict[str, Any]:

@@ -24,10 +24,6 @@ class Setting:
     choices: tuple[str, ...] = ()  # further values
     on_cpu: Any = None  # the default on a CPU, if it is another one; `None` then stands for that of the device
 
-    def default_on(self, device: str) -> Any:
-        """Return the default on a type of device."""
-        return self.default if self.on_cpu is None or device != "cpu" else self.on_cpu
-
     @property
     def rule(self) -> str:
         if self.kind is None:

@@ -8,10 +8,11 @@ import torch
 import hf_longspec
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless, prefill
 from hf_longspec.bench.matrix import Matrix
-from hf_longspec.bench.prompts import Document, DocumentPrompts
+from hf_longspec.bench.prompts import DocumentPrompts
 from hf_longspec.bench.report import matrix_report
 from hf_longspec.bench.results import read_records
 from hf_longspec.bench.runner import Cell, Method, Runner
+from hf_longspec.bench.sources import Document
 from tests.generation.conftest import widths  # noqa: F401 - a fixture
 from tests.tiny_targets import tiny_prompts, tiny_target
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from hf_longspec.bench.prompts import HELD_OUT, Document, DocumentPrompts, read_source, read_sources, window_starts
+from hf_longspec.bench.prompts import DocumentPrompts, window_starts
+from hf_longspec.bench.sources import HELD_OUT, Document, read_source, read_sources
 
 
 def write(path, *records):

@@ -50,12 +50,11 @@ def main():
     import triton.testing
 
     from benchmarks import gpu_goals, gpu_run
-    from tests.attention_backends.triton.machine import language_listed_once
     from tests.generation.test_on_simulated_cuda import simulated
 
     torch.compile = lambda function, **options: function  # the simulation is a mode of torch, which dynamo skips
     replaced = {"do_bench": bench, "do_bench_cudagraph": bench_graph}
-    with language_listed_once(), simulated(), mock.patch.multiple(triton.testing, **replaced):
+    with simulated(), mock.patch.multiple(triton.testing, **replaced):
         gpu_run.LLAMA_8B = gpu_run.SMOKE  # what a run without `--smoke` takes
         gpu_goals.SIZES = gpu_goals.Sizes(*SIZES)
         sys.argv[0] = str(ROOT / "benchmarks" / "gpu.py")

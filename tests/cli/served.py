@@ -20,7 +20,7 @@ from hf_longspec.cli.serving.routes import Limits
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 POSITIONS = 700
-NEW = 14
+NEW = 9
 
 
 def with_template(model, folder, template=TEMPLATE):

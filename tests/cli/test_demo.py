@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.bench import prompts
+from hf_longspec.bench import sources
 from hf_longspec.bench.calls import Call
 from hf_longspec.cli import CommandError, demo, models
 from tests.cli.conftest import HUB_CARDS, run_command
@@ -165,9 +165,9 @@ def test_the_verdict_and_what_loses_follow_from_the_speeds(capsys, speeds, texts
 
 
 def test_modules_without_sources_are_skipped(monkeypatch):
-    monkeypatch.setattr(prompts, "HELD_OUT", ("sys", "no_such_module", "tarfile"))
+    monkeypatch.setattr(sources, "HELD_OUT", ("sys", "no_such_module", "tarfile"))
     assert demo.read_document()[0] == "tarfile.py of the standard library"
-    monkeypatch.setattr(prompts, "HELD_OUT", ("sys",))
+    monkeypatch.setattr(sources, "HELD_OUT", ("sys",))
     with pytest.raises(CommandError, match="--file"):
         demo.read_document()
 

@@ -239,8 +239,8 @@ EARLY = [
     ("train --learning-rate nan", "'--learning-rate': nan is not a number above 0."),
     ("tune --dtype int3", "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
     ("generate TARGET notes.txt --prompt text", "pass one prompt"),
-    ("generate TARGET notes.txt --device warp9", "--device warp9"),
-    ("audit TARGET notes.txt --device meta", "--device meta"),
+    ("generate TARGET notes.txt --device warp9", "'--device': 'warp9': expected the name of a device"),
+    ("audit TARGET notes.txt --device meta", "'--device': 'meta': expected"),
     ("audit TARGET notes.txt --samples 49 --max-new-tokens 4", "--samples 49"),
     ("generate TARGET notes.txt --html .", "'--html': . is a folder."),
     ("generate TARGET notes.txt --html notes.txt/page.html", "notes.txt is a file."),
@@ -284,6 +284,35 @@ EARLY = [
     ("bench TARGET --data notes.txt --batch 1,2k", "--batch '2k': expected numbers of at least 1 and at most 1024"),
     ("bench TARGET --data notes.txt --dtype int8", "--dtype int8"),
     ("bench TARGET --data notes.txt --draft auto --context 64", "--draft auto"),
+    ("bench TARGET --data notes.txt --draft ngram --draft ngram --context 64", "two drafts have the name 'ngram'"),
+    ("bench TARGET --data notes.txt --sweep context=64,x", "--sweep context 'x': expected numbers of at least 1"),
+    ("bench TARGET --data notes.txt --assistant full", "the assistant 'full': it has no config.json."),
+    ("tune TARGET notes.txt --draft ngram --dry-run", "ngram drafts have nothing to tune. Pass one of dflash or "),
+    ("generate TARGET notes.txt --regex (", "--regex ( cannot be followed: "),
+    ("generate TARGET notes.txt --json-schema schema.json", "cannot be followed: Invalid type: strin"),
+    ("generate TARGET notes.txt --draft full", "the draft 'full': it has no config.json."),
+    ("demo --draft notes.txt", "the draft 'notes.txt': it is a file."),
+    ("train --config recipe.yaml --target x --output-dir full", "full/of exists. Pass --resume"),
+    ("publish DRAFT --dry-run --repo name", "'--repo': 'name': expected owner/name, with letters"),
+    ("publish DRAFT --dry-run --engine a/b/c", "'--engine': 'a/b/c': expected owner/name"),
+    (
+        "publish DRAFT --dry-run --license Apache",
+        "'--license': 'Apache': expected the id of a license on the Hub, such",
+    ),
+    ("publish DRAFT --dry-run --base-model ./org", "'--base-model': './org': expected a Hub id, such as"),
+    ("publish DRAFT --dry-run --name mine", "--name mine names a draft in --results. Pass --results, or drop it."),
+    ("publish DRAFT --dry-run --base-model a/b --results data.jsonl", "no acceptance of the draft 'tiny"),
+    ("publish locked --dry-run", "the target '' is not a Hub id"),
+    ("convert full --output out", "the target of 'full' is unknown. Pass --target"),
+    ("convert full --output out --target locked/none/x", "'locked/none/x': there is no such folder."),
+    ("convert full --output out --target binary.json", "'binary.json': there is no such file."),
+    ("train --config recipe.yaml --target x --output-dir out --resume", "'out' has no complete checkpoint to resume"),
+    ("train --config recipe.yaml --target x --set draft.kind=medusa", "draft.kind='medusa': expected one of dflash,"),
+    ("train --config recipe.yaml --target x --set pack=0", "pack: 0 in the recipe: expected the number of tokens per"),
+    ("train --config recipe.yaml --target x --set eval_dataset={}", "eval_dataset has neither path nor tokens."),
+    ("train --config recipe.yaml --target x --set dataset={tokens:[a.npy]}", "dataset: tokens have no documents."),
+    ("train --config recipe.yaml --target x --draft full", "the draft 'full': it has no config.json."),
+    ("publish DRAFT --dry-run --engine a/b --self-contained", "--engine a/b and --self-contained are opposites."),
 ]
 LATE = [
     (
@@ -297,7 +326,6 @@ LATE = [
     ("generate TARGET notes.txt --samples 3", "--temperature"),
     ("generate TARGET notes.txt --samples 3 --temperature 1 --show-drafts", "--show-drafts"),
     ("bench TARGET --data notes.txt --context 99k", "exceed the 16384 positions"),
-    ("bench TARGET --data notes.txt --draft ngram --draft ngram --context 64", "two drafts have the name 'ngram'"),
     ("bench TARGET --data notes.txt --sweep sparse_rate=1 --context 64", "--sweep sparse_rate: "),
     ("bench TARGET --data notes.txt --draft specattn --sweep sparse_ratio=7 --context 64", "sparse_ratio=7.0"),
     ("demo TARGET --file short.txt", "longer --file"),
@@ -319,11 +347,14 @@ def test_one_line_names_what_is_wrong(main, tiny, tmp_path, monkeypatch, loaded,
     monkeypatch.chdir(tmp_path)
     for name in ("locked", "full/of"):
         (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "locked" / "config.json").write_text("{}")
     shutil.copy(tiny.notes, "notes.txt")
     Path("short.txt").write_text("short")
     Path("empty").write_text(" \n")
     Path("binary").write_bytes(b"\xff\xfe\x00\x80")
     Path("data.jsonl").write_text('{"prompt": "one two"}\n')
+    Path("schema.json").write_text('{"type": "strin"}')
+    Path("recipe.yaml").write_text("{training: {}, dataset: {path: text}}")
     place = tempfile.mkdtemp
 
     def mkdtemp(suffix=None, prefix=None, dir=None):
@@ -446,6 +477,27 @@ def test_version_help_and_wrong_options_and_prompts_import_neither_torch_nor_tra
     wrong += [["serve", "--target", "./missing"], ["demo", "--draft", "ngrm"], ["train", "--config", __file__]]
     wrong += [["convert", "./missing", "--output", str(tmp_path / "out")], ["publish", str(tmp_path), "--dry-run"]]
     wrong += [["audit", "--target", "x", "--prompt", "x", "--set", "seed"]]
+    wrong += [["audit", "--target", "x", "--prompt", "x", "--samples", "49"]]
+    wrong += [["bench", "--target", "x", "--draft", "ngram", "--draft", "ngram"]]
+    wrong += [["bench", "--target", "x", "--sweep", "context=0"]]
+    wrong += [["tune", "--target", "x", "--prompt", "x", "--draft", "ngram", "--dry-run"]]
+    wrong += [["generate", "--target", "x", "--prompt", "x", "--regex", "("]]
+    wrong += [["demo", "--draft", str(tmp_path)], ["publish", str(tmp_path), "--dry-run", "--repo", "name"]]
+    (tmp_path / "recipe.yaml").write_text("{target: x, training: {}, dataset: {path: text}}")
+    wrong += [["train", "--config", str(tmp_path / "recipe.yaml"), *words] for words in ([], ["--set", "pack=0"])]
+    wrong += [["train", "--config", str(tmp_path / "recipe.yaml"), "--set", "draft.kind=medusa"]]
+    (tmp_path / "data.jsonl").write_text('{"words": "one"}')
+    wrong += [["bench", "--target", "x", "--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "b.jsonl")]]
+    wrong += [
+        ["generate", "--target", "x", "--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "o.jsonl")]
+    ]
+    wrong += [["audit", "--target", "x", "--prompt", "x", "--device", "warp9"]]
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    for words in (["--license", "foo bar"], ["--name", "x"], ["--base-model", "x/"], []):
+        wrong += [["publish", str(draft), "--dry-run", *words]]
+    wrong += [["convert", str(draft), "--output", str(tmp_path / "out")]]
     output = script(LIGHT.format(lines=lines + wrong))
     for line, status in [(line, 0) for line in lines] + [(line, 2) for line in wrong]:
         assert f"{line} {status} []\n" in output

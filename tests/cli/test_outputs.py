@@ -29,7 +29,7 @@ REFUSED = [
     ("tune TARGET notes.txt --dry-run --results lines.jsonl", ["lines.jsonl exists", "--resume"]),
     ("tune TARGET lines.jsonl --dry-run --results lines.jsonl --overwrite", ["lines.jsonl", "is read"]),
     ("tune TARGET notes.txt --output full", ["full/.hidden and full/of exist", "--overwrite"]),
-    ("tune TARGET notes.txt --draft full --output full --overwrite", ["full", "is read"]),
+    ("tune TARGET notes.txt --draft draft --output draft --overwrite", ["draft", "is read"]),
     ("train TARGET --config recipe.yaml --output-dir run", ["run/checkpoint-2 and run/model.safetensors exist"]),
     ("train TARGET --config recipe.yaml --output-dir run --draft run/checkpoint-2 --overwrite", ["is read"]),
     ("convert TARGET notes.txt --output full", ["full/.hidden and full/of exist"]),
@@ -46,7 +46,14 @@ def test_what_exists_or_is_read_is_refused_before_any_work(main, tiny, tmp_path,
     for file in ("full/of/notes.txt", "full/.hidden", "full-hub/README.md", "run/model.safetensors", "run/card.json"):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text("mine")
-    for file in ("notes.txt", "one.jsonl", "report.md", "report-tau.png", "run/checkpoint-2/trainer_state.json"):
+    for file in (
+        "notes.txt",
+        "one.jsonl",
+        "report.md",
+        "report-tau.png",
+        "run/checkpoint-2/config.json",
+        "draft/config.json",
+    ):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text("not JSON\n")
     Path("data.jsonl").write_text('{"prompt": "one two"}\n')

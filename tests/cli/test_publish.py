@@ -123,7 +123,6 @@ class TestDryRun:
         [
             (["--dry-run"], "", "not a Hub id"),
             ([], "", "--repo, or --dry-run"),
-            (["--repo", "nobody"], "", "expected owner/name"),
             (["--repo", "org/x", "--engine", "org/y", "--self-contained"], "", "opposites"),
             (["--repo", "org/x", "--output", "out"], "", "--output out needs --dry-run"),
             (["--dry-run", "--base-model", "org/t", "--results", "none.jsonl"], "", "none.jsonl"),

@@ -58,7 +58,7 @@ def assert_as_written(recipe, folder, changed):
 def test_two_steps_of_the_recipe_of_ten_minutes(tiny, tmp_path):
     """With the bundled target and texts of its own, as in docs/training.md."""
     file = FOLDER / "ten_minutes.yaml"
-    recipe = recipes.read_recipe(file, {"dataset": {}})
+    recipe = recipes.read_recipe(file, {"dataset": {"path": "text"}})
     (tmp_path / "module.py").write_text(tiny.notes.read_text() * 20)
     arguments = ["--target", tiny.target, "--max-steps", "2", "--output-dir", tmp_path / "draft"]
     done = run_command("train", tmp_path / "module.py", "--config", file, *arguments)

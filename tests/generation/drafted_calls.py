@@ -14,7 +14,7 @@ from tests.rounding import rounding
 from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
 from tests.user_objects import Bomb
 
-NEW = 16
+NEW = 9
 ONE, RAGGED = (37,), (23, 3, 40)
 # Stock `generate` is greedy; sampled text is compared with that of the loop without a draft.
 MODES = ({"do_sample": False}, {"do_sample": True, "temperature": 0.7})

@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 
 from tests.generation.test_on_simulated_cuda import FIRST, MOST_LAUNCHES, simulated, watch
 
-NEW = 14
+NEW = 9
 ONE, RAGGED = (21,), (14, 3, 9)
 WAYS = (True, False), (ONE, RAGGED)
 # One case of each type; all others are soaked.

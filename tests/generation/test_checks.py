@@ -85,6 +85,24 @@ class TestTargets:
         draft = PlainDraftModel.from_target(model)
         refused(model, draft, "OldModel cannot.*never called the attention backe.*AttentionInterface")
 
+    @pytest.mark.parametrize(
+        ("name", "change", "reason"),
+        [
+            ("deepseek_v32", lambda model: model.set_attn_implementation("hf_longspec"), "'hf_longspec' does not take"),
+            ("qwen3_next", lambda model: setattr(model, "_use_kernels", True), "use_kernels=True replaces"),
+        ],
+        ids=["attention", "kernels"],
+    )
+    def test_what_changes_after_a_call_is_noticed(self, name, change, reason):
+        """Reasons are remembered, and looked for again if what they depend on is another one."""
+        model = build(name)
+        draft = PlainDraftModel.from_target(model)
+        model.generate(tiny_prompts(128, (9,))[0], max_new_tokens=3, pad_token_id=0, assistant_model=draft)
+        assert draft.last_speculation.reason is None
+        change(model)
+        draft.last_speculation = None
+        refused(model, draft, reason)
+
     def test_prompt_learning_adapter(self):
         peft = pytest.importorskip("peft")
         bare = tiny_target("llama")

@@ -150,7 +150,7 @@ class TestPositionsCountedByTheCache:
         check_text(made("llama4_text", floor_scale=40 + NEW), RAGGED)
 
     def test_rows_beyond_it_are_not_drafted_for(self, made):
-        with pytest.raises(ValueError, match=r"max_length=56: from 55 tokens on \(floor_scale\)"):
+        with pytest.raises(ValueError, match=r"max_length=49: from 48 tokens on \(floor_scale\)"):
             check_text(made("llama4_text", floor_scale=39 + NEW), RAGGED)
 
 

@@ -22,6 +22,7 @@ from tests.tiny_targets import made_for, randomize, tiny_prompts, tiny_target
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 from triton.runtime.interpreter import GridExecutor
 
+from tests.attention_backends.triton.machine import language_listed_once
 from tests.generation.test_fused_layers import VARIANTS
 from tests.pairwise import few
 from tests.simulated_kernels import KERNELS
@@ -75,7 +76,7 @@ CASES = [pytest.param(*case, marks=pytest.mark.soak) if case[0] in SOAKED else c
 @contextmanager
 def simulated(index=0):
     """The device, with Triton's kernels as the preferred ones, as where Triton compiles."""
-    with pytest.MonkeyPatch.context() as patch, SimulatedCuda(index, kernels=KERNELS) as device:
+    with language_listed_once(), pytest.MonkeyPatch.context() as patch, SimulatedCuda(index, kernels=KERNELS) as device:
         patch.setitem(registry._priorities, "hf_longspec_triton", 20)
         registry.select.cache_clear()
         assert can_move(torch.device("cuda", index))  # its first call tries it out

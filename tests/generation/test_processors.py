@@ -117,7 +117,7 @@ def test_processors_are_not_asked_after_an_end_token(target, kind, window, monke
 
 
 class Budget(LogitsProcessor):
-    """Forces a token at its 15th call, as a thinking budget does."""
+    """Forces a token at its 9th call, as a thinking budget does."""
 
     def __init__(self):
         self.calls = 0
@@ -128,7 +128,7 @@ class Budget(LogitsProcessor):
 
 
 def forced(scores, count):
-    return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([7]), 0) if count == 15 else scores
+    return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([7]), 0) if count == 9 else scores
 
 
 class OfRows(Budget):
@@ -173,7 +173,7 @@ class Drawn(Budget):
 
     def __call__(self, input_ids, scores):
         drawn = self.generators["numpy"].integers(1000) + torch.rand(1, generator=self.generators["torch"]).item()
-        return forced(scores, 15 if drawn > 800 else 1)
+        return forced(scores, 9 if drawn > 800 else 1)
 
 
 class Uncopied(Budget):
@@ -249,7 +249,7 @@ class Later(Budget):
     def __call__(self, input_ids, scores):
         if input_ids.shape[1] > max(LENGTHS) + 3:
             self.calls += 1
-        return forced(scores, self.calls + 5)
+        return forced(scores, self.calls + 3)
 
 
 def later():
@@ -258,7 +258,7 @@ def later():
     def processor(input_ids, scores):
         nonlocal count
         count += input_ids.shape[1] > max(LENGTHS) + 3
-        return forced(scores, count + 5)
+        return forced(scores, count + 3)
 
     return processor
 
@@ -305,7 +305,7 @@ def test_processors_with_state(target, make):
             processors.append(make())  # after the other call, which may share its state
             if make in (Later, later) and len(lengths) > 1:
                 processors[-1].stateless = False
-            more = {"max_new_tokens": 20, "eos_token_id": END if make in (Advancing, OfRows) else None}
+            more = {"max_new_tokens": 13, "eos_token_id": END if make in (Advancing, OfRows) else None}
             texts.append(generate(model, one, lengths, logits_processor=processors[-1:], **more))
         assert torch.equal(*texts), kind
         stats = draft.last_speculation
@@ -321,7 +321,7 @@ def test_state_of_a_later_call_in_a_batch(target):
     model = target("llama", **FEW_TOKENS)
     draft = draft_of("longspec", model)
     with pytest.raises(RuntimeError, match=r"Later.calls changed after some tokens.* stateless to False"):
-        generate(model, draft, LENGTHS, logits_processor=[Later()], max_new_tokens=20)
+        generate(model, draft, LENGTHS, logits_processor=[Later()], max_new_tokens=13)
 
 
 def test_drafted_tokens_are_asked_about_with_states_of_their_own(target):
@@ -330,10 +330,10 @@ def test_drafted_tokens_are_asked_about_with_states_of_their_own(target):
     settings = {"sparse_ratio": 1.0, "num_assistant_tokens": 4, "acceptance": "coupled"}
     draft = draft_of("specattn", model, **settings)
     for do_sample in (False, True):
-        generate(model, draft, (13,), logits_processor=[Advancing()], do_sample=do_sample, max_new_tokens=21)
+        generate(model, draft, (13,), logits_processor=[Advancing()], do_sample=do_sample, max_new_tokens=11)
         stats = draft.last_speculation
-        assert stats.num_accepted_draft_tokens == stats.num_draft_tokens == 16
-        assert stats.num_processed_nodes == 21 + 16
+        assert stats.num_accepted_draft_tokens == stats.num_draft_tokens == 8
+        assert stats.num_processed_nodes == 11 + 8
 
 
 REFUSED = {
@@ -347,14 +347,14 @@ def test_processors_whose_state_is_not_known_decode_without_the_draft(target, ma
     """The text of stock `generate` with the user's own object, which nothing has called before; or an error."""
     model, draft = target("llama"), NgramDraftModel.from_target(target("llama"))
     for lengths in ((13,), LENGTHS):
-        text = generate(model, None, lengths, logits_processor=[make()], max_new_tokens=20)
+        text = generate(model, None, lengths, logits_processor=[make()], max_new_tokens=13)
         processor = make()
         draft.generation_config.on_unsupported = "error"
         with pytest.raises(ValueError, match=REFUSED[make]) as caught:
             generate(model, draft, lengths, logits_processor=[processor])
         assert "stateless" not in str(caught.value)
         draft.generation_config.on_unsupported = "plain"
-        assert torch.equal(generate(model, draft, lengths, logits_processor=[processor], max_new_tokens=20), text)
+        assert torch.equal(generate(model, draft, lengths, logits_processor=[processor], max_new_tokens=13), text)
         assert draft.last_speculation.reason
 
 
@@ -363,10 +363,10 @@ def test_a_budget_under_every_draft(target, kind):
     model = target("llama", **FEW_TOKENS)
     draft = draft_of(kind, model)
     for lengths in ((13,), LENGTHS):
-        texts = [generate(model, one, lengths, logits_processor=[Budget()], max_new_tokens=20) for one in (None, draft)]
-        assert torch.equal(*texts) and (texts[0][:, 13 + 14] == 7).all()
+        texts = [generate(model, one, lengths, logits_processor=[Budget()], max_new_tokens=13) for one in (None, draft)]
+        assert torch.equal(*texts) and (texts[0][:, 13 + 8] == 7).all()
         sampled = [
-            generate(model, one, lengths, logits_processor=[Budget()], max_new_tokens=20, do_sample=True)
+            generate(model, one, lengths, logits_processor=[Budget()], max_new_tokens=13, do_sample=True)
             for one in (PlainDraftModel.from_target(model), draft)
         ]
         assert draft.draws_tokens or torch.equal(*sampled)

@@ -10,7 +10,7 @@ from tests.tiny_targets import tiny_prompts
 
 LENGTHS = (33, 3, 13)
 NEVER = 999  # no token of the tiny targets
-GREEDY = {"max_new_tokens": 16, "eos_token_id": NEVER, "pad_token_id": 0, "do_sample": False}
+GREEDY = {"max_new_tokens": 10, "eos_token_id": NEVER, "pad_token_id": 0, "do_sample": False}
 
 
 def generate(model, draft, lengths=LENGTHS, vocab_size=None, **options):
@@ -41,7 +41,7 @@ def check_sampled_text(model, draft, **options):
 
 def check_text(target, draft, **options):
     """The text is that of `generate`, or when sampled that of the loop without a draft; drafted tokens are accepted."""
-    options = {"max_new_tokens": 30} | options
+    options = {"max_new_tokens": 16} | options
     if options.get("do_sample"):
         check_sampled_text(target, draft, **options)
     else:

@@ -57,7 +57,7 @@ def test_compiled_steps(target, name, graphs, run_as_they_are):
         draft.generation_config.compile = mode
         for number, options in enumerate(CALLS):
             torch.manual_seed(0)
-            text = generate(model, draft, LENGTHS, max_new_tokens=24, **options)
+            text = generate(model, draft, LENGTHS, max_new_tokens=14, **options)
             found[mode, number] = text.tolist(), draft.last_speculation.acceptance_histogram
             assert found[mode, number] == found["off", number]
             assert draft.last_speculation.num_accepted_draft_tokens > 0
@@ -65,7 +65,7 @@ def test_compiled_steps(target, name, graphs, run_as_they_are):
     assert steps_of(model, draft) == steps | {TreeContext}
     built = graphs.frame_count
     with torch._dynamo.config.patch(error_on_recompile=True):
-        generate(model, draft, LENGTHS, max_new_tokens=50, **CALLS[-1])
+        generate(model, draft, LENGTHS, max_new_tokens=30, **CALLS[-1])
     # rows, or what a partial cache holds of them, that are equally long for the first time
     assert graphs.frame_count <= built + 2
     assert not run_as_they_are

@@ -11,7 +11,7 @@ from tests.modeling.dflash.test_modeling_dflash import FIXTURES as OF_DFLASH
 from tests.modeling.mtp.test_mtp_fixtures import FIXTURES as OF_MTP
 from tests.tiny_targets import tiny_prompts, tiny_target, write_mtp_layers
 
-OPTIONS = GREEDY | {"max_new_tokens": 24}
+OPTIONS = GREEDY | {"max_new_tokens": 16}
 
 
 def compare(monkeypatch, kind, draft, target, **options):

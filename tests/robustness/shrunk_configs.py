@@ -36,6 +36,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     (".*_(layer_)?(period|interval|step)|.*every_n_layers|sliding_window_pattern|layer_group_size", 2),
     (".*layer_offset", 1),
     ("n_layers_per_attn_res_block", 2),
+    ("n_(in|out)put_layers", 1),
     # heads
     ("num_key_value_heads|num_kv_heads|kv_n_heads|swa_num_key_value_heads|num_query_groups", KV_HEADS),
     ("num_attention_heads.*|.*attention_heads|num_heads|n_heads?|index_n_heads", HEADS),

@@ -20,7 +20,7 @@ from hf_longspec.modeling.families.sparse_caches import SelectedCache
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import generate
 
-RANKS, LENGTHS, NEW = 2, (33, 3, 13), 12
+RANKS, LENGTHS, NEW = 2, (33, 3, 13), 8
 # Drafts that read nothing of the target, its scores, and its keys and values: chosen ones, and those of a layer.
 KINDS = ("ngram", "specattn", "partial", "longspec")
 

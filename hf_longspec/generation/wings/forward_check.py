@@ -21,10 +21,11 @@ import torch
 from transformers.utils import logging
 
 from ..cache import CACHE_NAME, SpeculativeCache
-from ..call import Call
+from ..call import HOOKS, Call
 from ..draft_tree import DraftTree
 from ..target import TargetView
-from ..wing import Wing
+from ..target_modules import plain_logits
+from ..wing import FIRST_CHECKS, Wing
 from .hooks import bare, hooks_of
 from .trial import TRIAL_TOLERANCE, rotary_state_kept
 from .user_state import UserState, random_generators
@@ -299,8 +300,8 @@ def _both_ways(target: TargetView, call: Call, num_nodes: int) -> tuple[torch.Te
     chain = tokens[:, -1:].expand(-1, count)
     cache = SpeculativeCache(target.config, rows, length + count)
     last = target.keeping(torch.tensor([length - 1], device=tokens.device))
-    plain = [plain_logits(target, cache, tokens, **last)[:, -1:]]
-    plain += [plain_logits(target, cache, token) for token in chain.split(1, dim=1)]
+    run = target.mode.forward, target.model, cache
+    plain = [plain_logits(*run, tokens, **last)[:, -1:], *(plain_logits(*run, token) for token in chain.split(1, 1))]
 
     seed = min(length, MOST_SEED_TOKENS)
     head, end = tokens.split([length - seed, seed], dim=1)
@@ -317,16 +318,6 @@ def _both_ways(target: TargetView, call: Call, num_nodes: int) -> tuple[torch.Te
     return torch.cat(plain, 1).float(), torch.cat(drafted, 1).float()
 
 
-def plain_logits(target: TargetView, cache: SpeculativeCache, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
-    """Logits of tokens `(B, N)` after those of the cache, in a forward as plain `generate` runs it."""
-    start = cache.get_seq_length()
-    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-    with target.mode.around_prefill(cache, positions, start + tokens.shape[1]):
-        inputs = {"input_ids": tokens, "position_ids": positions, CACHE_NAME: cache, "use_cache": True}
-        logits: torch.Tensor = target.model(**inputs, **more).logits
-    return logits
-
-
 def _largest_gap(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return the largest difference of logits; those that are -inf or nan in both are equal."""
     is_same = (one == other) | (one.isnan() & other.isnan())
@@ -340,14 +331,19 @@ def _spread(logits: torch.Tensor) -> float:
 class FirstChecks(Wing):
     """The comparison of the first verification of a kind of target with a plain forward."""
 
+    case = FIRST_CHECKS
+
     def check(self, session: Any) -> None:
         """Compare them after the prompts of a [`Session`], once."""
         prompts = session.prompts
-        check_target(session.target, session.cache, prompts.texts, session.position_limit(), prompts.logits)
+        limit = session.position_bounds()["limit"]
+        check_target(session.target, session.cache, prompts.texts, limit, prompts.logits)
 
 
 class Hooks(Wing):
     """Targets with forward hooks or patched forwards, which may be a user's."""
+
+    case = HOOKS
 
     def why_not(self, call: Call) -> Iterator[str]:
         if reason := why_not_hooked(call, call.draft.num_tree_nodes(call.target)):

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ..draft_tree import DraftTree
 from ..drafter import Drafter, Verification
 from ..sequences import GateDecision, SpeculationStats
-from ..wing import Wing
+from ..wing import GATE, Wing
 
 logger = logging.get_logger(__name__)
 
@@ -349,33 +349,6 @@ def gate_of(is_on: bool, drafter: Drafter, ranks: Any, last: SpeculationGate | N
     return gate
 
 
-def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: Callable[[int], bool] | None) -> Any:
-    """Return the drafter of `draft`, hidden from the steps that cannot or shall not speculate, if there may be any.
-
-    Decisions of the gate are added to `stats`. The first time that a kind of draft is paused, this is logged. A gate
-    that does not share its decisions with other processes is kept for the next call of its kind: the same draft,
-    settings, target, way to choose tokens, number of rows and power of two of tokens.
-    """
-    target, binding = drafter.binding.target, drafter.binding
-    model, rule = target.model, binding.rule
-    place = model.device, model.dtype, model.config._attn_implementation, rule is not None and rule.do_sample
-    settings = tuple(repr(draft.setting(name)) for name in draft.settings)
-    kind = place, settings, binding.cache.batch_size, binding.max_length.bit_length(), drafter.num_nodes
-
-    def keep() -> None:
-        if isinstance(gate, SpeculationGate) and gate.ranks is None:
-            gate.release()
-            with _kept_lock:
-                _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate
-
-    with _kept_lock:
-        last = _kept.get(draft, {}).get(model, {}).pop(kind, None) if draft.setting("gate") else None
-    gate = gate_of(draft.setting("gate"), drafter, target.ranks, last)
-    if gate is None and may_speculate is None:
-        return drafter
-    return GatedDrafter(drafter, gate, may_speculate, stats, keep)
-
-
 def message_of(decision: GateDecision, method: str) -> str:
     """Return the line that says that drafting with a draft of this name is paused."""
     draft, plain = decision.draft_tokens_per_second, decision.plain_tokens_per_second
@@ -389,6 +362,30 @@ def message_of(decision: GateDecision, method: str) -> str:
 class Gate(Wing):
     """The gate of calls that speculate."""
 
+    case = GATE
+
     def drafter(self, drafter: Drafter, session: Any) -> Any:
-        """Return the drafter of a [`Session`], maybe hidden from some steps."""
-        return gated(drafter, session.draft, session.stats, session.may_speculate if session.is_limited else None)
+        """Return the drafter of a [`Session`], hidden from the steps that cannot or shall not speculate, if any may.
+
+        Decisions of the gate are added to the statistics. The first time that a kind of draft is paused, this is
+        logged. A gate that does not share its decisions with other processes is kept for the next call of its kind: the
+        same draft, settings, target, way to choose tokens, number of rows and power of two of tokens.
+        """
+        draft, target, rule = session.draft, session.target, drafter.binding.rule
+        model, cache = target.model, session.cache
+        place = model.device, model.dtype, model.config._attn_implementation, rule is not None and rule.do_sample
+        settings = tuple(repr(draft.setting(name)) for name in draft.settings)
+        kind = place, settings, cache.batch_size, session.max_length.bit_length(), drafter.num_nodes
+
+        def keep() -> None:
+            if isinstance(gate, SpeculationGate) and gate.ranks is None:
+                gate.release()
+                with _kept_lock:
+                    _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate
+
+        with _kept_lock:
+            last = _kept.get(draft, {}).get(model, {}).pop(kind, None) if draft.setting("gate") else None
+        gate = gate_of(draft.setting("gate"), drafter, target.ranks, last)
+        if gate is None and session.may_speculate is None:
+            return drafter
+        return GatedDrafter(drafter, gate, session.may_speculate, session.stats, keep)

@@ -14,7 +14,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from ...attention_backends.lengths import on_device
-from ..call import Call
+from ..call import GRAMMAR, Call
 from ..draft_tree import DraftTree
 from ..drafter import Drafter
 from ..sampling import TokenRule, is_history_free, warped
@@ -196,6 +196,8 @@ class ForcedDrafter:
 
 class Grammars(Wing):
     """Logits processors that are grammars."""
+
+    case = GRAMMAR
 
     def change(self, call: Call) -> None:
         """Tell grammars where the text begins, make room for forced tokens, and choose the rule."""

@@ -12,7 +12,7 @@ prompt, and counts on from those of its last token.
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from ..cache import CACHE_NAME, SpeculativeCache
-from ..call import KNOWN_MODEL_KWARGS, Call, Prompts, refuse_positions, unpadded
+from ..call import IMAGES, KNOWN_MODEL_KWARGS, Call, Prompts, refuse_positions, unpadded
 from ..target import TargetView
 from ..target_modules import before_forward
 from ..wing import Wing
@@ -130,10 +130,10 @@ class PromptsWithInputs(Prompts):
         # one forward ends in the same column of all rows
         return [min(sizes)] * len(sizes) if self.target.has_states else sizes
 
-    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor], context_of: Callable[..., Any]) -> None:
+    def run(self, cache: SpeculativeCache, heads: list[torch.Tensor]) -> None:
         """Run prompts in one forward, with their last tokens, which will run again, except with recurrent states."""
         if not self.inputs:
-            super().run(cache, heads, context_of)
+            super().run(cache, heads)
         else:
             self._run_with_inputs(cache, heads if self.target.has_states else self.new)
 
@@ -203,10 +203,12 @@ def decoder_arguments(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[st
 class Inputs(Wing):
     """Images and other inputs beside the tokens, and positions on several axes."""
 
+    case = IMAGES
+
     def change(self, call: Call) -> None:
         """Read the inputs, and check positions on several axes, which `generate` makes for M-RoPE."""
         call.inputs = inputs_beside_tokens(call.target, call.model_kwargs)
-        call.prompts_class = PromptsWithInputs
+        call.read_as(PromptsWithInputs)
         positions = call.position_ids
         if positions is not None and positions.dim() == 3 and positions.shape[-1] == call.tokens.shape[1]:
             call.position_ids = None
@@ -226,7 +228,7 @@ class Inputs(Wing):
 def _reasons_of_positions(prompts: PromptsWithInputs) -> Iterator[str]:
     """Yield reasons why positions after images (M-RoPE) would differ from those of plain `generate`."""
     model = prompts.target.model
-    names = names_of(prompts.inputs) or (CACHE_NAME if any(prompts.held) else "position_ids")
+    names = names_of(prompts.inputs) or (CACHE_NAME if any(prompts.past_lengths) else "position_ids")
     counts_on = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
     if any(hasattr(part, "rope_deltas") for part in model.modules()) and not (counts_on and prompts.axes is not None):
         yield (
@@ -258,7 +260,7 @@ def _reasons_of_inputs(prompts: PromptsWithInputs, inputs: dict[str, Any]) -> It
             f"prefill_chunk_size={chunk_size} is not supported with {names}, as the prompt then runs in one forward. "
             "Drop prefill_chunk_size."
         )
-    if stored := max(prompts.held):
+    if stored := max(prompts.past_lengths):
         yield (
             f"{CACHE_NAME} holds {stored} tokens, and {names} needs an empty cache. Drop {CACHE_NAME}, or drop "
             "the inputs if the cache already contains them."

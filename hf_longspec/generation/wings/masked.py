@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +27,13 @@ from ...attention_backends.contexts import TreeContext
 from ..cache import CACHE_NAME, Rows, SpeculativeCache, SpeculativeLayer, slots_of
 from ..call import places_of
 from ..draft_tree import DraftTree
-from ..target_modules import shape_of
+from ..target_modules import plain_forward, plain_logits, shape_of
 from ..wing import LayerTraits, VerificationMode
 from .hooks import bare
-from .plain_forwards import PlainForwards
-from .trial import CHUNKED_LAYER, HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
+from .plain_forwards import PlainForwards, PromptsOfForwards
+from .trial import HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
 
-SLIDING_LAYER = "sliding_attention"
+SLIDING_LAYER, CHUNKED_LAYER = "sliding_attention", "chunked_attention"
 # Attention implementations of transformers that take a mask for each query and key.
 IMPLEMENTATIONS = ("eager", "sdpa")
 # Types of layers with an indexer, whose keys are cached beside those of the layer; the second one before 5.23.
@@ -79,13 +80,13 @@ class IndexedLayer(SpeculativeLayer):
         super().reset()
         self.indexer.reset()
 
-    def adopt(self, layer: Any, stored: int, held: Sequence[int], columns: Tensor | None) -> None:
+    def adopt(self, layer: Any, stored: int, past_lengths: Sequence[int], columns: Tensor | None) -> None:
         """Copy the keys of the indexer of a user's cache, which holds `stored` columns."""
         if not layer.is_indexer_initialized:
             return
         keys = layer.indexer_keys[:, None]
         self.indexer.lazy_initialization(keys, keys[..., :0])
-        self.indexer.keys[:, :, : max(held)] = (
+        self.indexer.keys[:, :, : max(past_lengths)] = (
             keys if columns is None else slots_of(keys, columns.clamp_max(stored - 1))
         )
 
@@ -146,6 +147,15 @@ def choices_of(cache: Any, positions: Tensor, num_slots: int) -> AbstractContext
     if not any(isinstance(layer, IndexedLayer) for layer in cache.layers):
         return nullcontext()
     return IndexerChoices(positions, num_slots, cache.rows.plain)
+
+
+def choosing_forward(model: PreTrainedModel, cache: Any, positions: Tensor, num_keys: int, **inputs: Any) -> Any:
+    """Return the result of a forward of prompts; see [`plain_forward`]."""
+    with choices_of(cache, positions, num_keys):
+        return plain_forward(model, cache, positions, num_keys, **inputs)
+
+
+_logits = partial(plain_logits, choosing_forward)
 
 
 def masked_logits(
@@ -264,9 +274,9 @@ def _gaps(model: PreTrainedModel, config: Any) -> tuple[float, float, float]:
     for row, length in enumerate(TRIAL_PROMPTS):
         for path in ((0, 1, 2), (0, 3, 4)):
             alone, prompt = SpeculativeCache(config, 1, length + len(path)), tokens[row : row + 1, :length]
-            plain_logits(model, alone, prompt)
+            _logits(model, alone, prompt)
             for node in path:
-                logits.append(plain_logits(model, alone, nodes[row : row + 1, node : node + 1])[0, -1])
+                logits.append(_logits(model, alone, nodes[row : row + 1, node : node + 1])[0, -1])
                 differences.append(_difference(verified[row, node], logits[-1]))
         padded.append(_difference(_after_padding(model, config, prompt, nodes[row : row + 1, :1]), logits[-3]))
     spread = torch.stack(logits).float()
@@ -278,20 +288,9 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).masked_fill(one == other, 0).abs().max())
 
 
-def plain_logits(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, **more: Any) -> Tensor:
-    """Logits of tokens `(B, N)` after those of the cache, in a forward as plain `generate` runs it."""
-    start = cache.get_seq_length()
-    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-    with choices_of(cache, positions, start + tokens.shape[1]):
-        logits: Tensor = model(
-            input_ids=tokens, position_ids=positions, **{CACHE_NAME: cache}, use_cache=True, **more
-        ).logits
-    return logits
-
-
 def _after_prompts(model: PreTrainedModel, cache: SpeculativeCache, tokens: Tensor, tree: DraftTree) -> Tensor:
     """Logits of the nodes of a tree after the prompts of a trial, whose rows have different lengths."""
-    plain_logits(model, cache, tokens[:, : max(TRIAL_PROMPTS)])
+    _logits(model, cache, tokens[:, : max(TRIAL_PROMPTS)])
     cache.set_lengths(TRIAL_PROMPTS)
     positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
     cache.stage(tree.num_nodes, tree)
@@ -330,7 +329,7 @@ def ignores_zeros_by_logits(model: PreTrainedModel, config: Any, name: str) -> b
     caches = (SpeculativeCache(config, 1, tokens.shape[1]) for _ in range(2))
     try:
         without, with_zeros = (
-            plain_logits(model, cache, tokens, **more)
+            _logits(model, cache, tokens, **more)
             for cache, more in zip(caches, ({}, {name: torch.zeros_like(tokens)}), strict=True)
         )
     except Exception:  # it refuses this input, so nothing is known
@@ -361,6 +360,24 @@ def why_not_masked(model: PreTrainedModel, config: Any) -> list[str]:
     return reasons
 
 
+class MaskedPrompts(PromptsOfForwards):
+    """Prompts of targets that are verified by masks."""
+
+    def why_not(self) -> Iterator[str]:
+        kind, length = type(self.target.model).__name__, self.call.max_length
+        if self.has_gaps:
+            yield (
+                f"attention_mask has zeros between tokens, which is not supported with the masks of {kind}. Move the "
+                "zeros to the left of each row."
+            )
+        limit = first_count_that_matters(self.target.config)
+        if length > limit and (len(self.texts) > 1 or self.mask is not None):
+            yield (
+                f"max_length={length}: from {limit} tokens on (floor_scale), {kind} scales queries by positions that "
+                "count the padding of a batch. Pass one prompt without padding, or a smaller max_length."
+            )
+
+
 class MaskedMode(VerificationMode):
     """Verify nodes under the model's own attention, by a mask."""
 
@@ -368,6 +385,8 @@ class MaskedMode(VerificationMode):
     compiles = False
     parts_of_bucket = 8
     logits = staticmethod(masked_logits)
+    forward = staticmethod(choosing_forward)
+    prompts_class = MaskedPrompts
     takes_unreached = True
     takes_inputs = takes_contexts = False
     # the choice of an indexer depends on the number of tokens of a forward if there are ties
@@ -389,9 +408,6 @@ class MaskedMode(VerificationMode):
 
     def attention(self, target: Any) -> AbstractContextManager[Any]:
         return nullcontext()
-
-    def around_prefill(self, cache: Any, positions: Tensor, num_keys: int) -> AbstractContextManager[Any]:
-        return choices_of(cache, positions, num_keys)
 
     def kinds(self) -> set[str]:
         return {*INDEXED_LAYERS, CHUNKED_LAYER}
@@ -425,24 +441,6 @@ class MaskedMode(VerificationMode):
 
     def continues_texts(self, target: Any) -> bool:
         return False
-
-    def why_not_call(self, call: Any) -> Iterator[str]:
-        """Yield reasons why masks over prefix and nodes would differ from those of plain `generate`."""
-        kind, prompts = type(call.target.model).__name__, call.prompts
-        if prompts.has_gaps:
-            yield (
-                f"attention_mask has zeros between tokens, which is not supported with the masks of {kind}. Move the "
-                "zeros to the left of each row."
-            )
-        limit = first_count_that_matters(call.target.config)
-        if call.max_length > limit and (len(prompts.texts) > 1 or prompts.mask is not None):
-            yield (
-                f"max_length={call.max_length}: from {limit} tokens on (floor_scale), {kind} scales queries by "
-                "positions that count the padding of a batch. Pass one prompt without padding, or a smaller max_length."
-            )
-
-    def begin(self, cache: Any, prompts: Any) -> None:
-        cache.rows.plain = PlainForwards.of(prompts)
 
 
 MASKED = MaskedMode()

@@ -1,22 +1,39 @@
 """Zeros between the tokens of a row in `attention_mask`, which the windows of some targets count."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
-import torch
-
-from ...attention_backends.contexts import TreeContext
 from ...attention_backends.gapped import GappedContext
-from ..call import Call
+from ..cache import SpeculativeCache
+from ..call import GAPS, Call, Prompts
 from ..wing import Wing
+
+
+class PromptsWithGaps(Prompts):
+    """Prompts with padding between tokens. They run as chains if windows of the target count it."""
+
+    has_gaps = True
+
+    def __init__(self, call: Call):
+        super().__init__(call)
+        self.counts_gaps = self.target.hides_keys_within(call.max_length)
+        self.by_chains |= self.counts_gaps
+
+    def begin(self, cache: SpeculativeCache) -> None:
+        super().begin(cache)
+        columns: Any = self.columns(cache)
+        if self.counts_gaps:
+            cache.rows.context_of = partial(GappedContext, columns=columns)
 
 
 class Gaps(Wing):
     """Calls with padding between tokens."""
 
-    def context_of(self, columns: torch.Tensor) -> Callable[..., TreeContext]:
-        """Return what makes contexts for texts whose tokens stand in these columns `(batch, T)`."""
-        return partial(GappedContext, columns=columns)
+    case = GAPS
+
+    def change(self, call: Call) -> None:
+        call.read_as(PromptsWithGaps)
 
     def why_not(self, call: Call) -> Iterator[str]:
         implementation = str(call.target.config._attn_implementation)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..target import TENSOR_PARALLELISM
 from ..wing import Wing
 
 
@@ -61,6 +62,8 @@ class Ranks:
 
 class Parallel(Wing):
     """Targets whose heads several processes share."""
+
+    case = TENSOR_PARALLELISM
 
     def ranks_of(self, model: PreTrainedModel) -> Ranks | None:
         """Return the ranks of a model."""

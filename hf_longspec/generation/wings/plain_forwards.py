@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...attention_backends.lengths import on_device
+from ..call import Call, Prompts
 
 
 @dataclass
@@ -17,20 +18,8 @@ class PlainForwards:
     stored: int  # columns that the cache of plain `generate` held before the call
     prompt: int  # columns of the prompts
     chunk: int  # columns of a forward of the prompts
-    # the target, and how many tokens of each row the prefill runs, if it runs rows of different lengths right-padded
-    padded: tuple[Any, list[int]] | None = None
-
-    @classmethod
-    def of(cls, prompts: Any) -> "PlainForwards":
-        """Return the forwards of a call with these [`Prompts`].
-
-        Plain `generate` runs the padding after rows that have ended, so its cache has as many columns as the longest
-        row.
-        """
-        width = prompts.input_ids.shape[1]
-        lags = tuple(width - len(text) for text in prompts.texts)
-        stored = max((held + lag for held, lag in zip(prompts.held, lags, strict=True) if held), default=0)
-        return cls(lags, stored, width, prompts.chunk_size or width)
+    # how many tokens of each row the prefill runs, if it runs rows of different lengths right-padded
+    padded: list[int] | None = None
 
     def num_keys(self, columns: Tensor) -> Tensor:
         """Return the number of keys in the forward of the tokens in these columns."""
@@ -44,3 +33,19 @@ class PlainForwards:
         begins = columns - (columns - self.stored) % self.chunk
         is_alone = (columns < self.stored) | (columns >= self.prompt) | (self.num_keys(columns) - begins == 1)
         return is_alone & (columns > 0)
+
+
+class PromptsOfForwards(Prompts):
+    """Prompts of targets whose layers depend on the forwards of plain `generate`."""
+
+    def __init__(self, call: Call):
+        super().__init__(call)
+        width = self.input_ids.shape[1]
+        lags = tuple(width - len(text) for text in self.texts)
+        # plain `generate` runs the padding after rows that have ended, so its cache has the columns of the longest row
+        stored = max((held + lag for held, lag in zip(self.past_lengths, lags, strict=True) if held), default=0)
+        self.plain = PlainForwards(lags, stored, width, self.chunk_size or width)
+
+    def begin(self, cache: Any) -> None:
+        super().begin(cache)
+        cache.rows.plain = self.plain

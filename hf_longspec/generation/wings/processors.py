@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ...attention_backends.lengths import on_device
-from ..call import Call
+from ..call import PROCESSORS, Call
 from ..draft_tree import DraftTree
 from ..sampling import TokenRule, is_history_free
 from ..target import ROTARY_LIMIT
@@ -275,6 +275,8 @@ def _drawn_by_rejection(tree: DraftTree, scores: list[torch.Tensor], uniforms: A
 
 class Processors(Wing):
     """Logits processors whose result may depend on more than the scores."""
+
+    case = PROCESSORS
 
     def why_not(self, call: Call) -> Iterator[str]:
         found = examined(call.logits_processor, call)

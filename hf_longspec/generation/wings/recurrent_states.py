@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ...attention_backends.lengths import SeqLens, on_device
 from ..cache import CACHE_NAME, CachePart, Rows, SpeculativeLayer
+from ..call import Call
 from ..draft_tree import DraftTree
-from ..target_modules import shape_of
-from .plain_forwards import PlainForwards
+from ..target_modules import plain_forward, shape_of
+from .plain_forwards import PromptsOfForwards
 from .recurrences import (
     Kept,
     StagedNodes,
@@ -34,7 +36,7 @@ from .recurrences import (
     recurrences_replaced,
     why_not_replaceable,
 )
-from .trial import CHUNKED_LAYER, HybridMode
+from .trial import HybridMode
 
 try:
     from .fixed_states import CommitStates, FixedStates
@@ -237,7 +239,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.state: torch.Tensor | None = None
         self._staged: dict[str, Any] = {}
 
-    def beside(self, rows: Rows) -> Any:
+    def like(self, rows: Rows) -> Any:
         """Return an empty layer of this kind for a cache with rows of its own."""
         return type(self)(rows)
 
@@ -350,7 +352,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         states = ((name, getattr(self, name)) for name in STATES)
         return {name: None if state is None else state[rows].clone() for name, state in states}
 
-    def adopt(self, layer: Any, stored: int, held: Sequence[int], columns: torch.Tensor | None) -> None:
+    def adopt(self, layer: Any, stored: int, past_lengths: Sequence[int], columns: torch.Tensor | None) -> None:
         """Copy the states of a layer of a user's cache."""
         if layer.has_previous_state[0]:
             states = zip(STATES, (layer.conv_states[0], layer.recurrent_states[0]), strict=True)
@@ -406,12 +408,81 @@ class HybridLayer(SpeculativeLayer, StateLayer):
         StateLayer.reset(self)
 
 
+class PromptsOfStates(PromptsOfForwards):
+    """Prompts of targets with recurrent states, whose last tokens run once."""
+
+    def __init__(self, call: Call):
+        super().__init__(call)
+        # limits of step sizes depend on the number of tokens of a forward
+        self.by_chains |= len(set(map(len, self.texts))) > 1 and limits_steps(self.target.model)
+
+    def why_not(self) -> Iterator[str]:
+        """Yield reasons why recurrent states would differ from those of plain `generate`."""
+        model, plain = self.target.model, self.plain
+        if self.has_gaps:
+            yield (
+                "attention_mask has zeros between tokens, where recurrent states of plain generate decay. Move the "
+                "zeros to the left of each row."
+            )
+        if self.mask is not None and has_input_bias(model):
+            yield (
+                f"attention_mask has padding, which the biases of the recurrent layers of {type(model).__name__} turn "
+                "into inputs. Pass prompts of equal length, or one at a time."
+            )
+        if plain.chunk == 1 and max(plain.lags) > plain.stored:
+            yield (
+                "prefill_chunk_size=1 with padding: recurrent layers of plain generate read the padding in forwards of "
+                "one token. Set prefill_chunk_size to 2 or more, or pass prompts of equal length."
+            )
+        if not ignores_earlier_states(model):
+            return
+        if self.chunk_size is not None and self.chunk_size < self.input_ids.shape[1]:
+            yield (
+                f"prefill_chunk_size={self.chunk_size}: transformers' Mamba-1 layers begin anew with each chunk, so "
+                "plain generate gives another text. Drop prefill_chunk_size."
+            )
+        if stored := max(self.past_lengths):
+            yield (
+                f"{CACHE_NAME} holds {stored} tokens, whose states transformers' Mamba-1 layers ignore with several "
+                f"new tokens. Drop {CACHE_NAME}."
+            )
+
+    def tree_slots(self, nodes: int) -> int:
+        return super().tree_slots(max(nodes, self.target.mode.seed_tokens) + 1)  # see `tails` for one more
+
+    def tails(self, seed_tokens: int) -> list[int]:
+        """Return the sizes, one more if a lone token would remain: functions for one token may differ."""
+        sizes = super().tails(seed_tokens)
+        if self.by_chains:
+            return sizes
+        new = list(map(len, self.new))
+        count = max(new) - sizes[new.index(max(new))]
+        is_alone = count % (self.chunk_size or max(count, 2)) == 1
+        sizes = [min(size + is_alone, most) for size, most in zip(sizes, new, strict=True)]
+        if len(set(new)) > 1:
+            heads = [held + most - size for held, most, size in zip(self.past_lengths, new, sizes, strict=True)]
+            self.plain.padded = heads
+        return sizes
+
+
+def forward_of_texts(model: PreTrainedModel, cache: Any, positions: torch.Tensor, num_keys: int, **inputs: Any) -> Any:
+    """Return the result of a forward of prompts, whose padding changes no state; see [`plain_forward`]."""
+    ends = [min(end, num_keys) for end in getattr(cache.rows.plain, "padded", None) or [num_keys]]
+    if min(ends) == num_keys:
+        return plain_forward(model, cache, positions, num_keys, **inputs)
+    states = next(part for part in cache.parts if isinstance(part, RecurrentStates))
+    with recurrences_replaced(model), states.padded(ends, positions):
+        return plain_forward(model, cache, positions, num_keys, **inputs)
+
+
 class RecurrentMode(HybridMode):
     """Verify nodes by hybrid tree attention in layers with keys, and by the recurrences of the others."""
 
     name = "hybrid tree attention and recurrences"
     compiles = False
     has_states = True
+    forward = staticmethod(forward_of_texts)
+    prompts_class = PromptsOfStates
     # one token alone may be computed by other rules than several
     seed_tokens = 2
     tells_single_tokens = True
@@ -430,7 +501,7 @@ class RecurrentMode(HybridMode):
             yield
 
     def kinds(self) -> set[str]:
-        return STATE_LAYERS | HYBRID_LAYERS | {CHUNKED_LAYER}
+        return STATE_LAYERS | HYBRID_LAYERS
 
     def why_not_fixed(self, name: str) -> str | None:
         return f"recurrent states, which {name} has"
@@ -440,7 +511,7 @@ class RecurrentMode(HybridMode):
         kinds = set(config.layer_types)
         if kinds <= STATE_LAYERS | NO_CACHE:
             reasons.append("it has no attention layers, and the loop runs recurrent layers beside attention only")
-        if CHUNKED_LAYER in kinds or shape_of(config, "attention_chunk_size"):
+        if shape_of(config, "attention_chunk_size"):
             reasons.append("it has chunked attention, which the attention backends do not support")
         return reasons + super().why_not(target)
 
@@ -450,71 +521,6 @@ class RecurrentMode(HybridMode):
     def continues_texts(self, target: Any) -> bool:
         """Return whether no layer limits its step sizes, or ignores its state, in forwards of several tokens alone."""
         return not limits_steps(target.model) and not ignores_earlier_states(target.model)
-
-    def why_not_call(self, call: Any) -> Iterator[str]:
-        """Yield reasons why recurrent states would differ from those of plain `generate`."""
-        prompts, model = call.prompts, call.target.model
-        if prompts.has_gaps:
-            yield (
-                "attention_mask has zeros between tokens, where recurrent states of plain generate decay. Move the "
-                "zeros to the left of each row."
-            )
-        if prompts.mask is not None and has_input_bias(model):
-            yield (
-                f"attention_mask has padding, which the biases of the recurrent layers of {type(model).__name__} turn "
-                "into inputs. Pass prompts of equal length, or one at a time."
-            )
-        plain = PlainForwards.of(prompts)
-        if plain.chunk == 1 and max(plain.lags) > plain.stored:
-            yield (
-                "prefill_chunk_size=1 with padding: recurrent layers of plain generate read the padding in forwards of "
-                "one token. Set prefill_chunk_size to 2 or more, or pass prompts of equal length."
-            )
-        if not ignores_earlier_states(model):
-            return
-        chunk_size = call.config.prefill_chunk_size
-        if chunk_size is not None and chunk_size < prompts.input_ids.shape[1]:
-            yield (
-                f"prefill_chunk_size={chunk_size}: transformers' Mamba-1 layers begin anew with each chunk, so plain "
-                "generate gives another text. Drop prefill_chunk_size."
-            )
-        if stored := max(prompts.held):
-            yield (
-                f"{CACHE_NAME} holds {stored} tokens, whose states transformers' Mamba-1 layers ignore with several "
-                f"new tokens. Drop {CACHE_NAME}."
-            )
-
-    def tree_slots(self, nodes: int) -> int:
-        return max(nodes, self.seed_tokens) + 1  # see `tails` for one more
-
-    def begin(self, cache: Any, prompts: Any) -> None:
-        prompts.plain = cache.rows.plain = PlainForwards.of(prompts)
-
-    def needs_chains(self, prompts: Any) -> bool:
-        """Return whether rows differ, and limits of step sizes depend on the number of tokens of a forward."""
-        return len(set(map(len, prompts.texts))) > 1 and limits_steps(prompts.target.model)
-
-    def tails(self, prompts: Any, sizes: list[int]) -> list[int]:
-        if prompts.by_chains:
-            return sizes
-        new = list(map(len, prompts.new))
-        count = max(new) - sizes[new.index(max(new))]
-        is_alone = count % (prompts.chunk_size or max(count, 2)) == 1
-        sizes = [min(size + is_alone, most) for size, most in zip(sizes, new, strict=True)]
-        if len(set(new)) > 1:
-            heads = [held + most - size for held, most, size in zip(prompts.held, new, sizes, strict=True)]
-            prompts.plain.padded = prompts.target.model, heads
-        return sizes
-
-    @contextmanager
-    def around_prefill(self, cache: Any, positions: torch.Tensor, num_keys: int) -> Iterator[None]:
-        model, heads = getattr(cache.rows.plain, "padded", None) or (torch.nn.Module(), [num_keys])
-        if min(heads) >= num_keys:
-            yield
-            return
-        states = next(part for part in cache.parts if isinstance(part, RecurrentStates))
-        with recurrences_replaced(model), states.padded([min(head, num_keys) for head in heads], positions):
-            yield
 
     def padded_chain(self, tokens: torch.Tensor, size: int) -> torch.Tensor:
         return pad(tokens, (0, 1)) if tokens.shape[1] % size == 1 else tokens

@@ -1,11 +1,7 @@
 """Enter the wings in the lists of the core. One may be missing: the core then refuses its case by name."""
 
-from typing import Any
-
 from ..cache import FILES, LAYERS
-from ..call import GAPS, GRAMMAR, HOOKS, IMAGES, PROCESSORS, USER_CACHE
-from ..target import ROTARY_LIMIT, TENSOR_PARALLELISM
-from ..wing import FIRST_CHECKS, GATE, MODES, WINGS
+from ..wing import MODES, WINGS
 
 try:
     from .trial import HYBRID
@@ -68,7 +64,5 @@ def register_wings() -> None:
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
     if load_cache is not None:
         FILES.update({"save": save_cache, "load": load_cache})
-    wings: dict[str, Any] = {USER_CACHE: UserCaches, GAPS: Gaps, PROCESSORS: Processors, IMAGES: Inputs}
-    wings |= {ROTARY_LIMIT: RotaryFrequencies, FIRST_CHECKS: FirstChecks, HOOKS: Hooks, GATE: Gate}
-    wings |= {TENSOR_PARALLELISM: Parallel, GRAMMAR: Grammars}
-    WINGS.update((name, wing()) for name, wing in wings.items() if wing is not None and name not in WINGS)
+    wings = UserCaches, Gaps, Processors, Grammars, Inputs, RotaryFrequencies, FirstChecks, Hooks, Gate, Parallel
+    WINGS.update((wing.case, wing()) for wing in wings if wing is not None and wing.case not in WINGS)

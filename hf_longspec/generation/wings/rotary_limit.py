@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from ...attention_backends.lengths import on_device
 from ..cache import CACHE_NAME, SpeculativeCache
 from ..decoding import Session
+from ..target import ROTARY_LIMIT
 from ..verification import Acceptance
 from ..wing import Wing
 
@@ -109,7 +110,7 @@ class RotaryLimit:
         max_length, prompts = call.max_length, call.prompts
         if max_length <= self.column:
             return None
-        prompt_width, stored = prompts.input_ids.shape[1], max(prompts.held)
+        prompt_width, stored = prompts.input_ids.shape[1], max(prompts.past_lengths)
         chunk_size = prompts.chunk_size
         column = int(self.column)
         where = f"rotary frequencies change at position {column} (rope_parameters)"
@@ -180,8 +181,6 @@ class RotaryLimit:
 class LimitedSession(Session):
     """A call of a target whose rotary frequencies change."""
 
-    is_limited = True
-
     def __init__(self, call: Any):
         self.rotary: RotaryLimit = call.rotary
         super().__init__(call)
@@ -200,11 +199,9 @@ class LimitedSession(Session):
     def may_speculate(self, max_depth: int) -> bool:
         return self.rotary.may_speculate(self.cache.lengths.host, self.sequences.done, max_depth)
 
-    def position_limit(self) -> int:
-        return self.rotary.highest(self.max_length)
-
-    def lowest_positions(self) -> list[int]:
-        return self.rotary.lowest(self.cache.lengths.host, self.sequences.done)
+    def position_bounds(self) -> dict[str, Any]:
+        lowest = self.rotary.lowest(self.cache.lengths.host, self.sequences.done)
+        return {"limit": self.rotary.highest(self.max_length), "lowest": lowest}
 
     def next_roots(self, acceptance: Acceptance) -> tuple[torch.Tensor, list[bool]]:
         """Keep the roots of rows that wait at the limit."""
@@ -219,8 +216,8 @@ class LimitedSession(Session):
         if self.rotary.recomputes:
             lengths = self.cache.lengths.host
             # An interruption or an error from here on leaves an empty cache, not one with keys of both frequencies.
-            self.held, self.columns_before = [0] * len(lengths), None
-            self.cache.set_lengths(self.held)
+            self.past_lengths, self.columns_before = [0] * len(lengths), None
+            self.cache.set_lengths(self.past_lengths)
             # one column more than any row has committed, since its position decides the frequencies
             tokens = self.root.new_zeros(len(lengths), int(self.rotary.column) + 1)
             for row, (text, new) in enumerate(zip(self.prompts.texts, self.sequences.generated, strict=True)):
@@ -233,6 +230,8 @@ class LimitedSession(Session):
 
 class RotaryFrequencies(Wing):
     """Targets with a change of rotary frequencies."""
+
+    case = ROTARY_LIMIT
 
     def why_not_target(self, target: Any) -> list[str]:
         columns = [change.column for change in changes_of(target.config)]

@@ -25,7 +25,6 @@ QUERIES = 2
 # Length of the longest text if the config has no limit. The claimed prefix is as long as the longest text.
 NO_LIMIT = 1 << 17
 MOST_NAMED = 4
-CHUNKED_LAYER = "chunked_attention"
 # Largest difference of two logits of a trial, relative to their standard deviation. Rounding in float32 changed those
 # of the tiny targets of the tests by at most 1e-5; models that ignored the mask or the positions, by 0.2 and more, and
 # models without training that attend to later tokens (BERT's kin in transformers 5.17) by 5e-4.

@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 from transformers.utils import logging
 
 from ..cache import CACHE_NAME, SpeculativeCache, slots_of
-from ..call import Call, CallCache, columns_of, pack_if_mostly_free, places_of
+from ..call import USER_CACHE, Call, CallCache, columns_of, pack_if_mostly_free, places_of
 from ..wing import Wing
 
 logger = logging.get_logger(__name__)
@@ -67,15 +67,6 @@ def user_cache_of(cache: Any) -> Any:
     return cache
 
 
-def held_by(cache: Any, mask: torch.Tensor) -> list[int]:
-    """Return how many tokens of every row a cache holds, if `mask` `(batch, P)` is 0 at the padding of its text."""
-    stored = 0 if cache is None else _stored(cache)
-    if not is_own(cache):
-        return mask[:, :stored].bool().sum(1).tolist() if stored else [0] * len(mask)
-    # plain generation adds as many tokens to all rows, and does not count them in `lengths`
-    return list(cache.lengths.host) if cache.lengths.longest == stored else [stored] * len(mask)
-
-
 def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     """Return why the loop cannot keep keys and values in this way; `None` if it can.
 
@@ -97,50 +88,18 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     )
 
 
-def refuse_cache(
-    cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, config: PreTrainedConfig, has_states: bool
-) -> None:
-    """Refuse a cache of other rows than those of `input_ids` `(batch, P)`, and one that does not begin their text.
-
-    With `has_states`, a cache is refused that has no layers for the recurrent states of this text config. The other
-    arguments are `past_key_values`, `input_ids` and `attention_mask` of the call.
-    """
-    if not (is_ours := is_own(cache)) and (user_cache_of(cache) is None or _why_not(cache)):
-        return
-    if has_states:
-        _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else _new(cache, config))
-    stored = _stored(cache)
-    rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
-    if rows not in (None, len(input_ids)):
-        raise ValueError(
-            f"{CACHE_NAME} has {rows} rows, and input_ids has {len(input_ids)}. Pass the cache of these rows, or "
-            f"drop {CACHE_NAME}."
-        )
-    mask = torch.ones_like(input_ids) if mask is None else mask
-    held = held_by(cache, mask)
-    if is_ours and stored and not _stand_in(cache, held, columns_of(mask, stored)):
-        raise ValueError(
-            f"{CACHE_NAME} holds {tuple(held)} tokens, which are not the first ones of attention_mask in each row. "
-            f"Pass the mask of the whole conversation with its beginning unchanged, or drop {CACHE_NAME}."
-        )
-    rows_held = zip(held, mask.bool().sum(1).tolist(), strict=True)
-    if stored >= input_ids.shape[1] or any(count >= size for count, size in rows_held):
-        raise ValueError(
-            f"{CACHE_NAME} holds {stored} tokens, and input_ids has {input_ids.shape[1]}. Pass the whole "
-            "conversation, which must be longer than the cache, or its new tokens with attention_mask of the whole."
-        )
-
-
-def _stand_in(cache: SpeculativeCache, held: list[int], columns: torch.Tensor) -> bool:
+def _stand_in(cache: SpeculativeCache, past_lengths: list[int], columns: torch.Tensor) -> bool:
     """Return whether the tokens that the rows of a cache hold stand in these columns `(batch, T)` of their texts."""
     slots = torch.arange(columns.shape[1], device=columns.device)
     of_cache = getattr(cache.rows, "columns", None)  # a cache of an older copy has no such field
     of_cache = slots if of_cache is None else of_cache[:, : len(slots)].to(slots.device)
-    is_held = slots < torch.tensor(held, device=slots.device)[:, None]
+    is_held = slots < torch.tensor(past_lengths, device=slots.device)[:, None]
     return not bool((is_held & (columns != of_cache)).any())
 
 
-def take_over(cache: Any, buffers: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None) -> None:
+def take_over(
+    cache: Any, buffers: SpeculativeCache, past_lengths: Sequence[int], mask: torch.Tensor | None = None
+) -> None:
     """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
 
     This frees the original, unless it is static. A layer with a sliding window holds its last tokens only. The slots
@@ -149,14 +108,14 @@ def take_over(cache: Any, buffers: SpeculativeCache, held: Sequence[int], mask: 
     With padding, the entries of the tokens are copied side by side, and the original stays as it is.
 
     Args:
-        held (`Sequence[int]`): Result of [`held_by`].
+        past_lengths (`Sequence[int]`): Result of [`OwnCache.past_lengths`].
         mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
     """
     stored = _stored(cache)
-    columns = None if mask is None else columns_of(mask, max(held))
+    columns = None if mask is None else columns_of(mask, max(past_lengths))
     for layer, buffer in zip(cache.layers, buffers.layers, strict=False):
         if hasattr(buffer, "adopt"):
-            buffer.adopt(layer, stored, held, columns)
+            buffer.adopt(layer, stored, past_lengths, columns)
         if _holds(layer):
             buffer.lazy_initialization(layer.keys, layer.values)
             count = min(stored, layer.keys.shape[2])  # a static layer has free slots
@@ -168,9 +127,9 @@ def take_over(cache: Any, buffers: SpeculativeCache, held: Sequence[int], mask: 
                     _point(layer, buffer.keys, buffer.values, stored)
             else:  # what a window has dropped is filled with any entry, as no later token attends to it
                 places = (columns - first).clamp(0, count - 1)
-                buffer.keys[:, :, : max(held)] = slots_of(layer.keys, places)
-                buffer.values[:, :, : max(held)] = slots_of(layer.values, places)
-    buffers.set_lengths(held)
+                buffer.keys[:, :, : max(past_lengths)] = slots_of(layer.keys, places)
+                buffer.values[:, :, : max(past_lengths)] = slots_of(layer.values, places)
+    buffers.set_lengths(past_lengths)
 
 
 def bring_up_to_date(cache: Any, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
@@ -296,10 +255,43 @@ class OwnCache(CallCache):
         self.cache = cache
 
     def refuse(self, call: Call) -> None:
-        refuse_cache(self.cache, call.tokens, call.mask, call.target.config, call.target.has_states)
+        """Refuse a cache of other rows than those of the call, and one that does not begin their text.
 
-    def held(self, mask: torch.Tensor) -> list[int]:
-        return held_by(self.cache, mask)
+        For a target with recurrent states, it must also have layers for them.
+        """
+        cache, tokens, config = self.cache, call.tokens, call.target.config
+        if not (is_ours := is_own(cache)) and _why_not(cache):
+            return
+        if call.target.has_states:
+            _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else _new(cache, config))
+        stored = _stored(cache)
+        rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
+        if rows not in (None, len(tokens)):
+            raise ValueError(
+                f"{CACHE_NAME} has {rows} rows, and input_ids has {len(tokens)}. Pass the cache of these rows, or drop "
+                f"{CACHE_NAME}."
+            )
+        mask = torch.ones_like(tokens) if call.mask is None else call.mask
+        past_lengths = self.past_lengths(mask)
+        if is_ours and stored and not _stand_in(cache, past_lengths, columns_of(mask, stored)):
+            raise ValueError(
+                f"{CACHE_NAME} holds {tuple(past_lengths)} tokens, which are not the first ones of attention_mask in "
+                f"each row. Pass the mask of the whole conversation with its beginning unchanged, or drop {CACHE_NAME}."
+            )
+        rows_held = zip(past_lengths, mask.bool().sum(1).tolist(), strict=True)
+        if stored >= tokens.shape[1] or any(count >= size for count, size in rows_held):
+            raise ValueError(
+                f"{CACHE_NAME} holds {stored} tokens, and input_ids has {tokens.shape[1]}. Pass the whole "
+                "conversation, which must be longer than the cache, or its new tokens with attention_mask of the whole."
+            )
+
+    def past_lengths(self, mask: torch.Tensor) -> list[int]:
+        stored = _stored(self.cache)
+        if not is_own(self.cache):
+            return mask[:, :stored].bool().sum(1).tolist() if stored else [0] * len(mask)
+        # plain generation adds as many tokens to all rows, and does not count them in `lengths`
+        lengths = self.cache.lengths
+        return list(lengths.host) if lengths.longest == stored else [stored] * len(mask)
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
         self._was_packed = self.cache.max_length == 0
@@ -316,7 +308,7 @@ class UserCache(OwnCache):
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
         cache = CallCache.open(self, call, nodes, None)
-        take_over(self.cache, cache, call.prompts.held, call.prompts.mask)
+        take_over(self.cache, cache, call.prompts.past_lengths, call.prompts.mask)
         return cache
 
     def settle(self, session: Any, columns: torch.Tensor | None, is_kept: bool) -> None:
@@ -339,6 +331,8 @@ def _ends_in_one_column(session: Any) -> bool:
 
 class UserCaches(Wing):
     """Calls with a cache of the user, or in which the loop would have to store keys and values in another way."""
+
+    case = USER_CACHE
 
     def change(self, call: Call) -> None:
         cache = call.model_kwargs[CACHE_NAME]

@@ -149,9 +149,9 @@ class BeamDrafter(Drafter):
     # Whether positions are those of the target also after images. Graphs compute them from lengths alone.
     rotates_as_target: ClassVar[bool] = False
 
-    def __init__(self, binding: Binding, draft: Any):
+    def __init__(self, binding: Binding, draft: Any, place: Any = None):
         super().__init__(binding)
-        self._owner, self.draft = draft, draft.placed_for(binding.target.model)
+        self._owner, self.draft = draft, draft.placed_at(place or draft.place(binding.target.model))
         self.coupling = binding.coupling()
         self.widths, self.num_nodes = self.shape_of(draft)
         self.max_depth = len(self.widths)
@@ -159,7 +159,8 @@ class BeamDrafter(Drafter):
         head_dim = draft.config.head_dim
         self.scaling = head_dim**-0.5
         kernels = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
-        self._kernels: AttentionBackend = under_autocast(kernels, self.device.type)
+        is_cast = torch.is_autocast_enabled(self.device.type)
+        self._kernels: AttentionBackend = under_autocast(kernels) if is_cast else kernels
         self._grow: Callable[..., Any] = self.grow
         if binding.target.steps.runner is not None:
             self._grow = self._grow_at_once if self.coupling.fits_graphs else self._grow_by_levels

@@ -41,11 +41,10 @@ class CompactCache(Cache):
         self.dense_used = Rows(cache.batch_size)
         self.used.staged = self.dense_used.staged = True
         rows = (self.dense_used if index in dense_layers else self.used for index in range(len(cache.layers)))
-        beside = (
-            layer.beside(of) if hasattr(layer, "beside") else layer
-            for layer, of in zip(cache.layers, rows, strict=True)
+        layers = (
+            layer.like(of) if hasattr(layer, "like") else layer for layer, of in zip(cache.layers, rows, strict=True)
         )
-        super().__init__(layers=list(beside))
+        super().__init__(layers=list(layers))
         self.parts = parts_of(self)
 
     @property

@@ -26,10 +26,10 @@ class LongSpecDrafter(CacheReader):
     rotates_as_target = True  # its queries attend to the target's keys
 
     def __init__(self, binding: Binding, draft: Any):
-        super().__init__(binding, draft)
         config = self.config = draft.config
-        self.block = self.draft.block
         self.parts = TargetParts(binding.target.model, config.kv_layer)
+        super().__init__(binding, draft, self.parts.place)
+        self.block = self.draft.block
         self.head: Any = self.parts.head
         if self.draft.d2t is not None:
             self.head = binding.part((PartOfHead, self.device), lambda: PartOfHead(self.parts, self.draft.token_ids))

@@ -119,7 +119,7 @@ class LayerForward:
             mask = self._mask[:, None]
             return differentiable_attention(query, key, value, mask, causal=False, sinks=sinks, **options)
         state = backend.tree_attention(query, key, value, self._mask, **options)
-        return merge_attention_states([state], sinks)[0]
+        return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
 
 
 class MtpLayer(GradientCheckpointingLayer):

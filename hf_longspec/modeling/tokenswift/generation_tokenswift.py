@@ -212,7 +212,7 @@ class TokenSwiftDrafter(Drafter):
         self.num_nodes = num_static_nodes(self.widths)
         self.max_depth = len(self.widths)
         # Graphs hold the addresses of the heads' weights: those of a copy are dropped with it.
-        self._holder = draft.placed_for(binding.target.model)
+        self._holder = draft.placed_at(draft.place(binding.target.model))
         self.heads, self.ends = self._holder.heads, TargetEnds(binding.target.model)
         self.coupling = binding.coupling()
         self.wants_hidden = draft.setting("self_draft") == "verify_hidden"

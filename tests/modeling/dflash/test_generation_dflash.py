@@ -137,14 +137,14 @@ def test_a_block_is_cut_where_confidence_ends(target, monkeypatch, nodes, settin
     """Against products along each path. The text stays the same, fewer tokens are drafted and verified."""
     model, threshold, whole, trees = target("llama", vocab_size=9), 0.2, [], []
     draft = random_draft(DFlashDraftModel, model, block_size=5, num_tree_nodes=nodes, gate=False, **settings)
-    text = reference(model, None, (9, 4), max_new_tokens=40)
-    assert torch.equal(generate(model, draft, (9, 4), max_new_tokens=40), text)
+    text = reference(model, None, (9, 4), max_new_tokens=30)
+    assert torch.equal(generate(model, draft, (9, 4), max_new_tokens=30), text)
     uncut = draft.last_speculation.num_draft_tokens / draft.last_speculation.num_forwards
     propose, cut = DFlashDrafter.propose, DFlashDrafter.cut
     monkeypatch.setattr(DFlashDrafter, "propose", lambda self, *a: trees.append(propose(self, *a)) or trees[-1])
     monkeypatch.setattr(DFlashDrafter, "cut", lambda self, *a: whole.append(a) or cut(self, *a))
     draft.generation_config.confidence_threshold = threshold
-    assert torch.equal(generate(model, draft, (9, 4), max_new_tokens=40), text)
+    assert torch.equal(generate(model, draft, (9, 4), max_new_tokens=30), text)
     stats = draft.last_speculation
     assert 0 < stats.num_accepted_draft_tokens and 0 < stats.num_draft_tokens / stats.num_forwards < uncut
     sizes = set()

@@ -79,7 +79,7 @@ def test_the_text_is_that_of_the_target(draft, settings, kind, samples):
     else:
         model = tiny_target(kind, **(SIZES if kind == "llama" else {}))
     ids, mask = tiny_prompts(128, [31, 9, 44])
-    how = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": samples, "pad_token_id": 0}
+    how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": samples, "pad_token_id": 0}
     made = draft.from_target(model, **settings, **FREE, **({"acceptance": "coupled"} if samples else {}))
     other = {"assistant_model": draft.from_target(model, **FREE, acceptance="coupled")} if samples else {}
     torch.manual_seed(3)
@@ -103,7 +103,7 @@ def test_the_copy_runs_the_drafting_steps_and_the_target_the_rest(target):
         copied.model.layers[0].mlp.register_forward_hook(count("copy")),
     ]
     draft._made = ("int4", draft_weights.state_of_weights(target)), copied
-    target.generate(ids, attention_mask=mask, assistant_model=draft, max_new_tokens=20, do_sample=False)
+    target.generate(ids, attention_mask=mask, assistant_model=draft, max_new_tokens=12, do_sample=False)
     for handle in handles:
         handle.remove()
     verifications = draft.last_speculation.num_spec_steps
@@ -170,7 +170,7 @@ def test_adapters_of_the_target_are_those_of_the_copy(target):
     model = lora.get_base_model()
     draft = SpecAttnDraftModel.from_target(model, draft_weights="int8", **FREE)
     ids, mask = tiny_prompts(128, [40])
-    how = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+    how = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
     logits = []
     for context in (nullcontext, lora.disable_adapter):
         with context():

@@ -53,7 +53,7 @@ def joined(monkeypatch):
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_greedy_text_is_the_targets(target, plain_run, joined, name, kind):
-    run = plain_run(target(name, **SMALL), LENGTHS, max_new_tokens=20, eos_token_id=NEVER)
+    run = plain_run(target(name, **SMALL), LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
     draft = joined_draft(kind, run.model, hints=run.generated)
     assert run.again(draft).tolist() == run.sequences.tolist()
     own, stats = draft.max_nodes(TargetView(run.model)), draft.last_speculation
@@ -114,7 +114,7 @@ def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, joined,
         checked.extend(bool(path[row, 1 : counts[row]].ge(own.num_nodes).any()) for row in growing)
 
     after(monkeypatch, LongSpecDrafter, "observe", check)
-    generate(model, draft, max_new_tokens=30)
+    generate(model, draft, max_new_tokens=16)
     assert checked.count(True) > 1 and checked.count(False) > 1
 
 
@@ -165,7 +165,7 @@ def test_a_partial_cache_makes_room_for_paths_of_ngrams(target, plain_run, monke
     counts, slots = [], []
     before(monkeypatch, PartialCache, "due", lambda own, count: counts.append(count))
     after(monkeypatch, PartialKVPolicy, "slot", lambda slot, *_: slots.append(slot))
-    run = plain_run(target("llama", **SMALL), (21,), max_new_tokens=40, eos_token_id=NEVER)
+    run = plain_run(target("llama", **SMALL), (21,), max_new_tokens=24, eos_token_id=NEVER)
     draft = joined_draft("partial_kv", run.model, ngram_num_tokens=8, partial_kv_budget=15)
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert set(counts[1:]) == {8 + 1}  # all of a path and the bonus token; the first count is that of the prompt's end

@@ -195,7 +195,7 @@ def test_drafting_is_a_forward_over_the_text(gemma, assistant, widths, options, 
     assistant.generation_config.tree_widths = widths
     if options:
         torch.manual_seed(2)
-    text = generate(gemma, assistant, max_new_tokens=24, prefill_chunk_size=chunk, **options)
+    text = generate(gemma, assistant, max_new_tokens=14, prefill_chunk_size=chunk, **options)
     stats, compared = assistant.last_speculation, 0
     assert widths is CHAIN or 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
     for row, length in enumerate(LENGTHS):

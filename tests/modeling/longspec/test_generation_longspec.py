@@ -68,7 +68,7 @@ def recorded(monkeypatch):
 def test_every_node_of_every_iteration_is_the_restated_block(window, plain_run, recorded):
     """Prefill, ring, kept nodes, window edges, tree attention and the gap at once; paths of full depth are accepted."""
     model = tiny_target("llama")
-    run = plain_run(model, LENGTHS, max_new_tokens=24, eos_token_id=NEVER)
+    run = plain_run(model, LENGTHS, max_new_tokens=14, eos_token_id=NEVER)
     draft = noisy_draft(model, qkv_bias=True, tree_widths=[5, 6, 4], cross_attention_window=window)
     recorded.hints = run.generated
     assert run.again(draft).tolist() == run.sequences.tolist()
@@ -123,7 +123,7 @@ def test_a_reduced_vocabulary(recorded, sampled, monkeypatch):
     draft.set_vocabulary(ids)
     ranked, scores = [], Coupling.scores
     monkeypatch.setattr(Coupling, "scores", lambda self, *given: ranked.append(given[0]) or scores(self, *given))
-    check_text(model, draft, do_sample=sampled, max_new_tokens=24)
+    check_text(model, draft, do_sample=sampled, max_new_tokens=14)
     assert draft.last_speculation.num_out_of_draft_vocabulary > 0
     restated, step = Restated(draft, model), recorded[1]
     tree, text = step["tree"], step["texts"][0]
