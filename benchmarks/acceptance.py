@@ -8,6 +8,7 @@ Nothing is timed, so other programs may run at the same time. benchmarks/suites/
     python -m benchmarks.acceptance --settings draft_weights --output draft-weights.jsonl
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from hf_longspec.bench.calls import MODES, Decoder, PrefilledPrompts
 from hf_longspec.bench.report import mean_interval, significant
 from hf_longspec.bench.results import Record
 from hf_longspec.bench.runner import Cell, Method
+from hf_longspec.modeling.families.draft_weights import GROUP, rounded_layers
 
 # Name of a draft, or `None` for SpecAttn; cell; settings of the draft on top of its own.
 Planned = tuple[str | None, Cell, dict[str, Any]]
@@ -55,6 +57,20 @@ def place_of(name: str | None, cell: Cell, options: Mapping[str, Any]) -> Record
     return {"mode": ", ".join([mode, *changes]), "options": options, "length": cell.context}
 
 
+def rounded_draft(model: PreTrainedModel, bits: int) -> Any:
+    """Return SpecAttn with drafting steps in a number of bits that torch has no kernel for.
+
+    The linear layers but the head have multiples of the scale of 64 weights, their absolute maximum, as in "int4".
+    Products are computed in the dtype of the model, so this shows tau and no speed.
+    """
+    rounded = copy.deepcopy(model)
+    for _, layer in rounded_layers(rounded, bits=4):
+        groups = layer.weight.data.view(-1, GROUP)
+        scales = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(groups.dtype).tiny) / (2 ** (bits - 1) - 1)
+        groups.copy_((groups / scales).round() * scales)
+    return hf_longspec.SpecAttnDraftModel.from_target(model, draft_weights=rounded)
+
+
 def measure(
     results: harness.Run,
     planned: Sequence[Planned],
@@ -79,7 +95,10 @@ def measure(
         dict[tuple[str, str, int], list[float]](),
     )
     for name, cell, options in planned:
-        method, place = Method("", drafts[name], tuple(options.items())), place_of(name, cell, options)
+        draft, place = drafts[name], place_of(name, cell, options)
+        if isinstance(bits := options.get("draft_weights"), int):
+            draft, options = rounded_draft(model, bits), {**options, "draft_weights": None}
+        method = Method("", draft, tuple(options.items()))
         # drafts of one kind are compared setting by setting, and the settings of SpecAttn with its first
         group = "" if name is None or not options else f"{method.how.config.model_type} {options}"
         where = place["mode"], group, cell.context

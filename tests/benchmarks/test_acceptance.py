@@ -1,13 +1,17 @@
 import pytest
+import torch
 
 from benchmarks import read_yaml
-from benchmarks.acceptance import measure, plan
+from benchmarks.acceptance import measure, plan, rounded_draft
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import MODES, changed
 from hf_longspec.bench.results import of_kind, read_records
 from hf_longspec.bench.runner import Cell
+from hf_longspec.modeling.families.draft_weights import rounded_layers
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.bench.conftest import specattn
+from tests.modeling.families.test_draft_weights import SIZES
+from tests.tiny_targets import tiny_target
 
 
 def test_settings_are_put_back_also_those_that_the_configuration_lacks(target):
@@ -43,7 +47,7 @@ def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts
 def test_every_setting_of_the_suite_is_one_of_its_draft():
     """The first of a kind has all settings, the second the first one alone, in both modes and at all lengths."""
     kinds = {kind: draft.model for kind, draft in DRAFTS.items() if kind in read_yaml("suites/acceptance.yaml")}
-    kinds["draft_weights"] = kinds["specattn"]
+    kinds |= dict.fromkeys(("draft_weights", "few_bits"), kinds["specattn"]) | {"vocabulary": kinds["longspec"]}
     planned = plan({f"{name} {kind}": kind for name in ("first", "second") for kind in kinds}, [10, 20, 30])
     assert len(kinds) == len(read_yaml("suites/acceptance.yaml"))
     for kind, model in kinds.items():
@@ -54,3 +58,21 @@ def test_every_setting_of_the_suite_is_one_of_its_draft():
         assert second == first[: len(second)]
         assert {cell.context for cell, _ in second} == {10, 20, 30}
         assert all(set(options) <= set(model.settings) for _, options in first)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 7])
+def test_weights_are_rounded_to_the_nearest_multiple_of_the_scale_of_their_group(bits):
+    """All linear layers but the head; the target's own weights stay."""
+    target = tiny_target("llama", **SIZES)
+    layers = dict(rounded_layers(target, 4))
+    own = {name: layer.weight.clone() for name, layer in layers.items()}
+    copied = rounded_draft(target, bits).weights_for(target)
+    most = 2 ** (bits - 1) - 1
+    for name, layer in layers.items():
+        assert torch.equal(layer.weight, own[name])
+        for group, values in zip(own[name].view(-1, 64), copied.get_submodule(name).weight.view(-1, 64), strict=True):
+            levels = group.abs().max() / most * torch.arange(-most, most + 1)
+            nearest = (group[:, None] - levels).abs().min(dim=1).values
+            # half a rounding of a weight below 1 in float32
+            torch.testing.assert_close((group - values).abs(), nearest, rtol=0, atol=2**-24)
+    assert torch.equal(copied.lm_head.weight, target.lm_head.weight)
