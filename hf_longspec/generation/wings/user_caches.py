@@ -286,12 +286,8 @@ class OwnCache(CallCache):
             )
 
     def past_lengths(self, mask: torch.Tensor) -> list[int]:
-        stored = _stored(self.cache)
-        if not is_own(self.cache):
-            return mask[:, :stored].bool().sum(1).tolist() if stored else [0] * len(mask)
-        # plain generation adds as many tokens to all rows, and does not count them in `lengths`
-        lengths = self.cache.lengths
-        return list(lengths.host) if lengths.longest == stored else [stored] * len(mask)
+        in_mask: list[int] = mask[:, : _stored(self.cache)].bool().sum(1).tolist()
+        return self.cache.counts if is_own(self.cache) else in_mask
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
         self._was_packed = self.cache.max_length == 0
