@@ -55,7 +55,7 @@ def main():
     torch.compile = lambda function, **options: function  # the simulation is a mode of torch, which dynamo skips
     replaced = {"do_bench": bench, "do_bench_cudagraph": bench_graph}
     with simulated(), mock.patch.multiple(triton.testing, **replaced):
-        gpu_run.LLAMA_8B = gpu_run.SMOKE  # what a run without `--smoke` takes
+        gpu_run.PLANS[gpu_run.GPU_PLAN] = gpu_run.SMOKE  # what a run without `--smoke` takes
         gpu_goals.SIZES = gpu_goals.Sizes(*SIZES)
         sys.argv[0] = str(ROOT / "benchmarks" / "gpu.py")
         runpy.run_path(sys.argv[0], run_name="__main__")

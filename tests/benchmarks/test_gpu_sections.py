@@ -53,7 +53,7 @@ def device(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(gpu_goals, "SIZES", SIZES)
     plan = replace(SMOKE, contexts=(SIZES.context,), points=((1, SIZES.context), (2, 48)), patience=1.0)
-    monkeypatch.setattr(gpu_run, "LLAMA_8B", plan)
+    monkeypatch.setitem(gpu_run.PLANS, gpu_run.GPU_PLAN, plan)
     with simulated() as cuda:
         yield cuda
 
