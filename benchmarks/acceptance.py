@@ -23,7 +23,7 @@ from hf_longspec.bench.calls import MODES, Decoder, PrefilledPrompts
 from hf_longspec.bench.report import mean_interval, significant
 from hf_longspec.bench.results import Record
 from hf_longspec.bench.runner import Cell, Method
-from hf_longspec.modeling.families.draft_weights import GROUP, rounded_layers
+from hf_longspec.modeling.families.draft_weights import GROUP, rounded_groups, rounded_layers
 
 # Name of a draft, or `None` for SpecAttn; cell; settings of the draft on top of its own.
 Planned = tuple[str | None, Cell, dict[str, Any]]
@@ -65,9 +65,8 @@ def rounded_draft(model: PreTrainedModel, bits: int) -> Any:
     """
     rounded = copy.deepcopy(model)
     for _, layer in rounded_layers(rounded, bits=4):
-        groups = layer.weight.data.view(-1, GROUP)
-        scales = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(groups.dtype).tiny) / (2 ** (bits - 1) - 1)
-        groups.copy_((groups / scales).round() * scales)
+        multiples, scales = rounded_groups(layer.weight.data, bits, GROUP)
+        layer.weight.data = (multiples * scales).view_as(layer.weight).to(model.dtype)
     return hf_longspec.SpecAttnDraftModel.from_target(model, draft_weights=rounded)
 
 

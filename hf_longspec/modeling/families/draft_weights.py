@@ -37,11 +37,8 @@ class LowBitLinear(nn.Module):
         weight = linear.weight.detach()
         self.bits, self.dtype, self.bias = bits, weight.dtype, linear.bias
         self.out_features, self.in_features = weight.shape
-        most = 2 ** (bits - 1) - 1
-        groups = weight.float().view(self.out_features, -1, self.in_features if bits == 8 else GROUP)
-        scales = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / most
-        rounded = (groups / scales).round().view_as(weight)
-        scales = scales.squeeze(-1)
+        rounded, scales = rounded_groups(weight, bits, self.in_features if bits == 8 else GROUP)
+        rounded, scales = rounded.view_as(weight), scales.squeeze(-1)
         self.register_buffer("packed", rounded.to(torch.int8) if bits == 8 else packed_by_four(rounded), False)
         if bits == 4:  # for each group the scale and the value of the middle
             scales = torch.stack([scales.T, torch.zeros_like(scales.T)], -1)
@@ -76,6 +73,14 @@ class LowBitLinear(nn.Module):
         else:
             product = aten._weight_int4pack_mm(x, self.packed, GROUP, self.scales)
         return product
+
+
+def rounded_groups(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights `(rows, columns)` as multiples `(rows, groups, group)` of their scales `(rows, groups, 1)`."""
+    groups = weight.float().view(len(weight), -1, group)
+    most = 2 ** (bits - 1) - 1
+    scales = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / most
+    return (groups / scales).round(), scales
 
 
 def packed_by_four(rounded: torch.Tensor) -> torch.Tensor:
