@@ -6,7 +6,7 @@ then runs without the draft or is an error. What only some calls need is a wing,
 """
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -108,7 +108,7 @@ class Call:
         # the type of generated tokens, with any tokens in the place of those that the cache alone has
         self.tokens = pad(input_ids.long(), (self.columns_apart, 0))
         self.store, self.session_class = CallCache(), None
-        self.prompts_class: type[Prompts] = Prompts
+        self.prompts_class: Any = Prompts
         self.inputs: dict[str, Any] = {}
         self.more_nodes = 0
         self.rule_class: Callable[..., TokenRule] = TokenRule
@@ -165,9 +165,9 @@ class Call:
         # those first whose finding costs least
         return next(chain(self.prompts.why_not(), *(WINGS[name].why_not(self) for name in self.rare)), None)
 
-    def read_as(self, kind: "type[Prompts]") -> None:
+    def read_as(self, kind: Any) -> None:
         """Let `kind` read the prompts, on top of the classes that do so far."""
-        self.prompts_class = type(kind.__name__, (kind, self.prompts_class), {})
+        self.prompts_class = _stacked(kind, self.prompts_class)
 
     def _refuse_unsupported(self) -> None:
         """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""
@@ -207,6 +207,11 @@ class Call:
                 "position_ids or widens the mask, so plain generate counts the padding. Pass one prompt, or prompts of "
                 "equal length."
             )
+
+
+@cache
+def _stacked(kind: Any, below: Any) -> Any:
+    return type(kind.__name__, (kind, below), {})
 
 
 def refuse_positions(
