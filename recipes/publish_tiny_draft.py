@@ -23,6 +23,7 @@ from transformers import AutoModel
 
 import hf_longspec
 from hf_longspec.bench.report import acceptance_section
+from hf_longspec.bench.results import records_of_draft
 from hf_longspec.hub import Card, write_repository
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +116,7 @@ def main() -> None:
         license="apache-2.0",
         language="en",
         commit=(commit.read_text(encoding="utf-8").strip() if commit.is_file() else None) or None,
-        acceptance=acceptance_section(args.results, args.draft) if measured else "",
+        acceptance=acceptance_section(records_of_draft(args.results, args.draft)) if measured else "",
         settings=WHY[args.kind],
         training=training,
         command=commands,

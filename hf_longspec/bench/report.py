@@ -5,12 +5,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
-from pathlib import Path
 from typing import Any
 
 from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
 from .calls import HF, PLAIN
-from .results import Record, grouped, of_kind, records_of_draft
+from .results import Record, grouped, of_kind
 
 # Verdicts on a text, the worst first.
 REFERENCE, IDENTICAL, DIFFERS, NOT_COMPARED = "reference", "identical", "differs", "not compared"
@@ -428,9 +427,6 @@ def _tau_of(row: Record) -> str:
     return estimate(row["tau"]) + ("" if gap is None else f" ({estimate(gap, '+.2f')})")
 
 
-def acceptance_section(results: Path, draft: str) -> str:
-    """Table of tau by context length for one draft, with its note and its environment, as its model card quotes it."""
-    of_draft = records_of_draft(results, draft)
-    return "\n\n".join(
-        [acceptance_table(of_draft), with_defaults(ACCEPTANCE_NOTE, of_draft), environment_line(of_draft)]
-    )
+def acceptance_section(records: Sequence[Record]) -> str:
+    """Table of tau by context length for the draft of [`records_of_draft`], as its model card quotes it."""
+    return "\n\n".join([acceptance_table(records), with_defaults(ACCEPTANCE_NOTE, records), environment_line(records)])

@@ -146,7 +146,7 @@ def convert(args: SimpleNamespace) -> None:
 
 
 def publish(args: SimpleNamespace) -> None:
-    """Check `hf-longspec publish`; adds `output`, the folder of a dry run, and `facts`, those beside the draft."""
+    """Check `hf-longspec publish`; adds `output`, `facts` beside the draft, and what is `measured` of it."""
     if args.results is not None and not args.results.is_file():
         raise CommandError(f"--results: the file {str(args.results)!r} does not exist. Check the path.")
     if not args.dry_run and args.repo is None:
@@ -171,9 +171,8 @@ def publish(args: SimpleNamespace) -> None:
             f"the target {base_model!r} is not a Hub id, by which others can load it. Pass --base-model, such as "
             "Qwen/Qwen3-8B."
         )
-    if args.results is not None:
-        args.name = args.name or args.source.resolve().name
-        records_of_draft(args.results, args.name)
+    name = args.name or args.source.resolve().name
+    args.measured = [] if args.results is None else records_of_draft(args.results, name)
 
 
 def demo(args: SimpleNamespace) -> None:

@@ -25,8 +25,8 @@ def run(args: SimpleNamespace) -> None:
     engine = engine_of(args.repo, args.engine, args.self_contained)
     options = {"repo": args.repo, "base_model": args.base_model, "license": args.license}
     card = Card.read(args.facts | {name: value for name, value in options.items() if value is not None})
-    if args.results is not None:
-        card = replace(card, acceptance=acceptance_section(args.results, args.name))
+    if args.measured:
+        card = replace(card, acceptance=acceptance_section(args.measured))
     draft = load(args.source)
     for name in settings_left_out(draft, engine):
         value = draft.setting(name)

@@ -99,11 +99,12 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
         raise CommandError(f"pack: {recipe.pack!r} in the recipe: expected the number of tokens per row, at least 1.")
     for name, data in (("dataset", recipe.dataset), ("eval_dataset", recipe.eval_dataset)):
         check_data(name, data, recipe.pack)
-    kind = recipe.draft.get("kind") if isinstance(recipe.draft, dict) else None
-    kinds = [names[0] for names in options.drafts_with("training")]
-    # recipes of earlier versions have the whole `model_type`
-    if kind is not None and str(kind).removeprefix("longspec_") not in kinds:
-        raise CommandError(f"draft.kind={kind!r}: expected one of {', '.join(kinds)}.")
+    if isinstance(recipe.draft, dict) and (kind := recipe.draft.get("kind")) is not None:
+        kinds = [names[0] for names in options.drafts_with("training")]
+        # recipes of earlier versions have the whole `model_type`
+        recipe.draft["kind"] = str(kind).removeprefix("longspec_")
+        if recipe.draft["kind"] not in kinds:
+            raise CommandError(f"draft.kind={kind!r}: expected one of {', '.join(kinds)}.")
     return recipe
 
 

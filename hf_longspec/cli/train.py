@@ -172,7 +172,7 @@ def find_kind(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
 
     settings = {"kind": "longspec"} | (recipe.draft if isinstance(recipe.draft, dict) else {})
     kinds = {draft.config_class.short_name(): draft for draft in trained_drafts().values()}
-    return kinds[str(settings.pop("kind")).removeprefix("longspec_")], settings
+    return kinds[settings.pop("kind")], settings
 
 
 def lora_config(settings: dict[str, Any] | None) -> Any:
