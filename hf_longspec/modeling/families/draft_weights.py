@@ -17,6 +17,9 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 BITS = {"int8": 8, "int4": 4}
+# Attributes of a module that hold its hooks around forwards.
+HOOKS = [f"_forward_{when}hooks{how}" for when in ("", "pre_") for how in ("", "_with_kwargs")]
+HOOKS.append("_forward_hooks_always_called")
 # Weights of a row that share a scale in 4 bits. In 8 bits, all of a row do.
 GROUP = 64
 # Tiles of the innermost dimension in a packed matrix of 4 bits on a GPU.
@@ -126,7 +129,7 @@ def why_not_rounded(target: PreTrainedModel, weights: str) -> str | None:
 
 
 def rounded_copy(target: PreTrainedModel, weights: str) -> PreTrainedModel:
-    """Return a copy of a target in eval mode that shares all but the weights of `rounded_layers`."""
+    """Return a copy of a target in eval mode that shares hooks, and all but the weights of `rounded_layers`."""
     layers, bits = dict(rounded_layers(target, BITS[weights])), BITS[weights]
     size = sum(layer.weight.numel() for layer in layers.values()) * bits // 8
     logger.warning_once(
@@ -135,6 +138,8 @@ def rounded_copy(target: PreTrainedModel, weights: str) -> PreTrainedModel:
     # what the copy of an object is, by the address of the object
     copies: dict[int, Any] = {id(x): x for x in (*target.parameters(), *target.buffers())}
     copies |= {id(layer): LowBitLinear(layer, bits) for layer in layers.values()}
+    # a hook may hold what cannot be copied, and the copy must not run one that the target has no more
+    copies |= {id(hooks): hooks for module in target.modules() for hooks in map(vars(module).get, HOOKS)}
     copied: PreTrainedModel = copy.deepcopy(target, copies)
     return copied.eval()
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -50,6 +51,33 @@ def test_products_are_those_of_rounded_weights(target, weights, bits, group):
     assert (expected - of_target.weight).abs().max() > 0
 
 
+@pytest.mark.parametrize("when", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_copy_runs_the_hooks_that_the_target_has(when):
+    """Also those that hold what cannot be copied, and none that was removed."""
+    target, lock, seen = tiny_target("llama", **SIZES), threading.Lock(), []
+
+    def hook(*_, **__):
+        with lock:
+            seen.append(1)
+
+    class Holder:
+        def __init__(self):
+            self.lock = lock
+
+        def hook(self, *_):
+            hook()
+
+    handles = [getattr(target.model.layers[1], when)(Holder().hook)]
+    copied = rounded_copy(target, "int4")
+    handles.append(getattr(target.model.layers[0], when)(hook, with_kwargs=True))
+    for count in (2, 1, 0):
+        seen.clear()
+        copied(torch.ones(1, 3, dtype=torch.long))
+        assert len(seen) == count
+        if handles:
+            handles.pop().remove()
+
+
 def test_a_copy_shares_all_but_rounded_weights(target):
     copied = rounded_copy(target, "int4")
     rounded = {name for name, module in copied.named_modules() if isinstance(module, LowBitLinear)}
@@ -95,17 +123,13 @@ def test_the_copy_runs_the_drafting_steps_and_the_target_the_rest(target):
     calls = {"target": 0, "copy": 0}
     copied = draft.weights_for(target)
 
-    def count(name):
-        return lambda *_: calls.__setitem__(name, calls[name] + 1)
+    def count(module, *_):
+        calls["copy" if module is copied.model.layers[0].mlp else "target"] += 1
 
-    handles = [
-        target.model.layers[0].mlp.register_forward_hook(count("target")),
-        copied.model.layers[0].mlp.register_forward_hook(count("copy")),
-    ]
+    handle = target.model.layers[0].mlp.register_forward_hook(count)  # the copy shares it
     draft._made = ("int4", draft_weights.state_of_weights(target)), copied
     target.generate(ids, attention_mask=mask, assistant_model=draft, max_new_tokens=12, do_sample=False)
-    for handle in handles:
-        handle.remove()
+    handle.remove()
     verifications = draft.last_speculation.num_spec_steps
     assert draft.weights_for(target) is copied
     assert calls["copy"] == 3 * verifications and 0 < calls["target"] <= verifications + 3
