@@ -119,6 +119,9 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
 @functools.cache
 def why_not() -> str | None:
     """Prepare torch for the device, once per process; return the reason why that is impossible."""
+    # autograd starts a thread for each device in its first backward, after which processes cannot be forked
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros(1, requires_grad=True).sum().backward()
     if torch.version.cuda is not None:
         torch._C._ensureCUDADeviceGuardSet()
         return None
