@@ -185,7 +185,7 @@ class SlotRule:
     def shared(self) -> TokenRule | None:
         """The rule of one row, if those of all rows that grow process every node of a tree alike."""
         rules = [slot.rule for _, slot in self.live]
-        if not rules or not rules[0].history_free:
+        if not rules or rules[0].is_by_columns or not rules[0].history_free:
             return None
         if len(rules) > 1 and any(not rule.is_made_of_tensors or rule.key != rules[0].key for rule in rules):
             return None

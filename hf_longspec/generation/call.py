@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..attention_backends.contexts import TreeContext
 from .cache import CACHE_NAME, SpeculativeCache
-from .sampling import TokenRule, is_history_free
+from .sampling import TokenRule, declared, is_history_free
 from .target import Known, TargetView
 from .wing import WINGS
 
@@ -135,7 +135,7 @@ class Call:
             USER_CACHE: self.model_kwargs.get(CACHE_NAME) is not None and self._passes_cache(),
             GAPS: self.mask is not None and has_gaps(self.mask),
             PROCESSORS: not all(map(is_history_free, self.logits_processor)),
-            GRAMMAR: any(getattr(processor, "is_grammar", False) for processor in self.logits_processor),
+            GRAMMAR: any(declared(processor, "is_grammar") for processor in self.logits_processor),
             IMAGES: has_axes or any(value is not None for value in others),
             HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
         }

@@ -207,9 +207,10 @@ class Session:
 
     def emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
+        pauses = self.paused_rows()
         acceptance, scores, whole = self._accept(tree, step.logits)
         host = whole.tolist()  # the only host read of an iteration
-        self.root, pauses = self.next_roots(acceptance)
+        self.root = self.next_roots(acceptance)
         tokens = [[] if is_paused else row[2 : 2 + row[0]] for row, is_paused in zip(host, pauses, strict=True)]
         self.outputs.keep(scores, step.logits, acceptance.path, list(map(len, tokens)))
         emitted = self.sequences.append(tokens, self.outputs.scores_of if self.outputs.wants_scores else None)
@@ -220,9 +221,13 @@ class Session:
         counts = SeqLens(emitted, self._counts_on_device(emitted, [row[0] for row in host], acceptance.num_nodes))
         return Verification.of(tree, step, acceptance.path, counts, tokens)
 
-    def next_roots(self, acceptance: Acceptance) -> tuple[torch.Tensor, list[bool]]:
-        """Return the root of each row in the next step, and which rows emit nothing in this one."""
-        return acceptance.next_root, self.sequences.done
+    def paused_rows(self) -> list[bool]:
+        """Return which rows emit nothing in this step."""
+        return list(self.sequences.done)
+
+    def next_roots(self, acceptance: Acceptance) -> torch.Tensor:
+        """Return the root of each row in the next step."""
+        return acceptance.next_root
 
     def _counts_on_device(self, emitted: list[int], accepted: list[int], num_nodes: torch.Tensor) -> torch.Tensor:
         """Return the emitted counts on the device, without a copy unless a row has just stopped."""

@@ -39,8 +39,8 @@ from .verification import (
 )
 
 # Processors whose result depends on the logits of one position only, so that they may run on all nodes at once.
-# A custom processor of this kind sets the attribute `history_free = True`. A processor that depends on the last tokens
-# only sets `history_window` to their number. Its cost then does not grow with the text, and it may be called with any
+# A custom processor of this kind declares `history_free = True`. A processor that depends on the last tokens only
+# declares `history_window`, their number. Its cost then does not grow with the text, and it may be called with any
 # number of rows of `history_window` tokens, one for each node.
 HISTORY_FREE = {
     "EpsilonLogitsWarper",
@@ -55,22 +55,41 @@ HISTORY_FREE = {
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 }
-# Processors that compute with tensors and numbers alone, so that they can be part of a graph.
-IN_GRAPHS = {
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "ContextualPenaltyLogitsProcessor",
-}
+# Processors that compute with tensors and numbers alone, so that they can be part of a graph, as can
+# [`ContextualPenaltyLogitsProcessor`].
+IN_GRAPHS = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"}
 
 
-def is_history_free(processor: object) -> bool:
+def declared(processor: Any, name: str) -> Any:
+    """Return what a processor declares by the attribute `name`; `None` if nothing.
+
+    A class declares it for its own `__call__`, and not for that of a subclass.
+    """
+    if name not in getattr(processor, "__dict__", ()):
+        for cls in type(processor).__mro__:
+            if name in vars(cls):
+                break
+            if "__call__" in vars(cls):
+                return None
+    return getattr(processor, name, None)
+
+
+def is_of_transformers(processor: Any, names: set[str]) -> bool:
+    """Return whether a processor is one of these classes of transformers, and not of a subclass or changed."""
+    kind: Any = type(processor)
+    code = getattr(kind.__call__, "__code__", None)
+    is_own = kind is getattr(logits_process, kind.__name__, None) and code is not None
+    return kind.__name__ in names and is_own and code.co_filename == logits_process.__file__
+
+
+def is_history_free(processor: Any) -> bool:
     """Return whether the result of a processor depends on the scores alone."""
-    if getattr(processor, "history_free", False):
-        return True
-    name = type(processor).__name__
-    return name in HISTORY_FREE and type(processor) is getattr(logits_process, name, None)
+    return bool(declared(processor, "history_free")) or is_of_transformers(processor, HISTORY_FREE)
+
+
+def is_made_of_tensors(processor: Any) -> bool:
+    """Return whether a processor can be part of a graph."""
+    return type(processor) is ContextualPenaltyLogitsProcessor or is_of_transformers(processor, IN_GRAPHS)
 
 
 def longest_window(processors: LogitsProcessorList) -> int | None:
@@ -78,7 +97,7 @@ def longest_window(processors: LogitsProcessorList) -> int | None:
     longest = 1  # some processors read the batch size from the tokens
     for processor in processors:
         if not is_history_free(processor):
-            window = getattr(processor, "history_window", None)
+            window = declared(processor, "history_window")
             if window is None:
                 return None
             longest = max(longest, window)
@@ -203,6 +222,8 @@ class TokenRule:
 
     processor_seconds = 0.0
     num_processed_nodes = 0
+    # whether a processor is called column by column, as no other rule of this class calls it
+    is_by_columns = False
 
     def __init__(
         self,
@@ -218,12 +239,11 @@ class TokenRule:
         self.history_free = all(is_history_free(processor) for processor in processors)
         self.history_window = longest_window(processors)
         # whether every processor may be asked about texts that plain decoding does not reach
-        self.takes_any_text = all(is_history_free(one) or type(one).__name__ in IN_GRAPHS for one in processors)
-        names = [type(processor).__name__ for processor in processors]
+        self.takes_any_text = all(is_history_free(one) or is_made_of_tensors(one) for one in processors)
         # whether the processors may be part of a graph, and the settings that such a graph depends on
-        self.is_made_of_tensors = IN_GRAPHS.issuperset(names)
-        settings = (tuple(vars(processor).items()) for processor in processors)
-        self.key = (do_sample, *zip(names, settings, strict=True)) if self.is_made_of_tensors else ()
+        self.is_made_of_tensors = all(map(is_made_of_tensors, processors))
+        settings = ((type(processor), *vars(processor).items()) for processor in processors)
+        self.key = (do_sample, *settings) if self.is_made_of_tensors else ()
         # texts with candidates after them, made when they are needed
         self._tried: TextBuffer | None = None
 
@@ -385,7 +405,7 @@ class TokenRule:
     @property
     def fits_graphs(self) -> bool:
         """Whether `accept_scored` of all nodes' logits may be part of a graph."""
-        return self.history_free and self.is_made_of_tensors
+        return self.history_free and self.is_made_of_tensors and not self.is_by_columns
 
     def advance(self, counts: Sequence[int]) -> None:
         """Advance the noise by the number of tokens that each row emitted."""

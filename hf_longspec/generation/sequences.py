@@ -260,6 +260,8 @@ class Sequences:
         self._stopped = [False] * batch_size
         # rows whose next token cannot be drawn
         self._stuck: set[int] = set()
+        # lengths before the columns of a step that were emitted one by one
+        self._before: list[int] | None = None
         self._rows_pause = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         for criterion in stopping_criteria:
             if type(criterion) is EosTokenCriteria:
@@ -304,9 +306,24 @@ class Sequences:
         """Emit the tokens of each row up to its stop, and return how many each row emitted.
 
         `accepted` has -1 for a token that could not be drawn. `scores` is a function of the sequences and of a number
-        of generated tokens, to the argument `scores` of custom criteria.
+        of generated tokens, to the argument `scores` of custom criteria. Columns of [`Sequences.emit_column`] are not
+        emitted again.
         """
-        before = list(map(len, self.generated))
+        before, self._before = self._before, None
+        if before is None:
+            before = list(map(len, self.generated))
+            self._append(accepted, scores)
+        return [max(0, len(tokens) - count) for tokens, count in zip(self.generated, before, strict=True)]
+
+    def emit_column(self, column: Sequence[int], scores: Callable[..., Any] | None = None) -> bool:
+        """Emit the next token of every row, and return whether no row has ended. [`append`] gets the whole step."""
+        if self._before is None:
+            self._before = list(map(len, self.generated))
+        done = self.done.copy()
+        self._append([[token] for token in column], scores)
+        return self.done == done
+
+    def _append(self, accepted: Sequence[Sequence[int]], scores: Callable[..., Any] | None) -> None:
         for row, tokens in enumerate(accepted):
             for token in tokens:
                 if self.done[row]:
@@ -322,7 +339,6 @@ class Sequences:
             self._show_columns(scores)
         if self._streamer is not None:
             self._stream(self._streamer)
-        return [max(0, len(tokens) - count) for tokens, count in zip(self.generated, before, strict=True)]
 
     def _show_columns(self, scores: Callable[..., Any] | None) -> None:
         """Call the user's criteria for every column that all growing rows have reached, in order."""

@@ -131,6 +131,8 @@ def test_a_draft_with_the_target_distribution_is_always_right(target, options):
 class Strict(LogitsProcessor):
     """Allow two successors of the last token, and fail after a token that was not allowed."""
 
+    stateless = True
+
     def __init__(self, vocab_size, prompt_length):
         self.vocab_size, self.prompt_length = vocab_size, prompt_length
 

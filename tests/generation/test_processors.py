@@ -1,23 +1,27 @@
-"""What processors and constraints are asked about, and processors whose state changes with their calls."""
+"""What processors and constraints are asked about, and processors that are called as plain `generate` calls them."""
 
+import logging
 import threading
 from functools import cache
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor, SynthIDTextWatermarkingConfig, WatermarkingConfig
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation import logits_process
+from transformers.generation.logits_process import (
+    PrefixConstrainedLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 
-from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings.processors import examined
+from hf_longspec import ContextualPenaltyLogitsProcessor, NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.generation.wings.processors import STATELESS, is_known
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
 from tests.pairwise import few
-from tests.tiny_targets import generate, tiny_prompts, tiny_target
+from tests.robustness.enumeration import build
+from tests.tiny_targets import TINY_TARGETS, generate, tiny_prompts
 from tests.user_objects import Answer
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -33,7 +37,10 @@ WORDS = [
 
 
 def tries(after_end):
-    """A constraint per row that knows its own words alone; `after_end` is the answer about rows that have ended."""
+    """A constraint per row that knows its own words alone; `after_end` is the answer about rows that have ended.
+
+    Without one, it is declared to have no state, so that it is not asked about these.
+    """
     following = [{} for _ in WORDS]
     for row, words in enumerate(WORDS):
         for word in words:
@@ -44,6 +51,7 @@ def tries(after_end):
         text = tuple(ids[max(LENGTHS) :].tolist())
         return after_end if END in text else sorted(following[row].get(text, ()))
 
+    allowed.stateless = not after_end
     return allowed
 
 
@@ -74,8 +82,9 @@ def test_constraints_are_asked_what_plain_decoding_asks(target, kind, settings):
     draft = draft_of(kind, model, **settings)
     for lengths in (LENGTHS[:1], LENGTHS):
         greedy, sampled = plainly_constrained(model, lengths)
-        assert constrained(model, draft, lengths, do_sample=False) == greedy
-        assert constrained(model, draft, lengths, do_sample=True, top_k=0) == sampled
+        for after_end in ((), [0]):
+            assert constrained(model, draft, lengths, after_end, do_sample=False) == greedy
+            assert constrained(model, draft, lengths, after_end, do_sample=True, top_k=0) == sampled
 
 
 REJECTION = [("specattn", {}), ("longspec_quest", {}), ("longspec_assistant", {})]
@@ -291,20 +300,18 @@ class Advancing:
         return scores + mask.scatter(1, torch.tensor(allowed), 0)
 
 
-ALONE = [OfClass, closure, of_module, attribute, default]  # whose state no copy has
-STATEFUL = [Budget, OfRows, Slots, Drawn, Later, later, Advancing, *ALONE]
+STATEFUL = [Budget, OfRows, Slots, Drawn, Later, later, Advancing, Uncopied, Matcher]
+STATEFUL += [OfClass, closure, of_module, attribute, default]
 
 
 @pytest.mark.parametrize("make", STATEFUL, ids=lambda make: make.__name__)
 def test_processors_with_state(target, make):
     """The text of stock `generate`, and the state afterwards."""
     model = target("llama", **FEW_TOKENS)
-    for lengths, kind in (((13,), "longspec"), (LENGTHS, "longspec_ngram"), ((13,), "specattn")):
+    for lengths, kind in (((13,), "longspec"), (LENGTHS, "longspec_ngram"), ((13,), "specattn"), (LENGTHS, "longspec")):
         draft, processors, texts = draft_of(kind, model), [], []
         for one in (None, draft):
             processors.append(make())  # after the other call, which may share its state
-            if make in (Later, later) and len(lengths) > 1:
-                processors[-1].stateless = False
             more = {"max_new_tokens": 13, "eos_token_id": END if make in (Advancing, OfRows) else None}
             texts.append(generate(model, one, lengths, logits_processor=processors[-1:], **more))
         assert torch.equal(*texts), kind
@@ -316,46 +323,74 @@ def test_processors_with_state(target, make):
             assert [one.seen for one in processors[0].matchers] == [one.seen for one in processors[1].matchers]
 
 
-def test_state_of_a_later_call_in_a_batch(target):
-    """Rows may be at different columns when it shows."""
+class Watching:
+    """Notes all that it is given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        assert scores.dtype == torch.float32 and input_ids.is_contiguous()
+        self.seen.append((input_ids, scores.clone()))
+        return scores
+
+
+@pytest.mark.parametrize("kind", few(DRAFTS, 3))
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5_text"])
+def test_a_processor_gets_what_plain_generate_gives_it(target, kind, name):
+    """Also the scores of rows that have ended, whose text is padding from there on."""
+    model = target(name, **FEW_TOKENS) if name in TINY_TARGETS else build(name, 0)
+    ends = list(range(1, model.config.vocab_size, 5))
+    draft = draft_of(kind if name in TINY_TARGETS else "longspec_ngram", model)
+    seen, texts = [], []
+    for one in (None, draft):
+        processor = Watching()
+        more = {"max_new_tokens": 24, "eos_token_id": ends, "pad_token_id": 2, "logits_processor": [processor]}
+        texts.append(generate(model, one, LENGTHS, **more))
+        seen.append(processor.seen)
+    assert torch.equal(*texts)
+    ends = [
+        next((place for place, token in enumerate(row) if token in (1, 4, 9)), 99) for row in texts[0][:, 13:].tolist()
+    ]
+    assert min(ends) < max(ends) - 1, "no row ends before the others"
+    assert len(seen[0]) == len(seen[1])
+    for (ids, scores), (own_ids, own_scores) in zip(*seen, strict=True):
+        assert torch.equal(ids, own_ids)
+        torch.testing.assert_close(scores, own_scores, atol=1e-3, rtol=0)
+
+
+class Shared:
+    """A processor, a stopping criterion and a streamer that count on each other."""
+
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, input_ids, scores):
+        self.events.append(f"processor {input_ids.shape[1]}")
+        return forced(scores, sum(event.startswith("stream") for event in self.events))
+
+    def stops(self, input_ids, scores):
+        self.events.append(f"criterion {input_ids.shape[1]}")
+        return torch.tensor([len(self.events) > 30 + 5 * row for row in range(len(input_ids))])
+
+    def put(self, value):
+        self.events.append(f"stream {value.tolist() if value.dim() == 1 else ''}")
+
+    def end(self):
+        self.events.append("end")
+
+
+@pytest.mark.parametrize("kind", few(DRAFTS, 3))
+def test_processor_criterion_and_streamer_are_called_in_the_order_of_plain_generate(target, kind):
     model = target("llama", **FEW_TOKENS)
-    draft = draft_of("longspec", model)
-    with pytest.raises(RuntimeError, match=r"Later.calls changed after some tokens.* stateless to False"):
-        generate(model, draft, LENGTHS, logits_processor=[Later()], max_new_tokens=13)
-
-
-def test_drafted_tokens_are_asked_about_with_states_of_their_own(target):
-    """A draft whose logits are the target's proposes what is accepted, also where its processors advance."""
-    model = target("llama", **FEW_TOKENS)
-    settings = {"sparse_ratio": 1.0, "num_assistant_tokens": 4, "acceptance": "coupled"}
-    draft = draft_of("specattn", model, **settings)
-    for do_sample in (False, True):
-        generate(model, draft, (13,), logits_processor=[Advancing()], do_sample=do_sample, max_new_tokens=11)
-        stats = draft.last_speculation
-        assert stats.num_accepted_draft_tokens == stats.num_draft_tokens == 8
-        assert stats.num_processed_nodes == 11 + 8
-
-
-REFUSED = {
-    Uncopied: r"Uncopied reaches a lock, whose state can neither be copied nor be compared",
-    Matcher: r"Matcher reaches a generator, whose state can neither be copied nor be compared",
-}
-
-
-@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
-def test_processors_whose_state_is_not_known_decode_without_the_draft(target, make):
-    """The text of stock `generate` with the user's own object, which nothing has called before; or an error."""
-    model, draft = target("llama"), NgramDraftModel.from_target(target("llama"))
     for lengths in ((13,), LENGTHS):
-        text = generate(model, None, lengths, logits_processor=[make()], max_new_tokens=13)
-        processor = make()
-        draft.generation_config.on_unsupported = "error"
-        with pytest.raises(ValueError, match=REFUSED[make]) as caught:
-            generate(model, draft, lengths, logits_processor=[processor])
-        assert "stateless" not in str(caught.value)
-        draft.generation_config.on_unsupported = "plain"
-        assert torch.equal(generate(model, draft, lengths, logits_processor=[processor], max_new_tokens=13), text)
-        assert draft.last_speculation.reason
+        made, texts = [], []
+        for one in (None, draft_of(kind, model)):
+            shared = Shared()
+            more = {"logits_processor": [shared], "stopping_criteria": [Answer(shared.stops)], "streamer": shared}
+            texts.append(generate(model, one, lengths, max_new_tokens=24, eos_token_id=None, **more))
+            made.append(shared.events)
+        assert torch.equal(*texts) and made[0] == made[1]
 
 
 @pytest.mark.parametrize("kind", few(DRAFTS, 3))
@@ -417,31 +452,72 @@ def test_criteria_that_count_their_calls(plain_run):
         assert text.tolist() == run.sequences.tolist()
 
 
-class Marked:
-    """Known to its owner to have no state: it is not compared."""
+def marked(input_ids, scores):
+    return scores
 
+
+marked.stateless = True
+
+
+class Counting(ContextualPenaltyLogitsProcessor):
+    """Keeps state that its base does not have."""
+
+    def __call__(self, input_ids, scores):
+        return super().__call__(input_ids, scores)
+
+
+class Declaring(Counting):
     stateless = True
 
-    def __init__(self):
-        self.lock = threading.Lock()
 
-    def __call__(self, row, ids):
-        return [3, 4]
+class Renamed(TemperatureLogitsWarper):
+    def __call__(self, input_ids, scores):
+        return scores
 
 
-def test_what_has_no_state(target):
-    """It reads tables, a model, a tokenizer or its own variables, and changes none."""
-    table = {"a": [torch.ones(2), np.ones(3), {1, 2}, float("nan")], "model": tiny_target("llama"), "of": Marked()}
+Renamed.__name__ = "TemperatureLogitsWarper"
+PENALTY = {"penalty": 1.2, "window": 3}
 
-    def reads(input_ids, scores):
-        assert table["model"] is not None and VOCAB
-        return scores + table["of"](0, input_ids)[0]
 
-    processors = [reads, PrefixConstrainedLogitsProcessor(Marked(), 1)]
-    ids = tiny_prompts(VOCAB, (5,))[0]
-    prompts = SimpleNamespace(tokens=ids, input_ids=ids, target=TargetView(target("llama")))
-    found = examined(processors, SimpleNamespace(**vars(prompts), config=None, max_length=9))
-    assert [(one.has_state, one.reason) for one in found] == [(False, None)] * 2
+def test_what_is_known(monkeypatch):
+    """Classes of transformers as they are, and what is declared for the `__call__` that runs."""
+    known = [marked, ContextualPenaltyLogitsProcessor(**PENALTY), TemperatureLogitsWarper(0.7), Declaring(**PENALTY)]
+    known += [PrefixConstrainedLogitsProcessor(marked, 1)]
+    assert all(map(is_known, known))
+    own = Budget()
+    own.stateless = True
+    assert is_known(own) and not is_known(Budget())
+    unknown = [Counting(**PENALTY), Renamed(0.7), PrefixConstrainedLogitsProcessor(lambda row, ids: [3], 1), print]
+    assert not any(map(is_known, unknown))
+    monkeypatch.setattr(TemperatureLogitsWarper, "__call__", lambda self, input_ids, scores: scores)
+    assert not is_known(TemperatureLogitsWarper(0.7))
+
+
+def test_names_of_processors_of_transformers():
+    assert all(hasattr(logits_process, name) for name in STATELESS)
+
+
+def test_a_declaration_is_proposed(target, caplog):
+    model, logger = target("llama"), logging.getLogger("hf_longspec.generation.wings.processors")
+    with caplog.at_level(logging.INFO, logger.name):
+        logger.addHandler(caplog.handler)
+        generate(model, NgramDraftModel.from_target(model), logits_processor=[Budget(), marked])
+        logger.removeHandler(caplog.handler)
+    (message,) = {record.getMessage() for record in caplog.records if record.name == logger.name}
+    assert message.startswith("Budget: called as by generate()") and "stateless = True" in message
+
+
+def test_a_processor_that_runs_the_target(target):
+    """Inside of the loop, in a batch too."""
+    model = target("llama", **FEW_TOKENS)
+
+    def runs(input_ids, scores):
+        return scores + model(input_ids[:, -4:]).logits[:, -1]
+
+    for lengths in ((13,), LENGTHS):
+        draft = draft_of("longspec", model)
+        texts = [generate(model, one, lengths, logits_processor=[runs], max_new_tokens=13) for one in (None, draft)]
+        assert torch.equal(*texts) and draft.last_speculation.num_draft_tokens
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ...attention_backends.lengths import on_device
 from ..call import GRAMMAR, Call
 from ..draft_tree import DraftTree
 from ..drafter import Drafter
-from ..sampling import TokenRule, is_history_free, warped
+from ..sampling import TokenRule, declared, is_history_free, warped
 from ..verification import Acceptance, along_path
 from ..wing import Wing
 
@@ -217,4 +217,4 @@ class Grammars(Wing):
 
 def is_grammar(processor: Any) -> bool:
     """Return whether a processor is a grammar, with the methods of `hf_longspec.StructuredOutput`."""
-    return getattr(processor, "is_grammar", False) is True
+    return declared(processor, "is_grammar") is True

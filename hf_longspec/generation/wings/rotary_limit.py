@@ -203,13 +203,15 @@ class LimitedSession(Session):
         lowest = self.rotary.lowest(self.cache.lengths.host, self.sequences.done)
         return {"limit": self.rotary.highest(self.max_length), "lowest": lowest}
 
-    def next_roots(self, acceptance: Acceptance) -> tuple[torch.Tensor, list[bool]]:
+    def paused_rows(self) -> list[bool]:
+        """Return which rows have ended or wait at the limit."""
+        waiting = self.rotary.waiting(self.cache.lengths.host)
+        return [waits or is_done for waits, is_done in zip(waiting, super().paused_rows(), strict=True)]
+
+    def next_roots(self, acceptance: Acceptance) -> torch.Tensor:
         """Keep the roots of rows that wait at the limit."""
-        roots, pauses = super().next_roots(acceptance)
-        if any(waiting := self.rotary.waiting(self.cache.lengths.host)):
-            roots = torch.where(on_device(waiting, roots.device).bool(), self.root, roots)
-            pauses = [waits or is_done for waits, is_done in zip(waiting, pauses, strict=True)]
-        return roots, pauses
+        waiting = on_device(self.rotary.waiting(self.cache.lengths.host), self.root.device).bool()
+        return torch.where(waiting, self.root, super().next_roots(acceptance))
 
     def _pass_limit(self) -> None:
         """Continue under the new frequencies, with the keys and values that plain `generate` has there."""
