@@ -23,6 +23,7 @@ from ..attention_backends.contexts import TreeContext
 from .cache import CACHE_NAME, SpeculativeCache
 from .sampling import TokenRule, declared, is_history_free
 from .target import Known, TargetView
+from .target_modules import foreign_methods
 from .wing import WINGS
 
 try:
@@ -107,7 +108,8 @@ class Call:
         self.mask, self.position_ids = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         # the type of generated tokens, with any tokens in the place of those that the cache alone has
         self.tokens = pad(input_ids.long(), (self.columns_apart, 0))
-        self.store, self.session_class = CallCache(), None
+        self.store = CallCache()
+        self.session_class: Any = None
         self.prompts_class: Any = Prompts
         self.inputs: dict[str, Any] = {}
         self.more_nodes = 0
@@ -149,6 +151,11 @@ class Call:
 
     def why_not(self) -> str | None:
         """Return why this call cannot be decoded with the draft, and what to do; `None` if it can."""
+        if foreign := foreign_methods(self.target.model):
+            return (
+                f"{', '.join(foreign)}: what is not of transformers may decode otherwise, and drafts do not run it. "
+                "Use that of transformers."
+            )
         self._refuse_unsupported()
         if (reason := why_not_begun(self.tokens, self.config, self.model_kwargs)) is not None:
             return reason

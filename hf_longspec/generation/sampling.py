@@ -77,9 +77,8 @@ def declared(processor: Any, name: str) -> Any:
 def is_of_transformers(processor: Any, names: set[str]) -> bool:
     """Return whether a processor is one of these classes of transformers, and not of a subclass or changed."""
     kind: Any = type(processor)
-    code = getattr(kind.__call__, "__code__", None)
-    is_own = kind is getattr(logits_process, kind.__name__, None) and code is not None
-    return kind.__name__ in names and is_own and code.co_filename == logits_process.__file__
+    is_own = kind is getattr(logits_process, kind.__name__, None)
+    return kind.__name__ in names and is_own and getattr(kind.__call__, "__globals__", None) is vars(logits_process)
 
 
 def is_history_free(processor: Any) -> bool:

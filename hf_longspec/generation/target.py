@@ -21,7 +21,7 @@ from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import SeqLens, on_device
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .target_modules import LayerInputs, keywords_forwarded, shape_of
+from .target_modules import LayerInputs, keywords_forwarded, shape_of, structure_of
 from .wing import DECLARED, MODES, WINGS, LayerTraits, VerificationMode
 
 ATTENTION_NAME = "hf_longspec"
@@ -39,25 +39,29 @@ ROTARY_LIMIT, TENSOR_PARALLELISM = "rotary frequencies that change", "tensor par
 
 @dataclass(eq=False)
 class Known:
-    """What is known of a model as long as its text config stays the same."""
+    """What is known of a model as long as its structure and its text config stay the same."""
 
-    settings: dict[str, Any]  # the text config
+    structure: list[Any]  # of the model, and its text config
     # reasons of [`TargetView.why_not`], by what else they depend on
     reasons: dict[tuple, list[str]] = field(default_factory=dict)
     declared_mode: VerificationMode | None = None
     mode: VerificationMode | None = None
     traits: dict[VerificationMode, LayerTraits] = field(default_factory=dict)
     is_certain: bool = True  # whether no trial has failed, which is repeated in the next call
+    # kinds of calls whose first verification was compared, and reasons against declared hooks
+    checked: dict[tuple, str | None] = field(default_factory=dict)
 
 
-_known: WeakKeyDictionary[PreTrainedModel, Known] = WeakKeyDictionary()
+# The structures that a model had last, such as those of several adapters.
+MOST_KNOWN = 8
+_known: WeakKeyDictionary[PreTrainedModel, list[Known]] = WeakKeyDictionary()
 
 
 def known_of(model: PreTrainedModel, config: Any) -> Known:
-    """Return what is known of a model with this text config; a new object if the config has changed."""
-    settings, known = config.to_dict(), _known.get(model)
-    if known is None or known.settings != settings or not known.is_certain:
-        known = _known[model] = Known(settings)
+    """Return what is known of a model with this text config; a new object if either has changed."""
+    structure, earlier = [*structure_of(model), config.to_dict()], _known.get(model, [])
+    known = next((one for one in earlier if one.structure == structure and one.is_certain), None) or Known(structure)
+    _known[model] = [known, *(one for one in earlier if one is not known)][:MOST_KNOWN]
     return known
 
 
@@ -90,7 +94,9 @@ class TargetView:
 
     def _rare(self) -> list[str]:
         """Return the names of the rare cases that this model brings to every call."""
-        rotary = str(getattr(self.config, "rope_parameters", None))
+        # the modules decide, whose kind may differ from that of the config
+        kinds = (vars(module).get("rope_type") for module in self.model.modules())
+        rotary = str([getattr(self.config, "rope_parameters", None), *filter(None, kinds)])
         rare = [ROTARY_LIMIT] if any(kind in rotary for kind in CHANGING_ROTARY) else []
         return rare + [TENSOR_PARALLELISM] * ((getattr(self.model, "_tp_size", None) or 1) > 1)
 
@@ -178,7 +184,7 @@ class TargetView:
     @property
     def rotary_limit(self) -> float:
         """First position under other rotary frequencies than those before it; infinity if they never change."""
-        column: float = WINGS[ROTARY_LIMIT].column_of(self.config) if ROTARY_LIMIT in self.rare else math.inf
+        column: float = WINGS[ROTARY_LIMIT].column_of(self) if ROTARY_LIMIT in self.rare else math.inf
         return column
 
     @property

@@ -50,8 +50,7 @@ class Counted(LlamaForCausalLM):
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_checked(monkeypatch):
-    monkeypatch.setattr(forward_check, "_checked", set())
+def nothing_was_counted():
     Counted.forwards.clear()
 
 
@@ -83,7 +82,7 @@ def gap_of(model, lengths, monkeypatch):
     monkeypatch.setattr(
         forward_check,
         "_compare",
-        lambda target, verified, plain: found.append((verified - plain).abs().max().item() / plain.std().item()),
+        lambda target, verified, plain, *_: found.append((verified - plain).abs().max().item() / plain.std().item()),
     )
     generate(model, lengths)
     return found[0]
@@ -91,13 +90,13 @@ def gap_of(model, lengths, monkeypatch):
 
 @pytest.mark.parametrize("name", TINY_TARGETS)
 def test_every_target_passes_by_far(name, monkeypatch):
-    assert gap_of(tiny_target(name), RAGGED, monkeypatch) < forward_check.TOLERANCE / 100
+    assert gap_of(tiny_target(name), RAGGED, monkeypatch) < forward_check.TOLERANCE / 10
 
 
 def test_it_runs_after_the_longest_prefix(monkeypatch):
     """Against one forward without a cache over that row."""
     model, found = tiny_target("gemma3"), []
-    monkeypatch.setattr(forward_check, "_compare", lambda target, verified, plain: found.append(plain))
+    monkeypatch.setattr(forward_check, "_compare", lambda target, verified, plain, *_: found.append(plain))
     generate(model, RAGGED)
     input_ids, attention_mask = tiny_prompts(128, RAGGED)
     longest = attention_mask.sum(1).argmax()
@@ -142,6 +141,40 @@ def test_lost_parts_of_the_attention_are_refused(name, method, wrong, monkeypatc
         generate(tiny_target(name), RAGGED)
 
 
+class SingleTokens(LlamaForCausalLM):
+    """Treats forwards of one token otherwise, by 1 %."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        if out.logits.shape[1] == 1 and kwargs["input_ids"].shape[1] == 1:
+            out.logits[..., ::2] *= 1.01
+        return out
+
+
+def test_forwards_of_one_token_are_compared():
+    with pytest.raises(ValueError, match="treat forwards of one token otherwise"):
+        generate(as_class(SingleTokens))
+
+
+class Sensitive(LlamaForCausalLM):
+    """Rounding in its embeddings changes its logits much."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits += 0.3 * (out.logits * 3e3).sin()
+        return out
+
+
+def test_rounding_of_the_target_is_measured(monkeypatch):
+    """A larger difference is no reason to refuse if noise in the last places of the embeddings has as large ones."""
+    with monkeypatch.context() as patch:
+        assert gap_of(as_class(Sensitive), RAGGED, patch) > forward_check.TOLERANCE
+    generate(as_class(Sensitive), RAGGED)
+    monkeypatch.setattr(forward_check, "MOST_TIMES", 0)
+    with pytest.raises(ValueError, match="cannot be verified"):
+        generate(as_class(Sensitive), RAGGED)
+
+
 class MasksTokens(LlamaForCausalLM):
     """Some tokens of its vocabulary are never emitted."""
 
@@ -168,8 +201,8 @@ def test_logits_that_are_no_numbers_are_compared(kind):
 
 
 class TestHowOften:
-    @pytest.mark.parametrize(("draft", "sizes"), [(PlainDraftModel, [3, 3]), (NgramDraftModel, [12, 21])])
-    def test_once_per_kind_at_the_cost_of_two_small_forwards(self, draft, sizes):
+    @pytest.mark.parametrize(("draft", "sizes"), [(PlainDraftModel, [3, 3, 3]), (NgramDraftModel, [3] * 4 + [21, 12])])
+    def test_once_per_model_at_the_cost_of_a_few_small_forwards(self, draft, sizes):
         model = as_class(Counted)
         draft = draft.from_target(model, gate=False)  # a second call would begin with other steps
         assert TargetView(model).why_not() == []  # the trial has forwards of its own
@@ -179,17 +212,17 @@ class TestHowOften:
         Counted.forwards.clear()
         generate(model, RAGGED, draft)
         assert first[0] == Counted.forwards[0] == 3 * 32  # the prefill
-        # three rows: a chain of as many tokens as fit into the draft's trees, and a tree with two branches
-        assert first[1:3] == sizes and first[3:] == Counted.forwards[1:]
-        Counted.forwards.clear()
-        generate(as_class(Counted, seed=1), ONE, draft)  # other weights of the same kind
-        assert Counted.forwards[1:3] != sizes
+        # three rows: as many tokens as fit into the draft's trees, one by one and together, and a tree with two branches
+        count = len(sizes)
+        assert first[1 : 1 + count] == sizes and first[1 + count :] == Counted.forwards[1:]
 
-    def test_another_configuration_is_another_kind(self):
-        generate(as_class(Counted))
-        Counted.forwards.clear()
-        generate(as_class(Counted, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}))
-        assert 7 in Counted.forwards
+    def test_another_structure_is_checked_again(self):
+        model = as_class(Counted)
+        for change in (lambda: None, lambda: setattr(model.model.layers[0].self_attn, "scaling", 0.3)):
+            change()
+            Counted.forwards.clear()
+            generate(model)
+            assert 7 in Counted.forwards
 
     def test_it_can_be_switched_off(self, blind):
         model = as_class(Counted)
@@ -205,9 +238,9 @@ def test_there_is_room_for_it(lengths, new):
     model = tiny_target("gemma3")
     text = generate_text(model, None, lengths, max_new_tokens=new)
     for draft in (PlainDraftModel, NgramDraftModel):
-        forward_check._checked.clear()
+        TargetView(model).known.checked.clear()
         assert torch.equal(generate(model, lengths, draft.from_target(model), max_new_tokens=new), text)
-        assert len(forward_check._checked) == 1
+        assert len(TargetView(model).known.checked) == 1
 
 
 def test_half_precision_warns_once(monkeypatch, blind):
@@ -225,15 +258,14 @@ def test_half_precision_warns_once(monkeypatch, blind):
 def test_autocast_is_another_precision(monkeypatch):
     """It is checked apart from float32, and differences of half precision are no reason to refuse."""
     model, found = tiny_target("gemma2"), []  # eager attention, which rounds the probabilities
-    monkeypatch.setattr(forward_check, "TOLERANCE", 1e-3)
     compare = forward_check._compare
     monkeypatch.setattr(forward_check, "_compare", lambda *args: found.append(args) or compare(*args))
     for half in (False, True, True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
             generate(model)
-    assert len(found) == 2
-    gaps = [(one - other).abs().max() / other.std() for _, one, other in found]
-    assert gaps[0] < 1e-4 and 1e-3 < gaps[1] < forward_check.HALF_TOLERANCE
+    assert len(found) == 4
+    gaps = [(one - other).abs().max() / other.std() for _, one, other, _ in found[::2]]
+    assert gaps[0] < forward_check.TOLERANCE < gaps[1] < forward_check.HALF_TOLERANCE
 
 
 # the successor of torch's own quantization is another package
@@ -243,6 +275,6 @@ def test_quantised_activations_are_no_reason_to_refuse(monkeypatch):
     model = torch.ao.quantization.quantize_dynamic(tiny_target("llama"), {torch.nn.Linear}, dtype=torch.qint8)
     with monkeypatch.context() as patch:
         assert gap_of(model, RAGGED, patch) > forward_check.TOLERANCE
-    forward_check._checked.clear()
+    TargetView(model).known.checked.clear()
     generate(model, RAGGED)
-    assert len(forward_check._checked) == 1
+    assert len(TargetView(model).known.checked) == 1

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings import forward_check
 from hf_longspec.generation.wings.recurrences import limits_steps, mixers
 from tests.generation.drafted_calls import (
     ONE,
@@ -38,11 +37,6 @@ KERNELS = {
 }
 # causal-conv1d has windows of up to 4 inputs, and plain `generate` fails with it on the default ones of this type.
 NARROWER = {"lfm3": {"conv_L_cache": 4}}
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_checked(monkeypatch):
-    monkeypatch.setattr(forward_check, "_checked", set())
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +94,7 @@ def test_half_precision_is_no_reason_to_refuse(made, name):
     with with_packages(copy.deepcopy(made(name)).to(torch.bfloat16)) as model:
         draft = drafted(model, False, torch.zeros(3, 80, dtype=torch.long), 40)
         generated(model, **arguments(RAGGED, do_sample=False), assistant_model=draft)
-        assert len(forward_check._checked) == 1
+        assert len(TargetView(model).known.checked) == 1
 
 
 def transposed(function, *args, **options):

@@ -394,7 +394,6 @@ def test_placeholders_outside_of_the_vocabulary(models):
 def test_an_image_that_text_sees_is_compared(models, monkeypatch):
     """If the prompt's end ran without what the first forward gave it, the check of the target would say so."""
     model = vision_language_model("gemma3")
-    monkeypatch.setattr("hf_longspec.generation.wings.forward_check._checked", set())
     after(monkeypatch, Prompts, "prefill", lambda _, own, *__: setattr(own, "logits", own.logits.flip(-1)))
     with pytest.raises(ValueError, match="cannot be verified"):
         check_image(model, random_tree, *with_image("gemma3", (17,), after=6))

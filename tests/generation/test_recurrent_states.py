@@ -14,7 +14,6 @@ from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings.forward_check import _checked
 from hf_longspec.generation.wings.masked import PlainForwards
 from hf_longspec.generation.wings.recurrences import RECURRENCES, _functions, recurrences_replaced
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
@@ -98,8 +97,8 @@ def test_text_of_rows_that_accept_different_numbers(made, name, chain, lengths, 
 )
 def test_steps_of_mamba2_are_limited_in_forwards_of_several_tokens(made, name, lengths, chunk, more):
     """Stock limits them there alone: the prompts of two turns, but for a chunk of one token after a state."""
-    _checked.clear()  # so that the check of the first verification runs on this prompt, too
     model = made(name, **LIMITED[name])
+    TargetView(model).known.checked.clear()  # so that the check runs on this prompt, too
     caches = {"stock": DynamicCache(config=model.config), "dynamic": DynamicCache(config=model.config)}
     caches["speculative"] = SpeculativeCache(model.config, len(lengths), 160)
     inputs = arguments(lengths, do_sample=False, max_new_tokens=9, prefill_chunk_size=chunk)

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 from hf_longspec import PlainDraftModel
-from hf_longspec.generation.wings import forward_check
 from tests.pairwise import few
 from tests.robustness.drafts import ALL_KINDS, make_draft
 from tests.tiny_targets import generate as generate_text
@@ -141,7 +140,6 @@ MODULES = [["q_proj", "v_proj", "down_proj"], ["o_proj", "embed_tokens", "lm_hea
 def test_an_adapter_for_each_row(kind, modules, monkeypatch):
     """Greedy, and at equal seed; every check and trial of the target runs anew under these rows."""
     peft = pytest.importorskip("peft")
-    monkeypatch.setattr(forward_check, "_checked", set())
     settings = {"acceptance": "coupled"} if kind in ("specattn", "quest") else {}
     bare = tiny_target("llama")
     draft, plain = make_draft(kind, bare, **settings), PlainDraftModel.from_target(bare)

@@ -2,13 +2,12 @@
 
 A hook that treats all tokens alike, such as steering by a vector, has the same effect on a node of a tree as on a token
 in plain `generate`. One that looks at the last token, at the size of a forward or at the number of calls has another.
-`forward_check.py` compares both, and runs the hooks for it.
+Only its owner can tell: it declares `stateless = True`. `forward_check.py` then compares both ways of decoding.
 
-Hooks of libraries (offloading, adapters, quantisation, tensor parallelism) treat all tokens alike.
+Hooks of libraries (offloading, adapters, quantisation, tensor parallelism, training) treat all tokens alike.
 """
 
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,22 +15,34 @@ from torch import nn
 from torch.nn.modules import module as of_torch
 from transformers import PreTrainedModel
 
-from .user_state import OF_LIBRARIES, OF_THE_MODEL, package_of
+from ..sampling import declared
+from ..target_modules import is_of_library, package_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+# Packages whose hooks are part of a model. Those of other libraries may be made for the rows of one call, such as those
+# of PEFT with an adapter for each row.
+OF_THE_MODEL = (__name__.split(".")[0], "torch", "transformers")
 
-Hook = tuple[str, nn.Module, Callable[..., Any]]
+Hook = tuple[str, Callable[..., Any]]
 
 
 def hooks_of(model: nn.Module) -> list[Hook]:
-    """Return the hooks and patched forwards of a user on the modules of `model`, each with a name and its module."""
+    """Return the hooks and patched forwards of a user on the modules of `model`, each with a name."""
+    modules = {id(module) for module in model.modules()}
     shared = [*of_torch._global_forward_pre_hooks.values(), *of_torch._global_forward_hooks.values()]
-    found: list[Hook] = []
+    found = [(f"{_name(hook)} on all modules of torch", hook) for hook in shared]
     for module in model.modules():
-        functions = [*shared, *(hook for name in HOOKS for hook in vars(module)[name].values()), *_forwards_on(module)]
-        found += [(_name(function, module), module, function) for function in functions if _is_users(function, module)]
-        shared = []
-    return found
+        functions = (*(hook for name in HOOKS for hook in vars(module)[name].values()), *_forwards_on(module))
+        found += ((f"{_name(function)} on {type(module).__name__}", function) for function in functions)
+    return [(name, function) for name, function in found if not is_of_library(function, modules)]
+
+
+def is_declared(function: Any) -> bool:
+    """Return whether a hook, or what it binds, declares that it treats all tokens alike."""
+    if isinstance(function, partial):
+        return is_declared(function.func) or declared(function, "stateless") is True
+    owner = getattr(function, "__self__", None)
+    return any(declared(one, "stateless") is True for one in (function, owner) if one is not None)
 
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:
@@ -40,31 +51,38 @@ def bare(model: PreTrainedModel) -> PreTrainedModel:
     It is for forwards that show how a model is built. They must not run hooks, which may keep state or expect the rows
     of a call. The model itself is left as it is, as another thread may be using it. Hooks that are part of it stay.
     """
-    if not any(_beside(module) for module in model.modules()):
+    is_alone = not (of_torch._global_forward_pre_hooks or of_torch._global_forward_hooks)
+    modules = {id(module) for module in model.modules()}
+    beside = {id(module): [*map(id, _beside(module, modules))] for module in model.modules()}
+    if is_alone and not any(beside.values()):
         return model
     twins: dict[int, nn.Module] = {}
 
     def twin_of(module: nn.Module) -> nn.Module:
         if id(module) not in twins:
             twin = twins[id(module)] = object.__new__(type(module))
-            values, dropped = vars(module), [id(function) for function in _beside(module)]
+            values, dropped = vars(module), beside[id(module)]
             vars(twin).update((name, value) for name, value in values.items() if id(value) not in dropped)
             for name in HOOKS:
                 kept = ((key, hook) for key, hook in values[name].items() if id(hook) not in dropped)
                 vars(twin)[name] = type(values[name])(kept)
             children = values["_modules"].items()
             vars(twin)["_modules"] = {name: None if child is None else twin_of(child) for name, child in children}
+            if not (is_alone or any(vars(twin)[name] for name in HOOKS)):  # torch calls this in place of all hooks
+                vars(twin)["_compiled_call_impl"] = twin.forward
         return twins[id(module)]
 
     return twin_of(model)
 
 
-def _beside(module: nn.Module) -> list[Any]:
+def _beside(module: nn.Module, modules: set[int]) -> list[Any]:
     """Return the hooks on a module that are not part of the model, and a forward that a user put in its place."""
     values = vars(module)
     hooks = [hook for name in HOOKS for hook in values[name].values()]
-    found = [hook for hook in hooks if any(package_of(part) not in OF_THE_MODEL for part in _parts(hook))]
-    if any(_is_users(function, module) for function in _forwards_on(module)):
+    found = [
+        hook for hook in hooks if package_of(_code_of(hook)) not in OF_THE_MODEL or not is_of_library(hook, modules)
+    ]
+    if not all(is_of_library(function, modules) for function in _forwards_on(module)):
         found.append(values.get("forward"))
     return found
 
@@ -79,19 +97,24 @@ def _forwards_on(module: nn.Module) -> list[Any]:
     return functions
 
 
-def _is_users(function: Any, module: nn.Module) -> bool:
-    return any(package_of(part) not in OF_LIBRARIES for part in _parts(function) if part is not type(module).forward)
+def _code_of(function: Any) -> Any:
+    """Return the function that a hook binds."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__func__", function)
 
 
-def _parts(function: Any) -> Iterator[Any]:
-    """Yield the functions that a function consists of, without bound arguments; a decorator wraps one."""
-    if not isinstance(function, partial | types.MethodType):
-        yield function
-    for name in ("func", "__func__", "__wrapped__"):
-        if callable(inner := getattr(function, name, None)):
-            yield from _parts(inner)
+def _name(function: Any) -> Any:
+    code: Any = _code_of(function)
+    return getattr(code, "__qualname__", type(code).__qualname__)
 
 
-def _name(function: Any, module: nn.Module) -> str:
-    part = next(_parts(function))
-    return f"{getattr(part, '__qualname__', type(part).__qualname__)} on {type(module).__name__}"
+def why_undeclared(model: nn.Module) -> str | None:
+    """Return why a draft cannot be used with the hooks of a user; `None` if all declare to treat tokens alike."""
+    if names := list(dict.fromkeys(name for name, hook in hooks_of(model) if not is_declared(hook))):
+        return (
+            f"forward hook or patched forward {', '.join(names)}: a draft changes the number and the size of forwards, "
+            "and only its owner knows whether it treats all tokens alike and keeps no state. Set its attribute "
+            "stateless = True if so, or remove it."
+        )
+    return None

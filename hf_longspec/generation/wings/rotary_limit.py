@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ...attention_backends.lengths import on_device
 from ..cache import CACHE_NAME, SpeculativeCache
 from ..decoding import Session
-from ..target import ROTARY_LIMIT
+from ..target import ROTARY_LIMIT, TargetView
 from ..verification import Acceptance
 from ..wing import Wing
 
@@ -41,29 +41,28 @@ class FrequencyChange:
     column: float  # the first column under other frequencies; infinity if they never change
     is_repeated: bool  # whether they change again in every column after it
 
-    @classmethod
-    def of(cls, config: Any) -> "FrequencyChange":
-        """Return the first change of a target with this text config."""
-        return next(iter(changes_of(config)), cls(math.inf, False))
+
+def changes_of(target: TargetView) -> list[FrequencyChange]:
+    """Return the changes of a target's rotary embeddings; more than one if they are not the same."""
+    modules = [module for module in target.model.modules() if "rope_type" in vars(module)]
+    found = (_changes_in(module, getattr(module, "config", target.config)) for module in modules or [None])
+    return sorted({change for changes in found for change in changes if change is not None})
 
 
-def changes_of(config: Any) -> list[FrequencyChange]:
-    """Return the changes of the layers of a target with this text config; more than one if they are not the same."""
+def _changes_in(module: Any, config: Any) -> Iterator[FrequencyChange | None]:
+    """Yield the changes of a rotary embedding, for each kind of layer, or of a config without one."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    of_layer_types = [value for value in parameters.values() if isinstance(value, dict)]
-    changes = (_change_of(one, config) for one in of_layer_types or [parameters])
-    return sorted({change for change in changes if change is not None})
-
-
-def _change_of(parameters: dict[str, Any], config: Any) -> FrequencyChange | None:
-    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
-    if "dynamic" in kind:
-        # One column earlier: a forward of exactly this length keeps the frequencies of the last forward, and only a
-        # shorter one resets them.
-        return FrequencyChange(config.max_position_embeddings - 1, True)
-    if kind == "longrope" or "long_mscale" in parameters:  # phimoe changes its scale with every rope type
-        return FrequencyChange(parameters["original_max_position_embeddings"], False)
-    return None
+    of_layer_types = {name: value for name, value in parameters.items() if isinstance(value, dict)}
+    for name, one in (of_layer_types or {None: parameters}).items():
+        kind = getattr(module, "rope_type", one.get("rope_type", one.get("type", "default")))
+        kind = str(kind.get(name, "default") if isinstance(kind, dict) else kind)
+        if "dynamic" in kind:
+            length = getattr(module, "original_max_seq_len", None) or config.max_position_embeddings
+            # One column earlier: a forward of exactly this length keeps the frequencies of the last forward, and only a
+            # shorter one resets them.
+            yield FrequencyChange(length - 1, True)
+        elif kind == "longrope" or "long_mscale" in one:  # phimoe changes its scale with every rope type
+            yield FrequencyChange(one["original_max_position_embeddings"], False)
 
 
 def cache_at(model: PreTrainedModel, column: int) -> str:
@@ -236,15 +235,15 @@ class RotaryFrequencies(Wing):
     case = ROTARY_LIMIT
 
     def why_not_target(self, target: Any) -> list[str]:
-        columns = [change.column for change in changes_of(target.config)]
+        columns = [change.column for change in changes_of(target)]
         return [f"its rotary frequencies change at different positions, {columns}, not at one"] * (len(columns) > 1)
 
-    def column_of(self, config: Any) -> float:
+    def column_of(self, target: TargetView) -> float:
         """Return the first column under other frequencies."""
-        return FrequencyChange.of(config).column
+        return min((change.column for change in changes_of(target)), default=math.inf)
 
     def why_not(self, call: Any) -> Iterator[str]:
-        if not (changes := changes_of(call.target.config)):
+        if not (changes := changes_of(call.target)):
             return
         call.rotary = RotaryLimit(call.target.model, changes[0], [len(text) for text in call.prompts.texts])
         call.session_class = LimitedSession
