@@ -103,7 +103,7 @@ def test_it_runs_after_the_longest_prefix(monkeypatch):
     row = input_ids[longest]
     with torch.no_grad():
         whole = model(torch.cat([row[:-1], row[-4:]])[None]).logits[:, -4:]
-    torch.testing.assert_close(found[0][None], whole, **rounding(whole, model.config.num_hidden_layers))
+    torch.testing.assert_close(found[0], whole.expand(2, -1, -1), **rounding(whole, model.config.num_hidden_layers))
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [(IgnoresPositions, ONE), (SeesTheFuture, RAGGED)])
@@ -212,7 +212,7 @@ class TestHowOften:
         Counted.forwards.clear()
         generate(model, RAGGED, draft)
         assert first[0] == Counted.forwards[0] == 3 * 32  # the prefill
-        # three rows: as many tokens as fit into the draft's trees, one by one and together, and a tree with two branches
+        # three rows: as many tokens as fit into trees, one by one and together, and a tree with two branches
         count = len(sizes)
         assert first[1 : 1 + count] == sizes and first[1 + count :] == Counted.forwards[1:]
 
@@ -263,8 +263,8 @@ def test_autocast_is_another_precision(monkeypatch):
     for half in (False, True, True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
             generate(model)
-    assert len(found) == 4
-    gaps = [(one - other).abs().max() / other.std() for _, one, other, _ in found[::2]]
+    assert len(found) == 2
+    gaps = [(one - other).abs().max() / other.std() for _, one, other, _ in found]
     assert gaps[0] < forward_check.TOLERANCE < gaps[1] < forward_check.HALF_TOLERANCE
 
 

@@ -39,8 +39,8 @@ NUM_TOKENS = 4
 # of the tests: at most 4e-6 in float32; at least 0.6 without the window, the softcap, the sinks, the positions or the
 # mask. In half precision, rounding changes logits (0.07 in bfloat16) and the choice of experts in near-ties (0.8).
 TOLERANCE, HALF_TOLERANCE = 2e-4, 0.5
-# A larger difference in float32 is rounding if it is at most so many times that of logits after embeddings to which noise
-# of so many units in the last place was added. On the tiny targets, rounding is 0.5 to 1.6 times that.
+# A larger difference in float32 is rounding if it is at most so many times that by noise of so many units in the last
+# place of the embeddings. On the tiny targets, rounding is 0.5 to 1.6 times that.
 MOST_TIMES, UNITS = 8, 4
 # Largest gap of outputs and states of a recurrent layer, relative to their norm. Measured on tiny targets, in the layer
 # of each where it is smallest: at most 1e-6 in float32 and 0.006 in bfloat16; after states in a wrong layout or without
@@ -108,9 +108,9 @@ def check_target(
     if layers:
         view.commit(torch.tensor(nodes, device=chain.device).expand_as(chain), [count] * cache.batch_size)
         _compare_layers(target, origin, left, _left(view, row, replaced, nodes))
-    _compare(target, verified[row].float(), plain.to(verified.device), rounding)
-    if not target.mode.tells_single_tokens:  # likewise those of prompts
-        _compare(target, verified[row].float(), run_plainly(count)[0].to(verified.device), rounding)
+    # also as it runs prompts
+    ways = [plain] if target.mode.tells_single_tokens else [plain, run_plainly(count)[0]]
+    _compare(target, verified[row].float(), torch.stack(ways).to(verified.device), rounding)
     if logits is not None:
         end = texts[row][start:].expand(cache.batch_size, -1)
         view = _after(cache, start, target, room=end.shape[1])
@@ -214,7 +214,7 @@ def _is_exact(target: TargetView) -> bool:
 def _compare(
     target: TargetView, verified: torch.Tensor, plain: torch.Tensor, rounding: Callable[[], float] = lambda: 0.0
 ) -> None:
-    """Compare logits `(n, vocab)`. A difference that needs an explanation is compared with that by `rounding`."""
+    """Compare logits `(n, vocab)` with those of each plain way. `rounding` may explain a difference."""
     if (gap := _largest_gap(verified, plain)) == 0:
         return
     spread, is_exact = _spread(plain), _is_exact(target)
