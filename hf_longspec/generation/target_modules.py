@@ -67,7 +67,8 @@ def structure_of(model: nn.Module) -> list[Any]:
                 if type(value) in PLAIN:
                     state.append(value)
                 elif type(value) in (dict, list, set, tuple):
-                    state.append([item for item in value if type(item) in PLAIN])
+                    items = (*value, *value.values()) if type(value) is dict else value
+                    state.append(tuple(item for item in items if type(item) in PLAIN))
                 elif callable(value):
                     state.append(_weakly(value))
         pending += (child for child in values["_modules"].values() if child is not None)

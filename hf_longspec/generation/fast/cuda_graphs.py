@@ -11,7 +11,6 @@ Graphs stay valid while the buffers and the model do, so a [`Workspace`] keeps b
 import gc
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -27,6 +26,7 @@ from transformers.utils import logging
 from ...attention_backends.lengths import SeqLens
 from ..cache import SpeculativeCache
 from ..target import FixedStep
+from ..target_modules import structure_of
 from ..wing import VerificationMode
 from .fixed_steps import FixedSteps, LengthsInGraph
 
@@ -289,18 +289,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
 
 
-PLAIN = {bool, int, float, str, type(None)}
-COLLECTIONS = {dict, OrderedDict, list, tuple, set}
-
-
 def state_of(model: torch.nn.Module) -> int:
     """Return a number that changes when a model would compute something else, or with weights at other addresses.
 
-    It covers modules, their forwards, hooks and plain attributes, such as the active adapter of PEFT and training mode,
-    the settings of a draft, and those of torch that choose kernels. It does not depend on the values of weights, which
-    a graph reads.
+    It covers the structure of the model, hooks, training mode, the settings of a draft, and those of torch that choose
+    kernels. It does not depend on the values of weights, which a graph reads.
     """
-    state: list[Any] = [id(model), torch.get_float32_matmul_precision()]
+    state: list[Any] = [id(model), *structure_of(model), torch.get_float32_matmul_precision()]
     state += [torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_inference_mode_enabled()]
     if isinstance(model, PreTrainedModel):
         state.append(model.config.to_json_string(use_diff=False))
@@ -308,27 +303,11 @@ def state_of(model: torch.nn.Module) -> int:
             draft: Any = model
             state.append(repr([draft.setting(name) for name in draft.settings]))
     for module in model.modules():
-        state += [id(module), id(getattr(module.forward, "__func__", module.forward))]
-        for name, value in vars(module).items():
-            kind = type(value)
-            if name == "last_speculation":  # set by a call, and read by no step
-                continue
-            if kind in PLAIN:
-                state += [name, value]
-            elif name in ("_parameters", "_buffers"):
-                state += [0 if x is None else x.data_ptr() for x in value.values()]
-            elif kind in COLLECTIONS and value and name != "_modules":
-                state += [name, *_plain(value)]
+        state += [id(module), module.training]
+        state += (id(hook) for hooks in (module._forward_pre_hooks, module._forward_hooks) for hook in hooks.values())
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        state += (0 if x is None else x.data_ptr() for x in tensors)
     return hash(tuple(state))
-
-
-def _plain(values: Any) -> Iterator[Any]:
-    """Yield the plain values in a collection, and the identity of functions, such as hooks."""
-    for value in values.values() if isinstance(values, dict) else values:
-        if type(value) in PLAIN:
-            yield value
-        elif callable(value):
-            yield id(value)
 
 
 class Workspace:
