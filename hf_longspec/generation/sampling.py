@@ -75,10 +75,13 @@ def declared(processor: Any, name: str) -> Any:
 
 
 def is_of_transformers(processor: Any, names: set[str]) -> bool:
-    """Return whether a processor is one of these classes of transformers, and not of a subclass or changed."""
+    """Return whether a processor is of one of these classes of transformers, as they are, with plain attributes."""
     kind: Any = type(processor)
-    is_own = kind is getattr(logits_process, kind.__name__, None)
-    return kind.__name__ in names and is_own and getattr(kind.__call__, "__globals__", None) is vars(logits_process)
+    if kind.__name__ not in names or kind is not getattr(logits_process, kind.__name__, None):
+        return False
+    values: Any = vars(processor).values()
+    is_plain = all(type(one).__module__.split(".")[0] in ("builtins", "torch") and not callable(one) for one in values)
+    return is_plain and getattr(kind.__call__, "__globals__", None) is vars(logits_process)
 
 
 def is_history_free(processor: Any) -> bool:

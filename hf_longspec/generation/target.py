@@ -21,7 +21,7 @@ from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import SeqLens, on_device
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .target_modules import LayerInputs, keywords_forwarded, shape_of, structure_of
+from .target_modules import FORWARDS, LayerInputs, keywords_forwarded, package_of, shape_of, structure_of
 from .wing import DECLARED, MODES, WINGS, LayerTraits, VerificationMode
 
 ATTENTION_NAME = "hf_longspec"
@@ -201,14 +201,15 @@ class TargetView:
     @property
     def has_hooks(self) -> bool:
         """Whether there are forward hooks, or forwards in the place of those of classes, which may be a user's."""
-        names = "_forward_hooks", "_forward_pre_hooks", "forward", "_old_forward", "_hf_hook"
+        names = "_forward_hooks", "_forward_pre_hooks", "_hf_hook", *FORWARDS
         modules = (vars(module) for module in self.model.modules())
         is_hooked = any(values.get(name) for values in modules for name in names)
         return is_hooked or bool(of_torch._global_forward_hooks or of_torch._global_forward_pre_hooks)
 
     def why_not(self, max_length: int | None = None) -> list[str]:
         """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can."""
-        if "prepare_inputs_for_generation" in vars(self.model):  # the trial may fail with it
+        prepare = vars(self.model).get("prepare_inputs_for_generation")
+        if package_of(getattr(prepare, "__func__", None)) == "peft":  # the trial may fail with it
             adapter = "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
             return [*self._why_not_kind(), adapter]
         reasons = self.known.reasons

@@ -11,7 +11,7 @@ An attention function gets its context as a keyword of the model's forward. The 
 accept keywords and do not pass them on to their attention, which would accept them. Such layers are found in the source
 of their forward, and hooks pass the keywords on.
 
-[`structure_of`] is what decisions about a model depend on, and [`is_of_library`] tells code of libraries from others.
+[`structure_of`] is what decisions about a model depend on, and [`foreign_code`] tells code of libraries from others.
 """
 
 import ast
@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.hooks import RemovableHandle
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -40,6 +40,8 @@ from .cache import CACHE_NAME
 KEYWORDS = ("tree", "trial")
 # Attributes of every module, on which no decision depends: a mode is examined in every call, as are hooks.
 OF_MODULES = vars(nn.Module()).keys()
+# Attributes of a module that run in the place of the forward of its class, some of them if a library put them there.
+FORWARDS = ("forward", "_old_forward", "_call_impl", "_compiled_call_impl")
 PLAIN = (type(None), bool, int, float, str)
 # Packages whose hooks, forwards and methods are no user's; those of Python wrap functions, which are looked at as well.
 LIBRARIES = {__name__.split(".")[0], "torch", "transformers", "accelerate", "bitsandbytes", "compressed_tensors", "hqq"}
@@ -55,7 +57,7 @@ def structure_of(model: nn.Module) -> list[Any]:
     It holds the tree of modules, their classes, plain attributes and functions, and the functions in the classes and in
     the Python modules of these. It takes less than a millisecond for 500 modules, and keeps no module alive.
     """
-    state: list[Any] = []
+    state, configs = list[Any](), dict[int, int]()
     kinds, pending = dict[type, None](), [model]
     while pending:
         values, kind = vars(module := pending.pop()), type(module)
@@ -71,6 +73,8 @@ def structure_of(model: nn.Module) -> list[Any]:
                     state.append(tuple(item for item in items if type(item) in PLAIN))
                 elif callable(value):
                     state.append(_weakly(value))
+                elif isinstance(value, PreTrainedConfig):
+                    state.append(configs.setdefault(id(value), len(configs)))
         pending += (child for child in values["_modules"].values() if child is not None)
     classes = dict.fromkeys(cls for kind in kinds for cls in kind.__mro__[:-1])
     files = dict.fromkeys(sys.modules.get(cls.__module__) for cls in classes)
@@ -103,37 +107,46 @@ def attention_functions(config: Any) -> tuple[Any, Any, Any]:
 def foreign_methods(model: PreTrainedModel) -> list[str]:
     """Return the methods that `generate` calls in its loop, and functions of attention, that are of no library."""
     kind, own = type(model), vars(model)
-    found = [f"{kind.__name__}.{name}" for name in METHODS if not is_of_library(getattr(kind, name), ())]
-    found += [f"{name} on the model" for name in METHODS if name in own and not is_of_library(own[name], ())]
+    found = [f"{kind.__name__}.{name}" for name in METHODS if foreign_code(getattr(kind, name))]
+    found += [f"{name} on the model" for name in METHODS if name in own and foreign_code(own[name])]
     functions = attention_functions(model.config.get_text_config(decoder=True))[1:]
-    names = (getattr(one, "__name__", type(one).__name__) for one in functions if one and not is_of_library(one, ()))
-    return found + [f"{name}, a function of attention" for name in names]
+    return found + [
+        f"{name_of(one)}, a function of attention" for one in map(foreign_code, filter(None, functions)) if one
+    ]
 
 
-def is_of_library(one: Any, modules: Collection[int], seen: tuple[Any, ...] = ()) -> bool:
-    """Return whether a function is code of libraries and forwards of a model alone, with all that it wraps and holds.
+def foreign_code(one: Any, modules: Collection[int] = (), seen: tuple[Any, ...] = ()) -> Any:
+    """Return what is of no library in a function and all that it wraps, binds or holds; `None` if nothing is.
 
-    `modules` are the ids of the modules of the model.
+    Forwards of a model are of a library; `modules` are the ids of its modules.
     """
     if id(one) in modules or any(one is other for other in seen):
-        return True
-    parts = [vars(one)["__wrapped__"]] if "__wrapped__" in getattr(one, "__dict__", ()) else []
+        return None
+    parts, package = [vars(one)["__wrapped__"]] if "__wrapped__" in getattr(one, "__dict__", ()) else [], ""
     if isinstance(one, types.MethodType):
         owner, name = one.__self__, one.__name__
         if id(owner) in modules and one.__func__ is getattr(type(owner), name, None):
-            return True
+            return None
         parts += [one.__func__, owner if isinstance(owner, nn.Sequential) else type(owner)]
     elif isinstance(one, partial):
-        parts += [one.func, *one.args, *one.keywords.values()]
-    elif isinstance(one, type | nn.Module):
-        return isinstance(one, type) and one.__module__.split(".")[0] in LIBRARIES
+        parts += [*one.args, *one.keywords.values(), one.func]
+    elif isinstance(one, type | types.BuiltinFunctionType):
+        package = str(one.__module__).split(".")[0]
     elif isinstance(one, types.FunctionType):
-        if package_of(one) not in LIBRARIES:
-            return False
+        package = package_of(one)
         parts += [cell.cell_contents for cell in one.__closure__ or () if cell != types.CellType()]
-    elif package_of(type(one).__call__) not in LIBRARIES:
-        return False
-    return all(is_of_library(part, modules, (*seen, one)) for part in parts if callable(part))
+    elif not isinstance(one, nn.Module):
+        package = package_of(type(one).__call__)
+    if not isinstance(one, types.MethodType | partial) and package not in LIBRARIES:
+        return one
+    found = (foreign_code(part, modules, (*seen, one)) for part in parts if callable(part))
+    return next((part for part in found if part is not None), None)
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function, a class or the class of an object, also of a function that looks like another."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return str(code.co_qualname if code else getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def before_forward(module: nn.Module, hook: Callable[[Any, dict[str, Any]], Any]) -> RemovableHandle:

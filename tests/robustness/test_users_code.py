@@ -205,7 +205,10 @@ def changed(name, kind, how, when, do_sample=False, hints=None, is_changed=True)
     undo = entry.change(model) if is_changed else None
     try:
         if kind and draft is None:
-            draft = draft_for(kind, model)
+            try:
+                draft = draft_for(kind, model)
+            except ValueError as error:
+                return f"ValueError: {error}", None
         if kind == "tree":
             draft.hints = hints
         return text_of(model, draft, how, do_sample), draft

@@ -396,7 +396,7 @@ class LastTokens(nn.Module):
         return torch.cat([hidden[:, :-1], hidden[:, -1:] + DIRECTION], 1)
 
 
-@kind(name="LastTokens")
+@kind(name="Sequential")
 def sequential_of_users_modules(model):
     """A class of torch, with modules of a user."""
     mlp = first_layer(model).mlp

@@ -58,9 +58,9 @@ def check_target(
 ) -> None:
     """Compare verification and plain forwards after the longest row of `cache`, once for a structure of a model.
 
-    Dtype of the weights and attention implementation belong to it, and whether there is room for a tree of more than a
-    root. The check runs the last few tokens of one of the `texts`, at positions below `limit`, and writes only to free
-    slots of the cache. Call it outside of [`TargetView.attention`].
+    Dtype of the weights and attention implementation belong to it. The check runs the last few tokens of one of the
+    `texts`, at positions below `limit`, and writes only to free slots of the cache. Call it outside of
+    [`TargetView.attention`].
 
     With `logits` `(batch, vocab)` of the last token of every text, from one forward over the text with images and the
     like, it also verifies the end of a text that is not in the cache, which must run without these inputs.
@@ -71,9 +71,9 @@ def check_target(
     """
     row = max(range(cache.batch_size), key=cache.lengths.host.__getitem__)
     start = cache.lengths.host[row]
-    # A draft that only verifies roots pays for no more.
-    slots = min(cache.tree_slots, cache.max_length + cache.tree_slots - start)
-    count = max(1, min(NUM_TOKENS, len(texts[row]), limit - start, (slots + 1) // 2))
+    count = max(
+        1, min(NUM_TOKENS, len(texts[row]), limit - start, (cache.max_length + cache.tree_slots - start + 1) // 2)
+    )
     dtype = target.model.dtype, torch.is_autocast_enabled(texts[row].device.type)
     kind = *dtype, *attention_functions(target.config), logits is not None, count > 1
     if kind in target.known.checked:

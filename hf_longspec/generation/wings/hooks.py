@@ -16,7 +16,7 @@ from torch.nn.modules import module as of_torch
 from transformers import PreTrainedModel
 
 from ..sampling import declared
-from ..target_modules import is_of_library, package_of
+from ..target_modules import FORWARDS, foreign_code, name_of, package_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Packages whose hooks are part of a model. Those of other libraries may be made for the rows of one call, such as those
@@ -30,11 +30,12 @@ def hooks_of(model: nn.Module) -> list[Hook]:
     """Return the hooks and patched forwards of a user on the modules of `model`, each with a name."""
     modules = {id(module) for module in model.modules()}
     shared = [*of_torch._global_forward_pre_hooks.values(), *of_torch._global_forward_hooks.values()]
-    found = [(f"{_name(hook)} on all modules of torch", hook) for hook in shared]
+    found = [("all modules of torch", hook) for hook in shared]
     for module in model.modules():
         functions = (*(hook for name in HOOKS for hook in vars(module)[name].values()), *_forwards_on(module))
-        found += ((f"{_name(function)} on {type(module).__name__}", function) for function in functions)
-    return [(name, function) for name, function in found if not is_of_library(function, modules)]
+        found += ((type(module).__name__, function) for function in functions)
+    parts = ((foreign_code(function, modules), owner, function) for owner, function in found)
+    return [(f"{name_of(part)} on {owner}", function) for part, owner, function in parts if part is not None]
 
 
 def is_declared(function: Any) -> bool:
@@ -79,34 +80,27 @@ def _beside(module: nn.Module, modules: set[int]) -> list[Any]:
     """Return the hooks on a module that are not part of the model, and a forward that a user put in its place."""
     values = vars(module)
     hooks = [hook for name in HOOKS for hook in values[name].values()]
-    found = [
-        hook for hook in hooks if package_of(_code_of(hook)) not in OF_THE_MODEL or not is_of_library(hook, modules)
-    ]
-    if not all(is_of_library(function, modules) for function in _forwards_on(module)):
-        found.append(values.get("forward"))
+    found = [hook for hook in hooks if package_of(_bound_by(hook)) not in OF_THE_MODEL or foreign_code(hook, modules)]
+    if any(foreign_code(function, modules) is not None for function in _forwards_on(module)):
+        found += (values[name] for name in FORWARDS if name != "_old_forward" and name in values)
     return found
 
 
 def _forwards_on(module: nn.Module) -> list[Any]:
     """Return what runs in the place of the forward of a module's class."""
     values = vars(module)
-    functions = [values[name] for name in ("forward", "_old_forward") if name in values]
+    functions = [values[name] for name in FORWARDS if values.get(name) is not None]
     if (hook := values.get("_hf_hook")) is not None:  # of accelerate, which calls two of its methods
         hooks = getattr(hook, "hooks", (hook,))
         functions += [getattr(one, name) for one in hooks for name in ("pre_forward", "post_forward")]
     return functions
 
 
-def _code_of(function: Any) -> Any:
+def _bound_by(function: Any) -> Any:
     """Return the function that a hook binds."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__func__", function)
-
-
-def _name(function: Any) -> Any:
-    code: Any = _code_of(function)
-    return getattr(code, "__qualname__", type(code).__qualname__)
 
 
 def why_undeclared(model: nn.Module) -> str | None:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ...attention_backends.interface import REFUSED
 from ..cache import CACHE_NAME, Rows, layers_of
+from ..target_modules import foreign_methods
 from ..wing import LayerTraits, VerificationMode
 from .hooks import bare
 
@@ -151,7 +152,9 @@ def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, A
     if offset:
         inputs["input_ids"] = tokens
     else:
-        inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **inputs)
+        # a user's method, with which a call cannot use a draft, is not tried out
+        owner = GenerationMixin if foreign_methods(model) else type(model)
+        inputs = owner.prepare_inputs_for_generation(model, tokens, is_first_iteration=True, **inputs)
     # A compiled forward would be compiled again for two tokens.
     with rotary_state_kept(model), torch.compiler.set_stance("force_eager"):
         trial.logits = model(**inputs, trial=trial).logits
