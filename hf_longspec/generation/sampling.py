@@ -79,8 +79,9 @@ def is_of_transformers(processor: Any, names: set[str]) -> bool:
     kind: Any = type(processor)
     if kind.__name__ not in names or kind is not getattr(logits_process, kind.__name__, None):
         return False
-    values: Any = vars(processor).values()
-    is_plain = all(type(one).__module__.split(".")[0] in ("builtins", "torch") and not callable(one) for one in values)
+    values = vars(processor).values()
+    packages = {type(one).__module__.split(".")[0] for one in values}
+    is_plain = packages <= {"builtins", "torch"} and not any(map(callable, values))
     return is_plain and getattr(kind.__call__, "__globals__", None) is vars(logits_process)
 
 
