@@ -1,10 +1,12 @@
 """Requests that join and leave one running batch: [`Batcher`] decodes many prompts at once on a thread of its own."""
 
 import copy
+import gc
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -39,32 +41,28 @@ class Request(Future):
 
     speculation: SpeculationStats | None = None
     reused: int = 0
+    _has_ended = False
 
-    def __init__(
-        self, work: Callable[[], Any], streamer: Any = None, is_alone: bool = False, has_grammar: bool = False
-    ):
+    def __init__(self, work: Callable[[], Any], streamer: Any = None, is_alone: bool = False, forced: int = 0):
         super().__init__()
         # what is done in the turn of the request: its session is made, or a function runs alone
         self.work: Callable[[], Any] | None = work
-        self.streamer, self.is_alone, self.has_grammar = streamer, is_alone, has_grammar
+        # `forced` is the number of nodes that trees need for its grammar
+        self.streamer, self.is_alone, self.forced = streamer, is_alone, forced
+        self.waits = is_alone  # whether it begins when no other one runs
 
     def end(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set the result, unless the request was cancelled. Whoever reads its stream does not wait any longer."""
-        if not self.set_running_or_notify_cancel() or error is not None:
-            self._end_stream()
-        if self.cancelled():
+        """Set the result, unless the request was cancelled or has ended. A stream without a result is ended."""
+        if self._has_ended:
             return
-        if error is not None:
-            self.set_exception(error)
-        else:
-            self.set_result(result)
-
-    def _end_stream(self) -> None:
-        try:
-            if self.streamer is not None:
+        self._has_ended, self.work = True, None
+        is_due = self.set_running_or_notify_cancel()
+        if self.streamer is not None and (error is not None or not is_due):
+            with suppress(BaseException):  # the streamer may be what failed
                 self.streamer.end()
-        except Exception:  # it may be what failed
-            pass
+        if is_due:
+            with suppress(BaseException):  # of callbacks, of which a future logs an `Exception` alone
+                self.set_result(result) if error is None else self.set_exception(error)
 
 
 @dataclass
@@ -83,7 +81,7 @@ class Batcher:
 
     Requests take the rows of one batch in the order of their arrival. When one ends, the next takes its row. Prompts
     are read in chunks between the steps of the rows that run. Rows may differ in all settings of `generate`. A request
-    that fails ends alone.
+    that fails ends alone. After an error of a whole step, such as one of memory, those that wait go on.
 
     ```python
     with Batcher(target, draft, rows=8, max_length=4096) as batcher:
@@ -107,6 +105,9 @@ class Batcher:
             targets with recurrent states are read whole without `prefixes`.
         prefixes ([`PrefixCache`], *optional*): Lends the longest beginning of each prompt that it has, and stores the
             texts that end well. Only the thread of the model uses it.
+
+    Attributes:
+        rows (`int`): Number of requests that run at once.
 
     Raises:
         ValueError: If target or draft cannot be used, or not in a batch whose rows change.
@@ -134,17 +135,18 @@ class Batcher:
         if prefixes is not None and prefixes.model is not target:
             raise ValueError("prefixes: a PrefixCache of another model. Make one for the target.")
         self.target, self.draft, self.chunk_size, self.prefixes = target, draft, chunk_size, prefixes
-        self.max_length: int = max_length
+        self.rows, self.max_length = rows, max_length
         self._forced: int = draft.setting("forced_tokens")
         self._waiting: deque[Request] = deque()
         self._unfinished: set[Request] = set()
         self._running: dict[int, Request] = {}  # by slot
         self._reading: Reading | None = None
+        self._session: Any = None  # the loop; `None` after an error, until a request needs it
         self._changed, self._is_closed = Condition(), False
-        begun: Future[SlotSession] = Future()
-        self._thread = Thread(target=self._run, args=(rows, begun), name="hf_longspec.Batcher", daemon=True)
+        begun: Future[None] = Future()
+        self._thread = Thread(target=self._run, args=(begun,), name="hf_longspec.Batcher", daemon=True)
         self._thread.start()
-        self._session = begun.result()
+        begun.result()
 
     def submit(self, input_ids: Any, *, streamer: Any = None, seed: int | None = None, **settings: Any) -> Request:
         """Add a request, and return its future. Any thread may call it.
@@ -170,7 +172,7 @@ class Batcher:
         arguments = self._prepared(ids, streamer, settings)
         has_grammar = any(map(is_grammar, arguments["logits_processor"]))
         work = partial(self._opened, arguments, streamer, source)
-        return self._add(Request(work, streamer, has_grammar=has_grammar))
+        return self._add(Request(work, streamer, forced=self._forced if has_grammar else 0))
 
     def run_alone(self, function: Callable[[], Any]) -> Request:
         """Run a function on the thread of the model, in its turn, when no request runs; return its future."""
@@ -188,11 +190,6 @@ class Batcher:
         finally:
             for request in ahead:
                 request.cancel()
-
-    @property
-    def rows(self) -> int:
-        """Number of requests that run at once."""
-        return len(self._session.slots)
 
     @property
     def num_running(self) -> int:
@@ -284,31 +281,30 @@ class Batcher:
         call.more_nodes = self._session.call.more_nodes
         return RowSession(call, self.max_length, source)
 
-    def _begun(self, rows: int, forced: int = 0) -> SlotSession:
+    def _begun(self, forced: int = 0) -> SlotSession:
         """Return a loop of free slots, whose trees have room for so many `forced` tokens."""
-        calls = [self._empty_call(count, forced) for count in (rows, 1)]
+        gc.collect()  # caches of an earlier loop, for which there may be no memory beside those of this one
+        calls = [self._empty_call(count, forced) for count in (self.rows, 1)]
         with calls[0].target.lock():
             return SlotSession(*calls)
 
     @torch.no_grad()
-    def _run(self, rows: int, begun: "Future[SlotSession]") -> None:
+    def _run(self, begun: "Future[None]") -> None:
         """Run requests until the Batcher is closed and none is left. Graphs are captured on this thread, too."""
         try:
-            begun.set_result(self._begun(rows))
-        except Exception as error:
+            self._session = self._begun()
+        except BaseException as error:
             begun.set_exception(error)
             return
-        try:
-            while self._wait():
-                with self._session.target.lock():
-                    while self._running or self._reading or self._waiting:
+        begun.set_result(None)
+        target = self._session.target
+        while self._wait():
+            with target.lock():
+                while self._running or self._reading or self._waiting:
+                    try:
                         self._turn()
-        except BaseException as error:
-            with self._changed:
-                self._is_closed = True
-            for request in list(self._unfinished):
-                request.end(error=error)
-            raise
+                    except BaseException as error:  # of memory, for example: of no single request
+                        self._end_running(error)
 
     def _wait(self) -> bool:
         """Wait for a request; return whether there is one."""
@@ -316,9 +312,33 @@ class Batcher:
             self._changed.wait_for(lambda: self._is_closed or self._waiting)
             return bool(self._waiting)
 
+    def _end_running(self, error: BaseException) -> None:
+        """End the requests in slots by an error, after which the loop is made anew."""
+        traceback.clear_frames(error.__traceback__)  # they hold the loop, and a future the error
+        self._session = None
+        while self._running:
+            self._running.popitem()[1].end(error=error)
+
+    @contextmanager
+    def _alone(self, request: Request) -> Iterator[None]:
+        """End this request, and no other one, by an error in the context, or if it was cancelled."""
+        try:
+            yield
+        except BaseException as error:  # of processors, criteria and streamers, which may raise anything
+            request.end(error=error)
+        if request.done():
+            request.end()
+            if self._reading is not None and self._reading.request is request:
+                self._reading = None
+
     def _turn(self) -> None:
         """Read a chunk of a prompt if one is to be read, and run steps until the next one is."""
         self._read_chunk()
+        if (reading := self._reading) is not None and self._session is None:  # a step has failed meanwhile
+            with self._alone(reading.request):
+                self._session = self._begun(reading.session.call.more_nodes)
+        if self._session is None:
+            return
         with self._session.attention():
             self._emit_first()
             while True:
@@ -334,102 +354,81 @@ class Batcher:
         """Whether a part of a prompt is to be read before the next step."""
         if self._reading is not None:
             return not self._reading.is_ready
-        return bool(self._waiting) and not (self._running and self._is_lone(self._waiting[0]))
-
-    def _is_lone(self, request: Request) -> bool:
-        """Return whether a request begins when no other one runs: it runs alone, or is the first with a grammar."""
-        return request.is_alone or (request.has_grammar and self._session.call.more_nodes < self._forced)
+        return bool(self._waiting) and not (self._running and self._waiting[0].waits)
 
     def _read_chunk(self) -> None:
         if self._reading is None and self._has_chunk:
             self._open(self._waiting.popleft())
         if (reading := self._reading) is None or reading.tails is not None:
             return
-        with self._ending_reading(reading):
+        with self._alone(reading.request):
             reading.tails = next(reading.chunks) or None
 
     def _open(self, request: Request) -> None:
         """Begin with a request: make its session, or run it alone."""
-        work, request.work = request.work, None
-        if work is None or request.cancelled():
-            request.end()
-            return
-        try:
-            if self._is_lone(request) and not request.is_alone:  # drafts keep more of each row then
-                self._session = self._begun(self.rows, self._forced)
-            result = work()
-        except Exception as error:  # of arguments, or of a function that runs alone
-            request.end(error=error)
-            return
-        if request.is_alone:
-            request.end(result)
-            return
-        request.speculation, (request.reused,) = result.stats, result.past_lengths
-        self._reading = Reading(request, result, result.read(self.chunk_size))
+        with self._alone(request):
+            if request.work is None or request.cancelled():
+                return
+            if request.is_alone:
+                request.end(request.work())
+                return
+            if self._session is None or not self._session.fits(request.forced):
+                if self._running:  # they go on in the present loop
+                    request.waits = True
+                    self._waiting.appendleft(request)
+                    return
+                forced = request.forced if self._session is None else max(request.forced, self._session.call.more_nodes)
+                self._session = None
+                self._session = self._begun(forced)
+            session = request.work()
+            request.speculation, (request.reused,) = session.stats, session.past_lengths
+            self._reading = Reading(request, session, session.read(self.chunk_size))
 
     def _emit_first(self) -> None:
         """Emit the first token of a prompt that has been read."""
         reading = self._reading
         if reading is None or reading.is_ready or reading.tails is None:
             return
-        with self._ending_reading(reading), reading.session.drafter.attention():
+        with self._alone(reading.request), reading.session.drafter.attention():
             reading.session.seed(reading.tails)
             reading.is_ready = True
             if reading.session.sequences.finished:
-                self._reading = None
-                self._store(reading.session, reading.session.cache)
-                self._finish(reading.request, reading.session)
-
-    @contextmanager
-    def _ending_reading(self, reading: Reading) -> Iterator[None]:
-        """End a request that is being read by an error in the context, or if it was cancelled."""
-        error = None
-        try:
-            yield
-        except Exception as caught:  # of memory, of processors
-            error = caught
-        if error is not None or reading.request.cancelled():
-            self._reading = None
-            reading.request.end(error=error)
+                self._finish(reading.request, reading.session, reading.session.cache)
 
     def _take_slot(self) -> None:
         """Let the request that was read take a slot, if one is free."""
         free = next((row for row in range(self.rows) if row not in self._running), None)
         if (reading := self._reading) is None or not reading.is_ready or free is None:
             return
-        self._session.put(free, reading.session)
-        self._running[free], self._reading = reading.request, None
+        with self._alone(reading.request):
+            self._session.put(free, reading.session)
+            self._running[free], self._reading = reading.request, None
+        if free not in self._running:
+            self._session.put(free, None)
 
     def _step(self) -> None:
         """Run one step of all rows without those that were cancelled, and end the rows that are done."""
-        session = self._session
         for row in [row for row, request in self._running.items() if request.cancelled()]:
-            session.leave(row)
-            self._running.pop(row).end()
-        if not self._running:
-            return
-        try:
-            session.iterate()
-        except Exception as error:  # of memory, for example: of no single row
-            session.cache.rollback()
-            for row in list(self._running):
-                session.leave(row)
-                self._running.pop(row).end(error=error)
-        for row in [row for row in self._running if session.sequences.done[row]]:
-            self._store(session.slots[row], session.cache_of(row))
-            self._finish(self._running.pop(row), session.leave(row))
+            self._leave(row)
+        if self._running:
+            self._session.iterate()
+        for row in [row for row in self._running if self._session.sequences.done[row]]:
+            self._leave(row)
 
-    def _store(self, session: RowSession, cache: SpeculativeCache) -> None:
-        """Store the text of a request that has ended well, from its row of a cache."""
-        if self.prefixes is not None and session.error is None:
-            with session.alone():  # memory may be short
-                self.prefixes.put(session.sequences.output(), cache, session.states)
+    def _leave(self, row: int) -> None:
+        """End the request in a slot, and free the slot."""
+        request = self._running.pop(row)
+        with self._alone(request):
+            session = self._session.timed(row)
+            if not request.cancelled():
+                self._finish(request, session, self._session.cache_of(row))
+        self._session.put(row, None)
 
-    def _finish(self, request: Request, session: RowSession) -> None:
-        """Set the result of a request whose row has ended."""
-        try:
-            if session.error is not None:
-                raise session.error
-            request.end(session.result())
-        except Exception as error:
-            request.end(error=error)
+    def _finish(self, request: Request, session: RowSession, cache: SpeculativeCache) -> None:
+        """Store the text of a request from its row of a cache, and set its result, or raise what has ended it."""
+        if session.error is not None:
+            raise session.error
+        result = session.result()
+        if self.prefixes is not None:
+            self.prefixes.put(result, cache, session.states)
+        request.end(result)

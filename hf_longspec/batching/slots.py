@@ -56,7 +56,7 @@ class RowSession(Session):
         source (`torch.Generator`, *optional*): From which the noise of the request is seeded; by default torch's own.
 
     Attributes:
-        error (`Exception`, *optional*): What ended the request.
+        error (`BaseException`, *optional*): What ended the request.
         states (`dict[int, dict[str, torch.Tensor]]`): Recurrent states after some numbers of tokens of the prompt.
     """
 
@@ -64,7 +64,7 @@ class RowSession(Session):
     joined_at = 0.0, 0.0  # times of the loop when the request took its slot
 
     def __init__(self, call: Call, max_length: int, source: torch.Generator | None = None):
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.states: dict[int, dict[str, torch.Tensor]] = {}
         self._source, self._limit = source, call.max_length
         call.max_length = max_length
@@ -116,7 +116,7 @@ class RowSession(Session):
         """End this request, and no other one, by an error in the context."""
         try:
             yield
-        except Exception as error:  # of processors, criteria and streamers, which may raise anything
+        except BaseException as error:  # of processors, criteria and streamers, which may raise anything
             self.error, self.sequences.done = error, [True]
 
     def append(self, tokens: Sequence[int]) -> int:
@@ -183,11 +183,12 @@ class SlotRule:
 
     @property
     def shared(self) -> TokenRule | None:
-        """The rule of one row, if those of all rows that grow process every node of a tree alike."""
+        """The rule of one row, if those of all rows that grow process every node of a tree alike.
+
+        Processors that may raise anything are called row by row, so that a row fails alone.
+        """
         rules = [slot.rule for _, slot in self.live]
-        if not rules or not rules[0].history_free:
-            return None
-        if len(rules) > 1 and any(not rule.is_made_of_tensors or rule.key != rules[0].key for rule in rules):
+        if not rules or any(not rule.fits_graphs or rule.key != rules[0].key for rule in rules):
             return None
         return rules[0]
 
@@ -270,7 +271,8 @@ class SlotRule:
         """Advance the noise of each row by the number of tokens that it emitted."""
         for slot, count in zip(self.slots, counts, strict=True):
             if slot is not None:
-                slot.rule.advance([count])
+                with slot.alone():
+                    slot.rule.advance([count])
 
 
 class SlotCoupling:
@@ -346,6 +348,7 @@ class SlotSession(Session):
 
     Attributes:
         slots (`list[RowSession | None]`): The request in each slot; `None` in a free one.
+        lent ([`SpeculativeCache`]): The cache of the request whose prompt is read.
     """
 
     def __init__(self, call: Call, empty: Call):
@@ -362,6 +365,10 @@ class SlotSession(Session):
             for row in range(len(self.slots)):
                 self.put(row, None)
         self.lent = SpeculativeCache(config, 1, self.max_length, self.cache.tree_slots)
+
+    def fits(self, forced: int) -> bool:
+        """Return whether trees have room for `forced` tokens of a grammar."""
+        return forced <= self.call.more_nodes
 
     def make_drafter(self, binding: Binding) -> Any:
         """Return a drafter that appends forced tokens, if there is room for them."""
@@ -399,10 +406,9 @@ class SlotSession(Session):
         entries = {name: entry[row : row + 1] for name, entry in self.cache.entries().items()}
         return self.cache.holding(self.target.config, entries, [self.cache.counts[row]])
 
-    def leave(self, row: int) -> RowSession:
-        """Free the slot of a request, and return the request, with its part of the times."""
+    def timed(self, row: int) -> Any:
+        """Return the request in a slot, with its part of the times."""
         one, (drafted, verified) = self.slots[row], self.slots[row].joined_at
         one.stats.draft_seconds = self.stats.draft_seconds - drafted
         one.stats.verify_seconds = self.stats.verify_seconds - verified
-        self.put(row, None)
         return one

@@ -1,0 +1,158 @@
+"""Errors, forks, ends, and changes of target and draft while a Batcher lives."""
+
+import weakref
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from hf_longspec import Batcher, PrefixCache
+from hf_longspec.batching.slots import RowSession, SlotSession
+from hf_longspec.generation.sampling import TokenRule
+from tests.modeling.calls import NEVER
+from tests.modeling.test_contract import draft_of
+from tests.test_batching import VOCAB, Gate, Tokens, alone, prompt
+from tests.tiny_targets import tiny_target
+
+HOW = {"max_new_tokens": 14, "eos_token_id": NEVER, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def without_a_gate(every_step_speculates):
+    """Steps are compared."""
+
+
+@pytest.fixture
+def llama():
+    """A model of its own, as it is changed."""
+    return tiny_target("llama", vocab_size=VOCAB)
+
+
+class Fault(Exception):
+    """Raised by nothing else."""
+
+
+BAD, GOOD, LATER = 6, 11, 8  # lengths of prompts
+
+
+def is_bad(row):
+    return row is not None and len(row.prompts.texts[0]) == BAD
+
+
+# Places of errors that concern one request: a method, and whether a call of it is for the bad request.
+OF_ONE = {
+    "its session": (RowSession, "make_drafter", lambda row, binding: is_bad(row)),
+    "its prompt": (RowSession, "read", lambda row, size: is_bad(row)),
+    "the check of the target": (RowSession, "check_once", lambda row: is_bad(row)),
+    "its first token": (RowSession, "seed", lambda row, tails: is_bad(row)),
+    "its slot": (SlotSession, "put", lambda loop, place, row: is_bad(row)),
+    "its noise": (
+        TokenRule,
+        "advance",
+        lambda rule, counts: rule.sequences.prompt_length == BAD and rule.sequences.lengths[0] > BAD + 3,
+    ),
+    "its statistics": (RowSession, "complete_stats", lambda row: is_bad(row)),
+    "its row of the cache": (SlotSession, "cache_of", lambda loop, place: is_bad(loop.slots[place])),
+    "its text": (PrefixCache, "put", lambda prefixes, text, *_: text.shape[1] == BAD + 14),
+}
+# Errors of a whole step, and of the loop.
+OF_ALL = {
+    # the next prompt has been read by then, and waits for a slot
+    "a step": (
+        SlotSession,
+        "iterate",
+        lambda loop: any(is_bad(row) and row.sequences.lengths[0] > 9 for row in loop.slots),
+    ),
+    "a slot that is freed": (
+        SlotSession,
+        "put",
+        lambda loop, place, row: row is None and is_bad(getattr(loop, "slots", [None] * 9)[place]),
+    ),
+    "the attention": (SlotSession, "attention", lambda loop: any(map(is_bad, loop.slots))),
+}
+
+
+def failing(monkeypatch, place, error, times=1):
+    """Let a method raise an error in the first calls that concern the bad request."""
+    owner, name, concerns = place
+    method, raised = getattr(owner, name), []
+
+    def call(*args, **kwargs):
+        if concerns(*args, **kwargs) and len(raised) < times:
+            raised.append(1)
+            raise error
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+    return raised
+
+
+@pytest.mark.parametrize("error", [Fault("here"), SystemExit("here")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", OF_ONE)
+def test_an_error_of_one_request_ends_it_alone(llama, monkeypatch, place, error):
+    raised = failing(monkeypatch, OF_ONE[place], error)
+    with Batcher(llama, rows=2, max_length=40, prefixes=PrefixCache(llama, 10**7)) as batcher:
+        good, stream = batcher.submit(prompt(GOOD), **HOW), Tokens()
+        bad = batcher.submit(prompt(BAD), streamer=stream, **HOW)
+        assert bad.exception(60) is error and raised and stream.has_ended
+        assert torch.equal(good.result(60), alone(llama, None, prompt(GOOD), **HOW))
+        for length in (BAD, LATER, GOOD):  # in both slots
+            assert torch.equal(
+                batcher.submit(prompt(length), **HOW).result(60), alone(llama, None, prompt(length), **HOW)
+            )
+
+
+@pytest.mark.parametrize("place", OF_ALL)
+def test_an_error_of_a_step_ends_those_that_run_and_the_next_ones_go_on(llama, monkeypatch, place):
+    error, draft = Fault("here"), draft_of("longspec", llama)
+    raised = failing(monkeypatch, OF_ALL[place], error)
+    gate = Gate()
+    with Batcher(llama, draft, rows=2, max_length=60, chunk_size=8) as batcher:
+        cache = weakref.ref(batcher._session.cache)
+        running = batcher.submit(prompt(GOOD), streamer=gate, **HOW | {"max_new_tokens": 40})
+        assert gate.reached.wait(60)
+        bad = batcher.submit(prompt(BAD), **HOW)
+        waiting = [batcher.submit(prompt(length), **HOW) for length in (LATER, BAD)]
+        gate.opened.set()
+        assert running.exception(60) is error and raised
+        if place != "a slot that is freed":  # its text was complete
+            assert bad.exception(60) is error
+        for request, length in zip(waiting, (LATER, BAD), strict=True):
+            assert torch.equal(request.result(60), alone(llama, draft, prompt(length), **HOW))
+        assert cache() is None  # though there is the error
+
+
+def test_a_loop_that_cannot_be_made_anew_fails_the_request_that_needs_it(llama, monkeypatch):
+    error = Fault("here")
+    with Batcher(llama, rows=2, max_length=40) as batcher:
+        failing(monkeypatch, OF_ALL["a step"], error)
+        assert batcher.submit(prompt(BAD), **HOW).exception(60) is error
+        failing(monkeypatch, (SlotSession, "__init__", lambda *_: True), error)
+        assert batcher.submit(prompt(LATER), **HOW).exception(60) is error
+        assert torch.equal(batcher.submit(prompt(LATER), **HOW).result(60), alone(llama, None, prompt(LATER), **HOW))
+
+
+class RaisesLater(LogitsProcessor):
+    """Raises in a call, and depends on the scores alone."""
+
+    history_free = True
+
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 5:
+            raise self.error
+        return scores
+
+
+def test_a_processor_of_the_scores_alone_fails_alone(llama):
+    """In the only row that grows, too: the loop is not made anew."""
+    error = Fault("here")
+    with Batcher(llama, rows=2, max_length=40) as batcher:
+        loop = batcher._session
+        bad = batcher.submit(prompt(6), logits_processor=LogitsProcessorList([RaisesLater(error)]), **HOW)
+        assert bad.exception(60) is error
+        assert torch.equal(batcher.submit(prompt(5), **HOW).result(), alone(llama, None, prompt(5), **HOW))
+        assert batcher._session is loop
