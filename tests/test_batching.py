@@ -82,7 +82,9 @@ def check_requests(model, draft, mix, rows):
     """Texts and steps of all requests are those of `generate` for each alone."""
     beside = draft or PlainDraftModel.from_target(model)
     with Batcher(model, draft, rows=rows, max_length=50, chunk_size=8) as batcher:
+        loop = batcher._session
         futures = [batcher.submit(ids, seed=row, **how) for row, (ids, how) in enumerate(requests(mix))]
+    assert batcher._session is loop  # nothing made it anew
     for row, (ids, how) in enumerate(requests(mix)):
         torch.manual_seed(row)
         assert torch.equal(futures[row].result(), model.generate(ids, assistant_model=beside, **how)), row

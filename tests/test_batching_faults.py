@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_longspec import Batcher, PrefixCache
+from hf_longspec import Batcher, NgramDraftModel, PrefixCache
 from hf_longspec.batching.slots import RowSession, SlotSession
 from hf_longspec.generation.sampling import TokenRule
 from tests.modeling.calls import NEVER
@@ -26,6 +26,79 @@ def without_a_gate(every_step_speculates):
 def llama():
     """A model of its own, as it is changed."""
     return tiny_target("llama", vocab_size=VOCAB)
+
+
+def counts_calls(calls):
+    def hook_that_counts(module, args):
+        calls.append(1)
+
+    return hook_that_counts
+
+
+def test_a_hook_of_later_is_refused_by_name_while_others_go_on(llama):
+    gate, calls, draft = Gate(), [], NgramDraftModel.from_target(llama)
+    with Batcher(llama, draft, rows=2, max_length=40) as batcher:
+        running = batcher.submit(prompt(5), streamer=gate, **HOW)
+        assert gate.reached.wait(30)
+        hook = llama.model.layers[0].register_forward_pre_hook(counts_calls(calls))
+        hooked = batcher.submit(prompt(6), **HOW)
+        gate.opened.set()
+        with pytest.raises(ValueError, match="hook_that_counts"):
+            hooked.result()
+        found = running.result()
+        hook.remove()
+        after = batcher.submit(prompt(6), **HOW).result()
+    assert torch.equal(found, alone(llama, draft, prompt(5), **HOW))
+    assert torch.equal(after, alone(llama, draft, prompt(6), **HOW))
+
+
+def test_dropout_of_later_is_refused_by_name(llama):
+    with Batcher(llama, rows=1, max_length=40) as batcher:
+        llama.train()
+        llama.model.layers[0].self_attn.attention_dropout = 0.1
+        with pytest.raises(ValueError, match="attention_dropout"):
+            batcher.submit(prompt(5), **HOW).result()
+        llama.eval()
+        assert torch.equal(batcher.submit(prompt(5), **HOW).result(), alone(llama, None, prompt(5), **HOW))
+
+
+def test_a_window_that_changes_is_that_of_requests_that_begin_later():
+    model = tiny_target("mistral", vocab_size=VOCAB)
+    draft, ids = NgramDraftModel.from_target(model), prompt(30)
+    with Batcher(model, draft, rows=2, max_length=60) as batcher:
+        before = batcher.submit(ids, **HOW).result()
+        assert torch.equal(before, alone(model, None, ids, **HOW))
+        model.config.sliding_window = 4
+        expected = alone(model, None, ids, **HOW)
+        assert not torch.equal(before, expected)
+        assert torch.equal(batcher.submit(ids, **HOW).result(), expected)
+
+
+@pytest.mark.parametrize("kind", ["longspec", None])
+def test_caches_have_the_dtype_of_the_target_as_it_is(llama, kind):
+    draft = None if kind is None else draft_of(kind, llama)
+    with Batcher(llama, draft, rows=2, max_length=40) as batcher:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            llama.to(dtype)
+            # in turn, as a change of the target is one of its running requests
+            texts = [batcher.submit(prompt(length), **HOW).result() for length in (5, 8)]
+            for text, length in zip(texts, (5, 8), strict=True):
+                assert torch.equal(text, alone(llama, None, prompt(length), **HOW))
+            session = batcher._session
+            held = (*session.cache.entries().values(), *session.lent.entries().values())
+            assert {entry.dtype for entry in held} == {dtype}
+
+
+def test_a_dtype_that_changes_in_a_request_is_none_of_later_ones(llama):
+    gate = Gate()
+    with Batcher(llama, rows=1, max_length=40, chunk_size=4) as batcher:
+        running = batcher.submit(prompt(9), streamer=gate, **HOW)
+        assert gate.reached.wait(30)
+        llama.double()
+        gate.opened.set()
+        running.exception()
+        llama.float()
+        assert torch.equal(batcher.submit(prompt(5), **HOW).result(), alone(llama, None, prompt(5), **HOW))
 
 
 class Fault(Exception):

@@ -104,7 +104,7 @@ class Batcher:
         chunk_size (`int`, *optional*, defaults to 512): Tokens of a prompt that are read between two steps. Prompts of
             targets with recurrent states are read whole without `prefixes`.
         prefixes ([`PrefixCache`], *optional*): Lends the longest beginning of each prompt that it has, and stores the
-            texts that end well. Only the thread of the model uses it.
+            texts that end well. Only the thread of the model uses it: `run_alone(prefixes.clear)` clears it.
 
     Attributes:
         rows (`int`): Number of requests that run at once.
@@ -159,7 +159,8 @@ class Batcher:
             settings: Arguments of `generate`, such as `max_new_tokens`, `do_sample` or `logits_processor`.
 
         Raises:
-            ValueError: If the settings are wrong, or cannot be served in a batch.
+            ValueError: If the settings are wrong, or cannot be served in a batch. What depends on the target as it is
+                in the turn of the request, such as its hooks, is an error of the future.
         """
         ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.target.device)
         ids = ids[None] if ids.dim() == 1 else ids
@@ -272,8 +273,7 @@ class Batcher:
         own = [arguments[name] for name in names]
         more = {name: value for name, value in arguments.items() if name not in (*names, "streamer")}
         call = Call(self.target, self.draft, own[0], own[1], own[2], own[3], streamer, more)
-        call.rare = [name for name in call.rare if name != HOOKS]  # checked at the beginning
-        if other := [name for name in call.rare if name not in (PROCESSORS, GRAMMAR)]:
+        if other := [name for name in call.rare if name not in (PROCESSORS, GRAMMAR, HOOKS)]:
             raise ValueError(f"{', '.join(other)}: not supported in a Batcher. Call generate() for this prompt.")
         call.store = LentCache(self._session.lent, call.tokens, self.prefixes)
         if (reason := call.why_not()) is not None:

@@ -22,6 +22,7 @@ from ..generation.draft_tree import DraftTree
 from ..generation.drafter import Binding, Drafter
 from ..generation.sampling import NoiseRows, TokenRule, warped
 from ..generation.sequences import SpeculationStats
+from ..generation.target import TargetView
 from ..generation.verification import Acceptance
 from ..generation.wings.grammar import ForcedDrafter, HostTree, is_grammar, make_room
 from ..prefix_cache import PrefixCache, copied_states
@@ -365,10 +366,17 @@ class SlotSession(Session):
             for row in range(len(self.slots)):
                 self.put(row, None)
         self.lent = SpeculativeCache(config, 1, self.max_length, self.cache.tree_slots)
+        self._made_for = self._present()
+
+    def _present(self) -> tuple:
+        """Return the target as it is now, and the types of what the caches hold, which steps in wider types widen."""
+        model, held = self.target.model, (self.cache.entries(), self.lent.entries())
+        types = {entry.dtype for entries in held for entry in entries.values()}
+        return TargetView(model).known, model.dtype, model.device, types
 
     def fits(self, forced: int) -> bool:
-        """Return whether trees have room for `forced` tokens of a grammar."""
-        return forced <= self.call.more_nodes
+        """Return whether a request may join: trees have room for `forced` tokens, and the target has not changed."""
+        return forced <= self.call.more_nodes and self._present() == self._made_for
 
     def make_drafter(self, binding: Binding) -> Any:
         """Return a drafter that appends forced tokens, if there is room for them."""
