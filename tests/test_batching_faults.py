@@ -101,6 +101,27 @@ def test_a_dtype_that_changes_in_a_request_is_none_of_later_ones(llama):
         assert torch.equal(batcher.submit(prompt(5), **HOW).result(), alone(llama, None, prompt(5), **HOW))
 
 
+def test_settings_of_the_draft_are_those_of_the_beginning(llama):
+    draft, gate = draft_of("longspec", llama), Gate()
+    expected = alone(llama, draft, prompt(8), **HOW)
+    steps = draft.last_speculation.emitted_per_step
+    with Batcher(llama, draft, rows=2, max_length=40) as batcher:
+        running = batcher.submit(prompt(5), streamer=gate, **HOW)
+        assert gate.reached.wait(30)
+        draft.generation_config.tree_widths[0] += 3
+        gate.opened.set()
+        later = batcher.submit(prompt(8), **HOW)
+        assert torch.equal(later.result(), expected) and later.speculation.emitted_per_step == steps
+        assert torch.equal(running.result(), alone(llama, None, prompt(5), **HOW))
+
+
+def test_texts_are_remembered_by_the_draft_itself(llama):
+    draft = NgramDraftModel.from_target(llama, ngram_memory=64)
+    with Batcher(llama, draft, rows=1, max_length=40) as batcher:
+        text = batcher.submit(prompt(5), **HOW).result()[0, 5:].tolist()
+    assert list(draft.memory.index.text)[: len(text)] == text
+
+
 class Fault(Exception):
     """Raised by nothing else."""
 

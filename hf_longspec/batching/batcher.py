@@ -98,6 +98,7 @@ class Batcher:
     Args:
         target (`PreTrainedModel`): The model.
         draft ([`DraftModel`], *optional*): The draft, or what `assistant_model` takes for one. `None` decodes without.
+            Its settings are copied. Make another Batcher for others.
         rows (`int`, *optional*, defaults to 8): Number of requests that run at once.
         max_length (`int`, *optional*): Most tokens of a request, prompt included; by default the positions of the
             model. On a GPU, the cache has memory for so many tokens in `rows + 1` rows.
@@ -126,7 +127,8 @@ class Batcher:
             draft = PlainDraftModel.from_target(target)
         elif not getattr(draft, "_is_longspec_draft", False):
             draft = route.loaders[-1](draft, target)
-        draft = getattr(draft, "chosen", draft)  # of an AutoDraft
+        draft = copy.copy(getattr(draft, "chosen", draft))  # of an AutoDraft
+        draft.generation_config = copy.deepcopy(draft.generation_config)  # steps have its shapes
         of_model: Any = getattr(target.config.get_text_config(), "max_position_embeddings", None)
         max_length = of_model if max_length is None else max_length
         for name, value, least in (("rows", rows, 1), ("max_length", max_length, 3), ("chunk_size", chunk_size, 2)):
