@@ -11,7 +11,7 @@ from hf_longspec.batching.slots import RowSession, SlotSession
 from hf_longspec.generation.sampling import TokenRule
 from tests.modeling.calls import NEVER
 from tests.modeling.test_contract import draft_of
-from tests.test_batching import VOCAB, Gate, Tokens, alone, prompt
+from tests.test_batching import SAMPLED, VOCAB, Gate, Raises, Stateful, Tokens, alone, prompt
 from tests.tiny_targets import tiny_target
 
 HOW = {"max_new_tokens": 14, "eos_token_id": NEVER, "pad_token_id": 0}
@@ -250,3 +250,21 @@ def test_a_processor_of_the_scores_alone_fails_alone(llama):
         assert bad.exception(60) is error
         assert torch.equal(batcher.submit(prompt(5), **HOW).result(), alone(llama, None, prompt(5), **HOW))
         assert batcher._session is loop
+
+
+def test_a_greedy_row_with_a_processor_beside_rows_that_are_drawn(llama):
+    draft = draft_of("specattn", llama, acceptance="rejection")
+    how = HOW | {"do_sample": False}
+    with Batcher(llama, draft, rows=2, max_length=60) as batcher:
+        gate = Gate()
+        sampled = batcher.submit(prompt(5), streamer=gate, seed=1, **HOW | SAMPLED | {"max_new_tokens": 40})
+        assert gate.reached.wait(60)
+        greedy = [
+            batcher.submit(prompt(7), logits_processor=LogitsProcessorList([one]), **how)
+            for one in (Stateful(), Raises(99))
+        ]
+        gate.opened.set()
+        expected = alone(llama, None, prompt(7), logits_processor=LogitsProcessorList([Stateful()]), **how)
+        assert torch.equal(greedy[0].result(), expected)
+        assert torch.equal(greedy[1].result(), alone(llama, None, prompt(7), **how))
+        assert sampled.result().shape[1] == 45

@@ -259,7 +259,8 @@ class SlotRule:
         for row, slot in self.live:
             one = slice(row, row + 1)
             with slot.alone():
-                q = None if tree.q is None else tree.q[one]
+                # a greedy row has drafted its best tokens, beside rows that have drawn theirs
+                q = tree.q[one] if tree.q is not None and slot.rule.do_sample else None
                 of_row = replace(tree, tokens=tree.tokens[one], parents=tree.parents[one], valid=tree.valid[one], q=q)
                 if self.host_tree[0] is tree:
                     slot.rule.host_tree = of_row, [field[one] for field in self.host_tree[1]]
