@@ -1,5 +1,7 @@
 """Errors, forks, ends, and changes of target and draft while a Batcher lives."""
 
+import multiprocessing
+import threading
 import weakref
 
 import pytest
@@ -268,3 +270,31 @@ def test_a_greedy_row_with_a_processor_beside_rows_that_are_drawn(llama):
         assert torch.equal(greedy[0].result(), expected)
         assert torch.equal(greedy[1].result(), alone(llama, None, prompt(7), **how))
         assert sampled.result().shape[1] == 45
+
+
+def in_a_fork(batcher, found):
+    try:
+        batcher.submit(prompt(5), **HOW).result(10)
+    except Exception as error:
+        found.send(f"{type(error).__name__}: {error}")
+    with batcher._changed:  # as the thread of another process may have it
+        closing = threading.Thread(target=batcher.close)
+        closing.start()
+        closing.join(10)
+        found.send(closing.is_alive())
+
+
+def test_a_fork_is_told_to_make_a_batcher_of_its_own(llama):
+    with Batcher(llama, rows=1, max_length=40) as batcher:
+        here, there = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(target=in_a_fork, args=(batcher, there))
+        process.start()
+        try:
+            assert here.poll(60)
+            message = here.recv()
+            assert message.startswith("RuntimeError: ") and "Make a Batcher after the fork" in message
+            assert here.poll(60) and here.recv() is False
+        finally:
+            process.kill()
+            process.join()
+        assert batcher.submit(prompt(5), **HOW).result().shape[1] == 19

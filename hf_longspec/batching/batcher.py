@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -93,7 +94,7 @@ class Batcher:
 
     One thread runs the model, and calls processors, criteria and streamers. Other calls of `generate` on the model wait
     until no request runs. At the end of the `with` block, requests that were submitted are waited for; after an error
-    they are cancelled.
+    they are cancelled. A forked process has no such thread, and makes a Batcher of its own.
 
     Args:
         target (`PreTrainedModel`): The model.
@@ -144,7 +145,7 @@ class Batcher:
         self._running: dict[int, Request] = {}  # by slot
         self._reading: Reading | None = None
         self._session: Any = None  # the loop; `None` after an error, until a request needs it
-        self._changed, self._is_closed = Condition(), False
+        self._changed, self._is_closed, self._process = Condition(), False, os.getpid()
         begun: Future[None] = Future()
         self._thread = Thread(target=self._run, args=(begun,), name="hf_longspec.Batcher", daemon=True)
         self._thread.start()
@@ -164,6 +165,7 @@ class Batcher:
             ValueError: If the settings are wrong, or cannot be served in a batch. What depends on the target as it is
                 in the turn of the request, such as its hooks, is an error of the future.
         """
+        self._refuse_forked()
         ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.target.device)
         ids = ids[None] if ids.dim() == 1 else ids
         if ids.dim() != 2 or len(ids) != 1 or not ids.shape[1]:
@@ -179,6 +181,7 @@ class Batcher:
 
     def run_alone(self, function: Callable[[], Any]) -> Request:
         """Run a function on the thread of the model, in its turn, when no request runs; return its future."""
+        self._refuse_forked()
         return self._add(Request(function, is_alone=True))
 
     def map(self, prompts: Iterable[Any], **settings: Any) -> Iterator[torch.Tensor]:
@@ -201,6 +204,8 @@ class Batcher:
 
     def close(self, cancel: bool = False) -> None:
         """Wait for all requests, or cancel them, and end the thread. Nothing can be submitted afterwards."""
+        if os.getpid() != self._process:  # the lock may be held for ever here
+            return
         with self._changed:
             self._is_closed = True
             if cancel:
@@ -216,6 +221,13 @@ class Batcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(cancel=error is not None)
+
+    def _refuse_forked(self) -> None:
+        if (process := os.getpid()) != self._process:
+            raise RuntimeError(
+                f"process {process} is a fork of {self._process}, and the thread of this Batcher is there. Make a "
+                "Batcher after the fork."
+            )
 
     def _add(self, request: Request) -> Request:
         with self._changed:
