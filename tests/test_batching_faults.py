@@ -298,3 +298,55 @@ def test_a_fork_is_told_to_make_a_batcher_of_its_own(llama):
             process.kill()
             process.join()
         assert batcher.submit(prompt(5), **HOW).result().shape[1] == 19
+
+
+class Closes(Tokens):
+    """Closes a Batcher at a token."""
+
+    def __init__(self, batcher, cancel):
+        super().__init__()
+        self.batcher, self.cancel = batcher, cancel
+
+    def put(self, value):
+        super().put(value)
+        if len(self.tokens) == 8:
+            self.batcher.close(self.cancel)
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_a_streamer_may_close_the_batcher(llama, cancel):
+    with Batcher(llama, rows=1, max_length=40) as batcher:
+        stream = Closes(batcher, cancel)
+        running = batcher.submit(prompt(5), streamer=stream, **HOW)
+        waiting = batcher.submit(prompt(6), **HOW)
+        batcher._thread.join(60)
+        assert not batcher._thread.is_alive() and stream.has_ended
+        with pytest.raises(ValueError, match="closed"):
+            batcher.submit(prompt(5), **HOW)
+    assert running.cancelled() is waiting.cancelled() is cancel
+    if not cancel:
+        assert torch.equal(running.result(), alone(llama, None, prompt(5), **HOW))
+        assert torch.equal(waiting.result(), alone(llama, None, prompt(6), **HOW))
+
+
+def test_callbacks_of_cancelled_requests_may_wait_for_other_threads(llama):
+    gate = Gate()
+    batcher = Batcher(llama, rows=1, max_length=40)
+    batcher.submit(prompt(5), streamer=gate, **HOW)
+    waiting, has_ended = batcher.submit(prompt(6), **HOW), []
+    assert gate.reached.wait(60)
+
+    def submit():
+        with pytest.raises(ValueError, match="closed"):
+            batcher.submit(prompt(5), **HOW)
+
+    def look(request):
+        other = threading.Thread(target=submit)
+        other.start()
+        other.join(10)
+        has_ended.append(not other.is_alive())
+
+    waiting.add_done_callback(look)
+    threading.Timer(0.1, gate.opened.set).start()
+    batcher.close(cancel=True)
+    assert has_ended == [True]

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from threading import Condition, Thread
+from threading import Condition, Thread, current_thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -203,16 +203,20 @@ class Batcher:
         return len(self._running)
 
     def close(self, cancel: bool = False) -> None:
-        """Wait for all requests, or cancel them, and end the thread. Nothing can be submitted afterwards."""
+        """Wait for all requests, or cancel them, and end the thread. Nothing can be submitted afterwards.
+
+        On the thread of the model, as in a streamer, nothing is waited for: the thread ends after the requests.
+        """
         if os.getpid() != self._process:  # the lock may be held for ever here
             return
         with self._changed:
             self._is_closed = True
-            if cancel:
-                for request in list(self._unfinished):
-                    request.cancel()
+            requests = list(self._unfinished)
             self._changed.notify_all()
-        self._thread.join()
+        for request in requests if cancel else ():
+            request.cancel()
+        if current_thread() is not self._thread:
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self
