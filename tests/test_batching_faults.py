@@ -350,3 +350,33 @@ def test_callbacks_of_cancelled_requests_may_wait_for_other_threads(llama):
     threading.Timer(0.1, gate.opened.set).start()
     batcher.close(cancel=True)
     assert has_ended == [True]
+
+
+class Told(Tokens):
+    """Notes its threads; raises with the prompt or at the end."""
+
+    def __init__(self, fails_at):
+        super().__init__(0 if fails_at == "prompt" else None)
+        self.raises_at_end, self.threads = fails_at == "end", set()
+
+    def put(self, value):
+        self.threads.add(threading.current_thread().name)
+        super().put(value)
+
+    def end(self):
+        self.threads.add(threading.current_thread().name)
+        super().end()
+        if self.raises_at_end:
+            raise RuntimeError("the client has left")
+
+
+@pytest.mark.parametrize("fails_at", ["prompt", "end"])
+def test_errors_of_a_streamer_are_those_of_its_future(llama, fails_at):
+    stream = Told(fails_at)
+    with Batcher(llama, rows=2, max_length=40) as batcher:
+        good = batcher.submit(prompt(11), **HOW)
+        bad = batcher.submit(prompt(6), streamer=stream, **HOW)
+        with pytest.raises(RuntimeError, match="the client has left"):
+            bad.result()
+        assert stream.has_ended and stream.threads == {"hf_longspec.Batcher"}
+        assert torch.equal(good.result(), alone(llama, None, prompt(11), **HOW))

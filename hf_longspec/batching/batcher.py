@@ -156,8 +156,8 @@ class Batcher:
 
         Args:
             input_ids (`torch.LongTensor` or `list[int]`): One prompt, `(length,)` or `(1, length)`.
-            streamer (`BaseStreamer`, *optional*): Gets the tokens, on the thread of the model. It is ended after a
-                failure or cancellation, too.
+            streamer (`BaseStreamer`, *optional*): Gets the prompt and the tokens, on the thread of the model. It is
+                ended after a failure or cancellation, too.
             seed (`int`, *optional*): Seed of sampling: the text is that of `generate` after `torch.manual_seed(seed)`.
             settings: Arguments of `generate`, such as `max_new_tokens`, `do_sample` or `logits_processor`.
 
@@ -174,7 +174,7 @@ class Batcher:
         if (mask := settings.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
             raise ValueError("attention_mask has zeros: a row of the batch has no padding. Submit the tokens alone.")
         settings["attention_mask"] = torch.ones_like(ids)  # a padding token in a prompt is a token
-        arguments = self._prepared(ids, streamer, settings)
+        arguments = self._prepared(ids, settings)
         has_grammar = any(map(is_grammar, arguments["logits_processor"]))
         work = partial(self._opened, arguments, streamer, source)
         return self._add(Request(work, streamer, forced=self._forced if has_grammar else 0))
@@ -262,7 +262,7 @@ class Batcher:
         call.more_nodes = forced
         return call
 
-    def _prepared(self, ids: torch.Tensor, streamer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    def _prepared(self, ids: torch.Tensor, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that `generate` makes of these settings for the loop, and refuse what has no row."""
         for name in ("assistant_model", "custom_generate"):
             if settings.get(name) is not None:
@@ -272,7 +272,7 @@ class Batcher:
             raise ValueError(f"num_beams={beams}: a row of a Batcher is one text. Call generate() for beams.")
         taker = copy.copy(self.draft)
         taker.longspec_decoding = lambda model, input_ids, **arguments: {"input_ids": input_ids, **arguments}
-        arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, streamer=streamer, **settings)
+        arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, **settings)
         config = arguments["generation_config"]
         wanted = {"num_return_sequences": (config.num_return_sequences or 1) > 1}
         wanted |= {"return_dict_in_generate": config.return_dict_in_generate}
@@ -297,7 +297,10 @@ class Batcher:
         if (reason := call.why_not()) is not None:
             raise ValueError(f"{reason} Or call generate() for this prompt.")
         call.more_nodes = self._session.call.more_nodes
-        return RowSession(call, self.max_length, source)
+        session = RowSession(call, self.max_length, source)
+        if streamer is not None:
+            streamer.put(own[0].cpu())
+        return session
 
     def _begun(self, forced: int = 0) -> SlotSession:
         """Return a loop of free slots, whose trees have room for so many `forced` tokens."""
