@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_longspec import Batcher, NgramDraftModel, PrefixCache
+from hf_longspec import Batcher, NgramDraftModel, PlainDraftModel, PrefixCache
 from hf_longspec.batching.slots import RowSession, SlotSession
 from hf_longspec.generation.sampling import TokenRule
 from tests.modeling.calls import NEVER
@@ -380,3 +380,13 @@ def test_errors_of_a_streamer_are_those_of_its_future(llama, fails_at):
             bad.result()
         assert stream.has_ended and stream.threads == {"hf_longspec.Batcher"}
         assert torch.equal(good.result(), alone(llama, None, prompt(11), **HOW))
+
+
+def test_a_sampled_text_is_that_of_its_seed_after_a_prefix_that_was_read_before(llama):
+    draft, ids, how = draft_of("specattn", llama), prompt(29), HOW | SAMPLED
+    longer = torch.cat([ids, prompt(5)], 1)
+    with Batcher(llama, draft, rows=2, max_length=60, prefixes=PrefixCache(llama, 10**8)) as batcher:
+        batcher.submit(ids, seed=1, **how).result()
+        again = batcher.submit(longer, seed=3, **how)
+        assert torch.equal(again.result(), alone(llama, PlainDraftModel.from_target(llama), longer, 3, **how))
+        assert again.reused >= 29

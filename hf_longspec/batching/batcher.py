@@ -158,7 +158,8 @@ class Batcher:
             input_ids (`torch.LongTensor` or `list[int]`): One prompt, `(length,)` or `(1, length)`.
             streamer (`BaseStreamer`, *optional*): Gets the prompt and the tokens, on the thread of the model. It is
                 ended after a failure or cancellation, too.
-            seed (`int`, *optional*): Seed of sampling: the text is that of `generate` after `torch.manual_seed(seed)`.
+            seed (`int`, *optional*): Seed of sampling: the text is that of `generate` after `torch.manual_seed(seed)`,
+                unless the draft accepts by rejection, where it also depends on what is drafted.
             settings: Arguments of `generate`, such as `max_new_tokens`, `do_sample` or `logits_processor`.
 
         Raises:
