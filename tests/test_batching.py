@@ -82,7 +82,9 @@ def check_requests(model, draft, mix, rows):
     """Texts and steps of all requests are those of `generate` for each alone."""
     beside = draft or PlainDraftModel.from_target(model)
     with Batcher(model, draft, rows=rows, max_length=50, chunk_size=8) as batcher:
+        loop = batcher._session
         futures = [batcher.submit(ids, seed=row, **how) for row, (ids, how) in enumerate(requests(mix))]
+    assert batcher._session is loop  # nothing made it anew
     for row, (ids, how) in enumerate(requests(mix)):
         torch.manual_seed(row)
         assert torch.equal(futures[row].result(), model.generate(ids, assistant_model=beside, **how)), row
@@ -519,6 +521,6 @@ def test_random_clients_cancels_and_failures_leave_no_memory(llama):
                     one.exception() if not one.cancelled() else None
                 expected.clear()
                 del request, one
-                gc.collect()
+                batcher.run_alone(gc.collect).result()  # when all slots are free
                 counts.append(sum(isinstance(x, torch.Tensor | SpeculationStats) for x in gc.get_objects()))
     assert max(counts[2:]) <= counts[1] + 50, counts

@@ -1,14 +1,17 @@
 """Requests that join and leave one running batch: [`Batcher`] decodes many prompts at once on a thread of its own."""
 
 import copy
+import gc
+import os
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from threading import Condition, Thread
+from threading import Condition, Thread, current_thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,32 +42,28 @@ class Request(Future):
 
     speculation: SpeculationStats | None = None
     reused: int = 0
+    _has_ended = False
 
-    def __init__(
-        self, work: Callable[[], Any], streamer: Any = None, is_alone: bool = False, has_grammar: bool = False
-    ):
+    def __init__(self, work: Callable[[], Any], streamer: Any = None, is_alone: bool = False, forced: int = 0):
         super().__init__()
         # what is done in the turn of the request: its session is made, or a function runs alone
         self.work: Callable[[], Any] | None = work
-        self.streamer, self.is_alone, self.has_grammar = streamer, is_alone, has_grammar
+        # `forced` is the number of nodes that trees need for its grammar
+        self.streamer, self.is_alone, self.forced = streamer, is_alone, forced
+        self.waits = is_alone  # whether it begins when no other one runs
 
     def end(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set the result, unless the request was cancelled. Whoever reads its stream does not wait any longer."""
-        if not self.set_running_or_notify_cancel() or error is not None:
-            self._end_stream()
-        if self.cancelled():
+        """Set the result, unless the request was cancelled or has ended. A stream without a result is ended."""
+        if self._has_ended:
             return
-        if error is not None:
-            self.set_exception(error)
-        else:
-            self.set_result(result)
-
-    def _end_stream(self) -> None:
-        try:
-            if self.streamer is not None:
+        self._has_ended, self.work = True, None
+        is_due = self.set_running_or_notify_cancel()
+        if self.streamer is not None and (error is not None or not is_due):
+            with suppress(BaseException):  # the streamer may be what failed
                 self.streamer.end()
-        except Exception:  # it may be what failed
-            pass
+        if is_due:
+            with suppress(BaseException):  # of callbacks, of which a future logs an `Exception` alone
+                self.set_result(result) if error is None else self.set_exception(error)
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Batcher:
 
     Requests take the rows of one batch in the order of their arrival. When one ends, the next takes its row. Prompts
     are read in chunks between the steps of the rows that run. Rows may differ in all settings of `generate`. A request
-    that fails ends alone.
+    that fails ends alone. After an error of a whole step, such as one of memory, those that wait go on.
 
     ```python
     with Batcher(target, draft, rows=8, max_length=4096) as batcher:
@@ -95,18 +94,22 @@ class Batcher:
 
     One thread runs the model, and calls processors, criteria and streamers. Other calls of `generate` on the model wait
     until no request runs. At the end of the `with` block, requests that were submitted are waited for; after an error
-    they are cancelled.
+    they are cancelled. A forked process has no such thread, and makes a Batcher of its own.
 
     Args:
         target (`PreTrainedModel`): The model.
         draft ([`DraftModel`], *optional*): The draft, or what `assistant_model` takes for one. `None` decodes without.
+            Its settings are copied. Make another Batcher for others.
         rows (`int`, *optional*, defaults to 8): Number of requests that run at once.
         max_length (`int`, *optional*): Most tokens of a request, prompt included; by default the positions of the
             model. On a GPU, the cache has memory for so many tokens in `rows + 1` rows.
         chunk_size (`int`, *optional*, defaults to 512): Tokens of a prompt that are read between two steps. Prompts of
             targets with recurrent states are read whole without `prefixes`.
         prefixes ([`PrefixCache`], *optional*): Lends the longest beginning of each prompt that it has, and stores the
-            texts that end well. Only the thread of the model uses it.
+            texts that end well. Only the thread of the model uses it: `run_alone(prefixes.clear)` clears it.
+
+    Attributes:
+        rows (`int`): Number of requests that run at once.
 
     Raises:
         ValueError: If target or draft cannot be used, or not in a batch whose rows change.
@@ -125,7 +128,8 @@ class Batcher:
             draft = PlainDraftModel.from_target(target)
         elif not getattr(draft, "_is_longspec_draft", False):
             draft = route.loaders[-1](draft, target)
-        draft = getattr(draft, "chosen", draft)  # of an AutoDraft
+        draft = copy.copy(getattr(draft, "chosen", draft))  # of an AutoDraft
+        draft.generation_config = copy.deepcopy(draft.generation_config)  # steps have its shapes
         of_model: Any = getattr(target.config.get_text_config(), "max_position_embeddings", None)
         max_length = of_model if max_length is None else max_length
         for name, value, least in (("rows", rows, 1), ("max_length", max_length, 3), ("chunk_size", chunk_size, 2)):
@@ -134,31 +138,35 @@ class Batcher:
         if prefixes is not None and prefixes.model is not target:
             raise ValueError("prefixes: a PrefixCache of another model. Make one for the target.")
         self.target, self.draft, self.chunk_size, self.prefixes = target, draft, chunk_size, prefixes
-        self.max_length: int = max_length
+        self.rows, self.max_length = rows, max_length
         self._forced: int = draft.setting("forced_tokens")
         self._waiting: deque[Request] = deque()
         self._unfinished: set[Request] = set()
         self._running: dict[int, Request] = {}  # by slot
         self._reading: Reading | None = None
-        self._changed, self._is_closed = Condition(), False
-        begun: Future[SlotSession] = Future()
-        self._thread = Thread(target=self._run, args=(rows, begun), name="hf_longspec.Batcher", daemon=True)
+        self._session: Any = None  # the loop; `None` after an error, until a request needs it
+        self._changed, self._is_closed, self._process = Condition(), False, os.getpid()
+        begun: Future[None] = Future()
+        self._thread = Thread(target=self._run, args=(begun,), name="hf_longspec.Batcher", daemon=True)
         self._thread.start()
-        self._session = begun.result()
+        begun.result()
 
     def submit(self, input_ids: Any, *, streamer: Any = None, seed: int | None = None, **settings: Any) -> Request:
         """Add a request, and return its future. Any thread may call it.
 
         Args:
             input_ids (`torch.LongTensor` or `list[int]`): One prompt, `(length,)` or `(1, length)`.
-            streamer (`BaseStreamer`, *optional*): Gets the tokens, on the thread of the model. It is ended after a
-                failure or cancellation, too.
-            seed (`int`, *optional*): Seed of sampling: the text is that of `generate` after `torch.manual_seed(seed)`.
+            streamer (`BaseStreamer`, *optional*): Gets the prompt and the tokens, on the thread of the model. It is
+                ended after a failure or cancellation, too.
+            seed (`int`, *optional*): Seed of sampling: the text is that of `generate` after `torch.manual_seed(seed)`,
+                unless the draft accepts by rejection, where it also depends on what is drafted.
             settings: Arguments of `generate`, such as `max_new_tokens`, `do_sample` or `logits_processor`.
 
         Raises:
-            ValueError: If the settings are wrong, or cannot be served in a batch.
+            ValueError: If the settings are wrong, or cannot be served in a batch. What depends on the target as it is
+                in the turn of the request, such as its hooks, is an error of the future.
         """
+        self._refuse_forked()
         ids = torch.as_tensor(input_ids, dtype=torch.long, device=self.target.device)
         ids = ids[None] if ids.dim() == 1 else ids
         if ids.dim() != 2 or len(ids) != 1 or not ids.shape[1]:
@@ -167,13 +175,14 @@ class Batcher:
         if (mask := settings.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
             raise ValueError("attention_mask has zeros: a row of the batch has no padding. Submit the tokens alone.")
         settings["attention_mask"] = torch.ones_like(ids)  # a padding token in a prompt is a token
-        arguments = self._prepared(ids, streamer, settings)
+        arguments = self._prepared(ids, settings)
         has_grammar = any(map(is_grammar, arguments["logits_processor"]))
         work = partial(self._opened, arguments, streamer, source)
-        return self._add(Request(work, streamer, has_grammar=has_grammar))
+        return self._add(Request(work, streamer, forced=self._forced if has_grammar else 0))
 
     def run_alone(self, function: Callable[[], Any]) -> Request:
         """Run a function on the thread of the model, in its turn, when no request runs; return its future."""
+        self._refuse_forked()
         return self._add(Request(function, is_alone=True))
 
     def map(self, prompts: Iterable[Any], **settings: Any) -> Iterator[torch.Tensor]:
@@ -190,24 +199,25 @@ class Batcher:
                 request.cancel()
 
     @property
-    def rows(self) -> int:
-        """Number of requests that run at once."""
-        return len(self._session.slots)
-
-    @property
     def num_running(self) -> int:
         """Number of requests in slots."""
         return len(self._running)
 
     def close(self, cancel: bool = False) -> None:
-        """Wait for all requests, or cancel them, and end the thread. Nothing can be submitted afterwards."""
+        """Wait for all requests, or cancel them, and end the thread. Nothing can be submitted afterwards.
+
+        On the thread of the model, as in a streamer, nothing is waited for: the thread ends after the requests.
+        """
+        if os.getpid() != self._process:  # the lock may be held for ever here
+            return
         with self._changed:
             self._is_closed = True
-            if cancel:
-                for request in list(self._unfinished):
-                    request.cancel()
+            requests = list(self._unfinished)
             self._changed.notify_all()
-        self._thread.join()
+        for request in requests if cancel else ():
+            request.cancel()
+        if current_thread() is not self._thread:
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -216,6 +226,13 @@ class Batcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(cancel=error is not None)
+
+    def _refuse_forked(self) -> None:
+        if (process := os.getpid()) != self._process:
+            raise RuntimeError(
+                f"process {process} is a fork of {self._process}, and the thread of this Batcher is there. Make a "
+                "Batcher after the fork."
+            )
 
     def _add(self, request: Request) -> Request:
         with self._changed:
@@ -246,7 +263,7 @@ class Batcher:
         call.more_nodes = forced
         return call
 
-    def _prepared(self, ids: torch.Tensor, streamer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    def _prepared(self, ids: torch.Tensor, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that `generate` makes of these settings for the loop, and refuse what has no row."""
         for name in ("assistant_model", "custom_generate"):
             if settings.get(name) is not None:
@@ -256,7 +273,7 @@ class Batcher:
             raise ValueError(f"num_beams={beams}: a row of a Batcher is one text. Call generate() for beams.")
         taker = copy.copy(self.draft)
         taker.longspec_decoding = lambda model, input_ids, **arguments: {"input_ids": input_ids, **arguments}
-        arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, streamer=streamer, **settings)
+        arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, **settings)
         config = arguments["generation_config"]
         wanted = {"num_return_sequences": (config.num_return_sequences or 1) > 1}
         wanted |= {"return_dict_in_generate": config.return_dict_in_generate}
@@ -275,40 +292,41 @@ class Batcher:
         own = [arguments[name] for name in names]
         more = {name: value for name, value in arguments.items() if name not in (*names, "streamer")}
         call = Call(self.target, self.draft, own[0], own[1], own[2], own[3], streamer, more)
-        call.rare = [name for name in call.rare if name != HOOKS]  # checked at the beginning
-        if other := [name for name in call.rare if name not in (PROCESSORS, GRAMMAR)]:
+        if other := [name for name in call.rare if name not in (PROCESSORS, GRAMMAR, HOOKS)]:
             raise ValueError(f"{', '.join(other)}: not supported in a Batcher. Call generate() for this prompt.")
         call.store = LentCache(self._session.lent, call.tokens, self.prefixes)
         if (reason := call.why_not()) is not None:
             raise ValueError(f"{reason} Or call generate() for this prompt.")
         call.more_nodes = self._session.call.more_nodes
-        return RowSession(call, self.max_length, source)
+        session = RowSession(call, self.max_length, source)
+        if streamer is not None:
+            streamer.put(own[0].cpu())
+        return session
 
-    def _begun(self, rows: int, forced: int = 0) -> SlotSession:
+    def _begun(self, forced: int = 0) -> SlotSession:
         """Return a loop of free slots, whose trees have room for so many `forced` tokens."""
-        calls = [self._empty_call(count, forced) for count in (rows, 1)]
+        gc.collect()  # caches of an earlier loop, for which there may be no memory beside those of this one
+        calls = [self._empty_call(count, forced) for count in (self.rows, 1)]
         with calls[0].target.lock():
             return SlotSession(*calls)
 
     @torch.no_grad()
-    def _run(self, rows: int, begun: "Future[SlotSession]") -> None:
+    def _run(self, begun: "Future[None]") -> None:
         """Run requests until the Batcher is closed and none is left. Graphs are captured on this thread, too."""
         try:
-            begun.set_result(self._begun(rows))
-        except Exception as error:
+            self._session = self._begun()
+        except BaseException as error:
             begun.set_exception(error)
             return
-        try:
-            while self._wait():
-                with self._session.target.lock():
-                    while self._running or self._reading or self._waiting:
+        begun.set_result(None)
+        target = self._session.target
+        while self._wait():
+            with target.lock():
+                while self._running or self._reading or self._waiting:
+                    try:
                         self._turn()
-        except BaseException as error:
-            with self._changed:
-                self._is_closed = True
-            for request in list(self._unfinished):
-                request.end(error=error)
-            raise
+                    except BaseException as error:  # of memory, for example: of no single request
+                        self._end_running(error)
 
     def _wait(self) -> bool:
         """Wait for a request; return whether there is one."""
@@ -316,9 +334,33 @@ class Batcher:
             self._changed.wait_for(lambda: self._is_closed or self._waiting)
             return bool(self._waiting)
 
+    def _end_running(self, error: BaseException) -> None:
+        """End the requests in slots by an error, after which the loop is made anew."""
+        traceback.clear_frames(error.__traceback__)  # they hold the loop, and a future the error
+        self._session = None
+        while self._running:
+            self._running.popitem()[1].end(error=error)
+
+    @contextmanager
+    def _alone(self, request: Request) -> Iterator[None]:
+        """End this request, and no other one, by an error in the context, or if it was cancelled."""
+        try:
+            yield
+        except BaseException as error:  # of processors, criteria and streamers, which may raise anything
+            request.end(error=error)
+        if request.done():
+            request.end()
+            if self._reading is not None and self._reading.request is request:
+                self._reading = None
+
     def _turn(self) -> None:
         """Read a chunk of a prompt if one is to be read, and run steps until the next one is."""
         self._read_chunk()
+        if (reading := self._reading) is not None and self._session is None:  # a step has failed meanwhile
+            with self._alone(reading.request):
+                self._session = self._begun(reading.session.call.more_nodes)
+        if self._session is None:
+            return
         with self._session.attention():
             self._emit_first()
             while True:
@@ -334,102 +376,81 @@ class Batcher:
         """Whether a part of a prompt is to be read before the next step."""
         if self._reading is not None:
             return not self._reading.is_ready
-        return bool(self._waiting) and not (self._running and self._is_lone(self._waiting[0]))
-
-    def _is_lone(self, request: Request) -> bool:
-        """Return whether a request begins when no other one runs: it runs alone, or is the first with a grammar."""
-        return request.is_alone or (request.has_grammar and self._session.call.more_nodes < self._forced)
+        return bool(self._waiting) and not (self._running and self._waiting[0].waits)
 
     def _read_chunk(self) -> None:
         if self._reading is None and self._has_chunk:
             self._open(self._waiting.popleft())
         if (reading := self._reading) is None or reading.tails is not None:
             return
-        with self._ending_reading(reading):
+        with self._alone(reading.request):
             reading.tails = next(reading.chunks) or None
 
     def _open(self, request: Request) -> None:
         """Begin with a request: make its session, or run it alone."""
-        work, request.work = request.work, None
-        if work is None or request.cancelled():
-            request.end()
-            return
-        try:
-            if self._is_lone(request) and not request.is_alone:  # drafts keep more of each row then
-                self._session = self._begun(self.rows, self._forced)
-            result = work()
-        except Exception as error:  # of arguments, or of a function that runs alone
-            request.end(error=error)
-            return
-        if request.is_alone:
-            request.end(result)
-            return
-        request.speculation, (request.reused,) = result.stats, result.past_lengths
-        self._reading = Reading(request, result, result.read(self.chunk_size))
+        with self._alone(request):
+            if request.work is None or request.cancelled():
+                return
+            if request.is_alone:
+                request.end(request.work())
+                return
+            if self._session is None or not self._session.fits(request.forced):
+                if self._running:  # they go on in the present loop
+                    request.waits = True
+                    self._waiting.appendleft(request)
+                    return
+                forced = request.forced if self._session is None else max(request.forced, self._session.call.more_nodes)
+                self._session = None
+                self._session = self._begun(forced)
+            session = request.work()
+            request.speculation, (request.reused,) = session.stats, session.past_lengths
+            self._reading = Reading(request, session, session.read(self.chunk_size))
 
     def _emit_first(self) -> None:
         """Emit the first token of a prompt that has been read."""
         reading = self._reading
         if reading is None or reading.is_ready or reading.tails is None:
             return
-        with self._ending_reading(reading), reading.session.drafter.attention():
+        with self._alone(reading.request), reading.session.drafter.attention():
             reading.session.seed(reading.tails)
             reading.is_ready = True
             if reading.session.sequences.finished:
-                self._reading = None
-                self._store(reading.session, reading.session.cache)
-                self._finish(reading.request, reading.session)
-
-    @contextmanager
-    def _ending_reading(self, reading: Reading) -> Iterator[None]:
-        """End a request that is being read by an error in the context, or if it was cancelled."""
-        error = None
-        try:
-            yield
-        except Exception as caught:  # of memory, of processors
-            error = caught
-        if error is not None or reading.request.cancelled():
-            self._reading = None
-            reading.request.end(error=error)
+                self._finish(reading.request, reading.session, reading.session.cache)
 
     def _take_slot(self) -> None:
         """Let the request that was read take a slot, if one is free."""
         free = next((row for row in range(self.rows) if row not in self._running), None)
         if (reading := self._reading) is None or not reading.is_ready or free is None:
             return
-        self._session.put(free, reading.session)
-        self._running[free], self._reading = reading.request, None
+        with self._alone(reading.request):
+            self._session.put(free, reading.session)
+            self._running[free], self._reading = reading.request, None
+        if free not in self._running:
+            self._session.put(free, None)
 
     def _step(self) -> None:
         """Run one step of all rows without those that were cancelled, and end the rows that are done."""
-        session = self._session
         for row in [row for row, request in self._running.items() if request.cancelled()]:
-            session.leave(row)
-            self._running.pop(row).end()
-        if not self._running:
-            return
-        try:
-            session.iterate()
-        except Exception as error:  # of memory, for example: of no single row
-            session.cache.rollback()
-            for row in list(self._running):
-                session.leave(row)
-                self._running.pop(row).end(error=error)
-        for row in [row for row in self._running if session.sequences.done[row]]:
-            self._store(session.slots[row], session.cache_of(row))
-            self._finish(self._running.pop(row), session.leave(row))
+            self._leave(row)
+        if self._running:
+            self._session.iterate()
+        for row in [row for row in self._running if self._session.sequences.done[row]]:
+            self._leave(row)
 
-    def _store(self, session: RowSession, cache: SpeculativeCache) -> None:
-        """Store the text of a request that has ended well, from its row of a cache."""
-        if self.prefixes is not None and session.error is None:
-            with session.alone():  # memory may be short
-                self.prefixes.put(session.sequences.output(), cache, session.states)
+    def _leave(self, row: int) -> None:
+        """End the request in a slot, and free the slot."""
+        request = self._running.pop(row)
+        with self._alone(request):
+            session = self._session.timed(row)
+            if not request.cancelled():
+                self._finish(request, session, self._session.cache_of(row))
+        self._session.put(row, None)
 
-    def _finish(self, request: Request, session: RowSession) -> None:
-        """Set the result of a request whose row has ended."""
-        try:
-            if session.error is not None:
-                raise session.error
-            request.end(session.result())
-        except Exception as error:
-            request.end(error=error)
+    def _finish(self, request: Request, session: RowSession, cache: SpeculativeCache) -> None:
+        """Store the text of a request from its row of a cache, and set its result, or raise what has ended it."""
+        if session.error is not None:
+            raise session.error
+        result = session.result()
+        if self.prefixes is not None:
+            self.prefixes.put(result, cache, session.states)
+        request.end(result)

@@ -22,6 +22,7 @@ from ..generation.draft_tree import DraftTree
 from ..generation.drafter import Binding, Drafter
 from ..generation.sampling import NoiseRows, TokenRule, warped
 from ..generation.sequences import SpeculationStats
+from ..generation.target import TargetView
 from ..generation.verification import Acceptance
 from ..generation.wings.grammar import ForcedDrafter, HostTree, is_grammar, make_room
 from ..prefix_cache import PrefixCache, copied_states
@@ -56,7 +57,7 @@ class RowSession(Session):
         source (`torch.Generator`, *optional*): From which the noise of the request is seeded; by default torch's own.
 
     Attributes:
-        error (`Exception`, *optional*): What ended the request.
+        error (`BaseException`, *optional*): What ended the request.
         states (`dict[int, dict[str, torch.Tensor]]`): Recurrent states after some numbers of tokens of the prompt.
     """
 
@@ -64,7 +65,7 @@ class RowSession(Session):
     joined_at = 0.0, 0.0  # times of the loop when the request took its slot
 
     def __init__(self, call: Call, max_length: int, source: torch.Generator | None = None):
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.states: dict[int, dict[str, torch.Tensor]] = {}
         self._source, self._limit = source, call.max_length
         call.max_length = max_length
@@ -116,7 +117,7 @@ class RowSession(Session):
         """End this request, and no other one, by an error in the context."""
         try:
             yield
-        except Exception as error:  # of processors, criteria and streamers, which may raise anything
+        except BaseException as error:  # of processors, criteria and streamers, which may raise anything
             self.error, self.sequences.done = error, [True]
 
     def append(self, tokens: Sequence[int]) -> int:
@@ -183,11 +184,12 @@ class SlotRule:
 
     @property
     def shared(self) -> TokenRule | None:
-        """The rule of one row, if those of all rows that grow process every node of a tree alike."""
+        """The rule of one row, if those of all rows that grow process every node of a tree alike.
+
+        Processors that may raise anything are called row by row, so that a row fails alone.
+        """
         rules = [slot.rule for _, slot in self.live]
-        if not rules or rules[0].is_by_columns or not rules[0].history_free:
-            return None
-        if len(rules) > 1 and any(not rule.is_made_of_tensors or rule.key != rules[0].key for rule in rules):
+        if not rules or any(not rule.fits_graphs or rule.key != rules[0].key for rule in rules):
             return None
         return rules[0]
 
@@ -257,7 +259,8 @@ class SlotRule:
         for row, slot in self.live:
             one = slice(row, row + 1)
             with slot.alone():
-                q = None if tree.q is None else tree.q[one]
+                # a greedy row has drafted its best tokens, beside rows that have drawn theirs
+                q = tree.q[one] if tree.q is not None and slot.rule.do_sample else None
                 of_row = replace(tree, tokens=tree.tokens[one], parents=tree.parents[one], valid=tree.valid[one], q=q)
                 if self.host_tree[0] is tree:
                     slot.rule.host_tree = of_row, [field[one] for field in self.host_tree[1]]
@@ -270,7 +273,8 @@ class SlotRule:
         """Advance the noise of each row by the number of tokens that it emitted."""
         for slot, count in zip(self.slots, counts, strict=True):
             if slot is not None:
-                slot.rule.advance([count])
+                with slot.alone():
+                    slot.rule.advance([count])
 
 
 class SlotCoupling:
@@ -346,6 +350,7 @@ class SlotSession(Session):
 
     Attributes:
         slots (`list[RowSession | None]`): The request in each slot; `None` in a free one.
+        lent ([`SpeculativeCache`]): The cache of the request whose prompt is read.
     """
 
     def __init__(self, call: Call, empty: Call):
@@ -362,6 +367,17 @@ class SlotSession(Session):
             for row in range(len(self.slots)):
                 self.put(row, None)
         self.lent = SpeculativeCache(config, 1, self.max_length, self.cache.tree_slots)
+        self._made_for = self._present()
+
+    def _present(self) -> tuple:
+        """Return the target as it is now, and the types of what the caches hold, which steps in wider types widen."""
+        model, held = self.target.model, (self.cache.entries(), self.lent.entries())
+        types = {entry.dtype for entries in held for entry in entries.values()}
+        return TargetView(model).known, model.dtype, model.device, types
+
+    def fits(self, forced: int) -> bool:
+        """Return whether a request may join: trees have room for `forced` tokens, and the target has not changed."""
+        return forced <= self.call.more_nodes and self._present() == self._made_for
 
     def make_drafter(self, binding: Binding) -> Any:
         """Return a drafter that appends forced tokens, if there is room for them."""
@@ -399,10 +415,9 @@ class SlotSession(Session):
         entries = {name: entry[row : row + 1] for name, entry in self.cache.entries().items()}
         return self.cache.holding(self.target.config, entries, [self.cache.counts[row]])
 
-    def leave(self, row: int) -> RowSession:
-        """Free the slot of a request, and return the request, with its part of the times."""
+    def timed(self, row: int) -> Any:
+        """Return the request in a slot, with its part of the times."""
         one, (drafted, verified) = self.slots[row], self.slots[row].joined_at
         one.stats.draft_seconds = self.stats.draft_seconds - drafted
         one.stats.verify_seconds = self.stats.verify_seconds - verified
-        self.put(row, None)
         return one

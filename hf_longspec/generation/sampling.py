@@ -77,7 +77,7 @@ def declared(processor: Any, name: str) -> Any:
 def is_of_transformers(processor: Any, names: set[str]) -> bool:
     """Return whether a processor is of one of these classes of transformers, as they are, with plain attributes."""
     kind: Any = type(processor)
-    if kind.__name__ not in names or kind is not getattr(logits_process, kind.__name__, None):
+    if kind.__name__ not in names or vars(logits_process).get(kind.__name__) != kind:
         return False
     values = vars(processor).values()
     packages = {type(one).__module__.split(".")[0] for one in values}

@@ -194,6 +194,10 @@ class TextMemory:
     """
 
     def __init__(self, longest_key: int, capacity: int, tokens: Iterable[int] = ()):
+        self.resize(longest_key, capacity, tokens)
+
+    def resize(self, longest_key: int, capacity: int, tokens: Iterable[int]) -> None:
+        """Index these texts instead, with other sizes."""
         self.sizes = longest_key, capacity
         self.index = TextIndex(longest_key, capacity)
         self.index.extend(tokens)

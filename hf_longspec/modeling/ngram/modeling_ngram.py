@@ -63,8 +63,8 @@ class NgramDraftModel(DraftModel):
         sizes = self.setting("ngram_size"), self.setting("ngram_memory")
         if not sizes[1]:
             return None
-        if self._memory.sizes != sizes:
-            self._memory = TextMemory(*sizes, self._memory.index.text)
+        if self._memory.sizes != sizes:  # in place, as copies with settings of their own share it
+            self._memory.resize(*sizes, self._memory.index.text)
         return self._memory
 
     def remember(self, texts: Iterable[Sequence[int] | torch.Tensor]) -> None:
