@@ -88,7 +88,7 @@ class SpeculationStats:
     # time in verification forwards. On a GPU these return before their kernels have finished, and the wait for the
     # kernels is part of `rest_seconds`.
     verify_seconds: float = 0.0
-    # time on the host of logits processors that keep state, or may later, and of grammars, also while drafting
+    # time on the host of grammars, also while drafting, and of all processors if one of them is not known
     processor_seconds: float = 0.0
     num_processed_nodes: int = 0  # number of verified columns and drafted nodes that they were asked about
     decode_seconds: float = 0.0  # time after the first token

@@ -30,7 +30,7 @@ WINGS = {
 }
 # Wings that others build on: the trial of layers, what is known of hooks and of the forwards of plain `generate`, and
 # recurrences.
-SHARED = {"trial", "hooks", "user_state", "plain_forwards", "recurrences", "fixed_states"}
+SHARED = {"trial", "hooks", "plain_forwards", "recurrences", "fixed_states"}
 IN_CI = ("rotary_limit", "images", "user_caches")
 
 
