@@ -149,6 +149,8 @@ class Call:
 
     def why_not(self) -> str | None:
         """Return why this call cannot be decoded with the draft, and what to do; `None` if it can."""
+        if (reason := why_not_in_training(self.target.model)) is not None:  # before a trial draws random numbers
+            return reason
         self._refuse_unsupported()
         if (reason := why_not_begun(self.tokens, self.config, self.model_kwargs)) is not None:
             return reason
@@ -172,7 +174,6 @@ class Call:
     def _refuse_unsupported(self) -> None:
         """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""
         refuse_target(self.target, type(self.draft), self.max_length)
-        _refuse_training_mode(self.target.model)
         if (reason := _why_not_fixed(self.target, mode := self.draft.setting("compile"))) is not None:
             raise ValueError(f"compile={mode!r} is not supported with {reason}. Set compile='off'.")
         self._check_draft()
@@ -436,8 +437,8 @@ def refuse_target(target: TargetView, draft: type, max_length: int | None = None
         )
 
 
-def _refuse_training_mode(model: PreTrainedModel) -> None:
-    """Refuse what a model does in training mode only: activation checkpointing and dropout.
+def why_not_in_training(model: PreTrainedModel) -> str | None:
+    """Return what a model does in training mode only, activation checkpointing or dropout, and what to do, or `None`.
 
     All modules are read, as an adapter that is added to a model in eval mode is in training mode.
     """
@@ -445,8 +446,8 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
         if not module.training:
             continue
         if model.training and getattr(module, "gradient_checkpointing", False):
-            raise ValueError(
-                "the model is in training mode with activation checkpointing, which disables the cache. Call "
+            return (
+                "the model is in training mode with activation checkpointing, which may disable the cache. Call "
                 "model.eval() first."
             )
         for part in (module, *module.children()):  # gpt2 reads the rate of its dropout module by its own mode
@@ -454,10 +455,11 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
             for name, value in vars(part).items():
                 is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in kind)
                 if is_rate and type(value) in (int, float) and value > 0:
-                    raise ValueError(
+                    return (
                         f"the model is in training mode with dropout ({kind}, {name}={value}), so drafted tokens "
                         "cannot be verified. Call model.eval() first."
                     )
+    return None
 
 
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:

@@ -5,13 +5,15 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
-from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
+from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.user_objects import Recorder
 
@@ -201,6 +203,67 @@ def test_arguments_that_would_not_reach_the_model(target):
     call = {"input_ids": tiny_prompts(128, (9,))[0], "output_router_logits": True}
     reason = "output_router_logits: .*Drop it"
     check_unsupported(lambda: target("qwen3_moe"), reason, call, NgramDraftModel)
+
+
+def with_checkpointing():
+    model = tiny_target("llama")
+    # its name before transformers 5.23
+    getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))()
+    return model
+
+
+def with_adapter():
+    """An adapter with dropout, which is in training mode where PEFT adds it to a model that is not."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.3, init_lora_weights=False)
+    return peft.get_peft_model(tiny_target("llama"), config).base_model.model.eval()
+
+
+TRAINED = {
+    "checkpointing": (with_checkpointing, "activation checkpointing"),
+    "llama": (lambda: tiny_target("llama", attention_dropout=0.3), r"\(LlamaAttention, attention_dropout=0.3"),
+    "mixtral": (lambda: tiny_target("mixtral", router_jitter_noise=0.2), r"\(MixtralSparse\w+, jitter_noise=0.2"),
+    "gpt2": (lambda: build("gpt2"), r"\(Dropout, p=0.1"),
+    "adapter": (with_adapter, r"\(Dropout, p=0.3"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_mode(name, monkeypatch):
+    """Found before a forward, which would draw random numbers; in eval mode nothing is found."""
+    make, reason = TRAINED[name]
+    input_ids, mask = tiny_prompts(128, (9, 5))
+    call = {"input_ids": input_ids, "attention_mask": mask}
+    model = make().eval()
+    draft = PlainDraftModel.from_target(model)
+    expected, out = (run(model, call, one)[0].sequences for one in (None, draft))
+    assert torch.equal(out, expected) and draft.last_speculation.reason is None
+
+    def trained():
+        copied = copy.deepcopy(model)
+        dropouts = [part for part in copied.modules() if isinstance(part, nn.Dropout)]
+        for part in dropouts if name == "adapter" else [copied]:
+            part.train()
+        return copied
+
+    reason += r".*Call model.eval\(\) first"
+    check_unsupported(trained, reason, call)
+    check_plain(trained, reason, call, PlainDraftModel, do_sample=True)
+    if name != "checkpointing":
+        assert not torch.equal(run(trained(), call, None)[0].sequences, expected)
+    monkeypatch.setattr(TargetView, "why_not", None)  # runs the model
+    run(trained(), call, draft)
+
+
+def test_no_dropout_in_training_mode():
+    """`generate` leaves the mode of a model as it is."""
+    model = tiny_target("llama").train()
+    input_ids, mask = tiny_prompts(128, (9, 5))
+    draft = SpecAttnDraftModel.from_target(model)
+    call = {"input_ids": input_ids, "attention_mask": mask}
+    assert torch.equal(run(model, call, draft)[0].sequences, run(model, call, None)[0].sequences)
+    assert draft.last_speculation.reason is None
 
 
 def test_gaps_that_flash_attention_counts(target, monkeypatch):
