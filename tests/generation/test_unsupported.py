@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, Seq2SeqTrainer, Seq2SeqTrainingArguments, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
@@ -203,6 +203,43 @@ def test_arguments_that_would_not_reach_the_model(target):
     call = {"input_ids": tiny_prompts(128, (9,))[0], "output_router_logits": True}
     reason = "output_router_logits: .*Drop it"
     check_unsupported(lambda: target("qwen3_moe"), reason, call, NgramDraftModel)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [("llama", "labels"), ("mistral", "labels"), ("qwen3_5_text", "labels"), ("ctrl", "token_type_ids")],
+)
+@pytest.mark.parametrize("lengths", [(9,), (9, 9), (19, 5, 12)])
+def test_inputs_that_no_forward_gets(name, inputs, lengths):
+    """Neither in prompts of different lengths nor beside a mask or a state."""
+    model = tiny_target(name) if name in ("llama", "mistral") else build(name)
+    input_ids, mask = tiny_prompts(128, lengths)
+    call = {"input_ids": input_ids, "attention_mask": mask if name != "ctrl" else None, "do_sample": False}
+    call[inputs] = input_ids
+    draft = NgramDraftModel.from_target(model)
+    out, expected = run(model, call, draft)[0], run(model, call, None)[0]
+    assert torch.equal(out.sequences, expected.sequences)
+    assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards
+
+
+def test_prediction_of_seq2seq_trainer(tmp_path):
+    """It passes its labels to `generate`."""
+    pytest.importorskip("accelerate")
+    model = tiny_target("llama")
+    rows = [{"input_ids": ids, "labels": ids} for ids in (tiny_prompts(128, (size,))[0][0] for size in (9, 4, 13))]
+
+    def collate(batch):
+        padded = [nn.functional.pad(row["input_ids"], (13 - len(row["input_ids"]), 0)) for row in batch]
+        ids = torch.stack(padded)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids}
+
+    args = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, use_cpu=True, report_to="none")
+    trainer = Seq2SeqTrainer(model, args, data_collator=collate)
+    draft = NgramDraftModel.from_target(model)
+    options = {"max_new_tokens": 7, "pad_token_id": 0, "do_sample": False}
+    plain, drafted = (trainer.predict(rows, **options, **more) for more in ({}, {"assistant_model": draft}))
+    assert (plain.predictions == drafted.predictions).all() and plain.predictions.shape == (3, 20)
+    assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards
 
 
 def with_checkpointing():
