@@ -430,13 +430,13 @@ def check_weights(model: Any) -> None:
 
 
 def check_data(name: str, dataset: Any, encoder: DocumentEncoder) -> None:
-    """Refuse a dataset without rows, or without a column to train on."""
+    """Refuse a dataset without rows, or whose first row cannot be trained on."""
     if dataset is None or isinstance(dataset, dict):
         return
     first = next(iter(dataset), None) if not hasattr(dataset, "__len__") or len(dataset) else None
     if first is None:
         raise ValueError(f"{name} has no rows: check its path, split and filters.")
-    encoder.check(list(first))
+    encoder(first)
 
 
 def last_complete_checkpoint(folder: str | Path) -> str:
