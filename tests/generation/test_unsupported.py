@@ -15,6 +15,7 @@ from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_tokenizers import byte_tokenizer
 from tests.user_objects import Recorder
 
 OPTIONS = {"max_new_tokens": 7, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
@@ -240,6 +241,38 @@ def test_prediction_of_seq2seq_trainer(tmp_path):
     plain, drafted = (trainer.predict(rows, **options, **more) for more in ({}, {"assistant_model": draft}))
     assert (plain.predictions == drafted.predictions).all() and plain.predictions.shape == (3, 20)
     assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards
+
+
+@pytest.mark.parametrize("lengths", [(6,), (6, 4)])
+def test_healed_prompts_of_another_length(lengths):
+    """Plain `generate` keeps the mask and the positions of the prompts before; in the same length the draft is used."""
+    tokenizer = byte_tokenizer(texts=["hello there, the other world"] * 20)
+    tokenizer.bos_token, tokenizer.padding_side = "<bos>", "left"
+    model = tiny_target("llama", vocab_size=len(tokenizer))
+    reason = "token_healing=True has changed the length of the prompts.*Call model.heal_tokens first"
+    for spaces in (0, 2):
+        texts = ["hello th" + " " * spaces, "the o"][: len(lengths)]
+        call = {**tokenizer(texts, return_tensors="pt", padding=True), "token_healing": True, "tokenizer": tokenizer}
+        call.pop("token_type_ids", None)
+        if spaces:
+            check_unsupported(lambda: model, reason, call)
+        else:
+            draft = NgramDraftModel.from_target(model)
+            drafted, plain = (run(model, call, one, do_sample=False)[0] for one in (draft, None))
+            assert torch.equal(drafted.sequences, plain.sequences) and draft.last_speculation.reason is None
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_no_tokens_after_a_full_cache(target, is_masked):
+    """Plain `generate` fails too, in a forward over no token."""
+    model, (input_ids, mask) = target("llama"), tiny_prompts(128, (9,))
+    draft = NgramDraftModel.from_target(model)
+    refusals = (None, RuntimeError, "0 elements"), (draft, ValueError, r"input_ids has shape \(1, 0\)")
+    for one, error, message in refusals:
+        call = {"input_ids": input_ids[:, :0], CACHE_NAME: filled(model, DynamicCache(config=model.config), 9)}
+        with pytest.raises(error, match=message):
+            run(model, call | ({"attention_mask": mask} if is_masked else {}), one)
+    assert draft.last_speculation is None
 
 
 def with_checkpointing():
