@@ -179,6 +179,25 @@ class StructuredOutput(LogitsProcessor):
             self._positions[row] = Position(self.vocabulary, self.grammar)
         return self._positions[row]
 
+    def after(self, row: int, text: Sequence[int], drafted: Sequence[int] = ()) -> Position | None:
+        """Return the parser of a row after its text and drafted tokens; `None` where any token may follow.
+
+        That is the case after an end token, which completes the structure and need not end the text, and after drafted
+        tokens that the structure does not allow.
+
+        Raises:
+            ValueError: If the text does not follow the structure.
+        """
+        if not self.ends.isdisjoint((*text, *drafted)):
+            return None
+        position = self.position(row)
+        if not position.seek(text):
+            raise ValueError(
+                f"the text of row {row} does not follow the structure, as another logits processor or setting chose a "
+                "token that is not allowed. Pass StructuredOutput last, and no forced tokens."
+            )
+        return position if position.seek([*text, *drafted]) else None
+
     def bits(self, count: int) -> torch.Tensor:
         """Return masks `(count, words)` on the host that allow every token."""
         return torch.full((count, -(-self.vocabulary.vocab_size // 32)), -1, dtype=torch.int32)
@@ -187,13 +206,7 @@ class StructuredOutput(LogitsProcessor):
         """Return `scores` `(batch, vocab)` with -inf for tokens that may not follow `input_ids` `(batch, length)`."""
         texts, bits = input_ids[:, self._start_of(input_ids) :].tolist(), self.bits(len(input_ids))
         for row, text in enumerate(texts):
-            if self.ends.isdisjoint(text):  # else it is complete, and padding follows
-                position = self.position(row)
-                if not position.seek(text):
-                    raise ValueError(
-                        f"the text of row {row} does not follow the structure, as another logits processor or setting "
-                        "chose a token that is not allowed. Pass StructuredOutput last, and no forced tokens."
-                    )
+            if position := self.after(row, text):
                 position.fill(bits[row])
         return only_allowed(scores, bits)
 

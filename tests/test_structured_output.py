@@ -139,6 +139,34 @@ def test_texts_under_a_structure(kind, target, name, lengths):
     check(model, draft_of(kind, model), lambda: structure(name), name, lengths)
 
 
+class Alone(LogitsProcessor):
+    """A structure that the loop knows as any processor, so that it is called and nothing else."""
+
+    def __init__(self, structure):
+        self.structure = structure
+
+    def __call__(self, input_ids, scores):
+        return self.structure(input_ids, scores)
+
+
+@pytest.mark.parametrize("kind", ["longspec_grammar", "longspec_ngram", "longspec", "specattn", "longspec_assistant"])
+@pytest.mark.parametrize("eos", [None, VOCAB - 1])
+def test_text_after_the_end_of_a_structure_is_free(kind, eos):
+    """Where the end token of the structure does not end the text; the structure could go on in its place."""
+    model = target_of("llama")
+    plain, draft = PlainDraftModel.from_target(model), draft_of(kind, model)
+    more = {"regex": "[ab](ab)*", "eos_token_id": END}
+    options = {"eos_token_id": eos, "max_new_tokens": 30, "lengths": (9, 2, 5)}
+    for beside, do_sample in ((None, False), (plain, True)):
+        texts = [
+            generate(model, one, [make(StructuredOutput(TOKENIZER, **more))], do_sample=do_sample, top_k=0, **options)
+            for one, make in ((beside, Alone), (draft, lambda one: one))
+        ]
+        assert texts[0].tolist() == texts[1].tolist()
+        assert draft.last_speculation.num_forwards, draft.last_speculation.reason
+        assert any(len(set(row[row.index(END) :])) > 3 for row in texts[0].tolist() if END in row)
+
+
 BATCHED = [None, "longspec_grammar", "longspec_ngram", "specattn"]
 BATCHED = [(kind, {}) for kind in BATCHED] + soaked((kind, {}) for kind in DRAFTS if kind not in BATCHED)
 BATCHED += soaked([("longspec_assistant", {"window": None})])

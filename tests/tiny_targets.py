@@ -147,6 +147,14 @@ def tiny_target(
     return model.to(dtype).eval()
 
 
+def unpacked(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a float model with the flags that transformers leaves on one from a GGUF file that it has unpacked."""
+    quantization = {"quant_method": "gguf", "dequantize": True}
+    model.is_quantized, model.quantization_method = True, "gguf"
+    model.config.quantization_config = quantization
+    return model
+
+
 def tiny_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """`input_ids` and `attention_mask` of random prompts of these lengths without special tokens, padded on the left.
 

@@ -151,12 +151,19 @@ class Call:
 
     def why_not(self) -> str | None:
         """Return why this call cannot be decoded with the draft, and what to do; `None` if it can."""
+        if (reason := why_not_in_training(self.target.model)) is not None:  # before a trial draws random numbers
+            return reason
         if foreign := foreign_methods(self.target.model):
             return (
                 f"{', '.join(foreign)}: what is not of transformers may decode otherwise, and drafts do not run it. "
                 "Use that of transformers."
             )
         self._refuse_unsupported()
+        if not self.input_ids.shape[1] and self.model_kwargs.get("inputs_embeds") is None:
+            raise ValueError(
+                f"input_ids has shape {tuple(self.input_ids.shape)}, expected at least one token, which plain generate "
+                "needs, too. Pass the whole text, or leave its last token out of the cache."
+            )
         if (reason := why_not_begun(self.tokens, self.config, self.model_kwargs)) is not None:
             return reason
         self._refuse_mask()
@@ -179,7 +186,6 @@ class Call:
     def _refuse_unsupported(self) -> None:
         """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""
         refuse_target(self.target, type(self.draft), self.max_length)
-        _refuse_training_mode(self.target.model)
         if (reason := _why_not_fixed(self.target, mode := self.draft.setting("compile"))) is not None:
             raise ValueError(f"compile={mode!r} is not supported with {reason}. Set compile='off'.")
         self._check_draft()
@@ -408,14 +414,20 @@ def _why_not_fixed(target: TargetView, mode: str) -> str | None:
 
 def why_not_begun(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
     """Return why the loop has no prompts or results as these arguments ask for, and what to do; `None` if it has."""
-    if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
+    if model_kwargs.get("inputs_embeds") is not None:
         return "inputs_embeds is not supported with a draft. Pass input_ids."
     if not model_kwargs.get("use_cache", True):
         return "use_cache=False is not supported with a draft. Drop the argument."
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name) and config.return_dict_in_generate:
             return f"{name}=True is not supported with a draft. Run the model once on out.sequences to get them."
-    mask = model_kwargs.get("attention_mask")
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    widths = {one.shape[-1] for one in (mask, positions) if one is not None}
+    if config.token_healing and widths - {input_ids.shape[1]}:
+        return (
+            "token_healing=True has changed the length of the prompts, and plain generate keeps the mask and the "
+            "positions of those before. Call model.heal_tokens first, and pass its tokens with a mask of their own."
+        )
     empty = [] if mask is None else (mask == 0).all(-1).nonzero().flatten().tolist()
     if empty:
         return (
@@ -443,8 +455,8 @@ def refuse_target(target: TargetView, draft: type, max_length: int | None = None
         )
 
 
-def _refuse_training_mode(model: PreTrainedModel) -> None:
-    """Refuse what a model does in training mode only: activation checkpointing and dropout.
+def why_not_in_training(model: PreTrainedModel) -> str | None:
+    """Return what a model does in training mode only, activation checkpointing or dropout, and what to do, or `None`.
 
     All modules are read, as an adapter that is added to a model in eval mode is in training mode.
     """
@@ -452,8 +464,8 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
         if not module.training:
             continue
         if model.training and getattr(module, "gradient_checkpointing", False):
-            raise ValueError(
-                "the model is in training mode with activation checkpointing, which disables the cache. Call "
+            return (
+                "the model is in training mode with activation checkpointing, which may disable the cache. Call "
                 "model.eval() first."
             )
         for part in (module, *module.children()):  # gpt2 reads the rate of its dropout module by its own mode
@@ -461,10 +473,11 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
             for name, value in vars(part).items():
                 is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in kind)
                 if is_rate and type(value) in (int, float) and value > 0:
-                    raise ValueError(
+                    return (
                         f"the model is in training mode with dropout ({kind}, {name}={value}), so drafted tokens "
                         "cannot be verified. Call model.eval() first."
                     )
+    return None
 
 
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:

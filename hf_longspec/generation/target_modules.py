@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -161,6 +162,26 @@ def before_forward(module: nn.Module, hook: Callable[[Any, dict[str, Any]], Any]
         return None if kwargs is None else found
 
     return module.register_forward_pre_hook(call, with_kwargs=True)
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether some weights of a model are in fewer bits, as its tensors show.
+
+    Flags of loading do not: transformers leaves them on a model whose weights it has unpacked.
+    """
+    if any(hasattr(module, "_packed_params") for module in model.modules()):  # torch's dynamic int8
+        return True
+    return any(map(_is_packed, chain(model.parameters(), model.buffers())))
+
+
+def _is_packed(tensor: Any) -> bool:
+    """Return whether a tensor holds packed integers or small floats, or is of a class that makes floats of them."""
+    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    if hasattr(tensor, "__tensor_flatten__"):
+        return True
+    if tensor.dtype.is_floating_point:
+        return bool(tensor.dtype.itemsize < 2)
+    return tensor.dim() > 1 and tensor.dtype not in (torch.bool, torch.int64)  # masks and indices
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """Training data: documents and token streams become rows, and rows become batches."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -14,6 +17,9 @@ from .frozen_target import padded_states
 
 IGNORED = -100  # a label that is not trained on, as in transformers
 DOCUMENTS_PER_BATCH = 1000
+# Columns beside a conversation that decide its text, and what chat templates know without naming it.
+TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def document_ids(tokenizer: Any, text: str) -> list[int]:
@@ -60,15 +66,33 @@ class DocumentEncoder:
             raise ValueError("a dataset of texts needs a tokenizer: pass processing_class=tokenizer.")
         if self.text_column in columns and self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-text token to append to a text: set tokenizer.eos_token.")
+        if self.text_column not in columns:
+            for name in TEMPLATE_COLUMNS:
+                if name in columns and not self._names(name):
+                    raise ValueError(
+                        f"the dataset has the column {name}, and the chat template does not name it, so conversations "
+                        "would be written without it. Remove the column, or set tokenizer.chat_template."
+                    )
 
     def _text(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.tensor(document_ids(self.tokenizer, row[self.text_column]))
         return tokens, tokens
 
     def _conversation(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        encoded = self.tokenizer.apply_chat_template(
-            row[self.messages_column], tokenize=True, return_dict=True, return_assistant_tokens_mask=self.assistant_only
-        )
+        messages = row[self.messages_column]
+        self._check_messages(messages)
+        beside = {name: row[name] for name in TEMPLATE_COLUMNS if row.get(name)}
+        beside = {name: json.loads(value) if isinstance(value, str) else value for name, value in beside.items()}
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=self.assistant_only, **beside
+            )
+        except TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"the chat template refuses a conversation of the roles {roles}: {error}. Change the rows, or set "
+                "tokenizer.chat_template."
+            ) from error
         tokens = torch.tensor(encoded["input_ids"])
         if not self.assistant_only:
             return tokens, tokens
@@ -79,6 +103,31 @@ class DocumentEncoder:
                 "messages between {% generation %} and {% endgeneration %}, or set assistant_only=False."
             )
         return tokens, tokens.masked_fill(~is_assistant, IGNORED)
+
+    def _check_messages(self, messages: Sequence[Any]) -> None:
+        """Refuse what a chat template would leave out: other keys and roles than it names."""
+        for message in messages:
+            keys = sorted(message) if isinstance(message, Mapping) else message
+            if not isinstance(message, Mapping) or "role" not in keys or not {"content", "tool_calls"} & message.keys():
+                raise ValueError(
+                    f"{self.messages_column} has a message {keys!r}, expected the keys role and content. Rename them, "
+                    "as in {'role': 'user', 'content': message['value']}."
+                )
+            if (role := message["role"]) not in ROLES and not self._names(role):
+                raise ValueError(
+                    f"{self.messages_column} has the role {role!r}, expected one of {', '.join(ROLES)}, or one that "
+                    "the chat template names. Rename it."
+                )
+            for key in sorted(message.keys() - {"role", "content"}):
+                if message[key] and not self._names(key):
+                    raise ValueError(
+                        f"{self.messages_column} has a message with {key}, which the chat template does not name, so "
+                        "it would not be written. Remove the key, or set tokenizer.chat_template."
+                    )
+
+    def _names(self, word: Any) -> bool:
+        """Return whether a word stands in the chat template."""
+        return re.search(rf"\b{re.escape(str(word))}\b", str(self.tokenizer.chat_template)) is not None
 
 
 # Most rows of a dataset that are counted.

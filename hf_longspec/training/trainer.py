@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from ..generation.target import TargetView
-from ..generation.target_modules import TargetEnds, final_norm_of
+from ..generation.target_modules import TargetEnds, final_norm_of, is_quantized
 from ..modeling.base import DraftModel
 from ..modeling.register_draft import DRAFTS
 from .arguments import DraftTrainingArguments
@@ -301,7 +301,7 @@ class DraftTrainer(Trainer):
         self._loss_shifts_labels = True
         # accelerator.prepare_model does not move it under FSDP, and under mixed precision it replaces the forward of
         # the user's model for good
-        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
+        if getattr(target, "hf_device_map", None) is None and not is_quantized(target):
             target.to(args.device)
         # counted since the last log
         self.counts = torch.zeros(self.method.count_shape, dtype=torch.float64, device=args.device)
@@ -430,13 +430,13 @@ def check_weights(model: Any) -> None:
 
 
 def check_data(name: str, dataset: Any, encoder: DocumentEncoder) -> None:
-    """Refuse a dataset without rows, or without a column to train on."""
+    """Refuse a dataset without rows, or whose first row cannot be trained on."""
     if dataset is None or isinstance(dataset, dict):
         return
     first = next(iter(dataset), None) if not hasattr(dataset, "__len__") or len(dataset) else None
     if first is None:
         raise ValueError(f"{name} has no rows: check its path, split and filters.")
-    encoder.check(list(first))
+    encoder(first)
 
 
 def last_complete_checkpoint(folder: str | Path) -> str:

@@ -221,41 +221,6 @@ class TestWhatWouldHaveNoEffect:
         run = plain_run(model, (9,), max_new_tokens=4)
         assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
 
-    def test_activation_checkpointing(self):
-        model = tiny_target("llama").train()
-        # its name before transformers 5.23
-        getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))()
-        draft = PlainDraftModel.from_target(model)
-        refused(model, draft, r"activation checkpointing.*model.eval\(\) first")
-        inputs, mask = tiny_prompts(128, (9,))
-        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-        model.eval()  # where it changes nothing
-        assert model.generate(inputs, assistant_model=draft, **options).tolist() == (
-            model.generate(inputs, **options).tolist()
-        )
-
-    @pytest.mark.parametrize(
-        ("make", "rate"),
-        [
-            (lambda: tiny_target("llama", attention_dropout=0.1), r"\(LlamaAttention, attention_dropout=0.1"),
-            (lambda: tiny_target("mixtral", router_jitter_noise=0.2), r"\(MixtralSparse\w+, jitter_noise=0.2"),
-            (lambda: build("gpt2"), r"\(Dropout, p=0.1"),
-        ],
-    )
-    def test_dropout(self, make, rate):
-        """By its name, and in training mode only: `generate` leaves the mode of a model as it is."""
-        model = make().train()
-        inputs, mask = tiny_prompts(128, (9, 5))
-        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-        refused(model, PlainDraftModel.from_target(model), rf"{rate}\).*model.eval\(\)")
-        model.eval()
-        expected = model.generate(inputs, **options)
-        for module in model.modules():
-            vars(module).update(dict.fromkeys({"attention_dropout", "jitter_noise", "p"} & vars(module).keys(), 0.0))
-        model.train()
-        draft = SpecAttnDraftModel.from_target(model)
-        assert torch.equal(model.generate(inputs, assistant_model=draft, **options), expected)
-
     @pytest.mark.soak
     def test_a_compiled_forward_gives_out_no_hidden_state(self):
         """Drafts that read it are refused; others work."""

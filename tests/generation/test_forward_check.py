@@ -14,7 +14,7 @@ from hf_longspec.generation.wing import LayerTraits
 from hf_longspec.generation.wings import forward_check
 from hf_longspec.generation.wings.trial import HybridMode
 from tests.rounding import rounding
-from tests.tiny_targets import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
+from tests.tiny_targets import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target, unpacked
 from tests.tiny_targets import generate as generate_text
 
 ONE, RAGGED = (21,), (3, 33, 13)
@@ -112,6 +112,11 @@ def test_wrong_models_are_refused(kind, lengths, blind):
     for _ in range(2):  # a refusal is not forgotten
         with pytest.raises(ValueError, match=rf"{kind.__name__} cannot be verified: .* by up to \d.* 0\.0\d+"):
             generate(model, lengths)
+
+
+def test_flags_of_weights_that_were_unpacked_make_nothing_right(blind):
+    with pytest.raises(ValueError, match="IgnoresPositions cannot be verified"):
+        generate(unpacked(as_class(IgnoresPositions)))
 
 
 @pytest.mark.parametrize(("name", "lengths"), [("mistral", ONE), ("gemma3", RAGGED)])

@@ -6,6 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
 
 from hf_longspec import LongSpecDraftModel
@@ -16,6 +18,7 @@ from hf_longspec.generation.target_modules import (
     TargetParts,
     attention_layers,
     final_norm_of,
+    is_quantized,
     keywords_forwarded,
     last_full_layer,
     layers_dropping_keywords,
@@ -24,7 +27,7 @@ from hf_longspec.generation.target_modules import (
 )
 from tests.robustness.enumeration import build
 from tests.robustness.test_threads import in_threads
-from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target
+from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target, unpacked
 
 ROTARY_TARGETS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
 LENGTH = 13
@@ -276,3 +279,47 @@ class TestLayersThatKeepKeywords:
             in_threads(lambda: other.extend(self.seen(model, tree="other")))
             assert set(self.seen(model, tree="mine")) == {"mine"}
         assert set(other) == {"other"}
+
+
+class Bytes(nn.Linear):
+    """Weights as bitsandbytes keeps them."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.weight = nn.Parameter(torch.zeros(32, 1, dtype=torch.uint8), requires_grad=False)
+
+
+class Words(nn.Module):
+    """Weights as AutoGPTQ keeps them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(1, 8, dtype=torch.int32))
+
+
+def of_a_class():
+    """Weights as torchao keeps them: a tensor of a class of its own, which says that it is of float32."""
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach()), requires_grad=False)
+    return layer
+
+
+PACKED = {
+    "bytes": Bytes,
+    "words": Words,
+    "float8": lambda: nn.Linear(8, 8).to(torch.float8_e4m3fn).requires_grad_(False),
+    "tensors of a class": of_a_class,
+    "torch": lambda: torch.ao.nn.quantized.dynamic.Linear(8, 8),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_quantized_weights_are_found(name):
+    model = tiny_target("llama")
+    model.model.layers[1].mlp.up_proj = PACKED[name]()
+    assert is_quantized(model)
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+def test_weights_of_floats_are_not_quantized(target, name):
+    assert not is_quantized(target(name)) and not is_quantized(unpacked(tiny_target(name)).to(torch.bfloat16))

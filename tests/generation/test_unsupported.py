@@ -5,14 +5,17 @@ import re
 
 import pytest
 import torch
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from torch import nn
+from transformers import DynamicCache, QuantizedCache, Seq2SeqTrainer, Seq2SeqTrainingArguments, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
-from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
+from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_tokenizers import byte_tokenizer
 from tests.user_objects import Recorder
 
 OPTIONS = {"max_new_tokens": 7, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
@@ -201,6 +204,136 @@ def test_arguments_that_would_not_reach_the_model(target):
     call = {"input_ids": tiny_prompts(128, (9,))[0], "output_router_logits": True}
     reason = "output_router_logits: .*Drop it"
     check_unsupported(lambda: target("qwen3_moe"), reason, call, NgramDraftModel)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [("llama", "labels"), ("mistral", "labels"), ("qwen3_5_text", "labels"), ("ctrl", "token_type_ids")],
+)
+@pytest.mark.parametrize("lengths", [(9,), (9, 9), (19, 5, 12)])
+def test_inputs_that_no_forward_gets(name, inputs, lengths):
+    """Neither in prompts of different lengths nor beside a mask or a state."""
+    model = tiny_target(name) if name in ("llama", "mistral") else build(name)
+    input_ids, mask = tiny_prompts(128, lengths)
+    call = {"input_ids": input_ids, "attention_mask": mask if name != "ctrl" else None, "do_sample": False}
+    call[inputs] = input_ids
+    draft = NgramDraftModel.from_target(model)
+    out, expected = run(model, call, draft)[0], run(model, call, None)[0]
+    assert torch.equal(out.sequences, expected.sequences)
+    assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards
+
+
+def test_prediction_of_seq2seq_trainer(tmp_path):
+    """It passes its labels to `generate`."""
+    pytest.importorskip("accelerate")
+    model = tiny_target("llama")
+    rows = [{"input_ids": ids, "labels": ids} for ids in (tiny_prompts(128, (size,))[0][0] for size in (9, 4, 13))]
+
+    def collate(batch):
+        padded = [nn.functional.pad(row["input_ids"], (13 - len(row["input_ids"]), 0)) for row in batch]
+        ids = torch.stack(padded)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids}
+
+    args = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, use_cpu=True, report_to="none")
+    trainer = Seq2SeqTrainer(model, args, data_collator=collate)
+    draft = NgramDraftModel.from_target(model)
+    options = {"max_new_tokens": 7, "pad_token_id": 0, "do_sample": False}
+    plain, drafted = (trainer.predict(rows, **options, **more) for more in ({}, {"assistant_model": draft}))
+    assert (plain.predictions == drafted.predictions).all() and plain.predictions.shape == (3, 20)
+    assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards
+
+
+@pytest.mark.parametrize("lengths", [(6,), (6, 4)])
+def test_healed_prompts_of_another_length(lengths):
+    """Plain `generate` keeps the mask and the positions of the prompts before; in the same length the draft is used."""
+    tokenizer = byte_tokenizer(texts=["hello there, the other world"] * 20)
+    tokenizer.bos_token, tokenizer.padding_side = "<bos>", "left"
+    model = tiny_target("llama", vocab_size=len(tokenizer))
+    reason = "token_healing=True has changed the length of the prompts.*Call model.heal_tokens first"
+    for spaces in (0, 2):
+        texts = ["hello th" + " " * spaces, "the o"][: len(lengths)]
+        call = {**tokenizer(texts, return_tensors="pt", padding=True), "token_healing": True, "tokenizer": tokenizer}
+        call.pop("token_type_ids", None)
+        if spaces:
+            check_unsupported(lambda: model, reason, call)
+        else:
+            draft = NgramDraftModel.from_target(model)
+            drafted, plain = (run(model, call, one, do_sample=False)[0] for one in (draft, None))
+            assert torch.equal(drafted.sequences, plain.sequences) and draft.last_speculation.reason is None
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_no_tokens_after_a_full_cache(target, is_masked):
+    """Plain `generate` fails too, in a forward over no token."""
+    model, (input_ids, mask) = target("llama"), tiny_prompts(128, (9,))
+    draft = NgramDraftModel.from_target(model)
+    refusals = (None, RuntimeError, "0 elements"), (draft, ValueError, r"input_ids has shape \(1, 0\)")
+    for one, error, message in refusals:
+        call = {"input_ids": input_ids[:, :0], CACHE_NAME: filled(model, DynamicCache(config=model.config), 9)}
+        with pytest.raises(error, match=message):
+            run(model, call | ({"attention_mask": mask} if is_masked else {}), one)
+    assert draft.last_speculation is None
+
+
+def with_checkpointing():
+    model = tiny_target("llama")
+    # its name before transformers 5.23
+    getattr(model, "activation_checkpointing_enable", getattr(model, "gradient_checkpointing_enable", None))()
+    return model
+
+
+def with_adapter():
+    """An adapter with dropout, which is in training mode where PEFT adds it to a model that is not."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.3, init_lora_weights=False)
+    return peft.get_peft_model(tiny_target("llama"), config).base_model.model.eval()
+
+
+TRAINED = {
+    "checkpointing": (with_checkpointing, "activation checkpointing"),
+    "llama": (lambda: tiny_target("llama", attention_dropout=0.3), r"\(LlamaAttention, attention_dropout=0.3"),
+    "mixtral": (lambda: tiny_target("mixtral", router_jitter_noise=0.2), r"\(MixtralSparse\w+, jitter_noise=0.2"),
+    "gpt2": (lambda: build("gpt2"), r"\(Dropout, p=0.1"),
+    "adapter": (with_adapter, r"\(Dropout, p=0.3"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_mode(name, monkeypatch):
+    """Found before a forward, which would draw random numbers; in eval mode nothing is found."""
+    make, reason = TRAINED[name]
+    input_ids, mask = tiny_prompts(128, (9, 5))
+    call = {"input_ids": input_ids, "attention_mask": mask}
+    model = make().eval()
+    draft = PlainDraftModel.from_target(model)
+    expected, out = (run(model, call, one)[0].sequences for one in (None, draft))
+    assert torch.equal(out, expected) and draft.last_speculation.reason is None
+
+    def trained():
+        copied = copy.deepcopy(model)
+        dropouts = [part for part in copied.modules() if isinstance(part, nn.Dropout)]
+        for part in dropouts if name == "adapter" else [copied]:
+            part.train()
+        return copied
+
+    reason += r".*Call model.eval\(\) first"
+    check_unsupported(trained, reason, call)
+    check_plain(trained, reason, call, PlainDraftModel, do_sample=True)
+    if name != "checkpointing":
+        assert not torch.equal(run(trained(), call, None)[0].sequences, expected)
+    monkeypatch.setattr(TargetView, "why_not", None)  # runs the model
+    run(trained(), call, draft)
+
+
+def test_no_dropout_in_training_mode():
+    """`generate` leaves the mode of a model as it is."""
+    model = tiny_target("llama").train()
+    input_ids, mask = tiny_prompts(128, (9, 5))
+    draft = SpecAttnDraftModel.from_target(model)
+    call = {"input_ids": input_ids, "attention_mask": mask}
+    assert torch.equal(run(model, call, draft)[0].sequences, run(model, call, None)[0].sequences)
+    assert draft.last_speculation.reason is None
 
 
 def test_gaps_that_flash_attention_counts(target, monkeypatch):

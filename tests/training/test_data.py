@@ -1,5 +1,8 @@
 """From datasets to rows and batches."""
 
+import copy
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -56,6 +59,64 @@ def test_a_template_without_marks_cannot_train_on_the_assistant_only(args, token
             DocumentEncoder(args, tokenizer)({"messages": [{"role": "assistant", "content": "yes"}]})
     finally:
         tokenizer.chat_template = unmarked
+
+
+STRICT = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('Users alone') }}{% endif %}{% endfor %}"
+WITH_TOOLS = "{% if tools %}{{ tools[0].name }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+GOOD = {"messages": [{"role": "user", "content": "hi"}]}
+SHARED = {"messages": [{"from": "human", "value": "hi"}]}
+TOOLS = [{"name": "look", "parameters": {}}]
+
+
+@pytest.fixture
+def templated(tokenizer):
+    """A tokenizer with another template."""
+
+    def make(template=None):
+        changed = copy.copy(tokenizer)
+        changed.chat_template = template or tokenizer.chat_template
+        return changed
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "match"),
+    [
+        (GOOD | {"tools": TOOLS}, None, "column tools.*the chat template does not name it.*Remove the column"),
+        (GOOD | {"documents": ["x"]}, None, "column documents"),
+        (GOOD | {"chat_template_kwargs": {"x": 1}}, None, "column chat_template_kwargs"),
+        (SHARED, None, r"messages.*\['from', 'value'\].*role and content.*Rename"),
+        (SHARED, STRICT, r"\['from', 'value'\]"),
+        ({"messages": ["hi"]}, None, "role and content"),
+        ({"messages": [{"role": "gpt", "content": "hi"}]}, None, "role 'gpt'.*assistant.*Rename"),
+        ({"messages": [{"role": "user", "content": "hi", "thinking": "h"}]}, None, "thinking.*does not name.*Remove"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, STRICT, "refuses.*assistant.*Users alone"),
+    ],
+)
+def test_conversations_that_the_template_would_not_write_are_refused(make_trainer, templated, row, template, match):
+    """Before training, also packed; under a template that writes nothing of them, and under one that fails."""
+    tokenizer = templated(template)
+    with pytest.raises(ValueError, match=match):
+        make_trainer(dataset=[row], tokenizer=tokenizer)
+    args = make_trainer(dataset=[GOOD], tokenizer=templated()).args
+    with pytest.raises(ValueError, match=match):
+        pack(datasets.Dataset.from_list([row]), tokenizer, args, 100)
+
+
+@pytest.mark.parametrize("kind", [list, json.dumps])
+def test_tools_are_passed_to_the_template(args, templated, kind):
+    encode = DocumentEncoder(args, templated(WITH_TOOLS))
+    assert templated().decode(encode(GOOD | {"tools": kind(TOOLS)})[0]) == "lookhi"
+    assert templated().decode(encode(GOOD | {"tools": None})[0]) == "hi"
+
+
+def test_keys_and_roles_that_the_template_names_are_written(args, templated):
+    template = "{% for m in messages %}{{ 'gpt' if m.role == 'gpt' }}{{ m.thinking }}{{ m.content }}{% endfor %}"
+    tokens, _ = DocumentEncoder(args, templated(template))(
+        {"messages": [{"role": "gpt", "content": "hi", "thinking": "I", "weight": None}], "id": 3}
+    )
+    assert templated().decode(tokens) == "gptIhi"
 
 
 def test_batches_are_padded_on_the_right(args):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hf_longspec import LongSpecDraftModel, SpecAttnDraftModel
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from hf_longspec.training.trainer import last_complete_checkpoint
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_prompts, tiny_target, unpacked
 
 
 def weights(model):
@@ -21,6 +21,16 @@ def refuse(match, make, **settings):
     with pytest.raises(ValueError, match=match) as caught:
         make(**settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_target_is_moved_unless_it_is_quantized(make_trainer, target, monkeypatch, is_packed):
+    """By its layers, as a flag stays when weights are unpacked."""
+    moved = []
+    monkeypatch.setattr(target, "to", moved.append)
+    unpacked(target).unused = torch.nn.Linear(2, 2).to(torch.float8_e4m3fn if is_packed else torch.float32)
+    trainer = make_trainer()
+    assert moved == [] if is_packed else moved == [trainer.args.device]
 
 
 class TestRefusals:

@@ -25,7 +25,7 @@ from ..cache import CACHE_NAME, SpeculativeCache
 from ..call import HOOKS, Call
 from ..draft_tree import DraftTree
 from ..target import TargetView
-from ..target_modules import attention_functions, plain_logits
+from ..target_modules import attention_functions, is_quantized, plain_logits
 from ..wing import FIRST_CHECKS, Wing
 from .hooks import bare, hooks_of, why_undeclared
 from .trial import TRIAL_TOLERANCE, rotary_state_kept
@@ -245,9 +245,7 @@ def _compare(
 
 def _computes_exactly(model: torch.nn.Module) -> bool:
     """Return whether the model computes in float32: no half precision, no quantised weights or activations, no TF32."""
-    if getattr(model, "is_quantized", False) or torch.get_float32_matmul_precision() != "highest":
-        return False
-    if any(hasattr(module, "_packed_params") for module in model.modules()):  # torch's dynamic int8
+    if is_quantized(model) or torch.get_float32_matmul_precision() != "highest":
         return False
     return all(weight.dtype in (torch.float32, torch.float64) for weight in model.parameters())
 

@@ -48,8 +48,7 @@ class GrammarRule(TokenRule):
         bits, asked = self.grammar.bits(batch_size * count), is_asked.tolist()
         for row, of_row in enumerate(paths.tolist()):
             for place, path in enumerate(of_row):
-                position = self.grammar.position(row)
-                if asked[row][place] and position.seek([*self.sequences.generated[row], *path]):
+                if asked[row][place] and (position := self.grammar.after(row, self.sequences.generated[row], path)):
                     position.fill(bits[row * count + place])
         self._count(started, batch_size * count)
         return self._masked(logits, bits)
@@ -87,10 +86,8 @@ def reached(
     grammar: Any, sequences: Any, row: int, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[int]
 ) -> Iterator[tuple[int, Any]]:
     """Yield the nodes of a row's tree that the grammar allows, with a parser after each of them."""
-    if not sequences.done[row]:
-        position = grammar.position(row)
-        if position.seek(sequences.generated[row]):
-            yield from ((node, position) for node in position.tour(tokens, parents, valid, grammar.ends))
+    if not sequences.done[row] and (position := grammar.after(row, sequences.generated[row])):
+        yield from ((node, position) for node in position.tour(tokens, parents, valid, grammar.ends))
 
 
 def make_room(drafter: Any, count: int) -> None:

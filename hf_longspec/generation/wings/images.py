@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,14 +33,30 @@ from .hooks import bare
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
-def inputs_beside_tokens(target: TargetView, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+def inputs_beside_tokens(call: Call) -> dict[str, Any]:
     """Keyword arguments that the model would get from plain `generate`, and would use; empty for text alone."""
-    inputs = {name: value for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS}
+    target = call.target
+    inputs = {name: value for name, value in call.model_kwargs.items() if name not in KNOWN_MODEL_KWARGS}
     if all(outputs is None for outputs in (inputs.get("mm_encoder_outputs") or {}).values()):
         inputs["mm_encoder_outputs"] = None  # what generate() made of pixels and the like, and here there were none
     inputs = {name: value for name, value in inputs.items() if value is not None}
+    inputs = {name: value for name, value in inputs.items() if not is_dropped(call, name)}
     are_text = (name in TOKEN_TYPES and not value.any() and target.ignores(name) for name, value in inputs.items())
     return {} if all(are_text) else inputs
+
+
+def is_dropped(call: Call, name: str) -> bool:
+    """Return whether plain `generate` drops an input before the first forward, as it does with `labels`."""
+    prepare = partial(call.target.model.prepare_inputs_for_generation, call.input_ids, is_first_iteration=True)
+    passed = prepare(**call.model_kwargs)
+    if name in passed:
+        return False
+    others = prepare(**{key: value for key, value in call.model_kwargs.items() if key != name})
+    return passed.keys() == others.keys() and all(_is_same(passed[key], others[key]) for key in passed)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, torch.Tensor) and torch.equal(one, other))
 
 
 def names_of(inputs: dict[str, Any]) -> str:
@@ -207,7 +223,7 @@ class Inputs(Wing):
 
     def change(self, call: Call) -> None:
         """Read the inputs, and check positions on several axes, which `generate` makes for M-RoPE."""
-        call.inputs = inputs_beside_tokens(call.target, call.model_kwargs)
+        call.inputs = inputs_beside_tokens(call)
         call.read_as(PromptsWithInputs)
         positions = call.position_ids
         if positions is not None and positions.dim() == 3 and positions.shape[-1] == call.tokens.shape[1]:

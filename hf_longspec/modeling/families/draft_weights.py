@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ...generation.target_modules import is_quantized
+
 logger = logging.get_logger(__name__)
 
 BITS = {"int8": 8, "int4": 4}
@@ -108,7 +110,7 @@ def rounded_layers(target: PreTrainedModel, bits: int) -> Iterator[tuple[str, nn
 def why_not_rounded(target: PreTrainedModel, weights: str) -> str | None:
     """Return why the weights of a target cannot be rounded, and what to do; `None` if they can."""
     rule = f"draft_weights={weights!r}"
-    if getattr(target, "is_quantized", False):
+    if is_quantized(target):
         return f"{rule}: the weights of this target are quantized already. Set draft_weights=None."
     layers = [layer for _, layer in rounded_layers(target, BITS[weights])]
     if not layers:

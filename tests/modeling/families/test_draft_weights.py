@@ -13,7 +13,7 @@ from hf_longspec.modeling.families import draft_weights
 from hf_longspec.modeling.families.draft_weights import LowBitLinear, rounded_copy
 from tests.pairwise import few
 from tests.robustness.enumeration import build
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_prompts, tiny_target, unpacked
 
 # Sizes that the kernels for 4 bits take.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -166,10 +166,22 @@ def test_another_copy_is_made_when_weights_change(target):
 
 
 def quantized(model):
-    model.is_quantized = True
-    return model
+    """With torch's own kind of quantised layers, without a flag."""
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
 
 
+def test_weights_that_were_unpacked_are_rounded():
+    """The flags of a loaded file say nothing of the layers."""
+    model = unpacked(tiny_target("llama", **SIZES))
+    draft = SpecAttnDraftModel.from_target(model, draft_weights="int4", **FREE)
+    ids, mask = tiny_prompts(128, [40])
+    how = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    assert torch.equal(model.generate(ids, assistant_model=draft, **how), model.generate(ids, **how))
+    assert isinstance(draft.weights_for(model).model.layers[0].mlp.up_proj, LowBitLinear)
+
+
+# the successor of torch's own quantization is another package
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "sizes", "weights", "change", "message"),
     [
