@@ -6,6 +6,9 @@ The lists are in user_*.py and target_*.py; each entry meets several kinds of dr
 import copy
 import functools
 import itertools
+import multiprocessing
+import subprocess
+import sys
 
 import pytest
 
@@ -122,7 +125,7 @@ def check_processors(name, kind, how, do_sample):
         assert draft.last_speculation.num_draft_tokens > 0, draft.last_speculation.reason
 
 
-@pytest.mark.parametrize(("name", "kind", "how", "do_sample"), turned(PROCESSORS))
+@pytest.mark.parametrize(("name", "kind", "how", "do_sample"), list(turned(PROCESSORS)))
 def test_processors(name, kind, how, do_sample):
     """Greedy text is that of stock `generate`, sampled text that of the plain loop at an equal seed."""
     check_processors(name, kind, how, do_sample)
@@ -196,7 +199,7 @@ def check_hooks(name, kind, how, do_sample):
         assert entry.is_lie or "stateless" in used.reason
 
 
-@pytest.mark.parametrize(("name", "kind", "how", "do_sample"), turned(HOOKS))
+@pytest.mark.parametrize(("name", "kind", "how", "do_sample"), list(turned(HOOKS)))
 def test_hooks(name, kind, how, do_sample):
     """A hook of a library, and one that truly says that it has no state, is used with a draft; no other is."""
     check_hooks(name, kind, how, do_sample)
@@ -278,7 +281,7 @@ def cases_of_changes():
             yield pytest.param(name, kind, *way, marks=marks, id="-".join((name, kind, *way)))
 
 
-@pytest.mark.parametrize(("name", "kind", "how", "when"), cases_of_changes())
+@pytest.mark.parametrize(("name", "kind", "how", "when"), list(cases_of_changes()))
 def test_changes(name, kind, how, when):
     check_changes(name, kind, how, when)
 
@@ -306,3 +309,35 @@ def test_changes_are_made_again_as_they_were(name):
     for how, when in itertools.product(CALLS, ("fresh", "after")):
         assert changed(name, None, how, when) == changed(name, None, how, when)
     assert text_of(model_of("llama"), None, "single", False) == bare_text("single")
+
+
+def check_subclass(override):
+    """A model whose class is the user's from the beginning."""
+    base = model_of("llama")
+    name = override.__name__
+    mine = type("Mine", (type(base),), {name: override(getattr(type(base), name))})
+    model = mine(copy.deepcopy(base.config)).eval()
+    model.load_state_dict(base.state_dict())
+    expected, draft = text_of(model, None, "single", False), draft_for("tree", model)
+    draft.hints = [row[max(CALLS["single"][0]) :] for row in expected]
+    check_same(expected, text_of(model, draft, "single", False), draft)
+
+
+def check_fresh_processes():
+    """Check changes and classes, each in a process that has made no model yet."""
+    jobs = {name: functools.partial(check_changes, name, "tree", "single", "fresh") for name in CHANGES}
+    jobs |= {f"class with {one.__name__}": functools.partial(check_subclass, one) for one in target_patches.METHODS}
+    failed = []
+    for name, job in jobs.items():
+        process = multiprocessing.get_context("fork").Process(target=job)
+        process.start()
+        process.join()
+        failed += [name] * bool(process.exitcode)
+    assert not failed, failed
+
+
+@pytest.mark.soak
+def test_changes_in_fresh_processes():
+    code = "from tests.robustness.test_users_code import check_fresh_processes; check_fresh_processes()"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
