@@ -157,19 +157,11 @@ def window_of_a_module(model):
         layer.self_attn.sliding_window = 3
 
 
-@kind
+@kind(has_effect=False)
 def window_of_a_module_without(model):
-    """A window that the class does not know, in a forward of a user."""
-
-    def windowed(self, *args, attention_mask=None, **kwargs):
-        hidden = kwargs["hidden_states"]
-        return modeling_llama.LlamaAttention.forward(
-            self, *args, attention_mask=attention_mask, **(kwargs | {"hidden_states": by_size(hidden)})
-        )
-
+    """An attribute that the class does not know."""
     for layer in model.model.layers:
         layer.self_attn.sliding_window = 3
-        subclass(layer.self_attn, forward=windowed)
 
 
 def _config_with(model: Any, **rope: Any) -> Any:
