@@ -20,7 +20,6 @@ from transformers.models.llama import modeling_llama
 from tests.tiny_targets import tiny_target
 
 VOCAB = 32
-BOTH = ("fresh", "after")
 DIRECTION = torch.linspace(-1, 1, 64) * 4
 
 
@@ -31,15 +30,13 @@ class Entry:
     Attributes:
         change: Makes it to a model; returns what takes back what is not on the model, or `None`.
         name: Architecture of the target, of `tests/tiny_targets.py`.
-        settings: Its settings.
-        when: Before any call of the model with a draft, after one, or both.
+        settings: Its settings, names and values.
         has_effect: Whether the text of a single prompt is another one; `None` if it may be.
     """
 
     change: Any
     name: str = "llama"
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    when: tuple[str, ...] = BOTH
+    settings: tuple[tuple[str, Any], ...] = ()
     has_effect: bool | None = True
 
 
@@ -217,7 +214,7 @@ def tied_head(model):
     model.model.embed_tokens.weight = model.lm_head.weight
 
 
-@kind(settings={"tie_word_embeddings": True})
+@kind(settings=(("tie_word_embeddings", True),))
 def untied_head(model):
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.flip(0).clone())
 

@@ -33,6 +33,9 @@ def put(owner: Any, name: str, value: Any) -> Any:
     return lambda: setattr(owner, name, before)
 
 
+EAGER = (("attn_implementation", "eager"),)
+
+
 # Classes and functions of the modeling file, and calls of modules.
 
 
@@ -94,7 +97,7 @@ def harmless_rotation_patched(model):
     return put(modeling_llama, "apply_rotary_pos_emb", patched)
 
 
-@kind(settings={"attn_implementation": "eager"})
+@kind(settings=EAGER)
 def eager_attention_patched(model):
     eager = modeling_llama.eager_attention_forward
 
@@ -104,7 +107,7 @@ def eager_attention_patched(model):
     return put(modeling_llama, "eager_attention_forward", patched)
 
 
-@kind(settings={"attn_implementation": "eager"})
+@kind(settings=EAGER)
 def repeated_keys_patched(model):
     repeat = modeling_llama.repeat_kv
     return put(modeling_llama, "repeat_kv", lambda states, count: repeat(states.flip(1), count))
@@ -154,19 +157,11 @@ def window_of_a_module(model):
         layer.self_attn.sliding_window = 3
 
 
-@kind
+@kind(has_effect=False)
 def window_of_a_module_without(model):
-    """A window that the class does not know, in a forward of a user."""
-
-    def windowed(self, *args, attention_mask=None, **kwargs):
-        hidden = kwargs["hidden_states"]
-        return modeling_llama.LlamaAttention.forward(
-            self, *args, attention_mask=attention_mask, **(kwargs | {"hidden_states": by_size(hidden)})
-        )
-
+    """An attribute that the class does not know."""
     for layer in model.model.layers:
         layer.self_attn.sliding_window = 3
-        subclass(layer.self_attn, forward=windowed)
 
 
 def _config_with(model: Any, **rope: Any) -> Any:
@@ -279,7 +274,7 @@ def eager_attention(model):
     model.set_attn_implementation("eager")
 
 
-@kind(settings={"attn_implementation": "eager"}, has_effect=False)
+@kind(settings=EAGER, has_effect=False)
 def sdpa_attention(model):
     model.config._attn_implementation = "sdpa"
 

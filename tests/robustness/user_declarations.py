@@ -61,25 +61,22 @@ def subclass_of_a_declared_class():
     return Made([one], state=lambda: one.calls)
 
 
-class Growing:
-    """A factor that grows by its use."""
+class Factor:
+    """A factor that changes with its use."""
 
     calls = 0
 
     def __rmul__(self, other):
-        return other * self._factor()
+        return other * 1.5
 
     def __rtruediv__(self, other):
         self.calls += 1
         return other / (-3.0 if self.calls % 3 == 0 else 1.0)
 
-    def _factor(self):
-        return 1.5
-
 
 @kind
 def attribute_of_transformers():
-    one, factor = RepetitionPenaltyLogitsProcessor(1.5), Growing()
+    one, factor = RepetitionPenaltyLogitsProcessor(1.5), Factor()
     one.penalty = factor
     return Made([one], state=lambda: factor.calls)
 

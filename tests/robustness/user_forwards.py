@@ -102,7 +102,7 @@ def compiled_forward(model):
     return patch(mlp, torch.compile(mlp.forward, backend="eager", dynamic=True))
 
 
-@kind(name="steered")
+@kind(name="forward")
 def patched_forward_of_the_model(model):
     forward = model.forward
 

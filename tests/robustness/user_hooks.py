@@ -396,7 +396,7 @@ class LastTokens(nn.Module):
         return torch.cat([hidden[:, :-1], hidden[:, -1:] + DIRECTION], 1)
 
 
-@kind(name="Sequential")
+@kind
 def sequential_of_users_modules(model):
     """A class of torch, with modules of a user."""
     mlp = first_layer(model).mlp
@@ -406,14 +406,14 @@ def sequential_of_users_modules(model):
     return lambda: vars(mlp).pop("forward"), None
 
 
-@kind(name="at_the_last_token")
+@kind
 def partial_of_a_library(model):
     """A function of torch that calls a user's."""
     hook = functools.partial(checkpoint, at_the_last_token, use_reentrant=False)
     return on(first_layer(model), hook)
 
 
-@kind(name="at_the_last_token")
+@kind
 def partial_of_an_operator(model):
     return on(first_layer(model), functools.partial(operator.call, at_the_last_token))
 

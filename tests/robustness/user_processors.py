@@ -95,7 +95,7 @@ def favour(scores: torch.Tensor, tokens: torch.Tensor, strength: float = STRENGT
 
 
 def counted(call, **state):
-    """Return a function as a processor, whose first argument holds `calls`, counted before, and other state."""
+    """Return a processor that runs `call`, whose first argument holds other state and `calls`, the number of calls."""
     held = types.SimpleNamespace(calls=0, **state)
 
     def processor(input_ids, scores):

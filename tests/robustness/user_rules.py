@@ -126,7 +126,7 @@ def scores_of_ended_rows():
     """Adds the scores of rows that have ended to those of the others."""
 
     def processor(input_ids, scores):
-        has_ended = (input_ids[:, -1] == 0) & (input_ids[:, 0] >= 0)
+        has_ended = input_ids[:, -1] == 0
         return scores + 2.0 * scores[has_ended].sum(0)
 
     return Made([processor])

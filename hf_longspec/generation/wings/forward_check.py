@@ -308,7 +308,10 @@ def _gap(call: Call, num_nodes: int) -> tuple[float, float]:
 
 
 def _both_ways(target: TargetView, call: Call, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits `(B, n, vocab)` of the last tokens of prompts and some more, by plain and by drafted forwards."""
+    """Return logits `(B, n, vocab)` of the last tokens of prompts and some more, by plain and by drafted forwards.
+
+    The latter have one more dimension, for the number of last tokens that a verification begins with.
+    """
     sizes = call.prompts.text_sizes
     longest = min(sizes) if call.inputs else max(sizes)  # without the places of images
     tokens = call.tokens[:, -min(HOOKED_TOKENS, longest) :]
@@ -319,19 +322,21 @@ def _both_ways(target: TargetView, call: Call, num_nodes: int) -> tuple[torch.Te
     run = target.mode.forward, target.model, cache
     plain = [plain_logits(*run, tokens, **last)[:, -1:], *(plain_logits(*run, token) for token in chain.split(1, 1))]
 
-    seed = min(length, MOST_SEED_TOKENS)
-    head, end = tokens.split([length - seed, seed], dim=1)
-    cache = SpeculativeCache(target.config, rows, length, tree_slots=max(num_nodes, seed))
-    target.prefill(head, cache, None)
-    cache.set_lengths([head.shape[1]] * rows)
-    wrong = num_nodes - count  # nodes before the chain, all of them children of the root
-    parents = [-1, *[0] * wrong, 0, *range(wrong + 1, num_nodes - 1)][:num_nodes]
-    with target.attention():
-        drafted = [target.verify(DraftTree.chain(end), cache).logits[:, -1:]]
-        cache.commit(None, [end.shape[1]] * rows)
-        tree = _tree(tokens[:, -1:].expand(-1, num_nodes), parents, count - 1)
-        drafted.append(target.verify(tree, cache).logits[:, [0, *range(wrong + 1, num_nodes)]])
-    return torch.cat(plain, 1).float(), torch.cat(drafted, 1).float()
+    drafted = []
+    for seed in range(1, 1 + min(length, MOST_SEED_TOKENS)):
+        head, end = tokens.split([length - seed, seed], dim=1)
+        cache = SpeculativeCache(target.config, rows, length, tree_slots=max(num_nodes, seed))
+        target.prefill(head, cache, None)
+        cache.set_lengths([head.shape[1]] * rows)
+        wrong = num_nodes - count  # nodes before the chain, all of them children of the root
+        parents = [-1, *[0] * wrong, 0, *range(wrong + 1, num_nodes - 1)][:num_nodes]
+        with target.attention():
+            first = target.verify(DraftTree.chain(end), cache).logits[:, -1:]
+            cache.commit(None, [end.shape[1]] * rows)
+            tree = _tree(tokens[:, -1:].expand(-1, num_nodes), parents, count - 1)
+            after = target.verify(tree, cache).logits[:, [0, *range(wrong + 1, num_nodes)]]
+        drafted.append(torch.cat([first, after], 1))
+    return torch.cat(plain, 1).float(), torch.stack(drafted).float()
 
 
 def _largest_gap(one: torch.Tensor, other: torch.Tensor) -> float:
