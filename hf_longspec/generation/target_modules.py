@@ -145,9 +145,11 @@ def foreign_code(one: Any, modules: Collection[int] = (), seen: tuple[Any, ...] 
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function, a class or the class of an object, also of a function that looks like another."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return str(code.co_qualname if code else getattr(function, "__qualname__", type(function).__qualname__))
+    """Return the name of a function or of the class of an object, with that of the code if that is another one."""
+    function = getattr(function, "__func__", function)
+    name = str(getattr(function, "__qualname__", type(function).__qualname__))
+    own = getattr(getattr(function, "__code__", None), "co_qualname", name)
+    return name if own == name else f"{name} ({own})"
 
 
 def before_forward(module: nn.Module, hook: Callable[[Any, dict[str, Any]], Any]) -> RemovableHandle:
