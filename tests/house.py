@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_longspec
@@ -191,7 +192,7 @@ def iteration(model: Any, draft: Any) -> Walk:
 def hall(model: Any, draft: Any) -> Walk:
     """Return the walk of a second call from `decode` to the first forward of the target."""
     call(model, draft)
-    walk, decode, forward = Walk(), base.decode, type(model).forward
+    walk, decode, embedding = Walk(), base.decode, functional.embedding
 
     def walked(*args: Any, **kwargs: Any) -> Any:
         with walk:
@@ -200,13 +201,13 @@ def hall(model: Any, draft: Any) -> Walk:
     def stop(*_: Any, **__: Any) -> None:
         raise _ForwardError
 
-    base.decode, type(model).forward = walked, stop  # a hook would be a rare case of its own
+    base.decode, functional.embedding = walked, stop  # a hook, or another forward, would be a rare case of its own
     try:
         call(model, draft)
     except _ForwardError:
         pass
     finally:
-        base.decode, type(model).forward = decode, forward
+        base.decode, functional.embedding = decode, embedding
     return walk
 
 

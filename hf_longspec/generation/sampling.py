@@ -296,24 +296,15 @@ class TokenRule:
     def _texts_of(self, rows: list[int], start: int, end: int, depth: int) -> torch.Tensor:
         """Return the columns `start` to `end` of a batch in which `rows` have `depth` candidates at their ends.
 
-        Processors get the whole batch, as some have a parameter for each row. Each of the other rows has the text that
-        plain decoding showed at this length: its own, and padding if it has ended. Rows that plain decoding has not
-        shown at this length are replaced by one of `rows`.
+        Processors get the whole batch, as some have a parameter for each row. The other rows have the text of one of
+        `rows`.
         """
-        sequences, batch_size = self.sequences, self.sequences.batch_size
-        lengths, done = sequences.lengths, sequences.done
-        emitted = texts = sequences.tokens[:, start:end]
+        texts = self.sequences.tokens
         if depth:
             assert self._tried is not None
-            texts = self._tried.tokens[:, start:end]
-        if len(rows) == batch_size:
-            return texts
-        shown = max(length - is_done for length, is_done in zip(lengths, done, strict=True))
-        is_shown = [end <= (shown if is_done else length) for length, is_done in zip(lengths, done, strict=True)]
-        sources = [row if row in rows or is_shown[row] else rows[0] for row in range(batch_size)]
-        table = [sources, [source in rows for source in sources]]
-        source, is_tried = on_device(table, sequences.device)
-        return torch.where(is_tried.bool()[:, None], texts[source], emitted[source])
+            texts = self._tried.tokens
+        sources = [row if row in rows else rows[0] for row in range(self.sequences.batch_size)]
+        return texts[on_device(sources, texts.device), start:end]
 
     def _processed(self, ids: torch.Tensor, scores: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Process scores of a batch of which only `rows` count. A constraint per row is asked about these alone."""

@@ -43,7 +43,7 @@ KEYWORDS = ("tree", "trial")
 OF_MODULES = vars(nn.Module()).keys()
 # Attributes of a module that run in the place of the forward of its class, some of them if a library put them there.
 FORWARDS = ("forward", "_old_forward", "_call_impl", "_compiled_call_impl")
-PLAIN = (type(None), bool, int, float, str)
+PLAIN = (bool, int, float, str)
 # Packages whose hooks, forwards and methods are no user's; those of Python wrap functions, which are looked at as well.
 LIBRARIES = {__name__.split(".")[0], "torch", "transformers", "accelerate", "bitsandbytes", "compressed_tensors", "hqq"}
 LIBRARIES |= {"kernels", "liger_kernel", "optimum", "peft", "torchao", "trl", "contextlib", "functools"}
@@ -108,7 +108,7 @@ def attention_functions(config: Any) -> tuple[Any, Any, Any]:
 def foreign_methods(model: PreTrainedModel) -> list[str]:
     """Return the methods that `generate` calls in its loop, and functions of attention, that are of no library."""
     kind, own = type(model), vars(model)
-    found = [f"{kind.__name__}.{name}" for name in METHODS if foreign_code(getattr(kind, name))]
+    found = [f"{kind.__name__}.{name}" for name in METHODS if foreign_code(getattr(kind, name, None))]
     found += [f"{name} on the model" for name in METHODS if name in own and foreign_code(own[name])]
     functions = attention_functions(model.config.get_text_config(decoder=True))[1:]
     return found + [
@@ -121,7 +121,7 @@ def foreign_code(one: Any, modules: Collection[int] = (), seen: tuple[Any, ...] 
 
     Forwards of a model are of a library; `modules` are the ids of its modules.
     """
-    if id(one) in modules or any(one is other for other in seen):
+    if one is None or id(one) in modules or any(one is other for other in seen):
         return None
     parts, package = [vars(one)["__wrapped__"]] if "__wrapped__" in getattr(one, "__dict__", ()) else [], ""
     if isinstance(one, types.MethodType):

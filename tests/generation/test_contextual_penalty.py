@@ -62,6 +62,7 @@ def test_bad_values_are_refused(name, values):
 class Spy(ContextualPenaltyLogitsProcessor):
     """Remembers the longest history it was shown."""
 
+    history_window = ContextualPenaltyLogitsProcessor.history_window
     longest = 0
 
     def __call__(self, input_ids, scores):

@@ -49,6 +49,7 @@ class Written(Operations):
             finally:
                 self.paused -= 1
 
+        paused.stateless = True  # it treats all tokens alike
         patch.setattr(owner, name, paused)
 
 

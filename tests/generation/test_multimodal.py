@@ -307,11 +307,13 @@ def test_images_whose_positions_are_not_served(models, monkeypatch):
     check_unsupported(models("qwen3_5"), "different lengths.*recurrent states", *with_grids(UNEVEN))
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "prepare_inputs_for_generation", prepared)
+        patch.setattr("hf_longspec.generation.call.foreign_methods", lambda model: [])  # as if of transformers
         check_unsupported(model, r"mm_token_type_ids.*M-RoPE.*Pass text only", *with_grids((17,)))
         later = OPTIONS | {"position_ids": torch.arange(9).repeat(4, 1, 1) + 3}
         check_unsupported(model, r"position_ids: .*M-RoPE.*new cache", tiny_prompts(VOCAB_OF_TEXT, (9,))[0], later)
     rotary = model.config.text_config.rope_parameters | {"rope_type": "dynamic", "factor": 2.0}
     monkeypatch.setattr(model.config.text_config, "rope_parameters", rotary)
+    monkeypatch.setattr(model.model.language_model.rotary_emb, "rope_type", "dynamic")
     check_unsupported(model, "M-RoPE.*rotary frequencies that change", *with_grids((17,)))
 
 

@@ -246,3 +246,16 @@ def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty(monkeypatch)
     with pytest.raises(RuntimeError, match="on purpose"):
         generate(model, (36,), make("tree", model), **{CACHE_NAME: kept})
     assert kept.lengths.host == (0,)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_of_a_module_that_the_config_does_not_name(kind):
+    """A rotary embedding that was put in the place of the model's own."""
+    texts, other = [], build("llama", kind)
+    for with_draft in (False, True):
+        model = tiny_target("llama")
+        model.model.rotary_emb = type(other.model.rotary_emb)(other.config)
+        draft = make_draft("ngram", model) if with_draft else None
+        texts.append(generate(model, RAGGED, draft, eos_token_id=None))
+    assert texts[0] == texts[1] != generate(tiny_target("llama"), RAGGED, eos_token_id=None)
+    assert draft.last_speculation.num_forwards and TargetView(model).rotary_limit <= LIMIT

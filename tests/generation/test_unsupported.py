@@ -354,6 +354,7 @@ def test_gaps_that_flash_attention_counts(target, monkeypatch):
         return ids + 1
 
     monkeypatch.setattr(type(model), "_sample", sample)
+    monkeypatch.setattr("hf_longspec.generation.call.foreign_methods", lambda model: [])
     assert torch.equal(run(model, call, draft)[0], input_ids + 1)
     assert re.search(reason, draft.last_speculation.reason)
     draft.generation_config.on_unsupported = "error"

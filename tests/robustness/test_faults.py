@@ -49,8 +49,14 @@ def streamer(draft, bomb, patch, method):
 def in_the_second_layer(draft, bomb, patch):
     """Raise in a forward over the prompt in chunks, whose tokens are in the cache of the first layer."""
     layer = draft.of_model.model.layers[1]
-    before(patch, type(layer), "forward", lambda module, *_, **__: bomb() if module is layer else None)
-    return {"prefill_chunk_size": 6}
+    size = 6  # other forwards, of which there are some as the class has changed, have fewer tokens
+
+    def goes_off(module, hidden_states, *_, **__):
+        if module is layer and hidden_states.shape[1] == size:
+            bomb()
+
+    before(patch, type(layer), "forward", goes_off)
+    return {"prefill_chunk_size": size}
 
 
 def in_half_a_commit(draft, bomb, patch):

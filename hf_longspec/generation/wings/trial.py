@@ -10,6 +10,7 @@ that it is given. No attention is computed, and the prefix takes no memory.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,8 +154,9 @@ def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, A
         inputs["input_ids"] = tokens
     else:
         # a user's method, with which a call cannot use a draft, is not tried out
-        owner = GenerationMixin if foreign_methods(model) else type(model)
-        inputs = owner.prepare_inputs_for_generation(model, tokens, is_first_iteration=True, **inputs)
+        own = model.prepare_inputs_for_generation
+        prepare = partial(GenerationMixin.prepare_inputs_for_generation, model) if foreign_methods(model) else own
+        inputs = prepare(tokens, is_first_iteration=True, **inputs)
     # A compiled forward would be compiled again for two tokens.
     with rotary_state_kept(model), torch.compiler.set_stance("force_eager"):
         trial.logits = model(**inputs, trial=trial).logits
