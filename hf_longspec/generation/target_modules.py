@@ -16,6 +16,7 @@ of their forward, and hooks pass the keywords on.
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 import threading
@@ -24,7 +25,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from itertools import chain
 from typing import Any, ClassVar, Self
 
 import torch
@@ -72,7 +72,7 @@ def structure_of(model: nn.Module) -> list[Any]:
                 elif type(value) in (dict, list, set, tuple):
                     items = (*value, *value.values()) if type(value) is dict else value
                     state.append(tuple(item for item in items if type(item) in PLAIN))
-                elif callable(value):
+                elif callable(value) and not isinstance(value, nn.Module | weakref.ref):
                     state.append(_weakly(value))
                 elif isinstance(value, PreTrainedConfig):
                     state.append(configs.setdefault(id(value), len(configs)))
@@ -96,6 +96,8 @@ def _weakly(value: Any) -> Any:
 
 def package_of(function: Any) -> str:
     """Return the package that the code of a function is in; `__module__` may be that of another one."""
+    if re.search("snapshots.*build.torch", getattr(getattr(function, "__code__", None), "co_filename", "")):
+        return "kernels"  # which runs code of the Hub where it was downloaded to, under a name of its own
     return str(getattr(function, "__globals__", {}).get("__name__", "")).split(".")[0]
 
 
@@ -164,26 +166,6 @@ def before_forward(module: nn.Module, hook: Callable[[Any, dict[str, Any]], Any]
         return None if kwargs is None else found
 
     return module.register_forward_pre_hook(call, with_kwargs=True)
-
-
-def is_quantized(model: nn.Module) -> bool:
-    """Return whether some weights of a model are in fewer bits, as its tensors show.
-
-    Flags of loading do not: transformers leaves them on a model whose weights it has unpacked.
-    """
-    if any(hasattr(module, "_packed_params") for module in model.modules()):  # torch's dynamic int8
-        return True
-    return any(map(_is_packed, chain(model.parameters(), model.buffers())))
-
-
-def _is_packed(tensor: Any) -> bool:
-    """Return whether a tensor holds packed integers or small floats, or is of a class that makes floats of them."""
-    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    if hasattr(tensor, "__tensor_flatten__"):
-        return True
-    if tensor.dtype.is_floating_point:
-        return bool(tensor.dtype.itemsize < 2)
-    return tensor.dim() > 1 and tensor.dtype not in (torch.bool, torch.int64)  # masks and indices
 
 
 @contextmanager

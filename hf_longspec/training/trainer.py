@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from ..generation.target import TargetView
-from ..generation.target_modules import TargetEnds, final_norm_of, is_quantized
+from ..generation.target_modules import TargetEnds, final_norm_of
+from ..generation.wings.forward_check import is_quantized
 from ..modeling.base import DraftModel
 from ..modeling.register_draft import DRAFTS
 from .arguments import DraftTrainingArguments

@@ -380,10 +380,13 @@ class Fused(torch.autograd.Function):
 
 def fuse(model):
     """Replace forwards of modules of a loaded model in place, as Liger does."""
+
+    def fused(mlp, x):
+        return mlp.down_proj(Fused.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+
+    fused.stateless = True
     for layer in model.model.layers:
-        layer.mlp.forward = MethodType(
-            lambda mlp, x: mlp.down_proj(Fused.apply(mlp.gate_proj(x), mlp.up_proj(x))), layer.mlp
-        )
+        layer.mlp.forward = MethodType(fused, layer.mlp)
 
 
 @torch.no_grad()

@@ -18,13 +18,13 @@ from hf_longspec.generation.target_modules import (
     TargetParts,
     attention_layers,
     final_norm_of,
-    is_quantized,
     keywords_forwarded,
     last_full_layer,
     layers_dropping_keywords,
     rotates,
     with_final_norm_input,
 )
+from hf_longspec.generation.wings.forward_check import is_quantized
 from tests.robustness.enumeration import build
 from tests.robustness.test_threads import in_threads
 from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target, unpacked

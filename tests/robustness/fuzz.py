@@ -69,7 +69,7 @@ class Call:
     int32: bool  # prompts are int32
     stops_all: bool  # the stopping criterion answers for all rows at once
     trie: int | None  # seed of the words of a [`trie`]
-    favoured: int | None  # argument of [`Favoured`], with which the call is decoded without the draft
+    favoured: int | None  # argument of [`Favoured`], which counts its calls
     # `hook` (that looks at the last position alone), `adapters` (one per row), `empty` (a row without tokens) or
     # `embeddings` (in place of tokens): the text of stock `generate`, or a refusal
     odd: str | None
@@ -176,6 +176,8 @@ def calls(draw: Any, compiles: bool = False) -> Call:
 
 def within_reach(call: Call) -> Call:
     """The nearest call that transformers itself can make, and whose text can be compared."""
+    if call.odd == "adapters" and call.target[0] in EXPERTS:  # PEFT has no adapters per row there
+        call = replace(call, odd=None)
     if call.odd is not None:
         none = dict.fromkeys(("stop_at", "penalty", "allowed", "gaps", "trie", "favoured"))
         fixed = {"dtype": "float32", "plan": "once", "wanted": "text", "do_sample": False, "masked": True}
@@ -206,8 +208,6 @@ def within_reach(call: Call) -> Call:
         changes |= {"custom": False}
     if call.do_sample and not call.text_is_fixed:
         changes |= {"gate": False}  # where drafts end decides the text
-    if call.favoured is not None:
-        changes |= {"plan": "once"} if call.refusal is None else {"favoured": None}
     if changes.get("trie", call.trie) is not None:  # no word may be forbidden, and none has another end
         options = {name: options[name] for name in options if name in ("max_length", "max_new_tokens", *SAMPLING)}
         changes |= {"allowed": None, "favoured": None, "penalty": None}
@@ -234,7 +234,7 @@ MAKERS |= {kind: f"random_{kind}_draft(model" for kind in ("longspec", "tokenswi
 def script_of(call: Call) -> str:
     """The call as a script, which ends without an error if everything is as without a draft."""
     reference = "None"
-    if call.do_sample and call.refusal is None and call.favoured is None:
+    if call.do_sample and call.refusal is None:
         reference = "PlainDraftModel.from_target(stock)" if call.text_is_fixed else "make_draft(stock)"
     gap = GAP_OF_EXPERTS if call.target[0] in EXPERTS else GAP
     check = "check_text" if call.dtype == "float32" else f"partial(check_rounding, stock, {gap}, {call.end})"
@@ -306,7 +306,7 @@ def _draft(call: Call) -> str:
         size, seed = settings["draft_vocab_size"], call.d2t
         after += [f"ids = torch.randperm({call.vocab}, generator=torch.Generator().manual_seed({seed}))[:{size}]"]
         after += [f"draft.d2t.copy_(ids.sort().values - torch.arange({size}))"]
-    unsupported = "error" if call.favoured is None and call.odd is None else "plain"
+    unsupported = "error" if call.odd is None else "plain"
     after += [f"draft.generation_config.gate = {call.gate}"]
     after += [f"draft.generation_config.on_unsupported = {unsupported!r}"]
     after += ["draft.generation_config.compile = 'compile'"] if call.compiles else []

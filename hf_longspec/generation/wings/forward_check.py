@@ -16,6 +16,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..cache import CACHE_NAME, SpeculativeCache
 from ..call import HOOKS, Call
 from ..draft_tree import DraftTree
 from ..target import TargetView
-from ..target_modules import attention_functions, is_quantized, plain_logits
+from ..target_modules import attention_functions, plain_logits
 from ..wing import FIRST_CHECKS, Wing
 from .hooks import bare, hooks_of, why_undeclared
 from .trial import TRIAL_TOLERANCE, rotary_state_kept
@@ -245,6 +246,26 @@ def _compare(
         name,
         difference,
     )
+
+
+def is_quantized(model: torch.nn.Module) -> bool:
+    """Return whether some weights of a model are in fewer bits, as its tensors show.
+
+    Flags of loading do not: transformers leaves them on a model whose weights it has unpacked.
+    """
+    if any(hasattr(module, "_packed_params") for module in model.modules()):  # torch's dynamic int8
+        return True
+    return any(map(_is_packed, chain(model.parameters(), model.buffers())))
+
+
+def _is_packed(tensor: Any) -> bool:
+    """Return whether a tensor holds packed integers or small floats, or is of a class that makes floats of them."""
+    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    if hasattr(tensor, "__tensor_flatten__"):
+        return True
+    if tensor.dtype.is_floating_point:
+        return bool(tensor.dtype.itemsize < 2)
+    return tensor.dim() > 1 and tensor.dtype not in (torch.bool, torch.int64)  # masks and indices
 
 
 def _computes_exactly(model: torch.nn.Module) -> bool:
