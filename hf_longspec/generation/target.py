@@ -201,9 +201,8 @@ class TargetView:
     @property
     def has_hooks(self) -> bool:
         """Whether there are forward hooks, or forwards in the place of those of classes, which may be a user's."""
-        names = "_forward_hooks", "_forward_pre_hooks", "_hf_hook", *FORWARDS
-        modules = (vars(module) for module in self.model.modules())
-        is_hooked = any(values.get(name) for values in modules for name in names)
+        names, values = {"_hf_hook", *FORWARDS}, map(vars, self.model.modules())
+        is_hooked = any(x["_forward_hooks"] or x["_forward_pre_hooks"] or not names.isdisjoint(x) for x in values)
         return is_hooked or bool(of_torch._global_forward_hooks or of_torch._global_forward_pre_hooks)
 
     def why_not(self, max_length: int | None = None) -> list[str]:

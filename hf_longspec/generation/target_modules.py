@@ -43,6 +43,9 @@ KEYWORDS = ("tree", "trial")
 OF_MODULES = vars(nn.Module()).keys()
 # Attributes of a module that run in the place of the forward of its class, some of them if a library put them there.
 FORWARDS = ("forward", "_old_forward", "_call_impl", "_compiled_call_impl")
+# Ends of names of attributes in which forwards and calls note something, such as the longest text of dynamic rotary
+# embeddings.
+NOTED = ("max_seq_len_cached", "_cached_value")
 PLAIN = (bool, int, float, str)
 # Packages whose hooks, forwards and methods are no user's; those of Python wrap functions, which are looked at as well.
 LIBRARIES = {__name__.split(".")[0], "torch", "transformers", "accelerate", "bitsandbytes", "compressed_tensors", "hqq"}
@@ -64,25 +67,25 @@ def structure_of(model: nn.Module) -> list[Any]:
         values, kind = vars(module := pending.pop()), type(module)
         kinds[kind] = None
         state += kind, *values["_modules"]
-        for name, value in values.items():
-            # dynamic rotary embeddings note the longest text in every forward
-            if name not in OF_MODULES and not name.endswith("max_seq_len_cached"):
-                if type(value) in PLAIN:
-                    state.append(value)
-                elif type(value) in (dict, list, set, tuple):
-                    items = (*value, *value.values()) if type(value) is dict else value
-                    state.append(tuple(item for item in items if type(item) in PLAIN))
-                elif callable(value) and not isinstance(value, nn.Module | weakref.ref):
-                    state.append(_weakly(value))
-                elif isinstance(value, PreTrainedConfig):
-                    state.append(configs.setdefault(id(value), len(configs)))
-        pending += (child for child in values["_modules"].values() if child is not None)
+        for name in values.keys() - OF_MODULES:
+            value = values[name]
+            if type(value) in PLAIN:
+                state.append(None if name.endswith(NOTED) else value)
+            elif type(value) in (dict, list, set, tuple):
+                items = (*value, *value.values()) if type(value) is dict else value
+                state.append(tuple(item for item in items if type(item) in PLAIN))
+            elif callable(value) and not isinstance(value, nn.Module | weakref.ref):
+                state.append(_weakly(value))
+            elif isinstance(value, PreTrainedConfig):
+                state.append(configs.setdefault(id(value), len(configs)))
+        pending += filter(None, values["_modules"].values())
     classes = dict.fromkeys(cls for kind in kinds for cls in kind.__mro__[:-1])
     files = dict.fromkeys(sys.modules.get(cls.__module__) for cls in classes)
     for owner in (*classes, *filter(None, files)):
-        parts = vars(owner).values()
-        state += (_weakly(part) for part in parts if callable(part) or isinstance(part, property | classmethod))
-    state += (value for cls in classes for value in vars(cls).values() if type(value) in PLAIN)
+        parts = [part for part in vars(owner).values() if callable(part) or isinstance(part, property | classmethod)]
+        state += [weakref.ref(part) if type(part) is types.FunctionType else _weakly(part) for part in parts]
+    for cls in classes:
+        state += [part for name, part in vars(cls).items() if type(part) in PLAIN and not name.endswith(NOTED)]
     return state
 
 

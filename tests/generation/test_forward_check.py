@@ -206,7 +206,9 @@ def test_logits_that_are_no_numbers_are_compared(kind):
 
 
 class TestHowOften:
-    @pytest.mark.parametrize(("draft", "sizes"), [(PlainDraftModel, [3, 3, 9, 6]), (NgramDraftModel, [3] * 4 + [21, 12])])
+    @pytest.mark.parametrize(
+        ("draft", "sizes"), [(PlainDraftModel, [3, 3, 9, 6]), (NgramDraftModel, [3] * 4 + [21, 12])]
+    )
     def test_once_per_model_at_the_cost_of_a_few_small_forwards(self, draft, sizes):
         model = as_class(Counted)
         draft = draft.from_target(model, gate=False)  # a second call would begin with other steps
