@@ -154,10 +154,7 @@ class Call:
         if (reason := why_not_in_training(self.target.model)) is not None:  # before a trial draws random numbers
             return reason
         if foreign := foreign_methods(self.target.model):
-            return (
-                f"{', '.join(foreign)}: what is not of transformers may decode otherwise, and drafts do not run it. "
-                "Use that of transformers."
-            )
+            return f"{', '.join(foreign)}: drafts do not run what is not of transformers. Use that of transformers."
         self._refuse_unsupported()
         if not self.input_ids.shape[1] and self.model_kwargs.get("inputs_embeds") is None:
             raise ValueError(

@@ -299,10 +299,7 @@ class TokenRule:
         Processors get the whole batch, as some have a parameter for each row. The other rows have the text of one of
         `rows`.
         """
-        texts = self.sequences.tokens
-        if depth:
-            assert self._tried is not None
-            texts = self._tried.tokens
+        texts = self._tried.tokens if depth and self._tried is not None else self.sequences.tokens
         sources = [row if row in rows else rows[0] for row in range(self.sequences.batch_size)]
         return texts[on_device(sources, texts.device), start:end]
 

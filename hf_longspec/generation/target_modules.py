@@ -43,10 +43,8 @@ KEYWORDS = ("tree", "trial")
 OF_MODULES = vars(nn.Module()).keys()
 # Attributes of a module that run in the place of the forward of its class, some of them if a library put them there.
 FORWARDS = ("forward", "_old_forward", "_call_impl", "_compiled_call_impl")
-# Ends of names of attributes in which forwards and calls note something, such as the longest text of dynamic rotary
-# embeddings.
-NOTED = ("max_seq_len_cached", "_cached_value")
-PLAIN = (bool, int, float, str)
+LONGEST = "max_seq_len_cached"
+PLAIN = {bool, int, float, str}
 # Packages whose hooks, forwards and methods are no user's; those of Python wrap functions, which are looked at as well.
 LIBRARIES = {__name__.split(".")[0], "torch", "transformers", "accelerate", "bitsandbytes", "compressed_tensors", "hqq"}
 LIBRARIES |= {"kernels", "liger_kernel", "optimum", "peft", "torchao", "trl", "contextlib", "functools"}
@@ -67,12 +65,15 @@ def structure_of(model: nn.Module) -> list[Any]:
         values, kind = vars(module := pending.pop()), type(module)
         kinds[kind] = None
         state += kind, *values["_modules"]
-        for name in values.keys() - OF_MODULES:
-            value = values[name]
-            if type(value) in PLAIN:
-                state.append(None if name.endswith(NOTED) else value)
-            elif type(value) in (dict, list, set, tuple):
-                items = (*value, *value.values()) if type(value) is dict else value
+        names = values.keys() - OF_MODULES
+        if LONGEST in values:  # which dynamic rotary embeddings note in every forward, also for each kind of layer
+            names = {name for name in names if not name.endswith(LONGEST)}
+        for value in map(values.__getitem__, names):
+            kind = type(value)
+            if kind in PLAIN:
+                state.append(value)
+            elif kind in (dict, list, set, tuple):
+                items = (*value, *value.values()) if kind is dict else value
                 state.append(tuple(item for item in items if type(item) in PLAIN))
             elif callable(value) and not isinstance(value, nn.Module | weakref.ref):
                 state.append(_weakly(value))
@@ -85,7 +86,9 @@ def structure_of(model: nn.Module) -> list[Any]:
         parts = [part for part in vars(owner).values() if callable(part) or isinstance(part, property | classmethod)]
         state += [weakref.ref(part) if type(part) is types.FunctionType else _weakly(part) for part in parts]
     for cls in classes:
-        state += [part for name, part in vars(cls).items() if type(part) in PLAIN and not name.endswith(NOTED)]
+        state += [
+            part for name, part in vars(cls).items() if type(part) in PLAIN and not name.endswith("_cached_value")
+        ]
     return state
 
 

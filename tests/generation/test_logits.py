@@ -193,14 +193,15 @@ def test_a_chain_takes_one_call_where_texts_fill_the_window(window, monkeypatch)
 
 
 @pytest.mark.parametrize("is_done", [False, True])
-def test_rows_are_shown_as_plain_decoding_shows_them(is_done):
-    """Beside rows of another length: its own text at this length, with padding after its end; else one of these."""
+def test_rows_of_another_length_are_not_shown(is_done):
+    """Rows of one length in their places, and the text of one of them in the places of the others."""
     shown = []
     rule = make_rule([lambda ids, scores: shown.append(ids.tolist()) or scores], [[7], [1, 2, 3, 4], [4, 9], [5, 3]])
     rule.sequences.done[0] = is_done
     rule.scores_at(torch.randn(4, VOCAB), 0)
-    of_five = [[4, 5, 4, 7, 0] if is_done else [4, 5, 4, 4, 9], [4, 5, 4, 1, 2], [4, 5, 4, 4, 9], [4, 5, 4, 5, 3]]
-    one = [4, 5, 4, 1, 2, 3, 4]
-    of_seven = [[4, 5, 4, 7, 0, 0, 0] if is_done else one, one, one, one]
-    of_four = [[4, 5, 4, 7], [4, 5, 4, 1], [4, 5, 4, 4], [4, 5, 4, 5]]
-    assert sorted(shown, key=lambda texts: len(texts[0])) == [*([] if is_done else [of_four]), of_five, of_seven]
+    of_four, of_seven, one = [[4, 5, 4, 7]] * 4, [[4, 5, 4, 1, 2, 3, 4]] * 4, [4, 5, 4, 4, 9]
+    assert sorted(shown, key=lambda texts: len(texts[0])) == [
+        *([] if is_done else [of_four]),
+        [one, one, one, [4, 5, 4, 5, 3]],
+        of_seven,
+    ]

@@ -170,4 +170,4 @@ def test_methods_of_generation(model, name, monkeypatch):
     text = generate(model, None, max_new_tokens=4)
     draft.generation_config.on_unsupported = "plain"
     assert torch.equal(generate(model, draft, max_new_tokens=4), text)
-    assert f"Own.{name}: what is not of transformers" in draft.last_speculation.reason
+    assert f"Own.{name}: drafts do not run what is not of transformers" in draft.last_speculation.reason
