@@ -13,11 +13,7 @@ from ..settings import Setting
 from .configuration_dflash import DFlashConfig
 from .generation_dflash import DFlashDrafter
 from .layers_dflash import CandidateSelector, ConfidenceHead, DFlashLayer, MarkovHead
-
-try:
-    from .texts_dflash import draft_logits, forward_on_texts
-except ImportError:  # a published draft is neither trained nor compared
-    draft_logits = forward_on_texts = AuxDraftModel.forward  # type: ignore[assignment]
+from .texts_dflash import draft_logits, forward_on_texts
 
 
 class DFlashDraftModel(AuxDraftModel):

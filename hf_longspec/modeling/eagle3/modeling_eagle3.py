@@ -13,11 +13,7 @@ from ..settings import WIDTHS, Setting
 from .configuration_eagle3 import Eagle3Config
 from .generation_eagle3 import Eagle3Drafter, ParallelEagle3Drafter
 from .layers_eagle3 import Eagle3Layer
-
-try:
-    from .texts_eagle3 import draft_logits, forward_on_texts
-except ImportError:  # a published draft is neither trained nor compared
-    draft_logits = forward_on_texts = AuxDraftModel.forward  # type: ignore[assignment]
+from .texts_eagle3 import draft_logits, forward_on_texts
 
 
 class Eagle3DraftModel(AuxDraftModel):

@@ -11,16 +11,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, attention_of, decoder_of
-from ..base import DraftModel
 from ..families.vocabulary import VocabularyDraftModel
 from ..settings import WIDTHS, Setting
 from .configuration_longspec import LongSpecConfig
 from .generation_longspec import LongSpecDrafter
-
-try:
-    from .texts_longspec import forward_on_texts
-except ImportError:  # a published draft is not trained
-    forward_on_texts = DraftModel.forward  # type: ignore[assignment]
+from .texts_longspec import forward_on_texts
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 

@@ -1,6 +1,6 @@
 """MtpDraftModel: the layers for multi-token prediction in the target's checkpoint, run once per drafted token."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 from weakref import ref
 
@@ -16,11 +16,7 @@ from ..settings import WIDTHS, Setting
 from .configuration_mtp import MtpConfig
 from .generation_mtp import MtpDrafter
 from .layers_mtp import MtpLayer, decoder_like
-
-try:
-    from .texts_mtp import chain_logits, forward_on_texts
-except ImportError:  # a published draft is neither trained nor compared
-    chain_logits = forward_on_texts = DraftModel.forward  # type: ignore[assignment]
+from .texts_mtp import chain_logits, forward_on_texts
 
 
 class MtpDraftModel(DraftModel):
@@ -83,14 +79,8 @@ class MtpDraftModel(DraftModel):
         settings = cls._settings_of(overrides)
         cls.check_structure(target)
         refuse_target(view, cls)
-        try:
-            reader = import_module("hf_longspec.modeling.mtp.convert_mtp")  # by name, as published copies lack it
-        except ImportError as error:
-            raise ValueError(
-                "the code published with this draft does not read the checkpoints of targets. Install the package "
-                "hf_longspec."
-            ) from error
-        found = reader.MtpCheckpoint.of(target, checkpoint)
+        # by name, as the code of a draft imports no conversion
+        found = resolve_name("hf_longspec.modeling.mtp.convert_mtp:MtpCheckpoint").of(target, checkpoint)
         config = cls.config_class.from_target(target, **(found.fields | overrides))
         if (depth := config.num_mtp_layers) > 1:
             settings = {"tree_widths": WIDTHS.default[:depth]} | settings
