@@ -118,7 +118,7 @@ def from_the_engine(kinds):
 
 
 def from_their_repository(kinds):
-    load_copies(OWN, ["longspec", *kinds], "org/{}", "saved", None)
+    load_copies(OWN, kinds, "org/{}", "saved", None)
 
 
 def from_folders(kinds):
@@ -194,6 +194,15 @@ def without_any_copy(kinds):
         check("incomplete", refused=False)
 
 
+def an_earlier_revision(kinds):
+    """The copy is that of the draft's own commit."""
+    repository, last = OWN.parents[1], f"{77:040x}"
+    shutil.copytree(OWN, repository / "snapshots" / last, symlinks=True)
+    (repository / "refs/main").write_text(last)
+    draft = AutoModel.from_pretrained("org/longspec", trust_remote_code=True, revision=OWN.name)
+    check("revision", code=package_of(draft) == OWN / PACKAGE)
+
+
 def replace(path, old, new):
     text = path.read_text()
     assert old in text, f"{path} lacks {old}"
@@ -201,7 +210,7 @@ def replace(path, old, new):
 
 
 CASES = (from_the_engine, from_their_repository, from_folders, saved_drafts, saved_drafts_on_the_engine)
-CASES += (the_installed_package, newer_than_the_package, newer_than_a_copy, without_any_copy)
+CASES += (the_installed_package, newer_than_the_package, newer_than_a_copy, without_any_copy, an_earlier_revision)
 
 
 def main(case, kinds):
