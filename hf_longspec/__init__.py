@@ -10,6 +10,9 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+# Of a copy that a published draft brought, where it lies: "owner/name@commit", or "." for the draft's own repository.
+copied_from: str | None = None
+
 _LAZY = {
     "AuditReport": "auditing",
     "AutoDraft": "auto",

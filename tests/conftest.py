@@ -4,9 +4,7 @@ HYPOTHESIS_PROFILE=soak chooses the other profile. The gate decides by measured 
 for `every_step_speculates`; SPECULATION_GATE=flip, where gates open and shut at random, finds those that forgot.
 """
 
-import dataclasses
 import datetime
-import functools
 import gc
 import logging
 import math
@@ -120,24 +118,3 @@ def tokenizer():
     from tests.tiny_tokenizers import character_tokenizer
 
     return character_tokenizer(" abcdefghijklmnopqrstuvwxyz.,!?0123456789", padding_side="left")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def sources_read_once():
-    """Published repositories are made of the same forty modules of the package: each is read for the first one only."""
-    # imported here: the interpreter is chosen above
-    from hf_longspec.hub import flatten
-    from hf_longspec.hub.repository import PACKAGE
-
-    read = flatten._read
-    known = functools.cache(lambda name, left_out: read(name, PACKAGE, left_out))
-
-    def read_once(name, root, left_out):
-        if root != PACKAGE:
-            return read(name, root, left_out)
-        found = known(name, tuple(left_out))
-        return dataclasses.replace(found, pieces=list(map(dataclasses.replace, found.pieces)))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flatten, "_read", read_once)
-        yield

@@ -74,14 +74,6 @@ def is_caught(mutation: Mutation, folder: Path) -> bool:
     return caught
 
 
-def run_in_folders(folders: list[str], *arguments: str) -> None:
-    """Run pytest in several copies; leave with the first exit status that is not 0."""
-    import_libraries()
-    for folder in folders:
-        if status := run(Path(folder), *arguments):
-            sys.exit(status)
-
-
 def run(folder: Path, *arguments: str, is_silent: bool = False) -> int:
     """Run pytest in a copy of the sources, in a fork of this process; return its exit status."""
     process = os.fork()

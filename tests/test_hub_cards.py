@@ -1,6 +1,5 @@
 """The models that come with the repository: their size, their cards' usage, and what their speculation achieves."""
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-from transformers.dynamic_module_utils import check_imports
 
 import hf_longspec
 from tests.cli.conftest import run_command
@@ -80,32 +78,14 @@ def built(tmp_path_factory):
 
 
 @DRAFTS
-def test_the_folder_holds_what_publishing_would_write_and_one_file_of_code(folder, built):
+def test_the_folder_holds_what_publishing_would_write_without_the_package(folder, built):
     now, then = files_of(built / folder.name), files_of(folder)
-    code = {name for name in now.keys() | then.keys() if name.endswith(".py")}
-    stale = sorted((now.keys() ^ then.keys()) - code) + [
-        name for name in (now.keys() & then.keys()) - code if comparable(now[name]) != comparable(then[name])
-    ]
+    now = {name: path for name, path in now.items() if not name.startswith(("hf_longspec/", "custom_generate/"))}
+    stale = sorted(now.keys() ^ then.keys())
+    stale += [name for name in now.keys() & then.keys() if comparable(now[name]) != comparable(then[name])]
     assert not stale, (
         f"{folder.name} is stale: {', '.join(stale)}. Run `make cards` and copy them from build/hub_cards."
     )
-    (entry,) = [name for name in then if name.endswith(".py")]
-    assert len(then[entry].read_text(encoding="utf-8").splitlines()) <= 15
-    named = json.loads(then["config.json"].read_text(encoding="utf-8"))["auto_map"]
-    assert {name.split(".")[0] for name in named.values()} == {entry.removesuffix(".py")}
-
-
-@DRAFTS
-def test_without_this_package_the_folder_names_what_is_missing(folder, monkeypatch):
-    """Repositories that are built from it run without the package: tests/hub/test_published.py."""
-
-    def absent(name):
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr(importlib, "import_module", absent)
-    (entry,) = folder.glob("*.py")
-    with pytest.raises(ImportError, match=r"hf_longspec\. Run `pip install hf_longspec`"):
-        check_imports(entry)
 
 
 @FOLDERS

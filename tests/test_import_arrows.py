@@ -7,9 +7,7 @@
 Arrows are transitive. A room is a part of the package; the registry (`register_draft.py` and each draft's
 `__init__.py`), the `training_` and `convert_` files that it names, and formats/, which these share, are rooms of their
 own. Within modeling/, nothing imports the folder of a draft but this folder itself: what several drafts share stands in
-families/ and formats/. The rooms in `SHIPPED`
-are joined into the files of a published draft: relative imports have the form `from module import names`, and what may
-be missing there (optional packages, this package, `LEFT_OUT` of hub/flatten.py) is imported inside `try`.
+families/ and formats/. Optional packages are imported inside `try`.
 """
 
 import ast
@@ -22,8 +20,6 @@ import pytest
 PACKAGE = "hf_longspec"
 ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 
-SHIPPED = {"modeling", "generation", "attention_backends"}
-
 # Room -> rooms it may import besides itself. A room is a folder or a module directly below the package, or one of two.
 METHODS = "modeling/*/training_*, convert_*, modeling/formats"
 REGISTRY = "modeling/register_draft"
@@ -31,15 +27,15 @@ ARROWS = {
     "attention_backends": set(),
     "generation": {"attention_backends"},
     "modeling": {"generation", "attention_backends"},
-    REGISTRY: set(SHIPPED),
+    REGISTRY: {"modeling", "generation", "attention_backends"},
     "training": {REGISTRY, "modeling", "generation", "attention_backends"},
     METHODS: {REGISTRY, "training", "modeling", "generation", "attention_backends"},
     "auditing": {"generation", "attention_backends"},
     "prefix_cache": {"generation", "attention_backends"},
     "batching": {"prefix_cache", "modeling", "generation", "attention_backends"},
     "bench": {"generation", "attention_backends", "auditing"},
-    "hub": {REGISTRY},
-    "auto": {REGISTRY, *SHIPPED},
+    "hub": {REGISTRY, "modeling"},
+    "auto": {REGISTRY, "modeling", "generation", "attention_backends"},
     "streaming": set(),
     "structured_output": set(),
     "cli": None,  # None: everything
@@ -59,29 +55,25 @@ SERVING = "cli/serving/"
 ALWAYS_THERE |= {"typer", "yaml", "rich", "jinja2"}
 
 
-def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -> list[str]:
+def violations(source: str, path: str) -> list[str]:
     """Broken rules of one file.
 
     Args:
         source (`str`): Text of the file.
         path (`str`): Its path below the package, with forward slashes.
-        packages (`frozenset[str]`, *optional*): Dotted names below the package that are folders, not modules.
     """
     module = path.removesuffix(".py").split("/")
     room = _room(module)
     if room not in ARROWS:
         return [f"{path}: room {room!r} has no row in ARROWS"]
-    tree, shipped = ast.parse(source), room in SHIPPED
+    tree = ast.parse(source)
     at_import_time = {id(node) for node in _at_import_time(tree)}
     guarded = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in _guarded(block)}
-    blocks = [block for block in tree.body if isinstance(block, ast.Try)]
-    guarded_at_top = {id(node) for block in blocks for part in (block, *block.handlers) for node in part.body}
     problems = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        # Transformers looks for imports in the functions of a published file, too.
-        must_be_there = id(node) not in guarded and (shipped or id(node) in at_import_time)
+        must_be_there = id(node) not in guarded and id(node) in at_import_time
         must_be_there &= not path.startswith(SERVING)
         found = []
         for target in _targets(node, module):
@@ -89,12 +81,7 @@ def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -
                 found += _crossing(room, target) or _other_draft(module, target)
             elif must_be_there and target[0] not in sys.stdlib_module_names | ALWAYS_THERE:
                 found.append(f"{target[0]} is optional: import it inside try")
-        if shipped:
-            is_top = node in tree.body or id(node) in guarded_at_top
-            found = found or _form(node, module, packages, is_top)
         problems += [f"{path}:{node.lineno}: {problem}" for problem in found]
-    if shipped:
-        problems += [f"{path}:{line}: {problem}" for line, problem in _by_name(tree, guarded)]
     return problems
 
 
@@ -138,31 +125,6 @@ def _other_draft(module: list[str], target: list[str]) -> list[str]:
     return [f"{'.'.join(target)} is part of the draft {folder}: what drafts share stands in families/ or formats/"]
 
 
-def _form(node: ast.Import | ast.ImportFrom, module: list[str], packages: frozenset[str], is_top: bool) -> list[str]:
-    """Why an import of a published file could not be flattened."""
-    inside = [target for target in _targets(node, module) if target[0] == PACKAGE]
-    if not inside:
-        return []
-    if isinstance(node, ast.Import) or not node.level:
-        return [f"write a relative import, not {'.'.join(inside[0])}"]
-    if not node.module or ".".join(inside[0][1:]) in packages:
-        return [f"name a module in `from .module import name`: {'.'.join(inside[0])} is a package"]
-    if not is_top:
-        return ["a relative import below the top level is not followed"]
-    return ["import names, not *"] if node.names[0].name == "*" else []
-
-
-def _by_name(tree: ast.AST, guarded: set[int]) -> Iterator[tuple[int, str]]:
-    """Imports by name, which nothing follows when a draft is published: only of what may be missing then."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "resolve_name")):
-            name = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
-            if not str(name).startswith(f"{PACKAGE}."):
-                yield node.lineno, "an import by name cannot be followed: use an import statement"
-            elif id(node) not in guarded:
-                yield node.lineno, f"{name} is missing beside a published copy: import it inside try"
-
-
 def _at_import_time(node: ast.AST) -> Iterator[ast.AST]:
     """Nodes outside of functions."""
     for child in ast.iter_child_nodes(node):
@@ -179,9 +141,8 @@ def _guarded(block: ast.Try) -> list[ast.AST]:
 
 def test_arrows():
     files = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
-    assert {path.parts[0] for path in files} >= SHIPPED | {"__init__.py"}
-    folders = frozenset(".".join(path.parent.parts) for path in files if path.name == "__init__.py")
-    found = [problem for path, source in files.items() for problem in violations(source, path.as_posix(), folders)]
+    assert {path.parts[0] for path in files} >= {"modeling", "generation", "attention_backends", "__init__.py"}
+    found = [problem for path, source in files.items() for problem in violations(source, path.as_posix())]
     assert not found, "\n".join(found)
 
 
@@ -197,24 +158,13 @@ def test_arrows():
         ("modeling/dflash/convert_dflash.py", "from ..eagle3.convert_eagle3 import x", "is part of the draft eagle3"),
         ("modeling/base.py", "from .longspec.generation_longspec import x", "is part of the draft longspec"),
         ("modeling/families/aux_drafter.py", "from ..formats.speculators import x", "modeling may not import"),
-        ("hub.py", "from . import modeling", "hub may not import"),
+        ("hub.py", "from . import generation", "hub may not import"),
         ("kitchen/sink.py", "", "no row in ARROWS"),
-        ("generation/route.py", "from hf_longspec.generation.cache import x", "write a relative import"),
-        ("generation/route.py", "from ..attention_backends import registry", "name a module"),
-        ("generation/route.py", "from .cache import *", "import names, not *"),
-        ("generation/route.py", "def f():\n    from .cache import x", "below the top level"),
         ("attention_backends/flash.py", "try:\n    pass\nfinally:\n    import flash_attn", "flash_attn is optional"),
         ("cli/demo.py", "from datasets.table import Table", "datasets is optional"),
-        ("modeling/base.py", "resolve_name('hf_longspec.hub:push')", "import it inside try"),
-        (
-            "modeling/base.py",
-            "try:\n    import_module('.cache', __package__)\nexcept ImportError: pass",
-            "cannot be followed",
-        ),
-        ("generation/route.py", "importlib.import_module(name)", "cannot be followed"),
     ],
 )
 def test_the_checker_sees(path, source, complaint):
-    found = violations(source, path, frozenset({"modeling.longspec", "attention_backends", "generation"}))
+    found = violations(source, path)
     assert len(found) == 1
     assert complaint in found[0]

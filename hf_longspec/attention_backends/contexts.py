@@ -1,8 +1,7 @@
 """The contexts of a step: they travel through the model's forward and compute the attention of every layer.
 
 A context is a keyword of the model's forward (`model(..., tree=context)`). It reaches the attention function, which
-calls `context.attend` and needs nothing else: a context of the installed package also works with a copy of this file
-from the Hub, and the other way round.
+calls `context.attend` and needs nothing else.
 
 [`TreeContext`] verifies a draft tree, [`LevelContext`] drafts one level of a tree with a model that has a cache of its
 own, and [`SparseContext`] drafts on selected keys and values.

@@ -15,6 +15,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .flash import FLASH_BACKEND
 from .lengths import SeqLens
 from .registry import (
     AttentionBackend,
@@ -26,14 +27,9 @@ from .registry import (
     select,
 )
 from .torch_backend import TORCH_BACKEND
+from .triton.backend import TRITON_BACKEND
 
-try:
-    from .flash import FLASH_BACKEND
-    from .triton.backend import TRITON_BACKEND
-
-    BACKENDS: tuple[AttentionBackend, ...] = (TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
-except ImportError:  # a published draft computes with torch alone
-    BACKENDS = (TORCH_BACKEND,)
+BACKENDS: tuple[AttentionBackend, ...] = (TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
 
 # Transformers handles names with "flash", "sdpa", "/" or "paged|" in a special way.
 AUTOMATIC = "hf_longspec"

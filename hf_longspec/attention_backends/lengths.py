@@ -41,8 +41,7 @@ class SeqLens:
     @classmethod
     def of(cls, lengths: "SeqLens | Sequence[int]") -> "SeqLens":
         """Return `lengths`, made of numbers on the host if they are not a `SeqLens`."""
-        # the lengths of a published copy are of another class
-        return lengths if hasattr(lengths, "host") else cls(lengths)  # type: ignore[return-value]
+        return lengths if isinstance(lengths, SeqLens) else cls(lengths)
 
     @classmethod
     def equal(cls, length: int, batch_size: int) -> "SeqLens":

@@ -437,7 +437,11 @@ def publish(
     private: Annotated[bool, flag("--private", "Make a new repository private.")] = False,
     engine: Annotated[
         str | None,
-        options.repository("Repository for the code, owner/name. Default: one for all drafts of --repo's owner."),
+        options.matching(
+            rf"{options.REPOSITORY}(@[0-9a-f]{{40}})?",
+            "owner/name or owner/name@commit, with all 40 digits of the commit",
+            "Repository for the code, owner/name@commit. Default: the newest of one for all drafts of --repo's owner.",
+        ),
     ] = None,
     self_contained: Annotated[
         bool, flag("--self-contained", "Put the code into the draft's repository, as without --repo.")

@@ -1,6 +1,6 @@
 """`hf-longspec publish`: upload a draft to the Hub, or write the repository to a folder."""
 
-import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +14,8 @@ from transformers import AutoModel
 from ..bench.report import acceptance_section
 from ..cli import CommandError, one_line
 from ..hub import Card, push, write_repository
-from ..hub.repository import WITH_NGRAMS, engine_of, write_engine
+from ..hub.code import PACKAGE, STUB
+from ..hub.repository import engine_of, write_engine
 from .models import NetworkError, loading, quiet
 
 # The engine's repository, below the folder that a dry run writes.
@@ -28,24 +29,12 @@ def run(args: SimpleNamespace) -> None:
     if args.measured:
         card = replace(card, acceptance=acceptance_section(args.measured))
     draft = load(args.source)
-    for name in settings_left_out(draft, engine):
-        value = draft.setting(name)
-        print(f"note: the published code refuses {name}={value!r}: users have to install hf_longspec.", file=sys.stderr)
     if args.dry_run:
         write(draft, args.output, card, args.repo, engine)
     else:
         with errors_of_the_hub():
             where = {"engine": args.engine, "self_contained": args.self_contained}
             print(push(draft, str(args.repo), card=card, private=args.private or None, **where).commit_url)
-
-
-def settings_left_out(draft: Any, engine: str | None) -> list[str]:
-    """The settings of a draft for which the code of its repository has no part."""
-    if not getattr(draft, "_is_longspec_draft", False):
-        return []  # refused when it is written
-    without_ngrams = engine is None and draft.config.model_type not in WITH_NGRAMS and draft.takes_ngrams
-    found = ["ngram_candidates"] if without_ngrams and draft.setting("ngram_candidates") else []
-    return found + (["compile"] if draft.setting("compile") not in ("auto", "off") else [])
 
 
 @contextmanager
@@ -72,14 +61,19 @@ def load(source: Path) -> Any:
 
 def write(draft: Any, output: Path, card: Card, repo: str | None, engine: str | None) -> None:
     """Write the repository to a folder, and print its files with their sizes."""
+    # an engine without a commit is uploaded with the draft if it does not exist
+    is_pinned = engine is None or "@" in engine
     with quiet(progress_bars=False):
         files = write_repository(draft, output, card, repo, engine)
-        if engine is not None:
-            files += [ENGINE_FOLDER / file for file in write_engine(output / ENGINE_FOLDER, engine)]
-    sizes = [(output / file).stat().st_size for file in files]
-    for file, size in zip(files, sizes, strict=True):
-        print(f"{size:>13,}  {file.as_posix()}")
+        if not is_pinned:
+            files += [ENGINE_FOLDER / file for file in write_engine(output / ENGINE_FOLDER)]
+    sizes: Counter[str] = Counter()
+    for file in files:  # those of the package in one line
+        package = next((f"{part.as_posix()}/" for part in file.parents if part.name == PACKAGE.name), None)
+        sizes[package or file.as_posix()] += (output / file).stat().st_size
+    for name, size in sizes.items():
+        print(f"{size:>13,}  {name}")
     where = f"{output} would be uploaded to {repo or 'a repository'}"
-    if engine is not None:
-        where += f", the folder {ENGINE_FOLDER} of it to {engine} if that does not exist"
-    print(f"{sum(sizes):>13,}  bytes in {len(sizes)} files of {where}. Nothing was uploaded.")
+    if not is_pinned:
+        where += f", the folder {ENGINE_FOLDER} of it to {engine} if that does not exist, whose commit {STUB} gets"
+    print(f"{sizes.total():>13,}  bytes in {len(files)} files of {where}. Nothing was uploaded.")

@@ -13,12 +13,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..attention_backends.contexts import TreeContext
 from ..attention_backends.lengths import SeqLens
+from ..attention_backends.triton.commit import can_move, move_nodes
 from .draft_tree import DraftTree
 
-try:
-    from ..attention_backends.triton.commit import can_move, move_nodes
-except ImportError:  # a published draft has no kernels: layer after layer is moved
-    can_move = move_nodes = None  # type: ignore[assignment]
 # Name of a cache among the arguments and outputs of `generate` and of forwards: `cache` from transformers 5.24 on.
 CACHE_NAME = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 # Types of devices on which Triton moves nodes, if `can_move` says so.
@@ -312,7 +309,7 @@ class SpeculativeCache(Cache):
         tree_slots (`int`, *optional*, defaults to 80): Nodes that one verification may stage after the committed ones.
     """
 
-    # A marker, because the installed package and a copy loaded from the Hub have different classes.
+    # A marker for parts that do not import this class.
     _is_longspec_cache = True
 
     def __init__(
@@ -426,7 +423,7 @@ class SpeculativeCache(Cache):
             if not layer.is_initialized:
                 continue
             device = layer.keys.device
-            if can_move is not None and device.type in TRITON_DEVICES and can_move(device):
+            if device.type in TRITON_DEVICES and can_move(device):
                 together.setdefault(device, []).extend(x for x in (layer.keys, layer.values) if x.numel())
             else:
                 layer.move(path)
@@ -560,7 +557,7 @@ class SpeculativeCache(Cache):
 
     def save(self, path: str | PathLike) -> None:
         """Write all that is held to a file of safetensors, with a fingerprint of the config."""
-        _in_files("save")(self, path)
+        FILES["save"](self, path)
 
     @classmethod
     def load(cls, path: str | PathLike, config: PreTrainedConfig, device: Any = "cpu") -> "SpeculativeCache":
@@ -569,7 +566,7 @@ class SpeculativeCache(Cache):
         Raises:
             ValueError: If the file was written for another config.
         """
-        return _in_files("load")(cls, path, config, device)
+        return FILES["load"](cls, path, config, device)
 
     def reset(self) -> None:
         """Remove all tokens, and keep the buffers."""
@@ -589,12 +586,6 @@ class SpeculativeCache(Cache):
         """Bytes of the allocated buffers."""
         keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.key_layers if layer.is_initialized)
         return keys + sum(part.nbytes for part in self.parts)
-
-
-def _in_files(name: str) -> Callable[..., Any]:
-    if name not in FILES:
-        raise ValueError(f"SpeculativeCache.{name} is not in this copy. Install the package hf_longspec.")
-    return FILES[name]
 
 
 def slots_of(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -21,23 +21,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..attention_backends.contexts import TreeContext
 from .cache import CACHE_NAME, SpeculativeCache
+from .fast.compiled_steps import runner_of
 from .sampling import TokenRule, declared, is_history_free
 from .target import Known, TargetView
 from .target_modules import foreign_methods
 from .wing import WINGS
-
-try:
-    from .fast.compiled_steps import runner_of
-except ImportError:  # a published draft compiles no steps
-
-    def runner_of(mode: str, *_: Any) -> None:  # type: ignore[misc]
-        """Return `None`: every step runs as it is. Refuse a `mode` that asks for compiled or captured steps."""
-        if mode not in ("auto", "off"):
-            raise ValueError(
-                f"compile={mode!r} is not in this copy. Install the package hf_longspec, or set compile to 'auto' or "
-                "'off'."
-            )
-
 
 # Settings that `generate` passes on to the assistants of transformers.
 ASSISTANT_SETTINGS = (
@@ -166,8 +154,6 @@ class Call:
         self._refuse_mask()
         self.prompts_class = self.target.mode.prompts_class or Prompts
         for name in self.rare:
-            if name not in WINGS:
-                return f"{name}: this is not in this copy. Install the package hf_longspec."
             WINGS[name].change(self)
         if self.position_ids is not None:
             refuse_positions(self.position_ids, self.tokens, self.mask, apart=self.columns_apart)

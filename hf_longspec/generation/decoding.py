@@ -155,7 +155,7 @@ class Session:
 
     def check_once(self) -> None:
         """Check this kind of target after the prompts, once."""
-        if self.checks_target and self.draft.setting("check_target") and FIRST_CHECKS in WINGS:
+        if self.checks_target and self.draft.setting("check_target"):
             WINGS[FIRST_CHECKS].check(self)
 
     @property
@@ -165,8 +165,8 @@ class Session:
 
     def seed(self, tails: list[torch.Tensor]) -> None:
         """Verify the last prompt tokens as a chain, emit the first token, and start the drafter, maybe gated."""
-        if self.is_gated and (gate := WINGS.get(GATE)) is not None:
-            self.drafter = gate.drafter(self.drafter, self)
+        if self.is_gated:
+            self.drafter = WINGS[GATE].drafter(self.drafter, self)
         tree, sizes = chain_of_last_tokens(tails, max(map(len, tails)))
         step = self.verify(tree)
         rows = torch.arange(len(sizes), device=step.logits.device)

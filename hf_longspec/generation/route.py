@@ -2,9 +2,8 @@
 
 It is a removable patch: two methods of `GenerationMixin` and one function of pipelines are wrapped once per process.
 `_assisted_decoding` leads to the loop, `_validate_generation_mode` refuses before `generate` builds a cache, and
-`load_assistant_model` loads the draft of a pipeline. Drafts are recognised by their attribute `_is_longspec_draft`,
-because an installed copy of this package and one loaded from the Hub have different classes. All other assistants run
-the functions of transformers.
+`load_assistant_model` loads the draft of a pipeline. Drafts are recognised by their attribute `_is_longspec_draft`, as
+this part imports no draft. All other assistants run the functions of transformers.
 """
 
 import copy
@@ -29,7 +28,7 @@ _OWNERS |= {"load_assistant_model": pipelines}
 
 
 def install() -> None:
-    """Route the drafts of this package to their loop. Repeating it, also from another copy, changes nothing."""
+    """Route the drafts of this package to their loop. Repeating it changes nothing."""
     stock = decode, validate, load = tuple(map(_stock, _OWNERS))
 
     @functools.wraps(decode)
@@ -44,7 +43,7 @@ def install() -> None:
         if isinstance(assistant, str | os.PathLike | type):
             assistant = mode_kwargs["assistant_model"] = loaders[-1](assistant, self)
         if getattr(assistant, "_is_longspec_draft", False):
-            if assistant.setting("on_unsupported") == "error" and USER_CACHE in WINGS:
+            if assistant.setting("on_unsupported") == "error":
                 # before generate() makes such a cache
                 refuse(WINGS[USER_CACHE].why_not_made(config.cache_implementation))
             if assistant.config.vocab_size != self.config.get_text_config().vocab_size:
@@ -82,7 +81,7 @@ def is_installed() -> bool:
 
 
 def stock_assisted_decoding() -> Any:
-    """Return the function of transformers, which this or another copy may have wrapped."""
+    """Return the function of transformers, which may be wrapped."""
     return _stock("_assisted_decoding")
 
 

@@ -88,8 +88,7 @@ class TargetView:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.rare = self._rare()
-        parallel: Any = WINGS.get(TENSOR_PARALLELISM) if TENSOR_PARALLELISM in self.rare else None
-        self.ranks = None if parallel is None else parallel.ranks_of(model)
+        self.ranks = WINGS[TENSOR_PARALLELISM].ranks_of(model) if TENSOR_PARALLELISM in self.rare else None
         self._runner = runner
 
     def _rare(self) -> list[str]:
@@ -231,10 +230,7 @@ class TargetView:
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
         for name in self.rare:
-            if (wing := WINGS.get(name)) is None:
-                reasons.append(f"it has {name}, which is not in this copy (install the package hf_longspec)")
-            else:
-                reasons += wing.why_not_target(self)
+            reasons += WINGS[name].why_not_target(self)
         if getattr(self.model, "_is_stateful", False) and not mode.has_states:
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         return reasons

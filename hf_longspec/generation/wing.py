@@ -1,7 +1,7 @@
 """What a rare case of targets and calls can change: the seams between the core and the wings.
 
 Each rare case has a file of its own in `wings/`, which imports the core and is imported by none of its files.
-`wings/register.py` enters what is there in the lists below. Without an entry, the core refuses the case by its name.
+`wings/register.py` enters them in the lists below.
 
 - A [`VerificationMode`] runs the nodes of a kind of target, if hybrid tree attention alone cannot.
 - A [`Wing`] gives the reasons why a call cannot use the draft, and replaces parts of the call.

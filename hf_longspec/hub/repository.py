@@ -2,66 +2,25 @@
 
 import json
 import os
-import sys
+import re
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-from transformers.dynamic_module_utils import get_relative_import_files
 
-from ..modeling.register_draft import DRAFTS, RegisteredDraft
-from .flatten import LEFT_OUT, flat_name, flatten
+from ..modeling.register_draft import DRAFTS
+from ..modeling.saved_config import FORMAT_FIELD, FORMAT_VERSION
+from .code import AUTO_MAP, OWN, PACKAGE, STUB, template, write_code, write_package
 
-PACKAGE = Path(__file__).resolve().parents[1]
-TEMPLATES = Path(__file__).parent / "templates"
 CARD_FACTS = "card.json"
-# Beginning of every file of code. Files with this mark that are no longer needed are removed.
-MARK = "# Published with a draft by hf_longspec, "
-# First version of the package that reads these configurations and settings; raised when they change.
-FORMAT_VERSION = "0.1.0"
-# Methods that use n-grams. In the code of the others, they are left out.
-NGRAMS = "modeling/families/ngrams"
-WITH_NGRAMS = ("tokenswift", "longspec_ngram")
-# The file that `auto_map` names. Transformers saves a class with the file of its `__module__`.
-ENTRY = '''"""{model}, from {package} if it is installed, and otherwise from the other files of this repository.
-
-The two are never mixed: if the package is installed, the other files are not imported.
-"""
-
-from importlib.metadata import version
-
-from packaging.version import Version
-
-try:
-    if Version(version("{package}")) < Version("{version}"):
-        raise ImportError("{package} is older than the format of this draft")
-    from {package} import {config}, {model}
-except ImportError:
-    import torch
-    from transformers.utils import logging
-
-    from .{sibling} import {config}, {model}
-
-    {config}.__module__ = {model}.__module__ = __name__  # so that saved drafts include this file
-    if torch.cuda.is_available():
-        logging.get_logger(__name__).warning(
-            "{model} runs the code of its repository, which has neither Triton kernels nor CUDA graphs. On a GPU both "
-            "save most of the time of a step. To use them, install {package} {version} or newer."
-        )
-'''
 NOT_MEASURED = "Not measured."
 NO_LICENSE = "The code is licensed under Apache-2.0; the license of the weights was not stated."
-OWN_CODE = """\
-This draft needs transformers 5.17 or newer. The code is in this repository; `trust_remote_code=True` runs it."""
-ENGINE_CODE = """\
-This draft needs transformers 5.17 or newer. The code is in [{engine}](https://huggingface.co/{engine});
-`trust_remote_code=True` runs it. `revision` selects the weights and settings of this repository, and
-`code_revision="<commit of {engine}>"` the code."""
 LISTS = ("datasets", "language")  # fields that may hold several values on the Hub
 
 
@@ -138,10 +97,10 @@ def render(draft: Any, card: Card, engine: str | None = None) -> str:
         )
         .split("\n## Limits\n")
     )
-    place = ENGINE_CODE.format(engine=engine) if engine else OWN_CODE
-    return _template("card.md").format(
-        code=place,
-        custom_generate=engine or card.repo,
+    name = (engine or "").partition("@")[0]
+    place = f"[{name}](https://huggingface.co/{name}), at the commit that {STUB} names"
+    return template("card.md").format(
+        place="this repository" if engine is None else place,
         metadata=data.to_yaml().strip(),
         about=about.strip(),
         target=card.target or base_model,
@@ -189,9 +148,9 @@ def push(
         token (`str` or `bool`, *optional*): Access token. Defaults to the one that `hf auth login` stored.
         revision (`str`, *optional*): Branch to commit to.
         create_pr (`bool`, *optional*, defaults to `False`): Whether to open a pull request instead of committing.
-        engine (`str`, *optional*): `"owner/name"` of a repository that holds the code, so that the draft's own holds
-            none. It is created with its code if it does not exist, and never changed if it does. Defaults to
-            [`engine_of`].
+        engine (`str`, *optional*): `"owner/name@commit"` of a repository that holds the package, so that the draft's
+            own has a stub alone. Without a commit, it is created if it does not exist, never changed if it does, and
+            the draft gets its last commit. Defaults to [`engine_of`].
         self_contained (`bool`, *optional*, defaults to `False`): Whether the draft's own repository holds the code.
         facts (`Any`): Facts for the model card by name, such as `license="apache-2.0"`, instead of `card`.
 
@@ -202,21 +161,30 @@ def push(
     engine = engine_of(repo_id, engine, self_contained)
     if card is not None and facts:
         raise ValueError(f"card was passed together with {', '.join(facts)}: pass all values in the card.")
-    with TemporaryDirectory() as folder:
-        write_repository(draft, Path(folder) / "draft", card or Card.read(facts), repo_id, engine)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        write_repository(draft, folder / "draft", card or Card.read(facts), repo_id, engine)
         api = HfApi(token=token)
-        if engine is not None and not api.repo_exists(engine):
-            write_engine(Path(folder) / "engine", engine)
-            api.create_repo(engine, private=private, exist_ok=True)
-            api.upload_folder(repo_id=engine, folder_path=str(Path(folder) / "engine"), commit_message="Upload engine")
+        if engine is not None and "@" not in engine:
+            engine = f"{engine}@{commit_of(engine, api, folder / 'engine', private)}"
+            write_code(folder / "draft", engine)
         api.create_repo(repo_id, private=private, exist_ok=True)
         return api.upload_folder(
             repo_id=repo_id,
-            folder_path=str(Path(folder) / "draft"),
+            folder_path=str(folder / "draft"),
             commit_message=commit_message,
             revision=revision,
             create_pr=create_pr,
         )
+
+
+def commit_of(engine: str, api: HfApi, folder: Path, private: bool | None) -> str:
+    """Return the last commit of an engine, which is written to `folder` and uploaded if it does not exist."""
+    if api.repo_exists(engine):
+        return str(api.model_info(engine).sha)
+    write_engine(folder)
+    api.create_repo(engine, private=private, exist_ok=True)
+    return api.upload_folder(repo_id=engine, folder_path=str(folder), commit_message="Upload engine").oid
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -226,7 +194,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def engine_of(repo_id: str | None, engine: str | None, self_contained: bool) -> str | None:
-    """Return the repository that holds the code of a draft; `None` if the draft's own does.
+    """Return the repository that holds the package for a draft, maybe with a commit; `None` if the draft's own does.
 
     By default, drafts of one owner that this version of the package publishes share `owner/hf-longspec-engine-0.1.0`,
     named by the version, as an existing engine is never changed. A draft without `repo_id` holds its code itself.
@@ -238,23 +206,24 @@ def engine_of(repo_id: str | None, engine: str | None, self_contained: bool) -> 
     if engine is not None:
         check_engine(engine, repo_id)
     elif repo_id is not None and not self_contained:
-        engine = f"{repo_id.split('/')[0]}/hf-longspec-engine-{version(PACKAGE.name)}"
+        engine = f"{repo_id.split('/')[0]}/hf-longspec-engine-{import_module(PACKAGE.name).__version__}"
     return engine
 
 
 def check_engine(engine: str, repo_id: str | None) -> None:
-    if "--" in engine:
-        raise ValueError(f"engine {engine!r}: `auto_map` separates repository and class by --. Choose another name.")
-    check_repo_id(engine)
-    if engine == repo_id:
+    name, at, commit = engine.partition("@")
+    check_repo_id(name)
+    if at and not re.fullmatch("[0-9a-f]{40}", commit):
+        raise ValueError(f"engine {engine!r}: expected owner/name@commit, with all 40 digits of the commit.")
+    if name == repo_id:
         raise ValueError(f"engine {engine!r} is the draft's own repository. Pass another one, or omit engine.")
 
 
-def write_engine(folder: Path, engine: str) -> list[Path]:
-    """Write the code that drafts of every kind share into a new folder."""
-    texts = engine_code() | {"README.md": _template("engine.md").format(engine=engine)}
-    _write(texts, folder)
-    return sorted(map(Path, texts))
+def write_engine(folder: Path) -> list[Path]:
+    """Write the package, for drafts of every kind, into a new folder."""
+    write_package(folder)
+    (folder / "README.md").write_text(template("engine.md"), encoding="utf-8", newline="\n")
+    return _files(folder)
 
 
 def write_repository(
@@ -262,93 +231,38 @@ def write_repository(
 ) -> list[Path]:
     """Write the complete repository of a draft into `folder`.
 
-    Existing files of the same names are replaced atomically. Code that an earlier call wrote and that is no longer
-    needed is removed. All other files in the folder stay. The folder may be the one that the draft was loaded from. If
-    the draft cannot be published, nothing is written. With an `engine`, that repository holds the code.
+    Existing files of the same names are replaced atomically, and all others stay. The folder may be the one that the
+    draft was loaded from. If the draft cannot be published, nothing is written. With an `engine`, that repository holds
+    the package; its newest commit is used if none is named.
     """
     _check(draft)
     if engine is not None:
         check_engine(engine, repo_id)
     full = card.complete(draft, repo_id or folder.name)
-    code = draft_code(draft)  # with an engine, too: it refuses drafts that no engine holds
-    code = code if engine is None else {}
     # without the acceptance table, which is made from a results file each time
     facts = {name: value for name, value in asdict(card).items() if value and name != "acceptance"}
-    texts = code | {"README.md": render(draft, full, engine), CARD_FACTS: json.dumps(facts, indent=2) + "\n"}
+    text = render(draft, full, engine)
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".publish-") as temporary:
         built = Path(temporary)
         draft.save_pretrained(built)
-        for file in built.glob("*.py"):  # of a draft that was loaded as remote code
-            file.unlink()
-        _complete_config(built / "config.json", draft, str(full.base_model), engine)
-        _write(texts, built)
-        files = sorted(path.relative_to(built) for path in built.rglob("*") if path.is_file())
-        _remove_stale(folder, files)
+        rmtree(built / PACKAGE.name, ignore_errors=True)  # that of a copy, which is saved with its drafts
+        _complete_config(built / "config.json", str(full.base_model))
+        write_code(built, OWN if engine is None else engine if "@" in engine else f"{engine}@main")
+        texts = {"custom_generate/generate.py": template("generate.py"), "README.md": text}
+        texts[CARD_FACTS] = json.dumps(facts, indent=2) + "\n"
+        for name, content in texts.items():
+            (built / name).parent.mkdir(exist_ok=True)
+            (built / name).write_text(content, encoding="utf-8", newline="\n")
+        files = _files(built)
         for file in files:
-            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
             os.replace(built / file, folder / file)
     return files
 
 
-def _write(texts: dict[str, str], folder: Path) -> None:
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8", newline="\n")
-
-
-def draft_code(draft: Any) -> dict[str, str]:
-    """Return the sources that a draft runs on without this package, by file name."""
-    file = _file_of(type(draft))
-    if file.read_text(encoding="utf-8").startswith(MARK):  # loaded from such a repository
-        files = [file, *sorted(map(Path, get_relative_import_files(file)))]
-        return {path.name: path.read_text(encoding="utf-8") for path in files} | _custom()
-    methods = [method for method in _methods() if method.model is type(draft)]
-    if not methods:
-        raise ValueError(
-            f"{type(draft).__name__} is not part of {PACKAGE.name}: only drafts of the package itself can be published "
-            "with their code."
-        )
-    return _code_of(methods)
-
-
-def engine_code() -> dict[str, str]:
-    """Return the sources that every kind of draft runs on without this package, by file name."""
-    return _code_of(_methods())
-
-
-def _methods() -> list[RegisteredDraft]:
-    return [draft for draft in DRAFTS.values() if draft.model.__module__.split(".")[0] == PACKAGE.name]
-
-
-def _code_of(methods: list[RegisteredDraft]) -> dict[str, str]:
-    """Return the entry files of some methods, and the engine below them."""
-    classes = [(_module(part), part.__name__) for method in methods for part in (method.model, method.config)]
-    with_ngrams = any(method.config.model_type in WITH_NGRAMS for method in methods)
-    sources = flatten(classes, PACKAGE, LEFT_OUT if with_ngrams else (*LEFT_OUT, NGRAMS))
-    for method in methods:
-        module = _module(method.model)
-        names = {"model": method.model.__name__, "config": method.config.__name__, "sibling": flat_name(module)}
-        sources[f"{module.split('/')[-1]}.py"] = ENTRY.format(package=PACKAGE.name, version=FORMAT_VERSION, **names)
-    return {name: f"{MARK}Apache-2.0.\n{text}" for name, text in sources.items()} | _custom()
-
-
-def _custom() -> dict[str, str]:
-    return {"custom_generate/generate.py": f"{MARK}Apache-2.0.\n{_template('generate.py')}"}
-
-
-def _module(cls: type) -> str:
-    """Return the module of a class of the package, as a path below the package without ending."""
-    return "/".join(cls.__module__.split(".")[1:])
-
-
-def _file_of(cls: type) -> Path:
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if cls.__module__ == "__main__" or file is None:
-        raise ValueError(
-            f"{cls.__name__} is defined in {cls.__module__}, which is not a file of a package: move it to one."
-        )
-    return Path(file).resolve()
+def _files(folder: Path) -> list[Path]:
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
 
 
 def _check(draft: Any) -> None:
@@ -356,23 +270,19 @@ def _check(draft: Any) -> None:
         raise ValueError(f"{type(draft).__name__} is not a draft of hf_longspec: pass a DraftModel.")
     if getattr(draft, "peft_config", None):
         raise ValueError("the draft has an unmerged LoRA adapter, which would be published without its base: merge it.")
+    kind = type(draft)
+    if kind.__module__.split(".")[0] != PACKAGE.name:
+        raise ValueError(
+            f"{kind.__name__} of {kind.__module__} is not part of hf_longspec: only drafts of the package can be "
+            "published with their code."
+        )
 
 
-def _complete_config(path: Path, draft: Any, base_model: str, engine: str | None) -> None:
-    """Add the file of the draft's classes and the target's Hub id to a config.json."""
+def _complete_config(path: Path, base_model: str) -> None:
+    """Add the stub's classes, the version of the format and the target's Hub id to a config.json."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    names = {"AutoConfig": type(draft.config).__name__, "AutoModel": type(draft).__name__}
-    entry = f"{engine}--" if engine else ""
-    entry += _file_of(type(draft)).stem
-    config["auto_map"] = {auto: f"{entry}.{name}" for auto, name in names.items()}
-    config["target_name_or_path"] = base_model
+    config |= {"auto_map": AUTO_MAP, FORMAT_FIELD: FORMAT_VERSION, "target_name_or_path": base_model}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _remove_stale(folder: Path, files: list[Path]) -> None:
-    for path in [*folder.glob("*.py"), *folder.glob("custom_generate/*.py")]:
-        if path.relative_to(folder) not in files and path.read_bytes().startswith(MARK.encode()):
-            path.unlink()
 
 
 def is_hub_id(name: str | None) -> bool:
@@ -382,7 +292,3 @@ def is_hub_id(name: str | None) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-def _template(name: str) -> str:
-    return (TEMPLATES / name).read_text(encoding="utf-8")

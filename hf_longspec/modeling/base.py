@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
@@ -16,25 +17,17 @@ from ..generation.cache import SpeculativeCache
 from ..generation.call import refuse_target
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
+from ..generation.fast.cuda_graphs import release_workspaces
 from ..generation.route import install, loaders
 from ..generation.sequences import SpeculationStats
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from ..generation.wings.register import register_wings
-from .configuration_base import DraftConfig, is_packaged
+from .configuration_base import DraftConfig
+from .families.ngrams import JoinedDrafter, NgramDrafter
 from .loading import draft_by_name, of_hub, read_settings, readable_errors, require_complete
 from .saved_config import read_config
 from .settings import COMMON, NGRAMS, Setting
-
-try:
-    from ..generation.fast.cuda_graphs import release_workspaces
-except ImportError:  # a published draft captures nothing
-    release_workspaces = None  # type: ignore[assignment]
-
-try:
-    from .families.ngrams import JoinedDrafter, NgramDrafter
-except ImportError:  # a published draft has n-grams if its own method uses them
-    JoinedDrafter = NgramDrafter = None  # type: ignore[assignment,misc]
 
 register()
 register_wings()
@@ -68,7 +61,7 @@ class DraftModel(PreTrainedModel):
     settings: ClassVar[dict[str, Any]] = {}
     declared: ClassVar[dict[str, Setting]] = COMMON
     method: ClassVar[str]  # name of the draft in statistics and messages, that of its configuration
-    # A marker for the route, because an installed class and one loaded from the Hub are different classes.
+    # A marker for the route, which does not import this class.
     _is_longspec_draft = True
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -85,15 +78,6 @@ class DraftModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         self.generation_config = GenerationConfig(**self.initial_settings())
         self.last_speculation: SpeculationStats | None = None
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Let `save_pretrained` write the code too; transformers calls it for every class that `auto_map` names.
-
-        Nothing for a class of the installed package, which a repository may name: saved drafts do without its code.
-        """
-        if not is_packaged(cls):
-            super().register_for_auto_class(auto_class)
 
     def get_input_embeddings(self) -> None:
         """Return `None`, as a draft uses the embeddings of the target. Accelerate calls this for sharding (FSDP)."""
@@ -170,8 +154,7 @@ class DraftModel(PreTrainedModel):
 
     def release_buffers(self) -> None:
         """Drop the buffers and CUDA graphs that calls of `generate` left for the next call."""
-        if release_workspaces is not None:
-            release_workspaces(self)
+        release_workspaces(self)
 
     def drafter(self, binding: Binding) -> Drafter:
         """Return the drafter of one call, with n-grams if the settings enable them."""
@@ -254,11 +237,6 @@ class DraftModel(PreTrainedModel):
             )
         for name, declared in self.declared.items():
             declared.check(name, self.setting(name))
-        if self._num_ngram_nodes and NgramDrafter is None:
-            raise ValueError(
-                f"ngram_candidates={self.setting('ngram_candidates')}: the code published with this draft does not "
-                "support n-grams. Set it to 0, or install the package hf_longspec."
-            )
         self.check_settings(target)
         if (nodes := self.num_tree_nodes(target)) > MOST_NODES:
             raise ValueError(
@@ -314,10 +292,9 @@ class DraftModel(PreTrainedModel):
     _supports_logits_to_keep = generate  # assisted decoding calls this before generate() with most targets
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error: drafts run inside `generate`, and those that are trained replace this in the package."""
+        """Raise an error: drafts run inside `generate`, and those that are trained replace this."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no forward over whole texts: call model.generate(..., assistant_model=draft). "
-            "To train a draft, install the package hf_longspec."
+            f"{type(self).__name__} has no forward over whole texts: call model.generate(..., assistant_model=draft)."
         )
 
     @property
@@ -337,15 +314,19 @@ class DraftModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Write config.json, generation_config.json and, if there are any, the weights.
 
-        The code of a draft that was loaded as remote code is written too. For an installed draft, `push_to_hub` adds
-        the code; `push_to_hub=True` is refused, as it would upload a draft without it.
+        A copy of the package, which a published draft brought, also writes the code by which it was loaded. For the
+        installed package, `push_to_hub` adds it; `push_to_hub=True` is refused, as it would upload a draft without it.
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError(
                 "save_pretrained(push_to_hub=True) would upload a draft without its code. Use "
                 'draft.push_to_hub("owner/name").'
             )
-        if self._auto_class is None and hasattr(self.config, "auto_map"):
+        code = resolve_name("hf_longspec.hub.code")  # by name, as publishing imports drafts
+        if (engine := code.running_engine()) is not None:
+            code.write_code(Path(save_directory), engine)
+            self.config.auto_map = dict(code.AUTO_MAP)
+        elif self._auto_class is None and hasattr(self.config, "auto_map"):
             del self.config.auto_map  # it names files that are not saved
         if self.weightless:
             os.makedirs(save_directory, exist_ok=True)
@@ -363,11 +344,7 @@ class DraftModel(PreTrainedModel):
         Further arguments are those of `hf_longspec.hub.push`: `private`, `token`, and facts for the card, such as
         `license`.
         """
-        try:
-            push = resolve_name("hf_longspec.hub:push")  # by name, as published copies of this file lack it
-        except ImportError:
-            return super().push_to_hub(repo_id, **kwargs)
-        return push(self, repo_id, **kwargs)
+        return resolve_name("hf_longspec.hub:push")(self, repo_id, **kwargs)
 
     @classmethod
     def from_pretrained(
@@ -414,13 +391,8 @@ class DraftModel(PreTrainedModel):
         """
         hub, info = of_hub(kwargs), {}
         if cls.reads_published and fields is not None and fields.get("model_type") != cls.config_class.model_type:
-            try:
-                read: Any = resolve_name("hf_longspec.modeling.register_draft:read_published")
-            except (ImportError, AttributeError):
-                read = (
-                    None  # published copies, also next to another version of the package, read their own format alone
-                )
-            if read and (draft := read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub)):
+            read = resolve_name("hf_longspec.modeling.register_draft:read_published")  # which imports this module
+            if draft := read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub):
                 return draft, {}
         if cls.weightless:
             config = kwargs.get("config")

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from ..generation.target_modules import shape_of
-from .saved_config import readable
+from .saved_config import FORMAT_FIELD, readable, require_version
 
 # Fields that a draft copies from the target's text config. A target that differs in one of them is refused.
 TARGET_SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -58,11 +58,6 @@ def refuse_other_sizes(sizes: Mapping[str, tuple[int, int]]) -> None:
             )
 
 
-def is_packaged(cls: type) -> bool:
-    """Return whether a class is part of the installed package, not of a copy that transformers loaded."""
-    return cls.__module__.split(".")[0] == "hf_longspec"
-
-
 class DraftConfig(PreTrainedConfig):
     """Configuration of a draft: the target's shapes, which are all that drafts without weights need.
 
@@ -82,8 +77,12 @@ class DraftConfig(PreTrainedConfig):
         """Return the configuration of a config.json.
 
         Raises:
-            ValueError: If a field has a value that no configuration can have; the message names it.
+            ValueError: If a field has a value that no configuration can have; the message names it. If the draft was
+                published for a newer version of the package.
         """
+        config_dict = dict(config_dict)
+        if (version := config_dict.pop(FORMAT_FIELD, None)) is not None:
+            require_version(version)
 
         def read(fields: dict[str, Any]) -> Any:
             loaded = super(DraftConfig, cls).from_dict(fields, **kwargs)
@@ -100,11 +99,6 @@ class DraftConfig(PreTrainedConfig):
     def short_name(cls) -> str:
         """Return the name of the draft on the command line and in messages."""
         return cls.model_type.removeprefix("longspec_")
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        if not is_packaged(cls):
-            super().register_for_auto_class(auto_class)
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:

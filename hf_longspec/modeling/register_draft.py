@@ -1,8 +1,6 @@
 """The registry of drafts: one call makes a draft known to `AutoModel`, the trainer, the commands and the model cards.
 
 It also converts checkpoints that the authors of a method published: the names of their tensors decide who reads them.
-
-Published copies of a draft hold neither this file nor what a registration names.
 """
 
 import re
@@ -67,7 +65,7 @@ def register_draft(config: type[DraftConfig], model: type[DraftModel], **parts: 
 
     `AutoConfig` and `AutoModel` load it from then on, and so do the commands. A draft without weights can also be given
     to the commands by its name, which is its `model_type`. Registering a `model_type` again replaces the former draft.
-    A published copy of the draft does not hold the parts. Names that are taken are refused.
+    Names that are taken are refused.
     """
     kind = config.model_type
     draft = RegisteredDraft(config, model, **parts)

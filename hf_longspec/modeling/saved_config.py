@@ -2,11 +2,17 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from packaging.version import Version
 from transformers import PreTrainedConfig
 
+# First version of the package that reads the drafts that this one publishes; raised when they change.
+FORMAT_VERSION = "0.1.0"
+# Field of a published config.json with that version.
+FORMAT_FIELD = "hf_longspec_version"
 # What code raises that reads a value of another kind or size than it expects.
 UNEXPECTED = ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, StrictDataclassError
 
@@ -25,6 +31,18 @@ def read_config(source: Any, **hub: Any) -> dict[str, Any]:
         if not isinstance(kind := fields.get("model_type"), str | None):
             raise TypeError(f"model_type={shortened(kind)}, expected a string")
     return fields
+
+
+def require_version(needed: str) -> None:
+    """Refuse a draft that was published for a newer version of the package than the one of this process."""
+    package = import_module("hf_longspec")
+    with readable(f"{FORMAT_FIELD} in config.json of the draft"):
+        is_older = Version(package.__version__) < Version(needed)
+    if is_older:
+        raise ValueError(
+            f"the draft needs hf_longspec {needed} or newer, and this process has {package.__version__} of "
+            f"{package.__path__[0]}. Run `pip install --upgrade hf_longspec`, and load the draft in a new process."
+        )
 
 
 @contextmanager

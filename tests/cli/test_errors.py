@@ -295,6 +295,7 @@ EARLY = [
     ("train --config recipe.yaml --target x --output-dir full", "full/of exists. Pass --resume"),
     ("publish DRAFT --dry-run --repo name", "'--repo': 'name': expected owner/name, with letters"),
     ("publish DRAFT --dry-run --engine a/b/c", "'--engine': 'a/b/c': expected owner/name"),
+    ("publish DRAFT --dry-run --engine a/b@main", "or owner/name@commit, with all 40 digits of the commit"),
     (
         "publish DRAFT --dry-run --license Apache",
         "'--license': 'Apache': expected the id of a license on the Hub, such",

@@ -11,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 import hf_longspec
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.hub import repository
+from hf_longspec.hub.code import STUB
 from tests.acceptance_lines import measured, write_lines
 from tests.cli.conftest import run_command
 from tests.tiny_targets import tiny_target
@@ -59,22 +60,16 @@ class TestDryRun:
             path.relative_to(output).as_posix(): path.stat().st_size for path in output.rglob("*") if path.is_file()
         }
         lines = [line.split() for line in result.output.splitlines()]
+        package = [name for name in sizes if name.startswith("engine/hf_longspec/")]
+        assert len(package) > 150
+        count, sizes["engine/hf_longspec/"] = len(sizes), sum(sizes.pop(name) for name in package)
         assert {name: int(size.replace(",", "")) for size, name in lines[:-1]} == sizes
         assert int(lines[-1][0].replace(",", "")) == sum(sizes.values())
-        assert f"in {len(sizes)} files" in result.output and "would be uploaded to org/longspec-draft" in result.output
+        assert f"in {count} files" in result.output and "would be uploaded to org/longspec-draft" in result.output
         text = (output / "README.md").read_text()
         assert (
             "license: mit" in text and 'from_pretrained("org/longspec-draft", trust' in text and "Not measured." in text
         )
-
-    def test_settings_that_need_the_package_are_noted(self, folder):
-        draft = LongSpecDraftModel.from_pretrained(folder)
-        draft.generation_config.update(ngram_candidates=2, compile="graph")
-        draft.save_pretrained(folder)
-        noted = ["the published code refuses compile='graph'", "the published code refuses ngram_candidates=2"]
-        for repo, count in (([], 2), (["--repo", "org/x"], 1)):  # a shared engine has n-grams
-            result = run(folder, "--dry-run", "--base-model", "org/t", "--overwrite", *repo)
-            assert result.exit_code == 0 and [note in result.stderr for note in noted] == [True, count == 2]
 
     def test_over_what_exists_on_request_alone(self, folder):
         """Its own output and the draft itself too: the measured results on a card would be lost."""
@@ -101,22 +96,24 @@ class TestDryRun:
         other = run(folder, "--dry-run", "--results", results, "--overwrite")
         assert other.exit_code == 2 and "no acceptance of the draft 'draft', only of mine, another" in other.output
 
-    def test_an_engine_beside_a_draft_without_code(self, folder):
-        shared = f"org/hf-longspec-engine-{hf_longspec.__version__}"
-        for where, name in ((("--engine", "org/engine"), "org/engine"), (("--repo", "org/x", "--overwrite"), shared)):
+    def test_an_engine_beside_a_draft_with_a_stub(self, folder):
+        """An upload names the engine's commit, which a dry run does not know; a commit that is given is kept."""
+        shared, pinned = f"org/hf-longspec-engine-{hf_longspec.__version__}", f"org/engine@{'c' * 40}"
+        for where, name in ((["--repo", "org/x"], f"{shared}@main"), (["--engine", pinned, "--overwrite"], pinned)):
             result = run(folder, "--dry-run", "--base-model", "org/t", *where)
             assert result.exit_code == 0, result.output
             output = folder.with_name("draft-hub")
-            assert not list(output.glob("*.py")) and (output / "engine" / "modeling_longspec.py").is_file()
-            assert f"{name}--modeling_longspec.LongSpecConfig" in (output / "config.json").read_text()
+            assert f'ENGINE = "{name}"' in (output / STUB).read_text() and not (output / "hf_longspec").exists()
+            assert (output / "engine/hf_longspec/__init__.py").is_file() == (name != pinned)
+            assert (f"to {shared} if that does not exist" in result.output) == (name != pinned)
+            shutil.rmtree(output / "engine", ignore_errors=True)
 
     @pytest.mark.parametrize("where", [(), ("--repo", "org/x", "--self-contained")])
     def test_a_folder_that_holds_its_code(self, folder, where):
-        """It can be loaded as it is."""
         assert run(folder, "--dry-run", "--base-model", "org/t", *where).exit_code == 0
         output = folder.with_name("draft-hub")
-        assert '"modeling_longspec.LongSpecConfig"' in (output / "config.json").read_text()
-        assert (output / "modeling_longspec.py").is_file() and not (output / "engine").exists()
+        assert 'ENGINE = "."' in (output / STUB).read_text() and (output / "hf_longspec/__init__.py").is_file()
+        assert not (output / "engine").exists()
 
     @pytest.mark.parametrize(
         ("arguments", "text", "complaint"),

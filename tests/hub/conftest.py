@@ -24,6 +24,9 @@ SETTINGS = {
 }
 DRAFTS = {kind: (draft.model, SETTINGS.get(kind, {})) for kind, draft in register_draft.DRAFTS.items()}
 CARD = Card(base_model="org/tiny-target")
+# Commits of engines: of one that is uploaded, and of one that exists.
+NEW_COMMIT, LAST_COMMIT = "a" * 40, "b" * 40
+ENGINE = f"org/engine@{99:040x}"
 
 
 def contents(folder):
@@ -34,6 +37,7 @@ def contents(folder):
 def hub(monkeypatch):
     """Replace the Hub by a record of calls and uploaded files; `fail` is raised when it is set."""
     record = SimpleNamespace(calls=[], uploaded={}, tokens=[], exists=False, fail=None)
+    commit = SimpleNamespace(commit_url="https://huggingface.co/org/x/commit/1", oid=NEW_COMMIT)
 
     class Api:
         def __init__(self, token=None):
@@ -41,6 +45,9 @@ def hub(monkeypatch):
 
         def repo_exists(self, repo_id):
             return record.exists
+
+        def model_info(self, repo_id):
+            return SimpleNamespace(sha=LAST_COMMIT)
 
         def create_repo(self, repo_id, **options):
             if record.fail is not None:
@@ -50,7 +57,7 @@ def hub(monkeypatch):
         def upload_folder(self, *, folder_path, **options):
             record.calls.append(("upload_folder", options.pop("repo_id"), options))
             record.uploaded = contents(Path(folder_path))
-            return SimpleNamespace(commit_url="https://huggingface.co/org/x/commit/1")
+            return commit
 
     monkeypatch.setattr(repository, "HfApi", Api)
     return record
@@ -73,15 +80,15 @@ def make_draft(hub_target):
 
 
 def publish(folder, kinds, hub_target, make_draft):
-    """Write `target`, `drafts/<kind>`, `on-engine/<kind>`, `engine`, and `hub`, a cache that has them as org/<name>."""
+    """Write `target`, `drafts/<kind>`, `on-engine/<kind>`, and `hub`, a cache that has them and the engine."""
     hub_target.save_pretrained(folder / "target")
     for number, kind in enumerate(kinds):
         draft = make_draft(kind)
         write_repository(draft, folder / "drafts" / kind, CARD, f"org/{kind}")
-        write_repository(draft, folder / "on-engine" / kind, CARD, f"org/{kind}-on-engine", "org/engine")
+        write_repository(draft, folder / "on-engine" / kind, CARD, f"org/{kind}-on-engine", ENGINE)
         into_cache(folder, f"org/{kind}", folder / "drafts" / kind, number)
         into_cache(folder, f"org/{kind}-on-engine", folder / "on-engine" / kind, number)
-    write_engine(folder / "engine", "org/engine")
+    write_engine(folder / "engine")
     into_cache(folder, "org/engine", folder / "engine", 99)
     return folder
 
@@ -93,8 +100,12 @@ def published(tmp_path_factory, hub_target, make_draft):
 
 
 def into_cache(folder, repo_id, files, commit):
-    """Put a repository with one commit into the Hub cache of `folder`."""
+    """Put a repository with one commit into the Hub cache of `folder`, whose files are links to numbered ones."""
     repo = folder / "hub" / f"models--{repo_id.replace('/', '--')}"
-    shutil.copytree(files, repo / "snapshots" / f"{commit:040x}")
+    shutil.copytree(files, snapshot := repo / "snapshots" / f"{commit:040x}")
+    (repo / "blobs").mkdir()
+    for number, path in enumerate([path for path in snapshot.rglob("*") if path.is_file()]):
+        path.rename(repo / "blobs" / str(number))
+        path.symlink_to(repo / "blobs" / str(number))
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(f"{commit:040x}")

@@ -6,16 +6,16 @@ import shutil
 import pytest
 import torch
 from transformers import AutoModel
+from transformers.dynamic_module_utils import check_imports
 
 import hf_longspec
 from hf_longspec.hub import push, write_repository
-from hf_longspec.hub.repository import MARK
+from hf_longspec.hub.code import PACKAGE, STUB
 
-from .conftest import CARD, DRAFTS, contents
+from .conftest import CARD, DRAFTS, ENGINE, LAST_COMMIT, NEW_COMMIT, contents
 
 KINDS = pytest.mark.parametrize("kind", DRAFTS)
 SECRET = "hf_secretsecretsecret"
-ENGINE = "org/engine"
 
 
 def auto_map(folder):
@@ -24,27 +24,29 @@ def auto_map(folder):
 
 @KINDS
 def test_the_files_of_a_repository(published, make_draft, kind):
-    folder, draft = published / "drafts" / kind, make_draft(kind)
-    files = contents(folder)
-    assert files.keys() >= {"config.json", "generation_config.json", "README.md", "card.json"}
-    assert "custom_generate/generate.py" in files and ("model.safetensors" in files) == (not draft.weightless)
-    assert not [name for name in files if "token" in name.replace("tokenswift", "").replace("token_recycling", "")]
-    for auto, cls in {"AutoConfig": type(draft.config), "AutoModel": type(draft)}.items():
-        module, name = auto_map(folder)[auto].split(".")
-        assert name == cls.__name__ and f" {name}" in files[f"{module}.py"].decode()
-    assert json.loads(files["config.json"])["target_name_or_path"] == "org/tiny-target"
-    assert all(text.decode().startswith(MARK) for name, text in files.items() if ".py" in name)
-
-
-@KINDS
-def test_the_code_may_be_in_another_repository(published, kind):
-    folder = published / "on-engine" / kind
-    assert not [name for name in contents(folder) if name.endswith(".py")]
-    named = auto_map(folder)
-    assert set(named) == {"AutoConfig", "AutoModel"} and all(n.startswith(f"{ENGINE}--") for n in named.values())
-    assert all((published / "engine" / f"{n.split('--')[1].split('.')[0]}.py").is_file() for n in named.values())
-    card = (folder / "README.md").read_text()
-    assert 'code_revision="<commit of org/engine>"' in card and 'custom_generate="org/engine"' in card
+    """One stub, which transformers can check; and the package without commands, if the draft holds it itself."""
+    draft = make_draft(kind)
+    names = {"config.json", "generation_config.json", "README.md", "card.json", STUB, "custom_generate/generate.py"}
+    names |= set() if draft.weightless else {"model.safetensors"}
+    paths = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    sources = {f"hf_longspec/{path.relative_to(PACKAGE).as_posix()}": path.read_bytes() for path in paths}
+    commands = tuple(f"hf_longspec/{part}/" for part in ("cli", "bench"))
+    sources = {name: text for name, text in sources.items() if not name.startswith(commands)}
+    assert len(sources) > 150
+    for place, more, engine in (("drafts", sources, "."), ("on-engine", {}, ENGINE)):
+        files = contents(folder := published / place / kind)
+        assert files.keys() == names | more.keys() and more.items() <= files.items()
+        assert auto_map(folder) == {
+            "AutoConfig": "longspec_draft.DraftConfig",
+            "AutoModel": "longspec_draft.DraftModel",
+        }
+        config = json.loads(files["config.json"])
+        assert config["target_name_or_path"] == "org/tiny-target" and config["hf_longspec_version"] == "0.1.0"
+        assert f'ENGINE = "{engine}"' in files[STUB].decode() and len(files[STUB].splitlines()) < 60
+        assert check_imports(folder / STUB) == []  # raises for packages that are not installed
+        assert f'custom_generate="org/{kind}' in files["README.md"].decode()
+    assert "[org/engine](https://huggingface.co/org/engine), at the commit" in files["README.md"].decode()
+    assert contents(published / "engine") == sources | {"README.md": (published / "engine/README.md").read_bytes()}
 
 
 @KINDS
@@ -68,13 +70,12 @@ def test_publishing_again(published, tmp_path, kind):
     assert all(torch.equal(value, fresh[name]) for name, value in draft.state_dict().items())
 
 
-def test_other_files_stay_and_code_that_is_not_needed_is_removed(make_draft, tmp_path):
-    (tmp_path / "generation_old.py").write_text(f"{MARK}Apache-2.0.\n")
+def test_other_files_stay(make_draft, tmp_path):
     (tmp_path / "mine.py").write_text("x = 1\n")
     (tmp_path / "notes.txt").write_text("mine")
     write_repository(make_draft("longspec_plain"), tmp_path, CARD)
     found = contents(tmp_path)
-    assert "generation_old.py" not in found and found["mine.py"] == b"x = 1\n" and found["notes.txt"] == b"mine"
+    assert found["mine.py"] == b"x = 1\n" and found["notes.txt"] == b"mine"
     assert not list(tmp_path.glob(".publish-*"))
 
 
@@ -97,17 +98,17 @@ def test_push_to_hub_uploads_the_repository(published, make_draft, hub, kind, ca
     assert SECRET not in str(hub.calls) + "".join(capfd.readouterr())
 
 
-def test_the_engine_is_uploaded_once(make_draft, hub):
+def test_the_engine_is_uploaded_once_and_named_with_its_commit(make_draft, hub):
     """By default it belongs to the owner of the draft, and has the version of the package in its name."""
     shared = f"org/hf-longspec-engine-{hf_longspec.__version__}"
-    for engine, name in ((ENGINE, ENGINE), (None, shared)):
-        for hub.exists, uploaded in ((False, [name, "org/x"]), (True, ["org/x"])):
+    for engine, name in (("org/engine", "org/engine"), (None, shared), (ENGINE, None)):
+        for hub.exists, uploaded, commit in ((False, [name, "org/x"], NEW_COMMIT), (True, ["org/x"], LAST_COMMIT)):
             hub.calls.clear()
             push(make_draft("longspec_plain"), "org/x", card=CARD, engine=engine)
-            assert [repo for call, repo, _ in hub.calls if call == "upload_folder"] == uploaded
-            named = json.loads(hub.uploaded["config.json"])["auto_map"]["AutoModel"]
-            assert named == f"{name}--modeling_plain.PlainDraftModel"
-            assert not [file for file in hub.uploaded if file.endswith(".py")]
+            where = [repo for call, repo, _ in hub.calls if call == "upload_folder"]
+            assert where == (uploaded if name else ["org/x"])
+            assert f'ENGINE = "{f"{name}@{commit}" if name else ENGINE}"' in hub.uploaded[STUB].decode()
+            assert {file for file in hub.uploaded if file.endswith(".py")} == {"custom_generate/generate.py", STUB}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_the_engine_is_uploaded_once(make_draft, hub):
         ("org/x", {}, "base_model"),
         ("org/x", {"base_model": "org/t", "licence": "mit"}, "licence"),
         ("org/x", {"card": CARD, "license": "mit"}, "license"),
-        ("org/x", {"card": CARD, "engine": "org/my--engine"}, "my--engine"),
+        ("org/x", {"card": CARD, "engine": "org/engine@main"}, "40 digits"),
         ("org/x", {"card": CARD, "engine": "engine"}, "owner/name"),
         ("org/x", {"card": CARD, "engine": "org/x"}, "engine 'org/x'"),
         ("org/x", {"card": CARD, "self_contained": True, "engine": ENGINE}, "opposites"),

@@ -113,13 +113,6 @@ def test_every_name_of_a_registered_draft_can_be_resolved(kind):
         assert getattr(draft, role) is None or draft.load(role) is not None
 
 
-def test_a_saved_draft_loads_beside_a_package_without_readers(target, tmp_path, monkeypatch):
-    """A published copy may meet another version of this package."""
-    Eagle3DraftModel.from_target(target("llama")).save_pretrained(tmp_path)
-    monkeypatch.delattr("hf_longspec.modeling.register_draft.read_published")
-    assert type(Eagle3DraftModel.from_pretrained(tmp_path)) is Eagle3DraftModel
-
-
 def test_a_subclass_that_is_not_registered_reads_its_own_format(target, tmp_path):
     class Own(Eagle3DraftModel):
         config_class = type("OwnConfig", (Eagle3DraftModel.config_class,), {"model_type": "own_eagle3"})

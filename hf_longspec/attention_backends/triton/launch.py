@@ -39,9 +39,8 @@ WARPGROUP_CAPABILITIES = (9, 10)
 # Shared memory of one program on the smallest GPUs of that age (RTX 30 and 40, L4). Every configuration fits in it
 # where the device does not have more.
 SHARED_MEMORY = 99 * 1024
-# The namespace of the operators. A copy of this file from the Hub gets its own: registering an operator a second time
-# would pull the first one from under the package.
-LIBRARY = "hf_longspec" if __name__.startswith("hf_longspec.") else "hf_longspec_" + __name__.replace(".", "_")
+# The namespace of the operators.
+LIBRARY = "hf_longspec"
 
 NO_SCORES, SUMMED_SCORES, ROW_SCORES = range(3)
 NO_TREE, BOOLEAN_TREE, ADDITIVE_TREE = range(3)

@@ -20,6 +20,7 @@ from ..cache import CACHE_NAME, CachePart, Rows, SpeculativeLayer
 from ..call import Call
 from ..draft_tree import DraftTree
 from ..target_modules import plain_forward, shape_of
+from .fixed_states import CommitStates, FixedStates
 from .plain_forwards import PromptsOfForwards
 from .recurrences import (
     Kept,
@@ -38,10 +39,6 @@ from .recurrences import (
 )
 from .trial import HybridMode
 
-try:
-    from .fixed_states import CommitStates, FixedStates
-except ImportError:  # a published draft captures nothing
-    CommitStates = FixedStates = None  # type: ignore[assignment,misc]
 try:
     from transformers.cache_utils import DummyLayer
 except ImportError:  # before transformers 5.23

@@ -1,4 +1,4 @@
-"""Decode with a draft through `custom_generate`, without the route that the draft's own files install.
+"""Decode with a draft through `custom_generate`, without the route that loading the draft installs.
 
     target.generate(**inputs, assistant_model=draft, custom_generate="org/longspec-draft", trust_remote_code=True)
 

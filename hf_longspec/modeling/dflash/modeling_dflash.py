@@ -1,5 +1,6 @@
 """DFlashDraftModel: a few layers on states of the target's layers fill in a block of tokens in one forward."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,15 +10,11 @@ from transformers import PreTrainedModel
 from ...generation.target import TargetView
 from ..families.aux_hidden_states import AuxDraftModel
 from ..families.aux_layers import Attend, Rotary
+from ..families.texts import ends_of
 from ..settings import Setting
 from .configuration_dflash import DFlashConfig
 from .generation_dflash import DFlashDrafter
-from .layers_dflash import CandidateSelector, ConfidenceHead, DFlashLayer, MarkovHead
-
-try:
-    from .texts_dflash import draft_logits, forward_on_texts
-except ImportError:  # a published draft is neither trained nor compared
-    draft_logits = forward_on_texts = AuxDraftModel.forward  # type: ignore[assignment]
+from .layers_dflash import CandidateSelector, ConfidenceHead, DFlashLayer, MarkovHead, query_positions, slot_mask
 
 
 class DFlashDraftModel(AuxDraftModel):
@@ -68,8 +65,81 @@ class DFlashDraftModel(AuxDraftModel):
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
         self.add_ends(config)
 
-    forward = forward_on_texts
-    draft_logits = draft_logits
+    def forward(
+        self,
+        aux_hidden_states: torch.Tensor,
+        tokens: torch.LongTensor,
+        anchors: torch.LongTensor,
+        target: Any = None,
+        window: int | None = None,
+        sinks: int = 0,
+        score: Callable[[torch.Tensor], Any] | None = None,
+    ) -> Any:
+        """Return the states of blocks at several places of whole texts, each after the entries before it.
+
+        Args:
+            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
+                the target's layers `target_layer_ids` at the T first positions, joined.
+            tokens (`torch.LongTensor` of shape `(B, L)`): Tokens of the texts.
+            anchors (`torch.LongTensor` of shape `(B, A)`): Positions of the blocks' first slots, at most T.
+            target (`PreTrainedModel`, *optional*): The target, for drafts without an embedding of their own.
+            window (`int`, *optional*): Number of last entries that blocks attend to, in layers that were not trained
+                with a window of their own. All by default.
+            sinks (`int`, *optional*, defaults to 0): First entries that they attend to in addition to the window.
+            score (`Callable`, *optional*): Function of the states, for training.
+
+        Returns:
+            `torch.Tensor` of shape `(B, A, block_size, hidden)`: Normalised states of the slots, from which logits are
+            computed, or the result of `score`.
+        """
+        rotary, context = self.rotary_embedding(tokens.device), self.context(aux_hidden_states.to(self.dtype))
+        context_angles = rotary(context, torch.arange(context.shape[1], device=tokens.device)[None])
+        states = self.embed_block(tokens.gather(1, anchors).flatten(), target)
+        angles = rotary(states, self.block_positions(anchors.flatten()))
+
+        def entries(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.layers[index].entries(context, context_angles)  # type: ignore[operator]
+
+        states = self.run(states, angles, BlockAttention(self, anchors, entries, (window, sinks)))
+        states = states.unflatten(0, anchors.shape)
+        return states if score is None else score(states)
+
+    @torch.no_grad()
+    def draft_logits(
+        self,
+        aux_hidden_states: torch.Tensor,
+        tokens: torch.LongTensor,
+        lengths: Sequence[int],
+        embed_tokens: Any = None,
+        lm_head: Any = None,
+    ) -> list[torch.Tensor]:
+        """Return the logits of the blocks that are drafted after the first entries of whole texts.
+
+        Args:
+            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
+                the target's layers `target_layer_ids` at each position, joined.
+            tokens (`torch.LongTensor` of shape `(B, T)`): Tokens of the texts.
+            lengths (`Sequence[int]`): For each block, how many entries it follows. Its first slot holds the token at
+                this position.
+            embed_tokens (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's embedding, for
+                drafts without one of their own.
+            lm_head (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's head, likewise.
+
+        Returns:
+            `list[torch.Tensor]`: For each length, logits `(B, block_size, draft vocabulary)` of all slots: with a
+            Markov head those along the chain of the most likely tokens, with a selector those that it chooses from.
+        """
+        target, window = ends_of(embed_tokens, lm_head), self.prompt_tokens
+        anchors = torch.as_tensor(lengths, device=tokens.device).expand(len(tokens), -1)
+        states = self(aux_hidden_states, tokens, anchors, target, window, self.setting("sinks"))
+        logits, before = self.logits(states, target), tokens.gather(1, anchors)
+        if self.markov_head is not None:
+            memory = self.first_memory(before)
+            for slot in range(self.config.first_slot, self.config.block_size):
+                row, memory = self.next_logits(logits[:, :, slot], states[:, :, slot], before, memory)
+                logits[:, :, slot] = row
+                before = self.token_ids[row.argmax(-1)]
+        return list(logits.unbind(1))
 
     def context(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Project auxiliary hidden states `(B, T, layers * hidden)` to what all layers read, `(B, T, hidden)`."""
@@ -163,3 +233,54 @@ class DFlashDraftModel(AuxDraftModel):
                 f"target_layer_ids has {last}, the final state of a target of {target.num_layers} layers: projects "
                 "disagree whether a draft reads it before or after the final norm. Use a draft of inner layers."
             )
+
+
+class BlockAttention:
+    """Attention of blocks at several anchors of whole texts, each to the entries before its anchor and to itself.
+
+    Args:
+        draft ([`DFlashDraftModel`]): The draft.
+        anchors (`torch.LongTensor` of shape `(B, A)`): Positions of the first slots.
+        entries (`Callable`): Function of the index of a layer to keys and values `(B, K, T, D)` of the entries.
+        span (`tuple[int | None, int]`): Window and sinks of the layers that were trained without a window.
+    """
+
+    def __init__(
+        self,
+        draft: Any,
+        anchors: torch.Tensor,
+        entries: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+        span: tuple[int | None, int],
+    ):
+        self.draft, self.anchors, self.entries, self.span = draft, anchors, entries, span
+
+    def __call__(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the attention output `(B * A, H, S, D)` in a layer."""
+        (rows, blocks), groups = self.anchors.shape, query.shape[1] // key.shape[1]
+        key, value, entry_key, entry_value = (
+            part.repeat_interleave(groups, 1) for part in (key, value, *self.entries(index))
+        )
+        entries, apart = self._entries(index, entry_key.shape[2]), query.unflatten(0, (rows, blocks))
+        scores = torch.einsum("bahsd,bhtd->bahst", apart, entry_key).flatten(0, 1)
+        scores = scores.masked_fill(~entries.flatten(0, 1)[:, None], -torch.inf)
+        window, causal = self.draft.config.window_of_layers[index], self.draft.effective("causal")
+        own = slot_mask(self.draft.config, window, query.device, causal)
+        own_scores = (query @ key.transpose(2, 3)).masked_fill(~own, -torch.inf)
+        scores = torch.cat([scores, own_scores], -1).float().mul(query.shape[-1] ** -0.5)
+        if (sinks := self.draft.layers[index].self_attn.attention_sink_bias) is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(len(scores), -1, scores.shape[2], 1)], -1)
+        weights, length = scores.softmax(-1).to(query.dtype), entry_key.shape[2]
+        of_entries, of_slots = weights[..., :length], weights[..., length : length + key.shape[2]]
+        of_entries = of_entries.unflatten(0, (rows, blocks))
+        return torch.einsum("bahst,bhtd->bahsd", of_entries, entry_value).flatten(0, 1) + of_slots @ value
+
+    def _entries(self, index: int, length: int) -> torch.Tensor:
+        """Return which entries the slots see, `(B, A, S, T)`."""
+        own = self.draft.config.window_of_layers[index]
+        window, sinks = self.span if own is None else (own, 0)
+        entries = torch.arange(length, device=self.anchors.device)
+        mask = (entries < self.anchors[..., None])[:, :, None]
+        if window is not None:
+            near = entries > query_positions(self.draft.config, own, self.anchors)[..., None] - window
+            mask = mask & (near | (entries < sinks))
+        return mask

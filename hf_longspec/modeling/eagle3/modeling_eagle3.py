@@ -1,23 +1,23 @@
 """Eagle3DraftModel: one decoder layer on states of three layers of the target, run once per drafted token."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.deprecation import deprecate_kwarg
 
 from ...generation.drafter import Binding
 from ..families.aux_drafter import AuxDrafter
 from ..families.aux_hidden_states import AuxDraftModel
 from ..families.aux_layers import Attend, Rotary
+from ..families.texts import ends_of, up_to
 from ..settings import WIDTHS, Setting
 from .configuration_eagle3 import Eagle3Config
 from .generation_eagle3 import Eagle3Drafter, ParallelEagle3Drafter
 from .layers_eagle3 import Eagle3Layer
-
-try:
-    from .texts_eagle3 import draft_logits, forward_on_texts
-except ImportError:  # a published draft is neither trained nor compared
-    draft_logits = forward_on_texts = AuxDraftModel.forward  # type: ignore[assignment]
 
 
 class Eagle3DraftModel(AuxDraftModel):
@@ -57,8 +57,114 @@ class Eagle3DraftModel(AuxDraftModel):
         self.mask_hidden = None if mask_hidden is None else nn.Parameter(mask_hidden)
         self.add_ends(config)
 
-    forward = forward_on_texts
-    draft_logits = draft_logits
+    @deprecate_kwarg("taps", version="1.0", new_name="aux_hidden_states")  # the name in earlier versions
+    def forward(
+        self,
+        aux_hidden_states: torch.Tensor,
+        tokens: torch.LongTensor,
+        steps: int = 1,
+        target: PreTrainedModel | None = None,
+        position_ids: torch.LongTensor | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        score: Callable[[int, torch.Tensor], Any] | None = None,
+    ) -> list[Any]:
+        """Return the logits of chained steps over whole texts, in which every drafted token is that of the text.
+
+        Steps after the first of a P-EAGLE draft read a mask instead of a token and of the states of the step before.
+
+        Args:
+            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
+                the target's layers `target_layer_ids` at each of the T entries, joined.
+            tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the states.
+            steps (`int`, *optional*, defaults to 1): Number of chained steps.
+            target (`PreTrainedModel`, *optional*): The target, for drafts without an embedding or head of their own.
+            position_ids (`torch.LongTensor` of shape `(B, T)`, *optional*): Positions of the entries. 0, 1, 2, ... by
+                default.
+            window (`int`, *optional*): Number of entries of the text that each place attends to, in layers that were
+                not trained with a window of their own. All by default.
+            sinks (`int`, *optional*, defaults to 0): First entries that all places attend to in addition to the window.
+            score (`Callable`, *optional*): Function of the step and of its outputs `(B, T - s, hidden)`, for training.
+
+        Returns:
+            `list[torch.Tensor]`: For each step s, logits `(B, T - s, draft vocabulary)`, or the result of `score`. Row
+            p follows the entries 0 to p and s drafted tokens, those of entries p + 1 to p + s.
+        """
+        rotary = self.rotary_embedding(tokens.device)
+        length = tokens.shape[1]
+        places = torch.arange(length, device=tokens.device).expand_as(tokens)
+        positions = places if position_ids is None else position_ids
+        embedded, states = self.embed(tokens, target), self.features(aux_hidden_states.to(self.dtype))
+        logits: list[Any] = []
+        # layers trained with a window saw no sinks besides
+        parallel = self.mask_hidden is not None
+        spans = [(size, 0, parallel) if size else (window, sinks, False) for size in self.config.window_of_layers]
+        attention = ChainedAttention(spans)
+        for step in range(steps):
+            count = length - step
+            if step == 1 and parallel:
+                masks = self.with_mask_rows(aux_hidden_states[:, :0].to(self.dtype), tokens[:, :0], length, target)
+            if step and parallel:
+                embedded, states = masks
+            angles = rotary(states, positions[:, step:])
+            outputs, states = self.run(states[:, :count], embedded[:, step:], angles, partial(attention, step))
+            logits.append(self.logits(outputs, target) if score is None else score(step, outputs))
+        return logits
+
+    @torch.no_grad()
+    def draft_logits(
+        self,
+        aux_hidden_states: torch.Tensor,
+        tokens: torch.LongTensor,
+        lengths: Sequence[int],
+        embed_tokens: Any = None,
+        lm_head: Any = None,
+    ) -> list[torch.Tensor]:
+        """Return the logits that a P-EAGLE draft computes in one forward after the first entries of whole texts.
+
+        Args:
+            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
+                the target's layers `target_layer_ids` at each entry, joined.
+            tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the states.
+            lengths (`Sequence[int]`): For each draft, how many entries it follows.
+            embed_tokens (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's embedding, for
+                drafts without one of their own.
+            lm_head (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's head, likewise.
+
+        Returns:
+            `list[torch.Tensor]`: For each length, logits `(B, levels, draft vocabulary)`.
+
+        Raises:
+            ValueError: If the draft is not one of P-EAGLE.
+        """
+        if self.mask_hidden is None:
+            raise ValueError(
+                "this EAGLE-3 draft has no mask_token_id, so that it drafts one token in a forward: call "
+                "draft(aux_hidden_states, tokens, steps) for the logits of its steps."
+            )
+        target = ends_of(embed_tokens, lm_head)
+        return [self._parallel_logits(aux_hidden_states[:, :size], tokens[:, :size], target) for size in lengths]
+
+    def _parallel_logits(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, target: Any) -> torch.Tensor:
+        """Return the logits `(B, levels, draft vocabulary)` after whole texts of T entries."""
+        last, count = tokens.shape[1] - 1, len(self.setting("tree_widths")) - 1
+        places = torch.arange(last + 1 + count, device=tokens.device)
+        queries, windows = places[:, None], self.config.window_of_layers
+
+        def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            window, sinks, ends = windows[index], 0, queries
+            if window is None:  # that of inference does not move with the rows
+                window, sinks, ends = (
+                    min(self.prompt_tokens, len(places)),
+                    self.setting("sinks"),
+                    queries.clamp_max(last),
+                )
+            mask = (places <= queries) & ((places > ends - window) | (places < sinks) | (places >= last))
+            return nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+
+        embedded, states = self.with_mask_rows(aux_hidden_states.to(self.dtype), tokens, count, target)
+        angles = self.rotary_embedding(tokens.device)(states, places.expand(len(tokens), -1))
+        return self.logits(self.run(states, embedded, angles, attend)[0][:, last:], target)
 
     def features(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Project auxiliary hidden states `(B, T, layers * hidden)` to the width of the draft, `(B, T, hidden)`."""
@@ -109,3 +215,51 @@ class Eagle3DraftModel(AuxDraftModel):
 
     def make_drafter(self, binding: Binding) -> AuxDrafter:
         return (Eagle3Drafter if self.mask_hidden is None else ParallelEagle3Drafter)(binding, self)
+
+
+class ChainedAttention:
+    """Attention of chained steps over whole texts.
+
+    Place p of step s attends to the entries of the text up to p, and to its own entries of the steps 1 to s. This is
+    the training-time test of EAGLE-3, https://huggingface.co/papers/2503.01840, section 3.2.
+
+    A step of a layer may run again for its gradient (activation checkpointing), and then attends to the same.
+
+    Args:
+        spans (`Sequence[tuple[int | None, int, bool]]`): Window and sinks of each layer, and whether the window moves
+            with the steps. Places attend to the last `window` entries up to p, or in step s up to p + s, and to the
+            first `sinks` entries. Entry p never leaves a window.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int | None, int, bool]]):
+        self.spans = spans
+        self._keys: list[list[torch.Tensor]] = [[] for _ in spans]
+        self._values: list[list[torch.Tensor]] = [[] for _ in spans]
+
+    def __call__(
+        self, step: int, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention output `(B, H, n, D)` of a step in a layer."""
+        count, groups = query.shape[2], query.shape[1] // key.shape[1]
+        keys, values = (
+            up_to(step, kept[index], part.repeat_interleave(groups, 1))
+            for kept, part in ((self._keys, key), (self._values, value))
+        )
+        mask = self._mask(step, index, count, keys[0].shape[2], query.device)
+        scores = (query @ keys[0].transpose(2, 3)).masked_fill(~mask, torch.finfo(query.dtype).min)
+        chain_scores = [(query * chained[:, :, :count]).sum(-1, keepdim=True) for chained in keys[1:]]
+        scores = torch.cat([scores, *chain_scores], -1).float() * query.shape[-1] ** -0.5
+        weights, length = scores.softmax(-1).to(query.dtype), keys[0].shape[2]
+        out = weights[..., :length] @ values[0]
+        for chained, weight in zip(values[1:], weights[..., length:].unbind(-1), strict=True):
+            out = out + weight[..., None] * chained[:, :, :count]
+        return out
+
+    def _mask(self, step: int, index: int, count: int, length: int, device: torch.device) -> torch.Tensor:
+        places, entries = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
+        mask = entries <= places
+        window, sinks, moves = self.spans[index]
+        if window is not None:
+            ends = places + step if moves else places
+            mask = mask & ((entries > ends - window) | (entries < sinks) | (entries == places))
+        return mask

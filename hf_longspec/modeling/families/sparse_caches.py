@@ -34,7 +34,6 @@ class CompactCache(Cache):
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int]):
         self.cache = cache
-        # a cache of a published copy has layers of other classes
         self.keyed_layers = frozenset(i for i, layer in enumerate(cache.layers) if hasattr(layer, "capacity"))
         self.dense_layers = self._other_layers = dense_layers & self.keyed_layers
         self.used = Rows(cache.batch_size)

@@ -1,4 +1,4 @@
-"""What forwards over whole texts share, by which drafts are trained and compared. Published copies have none."""
+"""What forwards over whole texts share, by which drafts are trained and compared."""
 
 from types import SimpleNamespace
 from typing import Any, TypeVar

@@ -1,6 +1,8 @@
 """MtpDraftModel: the layers for multi-token prediction in the target's checkpoint, run once per drafted token."""
 
-from importlib import import_module
+from collections.abc import Callable
+from functools import partial
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 from weakref import ref
 
@@ -12,15 +14,11 @@ from ...generation.call import refuse_target
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, decoder_of, final_norm_of, refuse_compiled_forward
 from ..base import DraftModel
+from ..families.texts import up_to
 from ..settings import WIDTHS, Setting
 from .configuration_mtp import MtpConfig
 from .generation_mtp import MtpDrafter
 from .layers_mtp import MtpLayer, decoder_like
-
-try:
-    from .texts_mtp import chain_logits, forward_on_texts
-except ImportError:  # a published draft is neither trained nor compared
-    chain_logits = forward_on_texts = DraftModel.forward  # type: ignore[assignment]
 
 
 class MtpDraftModel(DraftModel):
@@ -83,14 +81,8 @@ class MtpDraftModel(DraftModel):
         settings = cls._settings_of(overrides)
         cls.check_structure(target)
         refuse_target(view, cls)
-        try:
-            reader = import_module("hf_longspec.modeling.mtp.convert_mtp")  # by name, as published copies lack it
-        except ImportError as error:
-            raise ValueError(
-                "the code published with this draft does not read the checkpoints of targets. Install the package "
-                "hf_longspec."
-            ) from error
-        found = reader.MtpCheckpoint.of(target, checkpoint)
+        # by name, as the code of a draft imports no conversion
+        found = resolve_name("hf_longspec.modeling.mtp.convert_mtp:MtpCheckpoint").of(target, checkpoint)
         config = cls.config_class.from_target(target, **(found.fields | overrides))
         if (depth := config.num_mtp_layers) > 1:
             settings = {"tree_widths": WIDTHS.default[:depth]} | settings
@@ -107,8 +99,71 @@ class MtpDraftModel(DraftModel):
         final_norm_of(target)
         decoder_like(cls.config_class.from_target(target))
 
-    forward = forward_on_texts
-    chain_logits = chain_logits
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        tokens: torch.Tensor,
+        steps: int = 1,
+        target: PreTrainedModel | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        score: Callable[[int, torch.Tensor], Any] | None = None,
+    ) -> list[Any]:
+        """Return the logits of chained steps over whole texts, in which every drafted token is that of the text.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at T tokens.
+            tokens (`torch.LongTensor` of shape `(B, L)`): The tokens after the first of these, at least T.
+            steps (`int`, *optional*, defaults to 1): Number of chained steps, at most that of several layers.
+            target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
+            window (`int`, *optional*): Number of entries of the text that each place attends to. All by default.
+            sinks (`int`, *optional*, defaults to 0): First entries that all places attend to in addition to the window.
+            score (`Callable`, *optional*): Function of the step and of its outputs `(B, n, hidden)`, for training.
+
+        Returns:
+            `list[torch.Tensor]`: For each step s, logits `(B, n, vocab)`, or the result of `score`, of the
+            n = min(T, L - s) first entries. Row p follows the entries 0 to p and the tokens p + 1 to p + s.
+        """
+        parts, results = self.parts_of(target), []
+        states, entries = hidden_states.to(self.dtype), TextEntries(window, sinks)
+        for step in range(steps):
+            layer, store = self.layers[0], partial(entries, step)
+            if len(self.layers) > 1:  # each with its own entries
+                layer, store = self.layers[step], partial(TextEntries(window, sinks), 0)
+            after = tokens[:, step : step + states.shape[1]]
+            states = states[:, : after.shape[1]]
+            positions = (step + torch.arange(after.shape[1], device=after.device)).expand_as(after)
+            states = layer(states, parts.embed(after).to(states), positions, parts.rotary(positions, states), store)
+            results.append(parts.head(states) if score is None else score(step, states))
+        return results
+
+    @torch.no_grad()
+    def chain_logits(
+        self, hidden_states: torch.Tensor, tokens: torch.Tensor, steps: int, target: PreTrainedModel | None = None
+    ) -> list[torch.Tensor]:
+        """Return the logits of the entries of a text, and those of a greedy chain after it.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at T tokens.
+            tokens (`torch.LongTensor` of shape `(B, T)`): These tokens. State p is joined with token p + 1.
+            steps (`int`): Number of chained steps, less than the number of layers if there are several.
+            target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
+
+        Returns:
+            `list[torch.Tensor]`: Logits `(B, T - 1, vocab)` of the entries of the text, then of each chained step
+            `(B, 1, vocab)`. Its token is the most likely one of the step before.
+        """
+        if 1 < len(self.layers) <= steps:
+            raise ValueError(
+                f"steps={steps}: this draft has {len(self.layers)} layers, each of which drafts one token. Pass at "
+                f"most {len(self.layers) - 1}."
+            )
+        states, tokens = hidden_states[:, :-1], tokens[:, 1:]
+        logits: list[torch.Tensor] = self(states, tokens, target=target)
+        for step in range(1, steps + 1):
+            tokens = torch.cat([tokens, logits[-1][:, -1:].argmax(-1)], 1)
+            logits.append(self(states, tokens, step + 1, target)[-1][:, -1:])
+        return logits
 
     def parts_of(self, target: PreTrainedModel | None = None) -> TargetParts:
         """Return embedding, head and rotary embedding of the target; by default of the one that was checked last.
@@ -145,3 +200,30 @@ class MtpDraftModel(DraftModel):
                 "compile to 'auto' or 'off'."
             )
         self._target = ref(target.model)
+
+
+class TextEntries:
+    """Keys and values of chained steps over whole texts, in one layer.
+
+    Place p of every step attends to the entries of the text up to p, the last `window` of them and the first `sinks`,
+    and to its own entries of later steps. Later steps may have fewer places.
+    """
+
+    def __init__(self, window: int | None = None, sinks: int = 0) -> None:
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._window, self._sinks = window, sinks
+
+    def __call__(
+        self, step: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Store a step, and return keys and values of all up to it, with its mask."""
+        steps = up_to(step, self._parts, (keys, values))
+        count, length = keys.shape[2], steps[0][0].shape[2]
+        entries = torch.arange(length, device=keys.device)
+        places = entries[:count, None]
+        own = [entries[: part.shape[2]] == places for part, _ in steps[1:]]
+        seen = entries <= places
+        if self._window is not None:
+            seen = seen & ((entries > places - self._window) | (entries < self._sinks))
+        whole = torch.cat([seen, *own], 1).expand(len(keys), -1, -1)
+        return *(torch.cat(parts, 2) for parts in zip(*steps, strict=True)), whole  # type: ignore[return-value]

@@ -75,7 +75,7 @@ def test_a_published_draft_brings_the_weights_of_its_model(named, tmp_path):
     target, folder = named
     draft = AssistantDraftModel.from_pretrained(folder, target=target, num_assistant_tokens=2)
     files = write_repository(draft, tmp_path / "published", Card(base_model="org/target"))
-    assert Path("assistant/model.safetensors") in files and Path("assistant.py") in files
+    assert Path("assistant/model.safetensors") in files and Path("longspec_draft.py") in files
     loaded = AutoModel.from_pretrained(tmp_path / "published", trust_remote_code=True)
     assert torch.equal(generate(target, loaded), generate(target, None))
     assert loaded.last_speculation.num_accepted_draft_tokens > 0

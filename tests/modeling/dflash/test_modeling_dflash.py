@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longspec import DFlashDraftModel
-from hf_longspec.modeling.dflash import layers_dflash, texts_dflash
+from hf_longspec.modeling.dflash import layers_dflash, modeling_dflash
 from hf_longspec.modeling.families.texts import ends_of
 from tests.rounding import rounding, share
 from tests.tiny_targets import random_draft, randomize, tiny_target
@@ -92,17 +92,17 @@ def states_before_the_norm(draft, expected, patch):
 
 def causal_block(draft, expected, patch):
     size = draft.config.block_size
-    patch.setattr(texts_dflash, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool).tril())
+    patch.setattr(modeling_dflash, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool).tril())
 
 
 def bidirectional_block(draft, expected, patch):
     size = draft.config.block_size
-    patch.setattr(texts_dflash, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool))
+    patch.setattr(modeling_dflash, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool))
 
 
 def later_entries(draft, expected, patch):
     shape = 1, len(expected["context_lengths"]), draft.config.block_size, len(expected["ids"])
-    patch.setattr(texts_dflash.BlockAttention, "_entries", lambda *_: torch.ones(shape, dtype=torch.bool))
+    patch.setattr(modeling_dflash.BlockAttention, "_entries", lambda *_: torch.ones(shape, dtype=torch.bool))
 
 
 def wider_window(draft, expected, patch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.modeling.longspec.texts_longspec import shifted_attention, windowed_attention
+from hf_longspec.modeling.longspec.modeling_longspec import shifted_attention, windowed_attention
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 # float32 sums of up to 40 terms in another order

@@ -1,8 +1,0 @@
-"""The classes of this draft, from the installed package.
-
-`make cards` builds the complete repository, which runs without the package, in build/hub_cards.
-"""
-
-from hf_longspec import AssistantConfig, AssistantDraftModel
-
-__all__ = ["AssistantConfig", "AssistantDraftModel"]
