@@ -78,7 +78,7 @@ class Reading:
 
 
 class Batcher:
-    """Decode requests together, each with the text of `generate` for it alone.
+    """Decode requests together, each as `generate` decodes it alone.
 
     Requests take the rows of one batch in the order of their arrival. When one ends, the next takes its row. Prompts
     are read in chunks between the steps of the rows that run. Rows may differ in all settings of `generate`. A request
