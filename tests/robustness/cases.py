@@ -79,7 +79,10 @@ def with_adapters(model: Any) -> Any:
 
 
 def trie(vocab: int, seed: int, start: int, end: int) -> Any:
-    """A constraint of random words for each row, which knows of other texts only those that have ended."""
+    """A constraint of random words for each row, which knows of other texts only those that have ended.
+
+    It is declared to have no state for every other seed.
+    """
 
     def allowed(row: int, ids: torch.Tensor) -> list[int]:
         random = Random(100 * seed + row)
@@ -92,6 +95,7 @@ def trie(vocab: int, seed: int, start: int, end: int) -> Any:
         assert text[:length] in words and not any(text[length:]), f"asked about {text}"
         return [0]
 
+    allowed.stateless = seed % 2 == 0
     return allowed
 
 

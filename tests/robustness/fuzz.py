@@ -212,7 +212,7 @@ def within_reach(call: Call) -> Call:
         changes |= {"gate": False}  # where drafts end decides the text
     if changes.get("trie", call.trie) is not None:  # no word may be forbidden, and none has another end
         options = {name: options[name] for name in options if name in ("max_length", "max_new_tokens", *SAMPLING)}
-        changes |= {"allowed": None, "favoured": None, "penalty": None}
+        changes |= {"allowed": None, "favoured": None, "penalty": None, "stop_at": None}
     return replace(call, options=options, lengths=lengths, **changes)
 
 
