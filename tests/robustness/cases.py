@@ -45,17 +45,6 @@ def allowed_tokens(vocab: int, divisor: int) -> Any:
     return allowed
 
 
-class Favoured:
-    """Favours a token in the n-th call."""
-
-    def __init__(self, number: int):
-        self.number, self.calls = number, 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        return scores + 20.0 * (torch.arange(scores.shape[1]) == 3) if self.calls == self.number else scores
-
-
 def with_a_look_at_the_end(model: Any) -> Any:
     """A model with a hook that changes the last position of every forward alone."""
 

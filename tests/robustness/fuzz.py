@@ -13,9 +13,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from hf_longspec.generation.cache import CACHE_NAME
-from tests.robustness import comparison
+from tests.robustness import comparison, user_declarations, user_places, user_rules  # noqa: F401, they add to PROCESSORS
 from tests.robustness.architecture_variants import LIMIT, LIMIT_OF_DYNAMIC, VARIANTS
 from tests.robustness.cases import EAGLE3_CHECKPOINTS, END, character, drafts, maybe, processors, stopping, targets
+from tests.robustness.user_processors import PROCESSORS
 
 OF_CHECKPOINTS = {"hidden_size": 32, "num_hidden_layers": 6, "vocab_size": 97}  # fields of their target
 ROPES = {label: fields for label, (name, fields) in VARIANTS.items() if label.startswith("rope") and name == "llama"}
@@ -31,6 +32,13 @@ FORBIDDING = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress
 FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where drafted tokens follow
 # Options under which every token that a constraint allows stays possible.
 SAMPLING = ("temperature", "top_k", "top_p", "prefill_chunk_size")
+# Kinds of processors of users, but for those that need more of a call, one vocabulary, or an error.
+OF_ONE_CALL = {"whole_batch", "runs_another_model", "fails_at_its_sixth_call", "stateless_function"}
+OWN = sorted(
+    name
+    for name, entry in PROCESSORS.items()
+    if not entry.has_model and entry.is_sampled and name not in OF_ONE_CALL and not entry.make(None).kwargs
+)
 # In bfloat16, two computations of a logit of these models differ by about 1 in dense ones (docs/losslessness.md), and
 # by more where rounding chose another expert. Logits have a standard deviation of 3.
 GAP, GAP_OF_EXPERTS = 2.5, 8.0
@@ -69,7 +77,7 @@ class Call:
     int32: bool  # prompts are int32
     stops_all: bool  # the stopping criterion answers for all rows at once
     trie: int | None  # seed of the words of a [`trie`]
-    favoured: int | None  # argument of [`Favoured`], which counts its calls
+    own: str | None  # name of a processor of a user
     # `hook` (that looks at the last position alone), `adapters` (one per row), `empty` (a row without tokens) or
     # `embeddings` (in place of tokens): the text of stock `generate`, or a refusal
     odd: str | None
@@ -168,7 +176,7 @@ def calls(draw: Any, compiles: bool = False) -> Call:
         int32=draw(st.booleans()),
         stops_all=draw(st.booleans()),
         trie=draw(maybe(st.integers(0, 99))),
-        favoured=draw(maybe(st.integers(1, 9))),
+        own=draw(maybe(st.sampled_from(OWN))),
         odd=draw(maybe(maybe(st.sampled_from(["hook", "adapters", "empty", "embeddings"])))),
     )
     return within_reach(call)
@@ -181,7 +189,7 @@ def within_reach(call: Call) -> Call:
     if call.odd == "empty":  # whose text differs between implementations of attention
         call = replace(call, attention=None)
     if call.odd is not None:
-        none = dict.fromkeys(("stop_at", "penalty", "allowed", "gaps", "trie", "favoured"))
+        none = dict.fromkeys(("stop_at", "penalty", "allowed", "gaps", "trie", "own"))
         fixed = {"dtype": "float32", "plan": "once", "wanted": "text", "do_sample": False, "masked": True}
         call = replace(call, options={"max_new_tokens": 9}, streamed=False, custom=False, **none, **fixed)
     changes: dict[str, Any] = {}
@@ -194,7 +202,7 @@ def within_reach(call: Call) -> Call:
         kept = ("max_length", "max_new_tokens", "prefill_chunk_size", "cache_implementation")
         options = {name: options[name] for name in kept if name in options}
         changes |= {"do_sample": False, "penalty": None, "allowed": None, "stop_at": None}
-        changes |= {"trie": None, "favoured": None}
+        changes |= {"trie": None, "own": None}
         changes |= {"end": comparison.NEVER} if equal_rows else {}
     if options.get("forced_eos_token_id") in options.get("begin_suppress_tokens", ()):
         del options["begin_suppress_tokens"]  # both at once forbid all tokens
@@ -212,7 +220,7 @@ def within_reach(call: Call) -> Call:
         changes |= {"gate": False}  # where drafts end decides the text
     if changes.get("trie", call.trie) is not None:  # no word may be forbidden, and none has another end
         options = {name: options[name] for name in options if name in ("max_length", "max_new_tokens", *SAMPLING)}
-        changes |= {"allowed": None, "favoured": None, "penalty": None, "stop_at": None}
+        changes |= {"allowed": None, "own": None, "penalty": None, "stop_at": None}
     return replace(call, options=options, lengths=lengths, **changes)
 
 
@@ -222,8 +230,10 @@ from functools import partial
 import torch
 from transformers import DynamicCache
 from hf_longspec import *
+from tests.robustness import user_declarations, user_places, user_rules
 from tests.robustness.cases import *
 from tests.robustness.comparison import *
+from tests.robustness.user_processors import PROCESSORS
 from tests.tiny_targets import *
 from tests.tiny_tokenizers import character_tokenizer
 """
@@ -326,7 +336,7 @@ def _arguments(call: Call) -> str:
         rule = "AnyLastToken" if call.stops_all else "LastToken"
         lines += [f"options['stopping_criteria'] = [{rule}{call.stop_at}]"]
     rules = [] if call.penalty is None else [f"ContextualPenaltyLogitsProcessor{call.penalty}"]
-    rules += [] if call.favoured is None else [f"Favoured({call.favoured})"]
+    rules += [] if call.own is None else [f"*PROCESSORS[{call.own!r}].make(None).processors"]
     if rules:
         lines += [f"options['logits_processor'] = [{', '.join(rules)}]"]
     if call.trie is not None:
