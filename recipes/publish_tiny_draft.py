@@ -88,17 +88,6 @@ LIMITS = (
     "this draft\nwith all other kinds of draft."
 )
 
-CODE = """\
-\"\"\"The classes of this draft, from the installed package.
-
-`make cards` builds the complete repository, which runs without the package, in build/hub_cards.
-\"\"\"
-
-from hf_longspec import {0}, {1}
-
-__all__ = ["{0}", "{1}"]
-"""
-
 
 def main() -> None:
     args = parse_arguments()
@@ -123,15 +112,12 @@ def main() -> None:
         limits=LIMITS,
     )
     with tempfile.TemporaryDirectory() as name:
-        # the code imports the package; `make cards` builds complete repositories
-        files = [file for file in write_repository(draft, Path(name), card) if file.suffix != ".py"]
+        # without the copy of the package; `make cards` builds complete repositories
+        written = write_repository(draft, Path(name), card)
+        files = [file for file in written if file.parts[0] not in ("hf_longspec", "custom_generate")]
         for file in files:
             (args.output / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path(name) / file, args.output / file)
-    config = json.loads((args.output / "config.json").read_text(encoding="utf-8"))
-    entry = config["auto_map"]["AutoModel"].split(".")[0]
-    classes = type(draft.config).__name__, type(draft).__name__
-    (args.output / f"{entry}.py").write_text(CODE.format(*classes), encoding="utf-8")
     print(f"{args.output}: {sum((args.output / file).stat().st_size for file in files) / 1e6:.1f} MB")
 
 

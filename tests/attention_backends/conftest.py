@@ -1,11 +1,7 @@
 """Fixtures of the attention tests: backends in small tiles, the machine of flash-attn, Triton's kernels."""
 
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -69,19 +65,6 @@ def poisoned_memory():
     assert torch.ones(1).new_empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
-
-
-@pytest.fixture(scope="session")
-def kernel_copy():
-    """`kernel_copy(package, module)`: a module of the kernels once more, under another package name."""
-
-    def load(package, module):
-        if package not in sys.modules:
-            sys.modules[package] = ModuleType(package)
-            sys.modules[package].__path__ = [str(Path(config.__file__).parent)]
-        return import_module(f"{package}.{module}")
-
-    return load
 
 
 @pytest.fixture

@@ -193,8 +193,9 @@ class Tracer:
     """Raises KeyboardInterrupt at the n-th line that runs in the package's loop, as a signal may."""
 
     ROOM = str(Path(hf_longspec.__file__).parent / "generation")
-    # also what reads every attribute of the target, so that few lines were left for the loop
-    CLEANING_UP = {"close", "keep_partial", "forget", "attention", "__exit__", "structure_of"}
+    CLEANING_UP = {"close", "keep_partial", "forget", "attention", "__exit__"}
+    # what reads the whole target: few lines would be left for the loop
+    CLEANING_UP |= {"structure_of", "foreign_methods", "has_hooks", "_rare", "why_not_in_training"}
 
     def __init__(self, line=None):
         self.line, self.lines, self.raised = line, 0, False

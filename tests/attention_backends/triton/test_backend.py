@@ -110,17 +110,6 @@ def test_refusals_of_the_machine(monkeypatch):
     assert why_not(gpu) == why_not(call) == "triton is not installed: pip install triton"
 
 
-def test_a_second_copy_has_operators_of_its_own(kernel_device, kernel_copy):
-    """A copy from the Hub beside the installed package: both keep working."""
-    copy = kernel_copy("hub_copy", "launch").hybrid_op
-    assert hybrid_op.operator._qualname == "hf_longspec::triton_hybrid_attention"
-    assert copy.operator._qualname == "hf_longspec_hub_copy_launch::triton_hybrid_attention"
-    _, query, key, value = arguments(kernel_device)
-    inputs = (query, key, value, torch.tensor([9, 5], device=kernel_device), None, None, None, 0.3, None, None)
-    for one, other in zip(hybrid_op(*inputs), copy(*inputs), strict=True):
-        assert torch.equal(one, other)
-
-
 def text_of(target, lengths, **options):
     input_ids, mask = on(target.device, *tiny_prompts(target.config.vocab_size, lengths))
     options |= {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
