@@ -79,7 +79,7 @@ ROWS = (
     ("A hook that does not treat all tokens alike ends speculation", "generation/wings/forward_check.py",
      "    if not gap <= tolerance:\n", "    if False:\n", "tests/generation/test_hooks.py"),
     ("A hook that declares nothing is not tried out", "generation/wings/hooks.py",
-     "if not is_declared(hook)))", "if False))", "tests/generation/test_hooks.py"),
+     "if not is_declared(hook))):", "if False)):", "tests/generation/test_hooks.py"),
     ("A hook of a library holds no function of a user", "generation/target_modules.py",
      "    found = (foreign_code(part, modules, (*seen, one)) for part in parts if callable(part))\n",
      "    found = ()\n", "tests/generation/test_structure.py::test_code_of_users"),

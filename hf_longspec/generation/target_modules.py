@@ -76,7 +76,7 @@ def structure_of(model: nn.Module) -> list[Any]:
                 items = (*value, *value.values()) if kind is dict else value
                 state.append(tuple(item for item in items if type(item) in PLAIN))
             elif callable(value) and not isinstance(value, nn.Module | weakref.ref):
-                state.append(_weakly(value))
+                state.append(weakly(value))
             elif isinstance(value, PreTrainedConfig):
                 state.append(configs.setdefault(id(value), len(configs)))
         pending += filter(None, values["_modules"].values())
@@ -84,7 +84,7 @@ def structure_of(model: nn.Module) -> list[Any]:
     files = dict.fromkeys(sys.modules.get(cls.__module__) for cls in classes)
     for owner in (*classes, *filter(None, files)):
         parts = [part for part in vars(owner).values() if callable(part) or isinstance(part, property | classmethod)]
-        state += [weakref.ref(part) if type(part) is types.FunctionType else _weakly(part) for part in parts]
+        state += [weakref.ref(part) if type(part) is types.FunctionType else weakly(part) for part in parts]
     for cls in classes:
         state += [
             part for name, part in vars(cls).items() if type(part) in PLAIN and not name.endswith("_cached_value")
@@ -92,7 +92,7 @@ def structure_of(model: nn.Module) -> list[Any]:
     return state
 
 
-def _weakly(value: Any) -> Any:
+def weakly(value: Any) -> Any:
     """Return a reference that equals another one to the same object."""
     try:
         return weakref.ref(value)

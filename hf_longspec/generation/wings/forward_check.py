@@ -26,7 +26,7 @@ from ..cache import CACHE_NAME, SpeculativeCache
 from ..call import HOOKS, Call
 from ..draft_tree import DraftTree
 from ..target import TargetView
-from ..target_modules import attention_functions, plain_logits
+from ..target_modules import attention_functions, plain_logits, weakly
 from ..wing import FIRST_CHECKS, Wing
 from .hooks import bare, hooks_of, why_undeclared
 from .trial import TRIAL_TOLERANCE, rotary_state_kept
@@ -290,9 +290,11 @@ def why_not_hooked(call: Call, num_nodes: int) -> str | None:
     prefill, chain and tree, once for a structure of the model.
     """
     target = call.target
-    if (reason := why_undeclared(target.model)) is not None or not (hooks := hooks_of(target.model)):
+    if not (hooks := hooks_of(target.model)):
+        return None
+    if (reason := why_undeclared(hooks)) is not None:
         return reason
-    checked, key = target.known.checked, (num_nodes, target.model.dtype, *(id(hook) for _, hook in hooks))
+    checked, key = target.known.checked, (num_nodes, target.model.dtype, *(weakly(hook) for _, hook in hooks))
     if key not in checked:
         names = ", ".join(dict.fromkeys(name for name, _ in hooks))
         checked[key] = _why_not_alike(call, num_nodes, f"forward hook or patched forward {names}: declares stateless")

@@ -103,9 +103,9 @@ def _bound_by(function: Any) -> Any:
     return getattr(function, "__func__", function)
 
 
-def why_undeclared(model: nn.Module) -> str | None:
-    """Return why a draft cannot be used with the hooks of a user; `None` if all declare to treat tokens alike."""
-    if names := list(dict.fromkeys(name for name, hook in hooks_of(model) if not is_declared(hook))):
+def why_undeclared(hooks: list[Hook]) -> str | None:
+    """Return why a draft cannot be used with these hooks of a user; `None` if all declare to treat tokens alike."""
+    if names := list(dict.fromkeys(name for name, hook in hooks if not is_declared(hook))):
         return (
             f"forward hook or patched forward {', '.join(names)}: a draft changes the number and the size of forwards, "
             "and only its owner knows whether it treats all tokens alike and keeps no state. Set its attribute "
