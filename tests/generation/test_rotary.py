@@ -248,13 +248,17 @@ def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty(monkeypatch)
     assert kept.lengths.host == (0,)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "an attribute"])
 def test_frequencies_of_a_module_that_the_config_does_not_name(kind):
-    """A rotary embedding that was put in the place of the model's own."""
-    texts, other = [], build("llama", kind)
+    """A rotary embedding that was put in the place of the model's own, or an attribute of it that was set."""
+    texts, other = [], build("llama", "dynamic" if kind == "an attribute" else kind)
     for with_draft in (False, True):
-        model = tiny_target("llama")
-        model.model.rotary_emb = type(other.model.rotary_emb)(other.config)
+        model = tiny_target("llama", max_position_embeddings=other.config.max_position_embeddings)
+        if kind == "an attribute":
+            model.config.rope_parameters["factor"] = 4.0
+            model.model.rotary_emb.rope_type = "dynamic"
+        else:
+            model.model.rotary_emb = type(other.model.rotary_emb)(other.config)
         draft = make_draft("ngram", model) if with_draft else None
         texts.append(generate(model, RAGGED, draft, eos_token_id=None))
     assert texts[0] == texts[1] != generate(tiny_target("llama"), RAGGED, eos_token_id=None)
