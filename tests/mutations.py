@@ -225,7 +225,7 @@ ROWS = (
      "not bool(children.any(1).all())", "not bool(children.any(1).any())",
      "tests/generation/test_processors.py::test_processors_with_state"),
     ("It gets the scores of rows that have ended", "generation/wings/processors.py",
-     "        if any(self._sequences.done):\n", "        if False:\n",
+     "        if not any(done):\n", "        if True:\n",
      "tests/generation/test_processors.py::test_a_processor_gets_what_plain_generate_gives_it"),
     ("Its token is emitted before its next call", "generation/sequences.py",
      "        self._append([[token] for token in column], scores)\n        return self.done == done\n",
