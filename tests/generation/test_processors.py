@@ -493,8 +493,23 @@ def test_what_is_known(monkeypatch):
     assert not is_known(TemperatureLogitsWarper(0.7))
 
 
-def test_names_of_processors_of_transformers():
+def test_processors_that_generate_makes_are_known(target):
     assert all(hasattr(logits_process, name) for name in STATELESS)
+    options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.9, "top_h": 0.5}
+    options |= {"epsilon_cutoff": 0.01, "eta_cutoff": 0.01, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
+    options |= {"encoder_repetition_penalty": 1.1, "encoder_no_repeat_ngram_size": 3, "bad_words_ids": [[5], [6, 7]]}
+    options |= {"sequence_bias": {(5,): 2.0}, "min_length": 9, "min_new_tokens": 4, "forced_bos_token_id": 3}
+    options |= {"forced_eos_token_id": 2, "exponential_decay_length_penalty": (3, 1.2), "suppress_tokens": [5]}
+    options |= {"begin_suppress_tokens": [4], "remove_invalid_values": True, "renormalize_logits": True}
+    options |= {"eos_token_id": 2, "do_sample": True, "watermarking_config": WATERMARKS[0]}
+    made = []
+
+    def keep(model, input_ids, logits_processor, *_, **__):
+        made.extend(logits_processor)
+        return input_ids
+
+    target("llama").generate(torch.ones(1, 5, dtype=torch.long), custom_generate=keep, max_new_tokens=8, **options)
+    assert len(made) > 20 and [type(one).__name__ for one in made if not is_known(one)] == []
 
 
 def test_a_declaration_is_proposed(target, caplog):
