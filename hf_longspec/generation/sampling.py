@@ -225,8 +225,6 @@ class TokenRule:
 
     processor_seconds = 0.0
     num_processed_nodes = 0
-    # whether a processor is called column by column, as no other rule of this class calls it
-    is_by_columns = False
 
     def __init__(
         self,
@@ -396,7 +394,7 @@ class TokenRule:
     @property
     def fits_graphs(self) -> bool:
         """Whether `accept_scored` of all nodes' logits may be part of a graph."""
-        return self.history_free and self.is_made_of_tensors and not self.is_by_columns
+        return self.history_free and self.is_made_of_tensors
 
     def advance(self, counts: Sequence[int]) -> None:
         """Advance the noise by the number of tokens that each row emitted."""

@@ -48,8 +48,8 @@ class Known:
     mode: VerificationMode | None = None
     traits: dict[VerificationMode, LayerTraits] = field(default_factory=dict)
     is_certain: bool = True  # whether no trial has failed, which is repeated in the next call
-    # kinds of calls whose first verification was compared, and reasons against declared hooks
-    checked: dict[tuple, str | None] = field(default_factory=dict)
+    checked: set[tuple] = field(default_factory=set)  # kinds of calls whose first verification was compared
+    hooked: dict[tuple, str | None] = field(default_factory=dict)  # reasons against declared hooks
 
 
 # The structures that a model had last, such as those of several adapters.

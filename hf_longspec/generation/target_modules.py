@@ -69,17 +69,16 @@ def structure_of(model: nn.Module) -> list[Any]:
         if LONGEST in values:  # which dynamic rotary embeddings note in every forward, also for each kind of layer
             names = {name for name in names if not name.endswith(LONGEST)}
         for value in map(values.__getitem__, names):
-            kind = type(value)
-            if kind in PLAIN:
+            if type(value) in PLAIN:
                 state.append(value)
-            elif kind in (dict, list, set, tuple):
-                items = (*value, *value.values()) if kind is dict else value
+            elif type(value) in (dict, list, set, tuple):
+                items = (*value, *value.values()) if type(value) is dict else value
                 state.append(tuple(item for item in items if type(item) in PLAIN))
             elif callable(value) and not isinstance(value, nn.Module | weakref.ref):
                 state.append(weakly(value))
             elif isinstance(value, PreTrainedConfig):
                 state.append(configs.setdefault(id(value), len(configs)))
-        pending += filter(None, values["_modules"].values())
+        pending += [child for child in values["_modules"].values() if child is not None]
     classes = dict.fromkeys(cls for kind in kinds for cls in kind.__mro__[:-1])
     files = dict.fromkeys(sys.modules.get(cls.__module__) for cls in classes)
     for owner in (*classes, *filter(None, files)):
@@ -116,12 +115,10 @@ def attention_functions(config: Any) -> tuple[Any, Any, Any]:
 def foreign_methods(model: PreTrainedModel) -> list[str]:
     """Return the methods that `generate` calls in its loop, and functions of attention, that are of no library."""
     kind, own = type(model), vars(model)
-    found = [f"{kind.__name__}.{name}" for name in METHODS if foreign_code(getattr(kind, name, None))]
-    found += [f"{name} on the model" for name in METHODS if name in own and foreign_code(own[name])]
-    functions = attention_functions(model.config.get_text_config(decoder=True))[1:]
-    return found + [
-        f"{name_of(one)}, a function of attention" for one in map(foreign_code, filter(None, functions)) if one
-    ]
+    found = [f"{kind.__name__}.{name}" for name in METHODS if foreign_code(getattr(kind, name, None)) is not None]
+    found += [f"{name} on the model" for name in METHODS if foreign_code(own.get(name)) is not None]
+    functions = map(foreign_code, attention_functions(model.config.get_text_config(decoder=True))[1:])
+    return found + [f"{name_of(one)}, a function of attention" for one in functions if one is not None]
 
 
 def foreign_code(one: Any, modules: Collection[int] = (), seen: tuple[Any, ...] = ()) -> Any:

@@ -60,7 +60,7 @@ def test_several_samples_of_each_prompt():
 
 
 def test_a_second_copy_of_this_module_replaces_the_patch_instead_of_stacking():
-    """A draft from the Hub brings its own copy of every module."""
+    """As a module that was loaded again."""
     spec = importlib.util.spec_from_file_location("hf_longspec.generation.copy_of_route", route.__file__)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)

@@ -37,7 +37,7 @@ class Entry:
     """One kind of processor.
 
     Attributes:
-        maker: Returns [`Made`] and resets what earlier processors of the kind left behind.
+        maker: Returns [`Made`] and resets what earlier processors of the kind left.
         has_model: Whether the maker takes the target.
         is_declared: Whether it truly says that its calls do not depend on each other, so that a draft is used.
         is_sampled: Whether a seed decides the sampled text, whatever else draws from the random numbers.

@@ -113,7 +113,7 @@ def check_target(
         view.commit(torch.tensor(nodes, device=chain.device).expand_as(chain), [count] * cache.batch_size)
         _compare_layers(target, origin, left, _left(view, row, replaced, nodes))
     # also as it runs prompts
-    ways = [plain] if target.mode.tells_single_tokens else [plain, run_plainly(count)[0]]
+    ways = [plain] if single == count or target.mode.tells_single_tokens else [plain, run_plainly(count)[0]]
     _compare(target, verified[row].float(), torch.stack(ways).to(verified.device), rounding)
     if logits is not None:
         end = texts[row][start:].expand(cache.batch_size, -1)
@@ -121,7 +121,7 @@ def check_target(
         with target.attention():
             verified = target.verify(DraftTree.chain(end), view).logits[:, -1]
         _compare(target, verified[row].float(), logits[row].to(verified.device).float(), rounding)
-    target.known.checked[kind] = None
+    target.known.checked.add(kind)
 
 
 @contextmanager
@@ -294,11 +294,11 @@ def why_not_hooked(call: Call, num_nodes: int) -> str | None:
         return None
     if (reason := why_undeclared(hooks)) is not None:
         return reason
-    checked, key = target.known.checked, (num_nodes, target.model.dtype, *(weakly(hook) for _, hook in hooks))
-    if key not in checked:
+    hooked, key = target.known.hooked, (num_nodes, target.model.dtype, *(weakly(hook) for _, hook in hooks))
+    if key not in hooked:
         names = ", ".join(dict.fromkeys(name for name, _ in hooks))
-        checked[key] = _why_not_alike(call, num_nodes, f"forward hook or patched forward {names}: declares stateless")
-    return checked[key]
+        hooked[key] = _why_not_alike(call, num_nodes, f"forward hook or patched forward {names}: declares stateless")
+    return hooked[key]
 
 
 def _why_not_alike(call: Call, num_nodes: int, what: str) -> str | None:

@@ -78,10 +78,14 @@ def bare(model: PreTrainedModel) -> PreTrainedModel:
 
 def _beside(module: nn.Module, modules: set[int]) -> list[Any]:
     """Return the hooks on a module that are not part of the model, and a forward that a user put in its place."""
+
+    def is_foreign(function: Any) -> bool:
+        return foreign_code(function, modules) is not None
+
     values = vars(module)
     hooks = [hook for name in HOOKS for hook in values[name].values()]
-    found = [hook for hook in hooks if package_of(_bound_by(hook)) not in OF_THE_MODEL or foreign_code(hook, modules)]
-    if any(foreign_code(function, modules) is not None for function in _forwards_on(module)):
+    found = [hook for hook in hooks if package_of(_bound_by(hook)) not in OF_THE_MODEL or is_foreign(hook)]
+    if any(map(is_foreign, _forwards_on(module))):
         found += (values[name] for name in FORWARDS if name != "_old_forward" and name in values)
     return found
 

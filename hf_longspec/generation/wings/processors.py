@@ -73,7 +73,7 @@ class ColumnRule(TokenRule):
         num_processed_nodes (`int`): Number of columns.
     """
 
-    is_by_columns = True
+    fits_graphs = False  # processors that are not known run on the host
 
     def __init__(self, processors: LogitsProcessorList, *arguments: Any):
         super().__init__(LogitsProcessorList(filter(is_known, processors)), *arguments)

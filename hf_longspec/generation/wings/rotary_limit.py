@@ -38,7 +38,7 @@ KEEPS, RECOMPUTES, FORGETS = "keeps", "recomputes", "forgets"
 class FrequencyChange:
     """Column at which the frequencies of a target change."""
 
-    column: float  # the first column under other frequencies; infinity if they never change
+    column: int  # the first column under other frequencies
     is_repeated: bool  # whether they change again in every column after it
 
 
@@ -46,10 +46,10 @@ def changes_of(target: TargetView) -> list[FrequencyChange]:
     """Return the changes of a target's rotary embeddings; more than one if they are not the same."""
     modules = [module for module in target.model.modules() if "rope_type" in vars(module)]
     found = (_changes_in(module, getattr(module, "config", target.config)) for module in modules or [None])
-    return sorted({change for changes in found for change in changes if change is not None})
+    return sorted({change for changes in found for change in changes})
 
 
-def _changes_in(module: Any, config: Any) -> Iterator[FrequencyChange | None]:
+def _changes_in(module: Any, config: Any) -> Iterator[FrequencyChange]:
     """Yield the changes of a rotary embedding, for each kind of layer, or of a config without one."""
     parameters = getattr(config, "rope_parameters", None) or {}
     of_layer_types = {name: value for name, value in parameters.items() if isinstance(value, dict)}
