@@ -169,7 +169,7 @@ class PrefixCache:
             ValueError: If the cache is no [`SpeculativeCache`] of one row with a beginning of this text.
         """
         tokens = _row(sequences)
-        if not getattr(cache, "_is_longspec_cache", False) or cache.batch_size != 1 or cache.counts[0] > len(tokens):
+        if not isinstance(cache, SpeculativeCache) or cache.batch_size != 1 or cache.counts[0] > len(tokens):
             raise ValueError(
                 f"a {type(cache).__name__} is no cache of these {len(tokens)} tokens that can be stored. Pass the one "
                 "that PrefixCache.take has returned, or a SpeculativeCache of one row, and its text."

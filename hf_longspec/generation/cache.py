@@ -309,9 +309,6 @@ class SpeculativeCache(Cache):
         tree_slots (`int`, *optional*, defaults to 80): Nodes that one verification may stage after the committed ones.
     """
 
-    # A marker for parts that do not import this class.
-    _is_longspec_cache = True
-
     def __init__(
         self, config: PreTrainedConfig, batch_size: int, max_length: int, tree_slots: int = DEFAULT_TREE_SLOTS
     ):

@@ -134,7 +134,7 @@ class Call:
     def _passes_cache(self) -> bool:
         """Return whether the user passed a cache, or asks for one of another kind than the loop makes."""
         cache, implementation = self.model_kwargs[CACHE_NAME], self.config.cache_implementation
-        is_users = getattr(cache, "_is_user_defined", False) or getattr(cache, "_is_longspec_cache", False)
+        is_users = getattr(cache, "_is_user_defined", False) or isinstance(cache, SpeculativeCache)
         return is_users or implementation is not None or int(cache.get_seq_length()) > 0
 
     def why_not(self) -> str | None:

@@ -53,8 +53,8 @@ KNOWN_LAYERS = {
 
 
 def is_own(cache: Any) -> bool:
-    """Return whether `cache` is a [`SpeculativeCache`] of this or another copy of the package."""
-    return getattr(cache, "_is_longspec_cache", False)
+    """Return whether `cache` is one of this package."""
+    return isinstance(cache, SpeculativeCache)
 
 
 def user_cache_of(cache: Any) -> Any:
