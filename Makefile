@@ -147,7 +147,7 @@ interop: $(READY) $(READY_INTEROP) ## train drafts, load them in vLLM, and compa
 	@echo "Training drafts of the tiny target, and decoding with them here and in vLLM. This takes 20 minutes or more."
 	$(VENV)/bin/python -m tests.interop --python $(VENV_INTEROP)/bin/python $(ARGS)
 
-house: $(READY) ## files and functions that an iteration and a call walk through, and mentions of rare cases
+house: $(READY) ## files and functions that an iteration and a call walk through, and mentions of special cases
 	@echo "Counting files, functions, calls and lines of the package."
 	$(VENV)/bin/python -m tests.house $(ARGS)
 

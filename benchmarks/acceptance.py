@@ -23,7 +23,7 @@ from hf_longspec.bench.calls import MODES, Decoder, PrefilledPrompts
 from hf_longspec.bench.report import mean_interval, significant
 from hf_longspec.bench.results import Record
 from hf_longspec.bench.runner import Cell, Method
-from hf_longspec.modeling.families.draft_weights import GROUP, rounded_groups, rounded_layers
+from hf_longspec.modeling.shared.draft_weights import GROUP, rounded_groups, rounded_layers
 
 # Name of a draft, or `None` for SpecAttn; cell; settings of the draft on top of its own.
 Planned = tuple[str | None, Cell, dict[str, Any]]

@@ -13,7 +13,7 @@ from benchmarks.harness import Skip
 from benchmarks.random_inputs import DeviceAttention, random_attention, relative_error
 from hf_longspec.attention_backends.registry import AttentionCall, AttentionState, select
 from hf_longspec.attention_backends.scores import ScoreCapture
-from hf_longspec.generation.fast.cuda_graphs import WARM_UP, capture
+from hf_longspec.generation.compiled.cuda_graphs import WARM_UP, capture
 
 # What a case with features is drawn from.
 FEATURES: dict[str, tuple[Any, ...]] = {

@@ -22,8 +22,8 @@ from benchmarks.gpu_run import GpuRun, Plan, Timing
 from benchmarks.harness import Skip
 from benchmarks.random_inputs import HfForward, block_mask, dynamic_cache, random_tree
 from hf_longspec.bench.calls import HF, PLAIN, Call, Decoding, HfMethod, changed, run_call
-from hf_longspec.generation.fast import cuda_graphs
-from hf_longspec.generation.fast.compiled_steps import runner_of
+from hf_longspec.generation.compiled import cuda_graphs
+from hf_longspec.generation.compiled.compiled_steps import runner_of
 from hf_longspec.generation.target import TargetView
 
 CALLS = 2  # timed calls of `generate` per row

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import integers
 from hf_longspec.bench.report import table
-from hf_longspec.modeling.families.draft_weights import BITS, GROUP
+from hf_longspec.modeling.shared.draft_weights import BITS, GROUP
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 [`StructuredOutput`] forbids every token after which the text could not be completed. The parser is that of llguidance
 (https://github.com/guidance-ai/llguidance), which takes tokens back and names those that a grammar forces. With a
-draft, the loop asks it about all nodes of a tree (`generation/wings/grammar.py`).
+draft, the loop asks it about all nodes of a tree (`generation/special_cases/grammar.py`).
 """
 
 import copy

@@ -45,7 +45,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 # Collecting these stand-ins for docstrings would leave them imported, as if the packages were installed.
 collect_ignore = ["kernel_packages"]
 
-GATE_OF = "hf_longspec.generation.wings.gate.gate_of"
+GATE_OF = "hf_longspec.generation.special_cases.gate.gate_of"
 
 # Which of all model types run today; the same in all processes of a run.
 os.environ.setdefault("ARCHITECTURE_ROTATION", str(datetime.datetime.now(datetime.UTC).date().toordinal()))

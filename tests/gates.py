@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from hf_longspec.generation.wings.gate import SpeculationGate
+from hf_longspec.generation.special_cases.gate import SpeculationGate
 
 
 class FlippingGate(SpeculationGate):

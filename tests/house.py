@@ -1,4 +1,4 @@
-"""Figures of the architecture: how many rooms a value walks through, and where rare cases are mentioned.
+"""Figures of the architecture: how many rooms a value walks through, and where special cases are mentioned.
 
     python -m tests.house            a table
     python -m tests.house --list     with the files of every figure
@@ -34,8 +34,8 @@ from hf_longspec.modeling import base
 ROOT = Path(hf_longspec.__file__).parent
 GENERATION = "generation"
 FIXTURE = Path(__file__).parent / "modeling/mtp/fixtures/qwen3_5"
-# Names by which code mentions a rare case, and the files that are its own. Docstrings and comments do not count.
-RARE = {
+# Names by which code mentions a special case, and the files that are its own. Docstrings and comments do not count.
+CASES = {
     "recurrent states": (
         r"has_states|[Rr]ecurrent|[Rr]ecurrence|StateLayer|STATE_LAYERS|StagedNodes|limits_steps|HybridLayer"
         r"|ignores_earlier_states|has_previous_state",
@@ -68,10 +68,10 @@ RARE = {
     "tensor parallelism": (r"\bself\.ranks|target\.ranks|_ranks\b|Ranks|TENSOR_PARALLELISM|_tp_size", ("parallel",)),
     "captured steps": (
         r"runner|captur(es|ed)\b|replay|in_graph|of_graph|fits_graphs|of_step|workspace|fixed_shape|reuse_graph",
-        ("/fast/", "triton/"),
+        ("/compiled/", "triton/"),
     ),
 }
-# Rare cases are counted where models run; parts about commands, training and pages use the words for other things.
+# Special cases are counted where models run; parts about commands, training and pages use the words for other things.
 COUNTED = ("generation/", "modeling/", "attention_backends/")
 
 
@@ -106,7 +106,7 @@ def core_files() -> list[str]:
 
 
 def mentions(pattern: str, own: tuple[str, ...]) -> Counter[str]:
-    """Return how many lines of code mention a rare case, by file, outside of the files that are its own."""
+    """Return how many lines of code mention a special case, by file, outside of the files that are its own."""
     found: Counter[str] = Counter()
     for name, path in files():
         if name.startswith(COUNTED) and not any(part in f"/{name}" for part in own):
@@ -201,7 +201,7 @@ def hall(model: Any, draft: Any) -> Walk:
     def stop(*_: Any, **__: Any) -> None:
         raise _ForwardError
 
-    base.decode, functional.embedding = walked, stop  # a hook, or another forward, would be a rare case of its own
+    base.decode, functional.embedding = walked, stop  # a hook, or another forward, would be a special case of its own
     try:
         call(model, draft)
     except _ForwardError:
@@ -233,7 +233,7 @@ def main(arguments: list[str]) -> None:
             [f"{name} {sizes[name]}" for name in core],
         )
     )
-    for case, (pattern, own) in RARE.items():
+    for case, (pattern, own) in CASES.items():
         found = mentions(pattern, own)
         rows.append(
             (

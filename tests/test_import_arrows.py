@@ -7,7 +7,7 @@
 Arrows are transitive. A room is a part of the package; the registry (`register_draft.py` and each draft's
 `__init__.py`), the `training_` and `convert_` files that it names, and formats/, which these share, are rooms of their
 own. Within modeling/, nothing imports the folder of a draft but this folder itself: what several drafts share stands in
-families/ and formats/. Optional packages are imported inside `try`.
+shared/ and formats/. Optional packages are imported inside `try`.
 """
 
 import ast
@@ -44,7 +44,7 @@ ARROWS = {
 }
 
 # Folders of modeling/ that drafts share. Every other one is that of a draft.
-SHARED = {"families", "formats"}
+SHARED = {"shared", "formats"}
 DRAFT_FOLDERS = {path.parent.name for path in ROOT.glob("modeling/*/__init__.py")} - SHARED
 
 # Packages that `pip install transformers torch` installs.
@@ -122,7 +122,7 @@ def _other_draft(module: list[str], target: list[str]) -> list[str]:
     folder = target[2] if inside and len(target) > 2 else ""
     if folder not in DRAFT_FOLDERS or folder == module[1]:
         return []
-    return [f"{'.'.join(target)} is part of the draft {folder}: what drafts share stands in families/ or formats/"]
+    return [f"{'.'.join(target)} is part of the draft {folder}: what drafts share stands in shared/ or formats/"]
 
 
 def _at_import_time(node: ast.AST) -> Iterator[ast.AST]:
@@ -157,7 +157,7 @@ def test_arrows():
         ("modeling/dflash/layers_dflash.py", "from ..eagle3.layers_eagle3 import x", "is part of the draft eagle3"),
         ("modeling/dflash/convert_dflash.py", "from ..eagle3.convert_eagle3 import x", "is part of the draft eagle3"),
         ("modeling/base.py", "from .longspec.generation_longspec import x", "is part of the draft longspec"),
-        ("modeling/families/aux_drafter.py", "from ..formats.speculators import x", "modeling may not import"),
+        ("modeling/shared/aux_drafter.py", "from ..formats.speculators import x", "modeling may not import"),
         ("hub.py", "from . import generation", "hub may not import"),
         ("kitchen/sink.py", "", "no row in ARROWS"),
         ("attention_backends/flash.py", "try:\n    pass\nfinally:\n    import flash_attn", "flash_attn is optional"),

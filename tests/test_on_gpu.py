@@ -15,8 +15,8 @@ from transformers.utils import is_flash_linear_attention_available
 from benchmarks.gpu_iterations import counted_graphs
 from hf_longspec import Batcher, GrammarDraftModel, NgramDraftModel, PlainDraftModel, PrefixCache, StructuredOutput
 from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec.generation.special_cases import masked
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings import masked
 from tests.generation import test_captured_states as states
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_captured_masks import TYPES as MASKED_TYPES

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from hf_longspec import Batcher, GrammarDraftModel, NgramDraftModel, PlainDraftModel, StructuredOutput
-from hf_longspec.generation.wings.grammar import GrammarRule
+from hf_longspec.generation.special_cases.grammar import GrammarRule
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.distributions import p_value
 from tests.generation.test_processors import Budget, OfRows

@@ -24,7 +24,7 @@ from ..generation import route
 from ..generation.cache import SpeculativeCache
 from ..generation.call import GRAMMAR, HOOKS, PROCESSORS, Call
 from ..generation.sequences import SpeculationStats
-from ..generation.wings.grammar import is_grammar
+from ..generation.special_cases.grammar import is_grammar
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..prefix_cache import PrefixCache
 from .slots import LentCache, RowSession, SlotSession
@@ -258,8 +258,8 @@ class Batcher:
         call = Call(self.target, self.draft, ids, LogitsProcessorList(), StoppingCriteriaList(), config, None, {})
         if (reason := call.why_not()) is not None:
             raise ValueError(reason)
-        if call.session_class is not None or call.target.rare:
-            raise ValueError(f"{', '.join(call.target.rare)}: not supported in a Batcher. Call generate().")
+        if call.session_class is not None or call.target.special_cases:
+            raise ValueError(f"{', '.join(call.target.special_cases)}: not supported in a Batcher. Call generate().")
         call.more_nodes = forced
         return call
 
@@ -292,7 +292,7 @@ class Batcher:
         own = [arguments[name] for name in names]
         more = {name: value for name, value in arguments.items() if name not in (*names, "streamer")}
         call = Call(self.target, self.draft, own[0], own[1], own[2], own[3], streamer, more)
-        if other := [name for name in call.rare if name not in (PROCESSORS, GRAMMAR, HOOKS)]:
+        if other := [name for name in call.special_cases if name not in (PROCESSORS, GRAMMAR, HOOKS)]:
             raise ValueError(f"{', '.join(other)}: not supported in a Batcher. Call generate() for this prompt.")
         call.store = LentCache(self._session.lent, call.tokens, self.prefixes)
         if (reason := call.why_not()) is not None:

@@ -22,9 +22,9 @@ from ..generation.draft_tree import DraftTree
 from ..generation.drafter import Binding, Drafter
 from ..generation.sampling import NoiseRows, TokenRule, warped
 from ..generation.sequences import SpeculationStats
+from ..generation.special_cases.grammar import ForcedDrafter, HostTree, is_grammar, make_room
 from ..generation.target import TargetView
 from ..generation.verification import Acceptance
-from ..generation.wings.grammar import ForcedDrafter, HostTree, is_grammar, make_room
 from ..prefix_cache import PrefixCache, copied_states
 
 

@@ -20,7 +20,7 @@ from ..bench.calls import TokenClock
 from ..bench.results import replace_file
 from ..cli import CommandError, options
 from ..generation.sequences import SpeculationStats
-from ..generation.wings.gate import PLAIN, message_of
+from ..generation.special_cases.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
 from .models import LoadedModels, PromptProgress, load_models, say
 from .rows import continue_rows

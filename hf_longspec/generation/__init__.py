@@ -1,5 +1,5 @@
 """How a draft is used: the decoding loop, its cache, its rules, and the route from `generate()`."""
 
-from .wings.register import register_wings
+from .special_cases.register import register_special_cases
 
-register_wings()
+register_special_cases()

@@ -34,7 +34,7 @@ class Rows:
         layout (`int`): Number of times that a buffer of these layers was replaced.
         columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
             Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
-        plain (*optional*): The forwards of plain `generate`, for wings whose layers depend on them.
+        plain (*optional*): The forwards of plain `generate`, for special cases whose layers depend on them.
         offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): See [`SpeculativeCache.position_ids`].
         context_of (`Callable`): Makes the context of a verification, a [`TreeContext`] or a subclass.
     """
@@ -290,7 +290,7 @@ def layers_of(config: Any, rows: Rows, capacity: int, of_keys: Callable[..., Any
 
 # Nodes that one verification may stage after the committed tokens.
 DEFAULT_TREE_SLOTS = 80
-# Functions `save` and `load` of files, which a wing has.
+# Functions `save` and `load` of files, which a special case has.
 FILES: dict[str, Callable[..., Any]] = {}
 
 

@@ -2,7 +2,7 @@
 
 [`Call.why_not`] raises errors if target, draft or arguments are wrong, before any work is done. It returns a reason if
 they fit and only this call cannot use the draft. The setting `on_unsupported` of the draft decides whether the call
-then runs without the draft or is an error. What only some calls need is a wing, see `wing.py`.
+then runs without the draft or is an error. What only some calls need is a special case, see `special_case.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +21,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..attention_backends.contexts import TreeContext
 from .cache import CACHE_NAME, SpeculativeCache
-from .fast.compiled_steps import runner_of
+from .compiled.compiled_steps import runner_of
 from .sampling import TokenRule, declared, is_history_free
+from .special_case import SPECIAL_CASES
 from .target import Known, TargetView
 from .target_modules import foreign_methods
-from .wing import WINGS
 
 # Settings that `generate` passes on to the assistants of transformers.
 ASSISTANT_SETTINGS = (
@@ -57,7 +57,7 @@ KNOWN_MODEL_KWARGS = {
     "tokenizer",
     "use_cache",
 }
-# Names of rare cases, in the order in which their reasons are looked for.
+# Names of special cases, in the order in which their reasons are looked for.
 USER_CACHE, GAPS, PROCESSORS = f"{CACHE_NAME} with tokens", "zeros between tokens", "logits processors"
 IMAGES, HOOKS, GRAMMAR = "inputs beside the tokens", "forward hooks", "a grammar"
 # The targets and settings for which drafts were last checked.
@@ -70,10 +70,10 @@ class Call:
     Attributes:
         prompts ([`Prompts`]): Prompts without their padding.
         store ([`CallCache`]): Cache of the loop, and of the user.
-        session_class (*optional*): Subclass of [`Session`] that runs the call; wings choose it.
-        rule_class (`Callable`): Makes the [`TokenRule`] of the call; wings choose it.
-        more_nodes (`int`): Number of nodes that a wing adds to trees.
-        inputs (`dict[str, Any]`): Inputs of the first forward beside the tokens, which a wing has read.
+        session_class (*optional*): Subclass of [`Session`] that runs the call; special cases choose it.
+        rule_class (`Callable`): Makes the [`TokenRule`] of the call; special cases choose it.
+        more_nodes (`int`): Number of nodes that a special case adds to trees.
+        inputs (`dict[str, Any]`): Inputs of the first forward beside the tokens, which a special case has read.
     """
 
     prompts: "Prompts"
@@ -117,8 +117,8 @@ class Call:
         return whole - width if whole > width and cache is not None and cache.get_seq_length() == whole - width else 0
 
     @cached_property
-    def rare(self) -> list[str]:
-        """Names of the rare cases in this call, in the order in which their reasons are looked for."""
+    def special_cases(self) -> list[str]:
+        """Names of the special cases in this call, in the order in which their reasons are looked for."""
         others = (value for name, value in self.model_kwargs.items() if name not in KNOWN_MODEL_KWARGS)
         has_axes = self.position_ids is not None and self.position_ids.dim() > 2
         cases = {
@@ -129,7 +129,7 @@ class Call:
             IMAGES: has_axes or any(value is not None for value in others),
             HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
         }
-        return [name for name, is_present in cases.items() if is_present] + self.target.rare
+        return [name for name, is_present in cases.items() if is_present] + self.target.special_cases
 
     def _passes_cache(self) -> bool:
         """Return whether the user passed a cache, or asks for one of another kind than the loop makes."""
@@ -153,14 +153,16 @@ class Call:
             return reason
         self._refuse_mask()
         self.prompts_class = self.target.mode.prompts_class or Prompts
-        for name in self.rare:
-            WINGS[name].change(self)
+        for name in self.special_cases:
+            SPECIAL_CASES[name].change(self)
         if self.position_ids is not None:
             refuse_positions(self.position_ids, self.tokens, self.mask, apart=self.columns_apart)
         self.store.refuse(self)
         self.prompts = self.prompts_class(self)
         # those first whose finding costs least
-        return next(chain(self.prompts.why_not(), *(WINGS[name].why_not(self) for name in self.rare)), None)
+        return next(
+            chain(self.prompts.why_not(), *(SPECIAL_CASES[name].why_not(self) for name in self.special_cases)), None
+        )
 
     def read_as(self, kind: Any) -> None:
         """Let `kind` read the prompts, on top of the classes that do so far."""
@@ -320,7 +322,7 @@ class Prompts:
 
 
 class CallCache:
-    """The cache of one call, which the loop makes. Wings have subclasses for caches of the user."""
+    """The cache of one call, which the loop makes. Special cases have subclasses for caches of the user."""
 
     # whether the user gets the cache back, so that the next call cannot have its buffers
     is_users = False

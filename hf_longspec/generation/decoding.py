@@ -24,9 +24,9 @@ from .draft_tree import DraftTree
 from .drafter import Binding, Verification
 from .sampling import NoiseRows
 from .sequences import Outputs, Sequences, SpeculationStats, busy_machine
+from .special_case import FIRST_CHECKS, GATE, SPECIAL_CASES
 from .target import Step, chain_of_last_tokens
 from .verification import Acceptance, packed
-from .wing import FIRST_CHECKS, GATE, WINGS
 
 logger = logging.get_logger(__name__)
 
@@ -133,7 +133,7 @@ class Session:
     def make_drafter(self, binding: Binding) -> Any:
         """Return the drafter of the call, with the forced tokens of a grammar if there is one."""
         drafter = self.draft.drafter(binding)
-        return WINGS[GRAMMAR].drafter(drafter, self) if GRAMMAR in self.call.rare else drafter
+        return SPECIAL_CASES[GRAMMAR].drafter(drafter, self) if GRAMMAR in self.call.special_cases else drafter
 
     def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
         """Return the sequences and the token rule of prompts `(batch, P)`."""
@@ -156,7 +156,7 @@ class Session:
     def check_once(self) -> None:
         """Check this kind of target after the prompts, once."""
         if self.checks_target and self.draft.setting("check_target"):
-            WINGS[FIRST_CHECKS].check(self)
+            SPECIAL_CASES[FIRST_CHECKS].check(self)
 
     @property
     def seed_tokens(self) -> int:
@@ -166,7 +166,7 @@ class Session:
     def seed(self, tails: list[torch.Tensor]) -> None:
         """Verify the last prompt tokens as a chain, emit the first token, and start the drafter, maybe gated."""
         if self.is_gated:
-            self.drafter = WINGS[GATE].drafter(self.drafter, self)
+            self.drafter = SPECIAL_CASES[GATE].drafter(self.drafter, self)
         tree, sizes = chain_of_last_tokens(tails, max(map(len, tails)))
         step = self.verify(tree)
         rows = torch.arange(len(sizes), device=step.logits.device)

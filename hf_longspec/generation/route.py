@@ -16,8 +16,8 @@ from transformers import GenerationMixin
 from transformers.pipelines import base as pipelines
 
 from .call import USER_CACHE, refuse
+from .special_case import SPECIAL_CASES
 from .target import TargetView
-from .wing import WINGS
 
 _STOCK = "_longspec_stock"
 # A function of a name and a target that loads the draft of a folder or Hub id. With `or_none=True`, it returns `None`
@@ -45,7 +45,7 @@ def install() -> None:
         if getattr(assistant, "_is_longspec_draft", False):
             if assistant.setting("on_unsupported") == "error":
                 # before generate() makes such a cache
-                refuse(WINGS[USER_CACHE].why_not_made(config.cache_implementation))
+                refuse(SPECIAL_CASES[USER_CACHE].why_not_made(config.cache_implementation))
             if assistant.config.vocab_size != self.config.get_text_config().vocab_size:
                 assistant.check(TargetView(self))  # transformers would ask for the tokenizers of both
             config = copy.copy(config)

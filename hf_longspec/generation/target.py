@@ -21,8 +21,8 @@ from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import SeqLens, on_device
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
+from .special_case import DECLARED, MODES, SPECIAL_CASES, LayerTraits, VerificationMode
 from .target_modules import FORWARDS, LayerInputs, keywords_forwarded, package_of, shape_of, structure_of
-from .wing import DECLARED, MODES, WINGS, LayerTraits, VerificationMode
 
 ATTENTION_NAME = "hf_longspec"
 # One lock per model, held while its attention implementation is switched. Re-entrant, as a criterion may call generate.
@@ -87,17 +87,19 @@ class TargetView:
         _refuse_other_objects(model)
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
-        self.rare = self._rare()
-        self.ranks = WINGS[TENSOR_PARALLELISM].ranks_of(model) if TENSOR_PARALLELISM in self.rare else None
+        self.special_cases = self._special_cases()
+        self.ranks = (
+            SPECIAL_CASES[TENSOR_PARALLELISM].ranks_of(model) if TENSOR_PARALLELISM in self.special_cases else None
+        )
         self._runner = runner
 
-    def _rare(self) -> list[str]:
-        """Return the names of the rare cases that this model brings to every call."""
+    def _special_cases(self) -> list[str]:
+        """Return the names of the special cases that this model brings to every call."""
         # the modules decide, whose kind may differ from that of the config
         kinds = (vars(module).get("rope_type") for module in self.model.modules())
         rotary = str([getattr(self.config, "rope_parameters", None), *filter(None, kinds)])
-        rare = [ROTARY_LIMIT] if any(kind in rotary for kind in CHANGING_ROTARY) else []
-        return rare + [TENSOR_PARALLELISM] * ((getattr(self.model, "_tp_size", None) or 1) > 1)
+        cases = [ROTARY_LIMIT] if any(kind in rotary for kind in CHANGING_ROTARY) else []
+        return cases + [TENSOR_PARALLELISM] * ((getattr(self.model, "_tp_size", None) or 1) > 1)
 
     @cached_property
     def known(self) -> Known:
@@ -183,7 +185,7 @@ class TargetView:
     @property
     def rotary_limit(self) -> float:
         """First position under other rotary frequencies than those before it; infinity if they never change."""
-        column: float = WINGS[ROTARY_LIMIT].column_of(self) if ROTARY_LIMIT in self.rare else math.inf
+        column: float = SPECIAL_CASES[ROTARY_LIMIT].column_of(self) if ROTARY_LIMIT in self.special_cases else math.inf
         return column
 
     @property
@@ -211,7 +213,7 @@ class TargetView:
             adapter = "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
             return [*self._why_not_kind(), adapter]
         reasons = self.known.reasons
-        key = str(self.config._attn_implementation), getattr(self.model, "_use_kernels", False), *self.rare
+        key = str(self.config._attn_implementation), getattr(self.model, "_use_kernels", False), *self.special_cases
         if key not in reasons:
             reasons[key] = self._why_not_kind() or self.mode.why_not_tried(self)
         return reasons[key] or self._why_not_as_long(max_length)
@@ -229,8 +231,8 @@ class TargetView:
             reasons.append(
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
-        for name in self.rare:
-            reasons += WINGS[name].why_not_target(self)
+        for name in self.special_cases:
+            reasons += SPECIAL_CASES[name].why_not_target(self)
         if getattr(self.model, "_is_stateful", False) and not mode.has_states:
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         return reasons

@@ -15,22 +15,22 @@ from transformers.dynamic_module_utils import custom_object_save
 from ..attention_backends.interface import register
 from ..generation.cache import SpeculativeCache
 from ..generation.call import refuse_target
+from ..generation.compiled.cuda_graphs import release_workspaces
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
-from ..generation.fast.cuda_graphs import release_workspaces
 from ..generation.route import install, loaders
 from ..generation.sequences import SpeculationStats
+from ..generation.special_cases.register import register_special_cases
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
-from ..generation.wings.register import register_wings
 from .configuration_base import DraftConfig
-from .families.ngrams import JoinedDrafter, NgramDrafter
 from .loading import draft_by_name, of_hub, read_settings, readable_errors, require_complete
 from .saved_config import read_config
 from .settings import COMMON, NGRAMS, Setting
+from .shared.ngrams import JoinedDrafter, NgramDrafter
 
 register()
-register_wings()
+register_special_cases()
 loaders.append(draft_by_name)
 install()
 

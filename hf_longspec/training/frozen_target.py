@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..generation.cache import CACHE_NAME, Rows, SpeculativeCache, layers_of
+from ..generation.special_cases.recurrences import ignores_earlier_states
 from ..generation.target_modules import (
     LOGIT_DIVISORS,
     LOGIT_FACTORS,
@@ -31,7 +32,6 @@ from ..generation.target_modules import (
     TargetEnds,
     TargetParts,
 )
-from ..generation.wings.recurrences import ignores_earlier_states
 
 try:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss

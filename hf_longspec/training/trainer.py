@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
+from ..generation.special_cases.forward_check import is_quantized
 from ..generation.target import TargetView
 from ..generation.target_modules import TargetEnds, final_norm_of
-from ..generation.wings.forward_check import is_quantized
 from ..modeling.base import DraftModel
 from ..modeling.register_draft import DRAFTS
 from .arguments import DraftTrainingArguments

@@ -7,10 +7,10 @@ from benchmarks.harness import Run
 from hf_longspec.bench.calls import MODES, changed
 from hf_longspec.bench.results import of_kind, read_records
 from hf_longspec.bench.runner import Cell
-from hf_longspec.modeling.families.draft_weights import rounded_layers
 from hf_longspec.modeling.register_draft import DRAFTS
+from hf_longspec.modeling.shared.draft_weights import rounded_layers
 from tests.bench.conftest import specattn
-from tests.modeling.families.test_draft_weights import SIZES
+from tests.modeling.shared.test_draft_weights import SIZES
 from tests.tiny_targets import tiny_target
 
 

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_longspec import NgramDraftModel, SpeculationStats, StructuredOutput
 from hf_longspec.bench.calls import TokenClock
 from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, VerifiedText, html_page
-from hf_longspec.modeling.families.ngrams import NgramDrafter
+from hf_longspec.modeling.shared.ngrams import NgramDrafter
 from tests.cli.conftest import run_command
 from tests.watching import after
 

@@ -11,8 +11,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
 from hf_longspec.generation.decoding import decode
+from hf_longspec.generation.special_cases import gate
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings import gate
 from hf_longspec.modeling import base, register_draft
 from tests.docs.blocks import PAGES, PROJECT, blocks_of, lasting
 from tests.pairwise import few

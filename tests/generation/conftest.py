@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation.fast import compiled_steps as compiled
+from hf_longspec.generation.compiled import compiled_steps as compiled
 from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.watching import before
 

@@ -2,7 +2,7 @@
 
 import random
 
-from hf_longspec.generation.wings.gate import DRAFT, PLAIN, SpeculationGate, gate_of
+from hf_longspec.generation.special_cases.gate import DRAFT, PLAIN, SpeculationGate, gate_of
 
 PROMPT = 1024
 
@@ -89,5 +89,5 @@ def gates_on_a_clock(monkeypatch, seconds, keep=False):
         made.append((gate, known))
         return gate
 
-    monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", make)
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", make)
     return made

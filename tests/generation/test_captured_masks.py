@@ -3,8 +3,8 @@
 import pytest
 
 from hf_longspec import TokenRecyclingDraftModel
+from hf_longspec.generation.special_cases import masked
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings import masked
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_masked import TYPES as MASKED_TYPES
 from tests.pairwise import few, pairwise, soaked

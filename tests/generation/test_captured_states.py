@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING, DynamicCache
 
 from hf_longspec import AssistantDraftModel, MtpDraftModel, PlainDraftModel
 from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec.generation.special_cases.fixed_states import CommitStates
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings.fixed_states import CommitStates
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_recurrent_states import OTHERS, SEEDS, TYPES
 from tests.house import hybrid_target

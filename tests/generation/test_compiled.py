@@ -9,9 +9,9 @@ import torch
 from hf_longspec import NgramDraftModel, SpeculativeCache
 from hf_longspec.attention_backends import torch_backend
 from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec.generation.compiled import compiled_steps as compiled
+from hf_longspec.generation.compiled.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.fast import compiled_steps as compiled
-from hf_longspec.generation.fast.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.target import TargetView
 from tests.pairwise import soaked
 from tests.rounding import rounding

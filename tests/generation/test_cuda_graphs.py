@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hf_longspec import SpeculativeCache
+from hf_longspec.generation.compiled import cuda_graphs
+from hf_longspec.generation.compiled.cuda_graphs import CapturedRunner, state_of
 from hf_longspec.generation.drafter import Binding
-from hf_longspec.generation.fast import cuda_graphs
-from hf_longspec.generation.fast.cuda_graphs import CapturedRunner, state_of
+from hf_longspec.generation.special_cases.gate import gate_of
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings.gate import gate_of
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.test_on_simulated_cuda import generate, simulated
 from tests.pairwise import few

@@ -7,9 +7,9 @@ import torch
 
 from hf_longspec import QuestDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
+from hf_longspec.generation.special_cases.gate import PLAIN, gate_of
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings.gate import PLAIN, gate_of
-from hf_longspec.modeling.families.self_drafter import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
+from hf_longspec.modeling.shared.self_drafter import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEW_TOKENS = 21
@@ -102,7 +102,7 @@ def test_experts_do_not_count():
 
 @pytest.fixture
 def gated(monkeypatch):
-    monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", gate_of)
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", gate_of)
 
 
 @pytest.mark.parametrize("cls", [QuestDraftModel, SpecAttnDraftModel])

@@ -9,10 +9,10 @@ from transformers import LlamaForCausalLM
 from hf_longspec import NgramDraftModel, PlainDraftModel
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec.generation.special_case import LayerTraits
+from hf_longspec.generation.special_cases import forward_check
+from hf_longspec.generation.special_cases.trial import HybridMode
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wing import LayerTraits
-from hf_longspec.generation.wings import forward_check
-from hf_longspec.generation.wings.trial import HybridMode
 from tests.rounding import rounding
 from tests.tiny_targets import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target, unpacked
 from tests.tiny_targets import generate as generate_text

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 pytest.importorskip("triton", reason="fused kernels are Triton's")
 
 from hf_longspec.attention_backends.triton.layers import NORM_FORMS, ROTARY_FORMS
-from hf_longspec.generation.fast import fused_layers
-from hf_longspec.generation.fast.fused_layers import (
+from hf_longspec.generation.compiled import fused_layers
+from hf_longspec.generation.compiled.fused_layers import (
     FusedOperations,
     fused,
     fused_forward,
@@ -23,8 +23,8 @@ from hf_longspec.generation.fast.fused_layers import (
     normalized,
     warn_of_nothing_fused,
 )
+from hf_longspec.generation.special_cases.recurrences import delta_step
 from hf_longspec.generation.target_modules import rotated
-from hf_longspec.generation.wings.recurrences import delta_step
 from tests.pairwise import few
 from tests.tiny_targets import tiny_target
 

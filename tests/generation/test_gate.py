@@ -8,8 +8,8 @@ import torch
 from torch import distributed
 
 from hf_longspec.generation.drafter import Drafter
-from hf_longspec.generation.wings.gate import DRAFT, GROWTH, PLAIN, TRIAL_SHARE, SpeculationGate, gate_of
-from hf_longspec.generation.wings.parallel import Ranks
+from hf_longspec.generation.special_cases.gate import DRAFT, GROWTH, PLAIN, TRIAL_SHARE, SpeculationGate, gate_of
+from hf_longspec.generation.special_cases.parallel import Ranks
 from tests.generation.made_up_machine import PROMPT, Machine, always, geometric
 
 

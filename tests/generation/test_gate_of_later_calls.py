@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_longspec.generation.wings import gate as module
-from hf_longspec.generation.wings.gate import DRAFT, PLAIN, SpeculationGate
+from hf_longspec.generation.special_cases import gate as module
+from hf_longspec.generation.special_cases.gate import DRAFT, PLAIN, SpeculationGate
 from tests.generation.made_up_machine import Machine, always, gates_on_a_clock, geometric
 from tests.tiny_targets import RandomTreeDraftModel, generate, tiny_target
 from tests.user_objects import Recorder

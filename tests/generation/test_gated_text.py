@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation.fast import compiled_steps as compiled
-from hf_longspec.generation.wings.gate import DRAFT, PLAIN
+from hf_longspec.generation.compiled import compiled_steps as compiled
+from hf_longspec.generation.special_cases.gate import DRAFT, PLAIN
 from tests.gates import FlippingGate, ungated
 from tests.generation.made_up_machine import gates_on_a_clock
 from tests.pairwise import few, soaked
@@ -59,7 +59,7 @@ def flipping(monkeypatch):
         gates.append(FlippingGate(seed=len(gates)))
         return gates[-1]
 
-    monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", make)
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", make)
     return gates
 
 
@@ -139,12 +139,12 @@ def test_after_plain_steps_the_tree_matches_a_fresh_drafter(target, monkeypatch,
     model = target("llama")
     draft = DRAFTS[kind](model)
     recorded = Recorded(draft, monkeypatch)
-    monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", lambda *_: RestingGate(pause))
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda *_: RestingGate(pause))
     text = generate(model, draft, (21,), max_new_tokens=NEW).tolist()
     committed, tree = recorded.trees[0]
     # the prompt, one token from the prefill, the plain steps of the gate, and one that updates the drafter
     assert committed == (21 + pause + 1,)
-    monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", ungated)
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", ungated)
     fresh = recorded.first_tree(model, text[0][: committed[0]])
     assert fresh.tokens.tolist() == tree.tokens.tolist() and fresh.parents.tolist() == tree.parents.tolist()
     assert fresh.valid[:, 1:].any() or (kind == "n-grams" and pause < 19)  # the text has not repeated itself yet
@@ -154,7 +154,7 @@ def test_specattn_after_plain_steps_attends_to_all_of_them(target, monkeypatch):
     """With every entry selected the drafts are the target's own tokens, unless some of the last entries are missing."""
     model = target("llama")
     draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=1.0)
-    monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", lambda *_: RestingGate(8))
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda *_: RestingGate(8))
     generate(model, draft, max_new_tokens=NEW)
     stats = draft.last_speculation
     assert stats.num_plain_steps == 3 * 9
@@ -166,7 +166,7 @@ def test_a_partial_cache_is_rebuilt_after_more_plain_steps_than_it_has_room(targ
     """A budget for all entries drafts the target's own first token, before and after plain steps."""
     model = target("llama")
     draft = random_tokenswift_draft(model, **(PARTIAL | {"partial_kv_budget": 200, "tree_branching": [1, 1, 1, 1]}))
-    monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", lambda *_: FlippingGate(3))
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda *_: FlippingGate(3))
     generate(model, draft, max_new_tokens=NEW)
     histogram = draft.last_speculation.acceptance_histogram
     assert histogram[0] <= 1 * len(LENGTHS) and sum(histogram) > 20  # some drafts are refused at the end of the text
@@ -175,7 +175,7 @@ def test_a_partial_cache_is_rebuilt_after_more_plain_steps_than_it_has_room(targ
     recorded = Recorded(small, monkeypatch)
     make = small.drafter
     monkeypatch.setattr(small, "drafter", lambda binding: built.append(make(binding)) or built[-1])
-    monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", lambda *_: RestingGate(19))
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda *_: RestingGate(19))
     generate(model, small, max_new_tokens=NEW)
     partial = built[0].partial
     assert recorded.trees and all(
@@ -190,7 +190,7 @@ def test_decisions_are_reported_and_the_first_pause_of_a_kind_is_logged(plain_ru
     draft = run.draft("tree", num_nodes=5, luck=0.5)
     # a step that drafts takes 6 seconds, and a plain one 1 second at first and 100 later
     gates_on_a_clock(monkeypatch, lambda gate, step: 6.0 if gate.choice == DRAFT else 1.0 if step < 40 else 100.0)
-    monkeypatch.setattr("hf_longspec.generation.wings.gate._reported", set())
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate._reported", set())
     monkeypatch.setattr(logging.getLogger("hf_longspec"), "propagate", True)
     with caplog.at_level("INFO", "hf_longspec"):
         out = run.again(draft, return_dict_in_generate=True)

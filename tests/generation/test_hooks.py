@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_longspec import PlainDraftModel
+from hf_longspec.generation.special_cases.hooks import bare, hooks_of
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings.hooks import bare, hooks_of
 from tests.pairwise import few
 from tests.robustness.drafts import ALL_KINDS, make_draft
 from tests.tiny_targets import generate as generate_text

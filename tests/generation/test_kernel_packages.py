@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
+from hf_longspec.generation.special_cases.recurrences import limits_steps, mixers
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings.recurrences import limits_steps, mixers
 from tests.generation.drafted_calls import (
     ONE,
     RAGGED,

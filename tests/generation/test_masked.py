@@ -18,9 +18,9 @@ from hf_longspec import (
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.special_cases import masked
+from hf_longspec.generation.special_cases.masked import HYBRID, MASKED, IndexerChoices, PlainForwards
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings import masked
-from hf_longspec.generation.wings.masked import HYBRID, MASKED, IndexerChoices, PlainForwards
 from tests.generation.drafted_calls import (
     MODES,
     NEW,

@@ -12,8 +12,8 @@ import torch
 
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.triton.commit import can_move
+from hf_longspec.generation.compiled import fused_layers
 from hf_longspec.generation.decoding import Session
-from hf_longspec.generation.fast import fused_layers
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import vision_language_model
 from tests.simulated_cuda import SimulatedCuda

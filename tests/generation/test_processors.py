@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation.wings.processors import STATELESS, is_known
+from hf_longspec.generation.special_cases.processors import STATELESS, is_known
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
 from tests.pairwise import few
@@ -513,7 +513,7 @@ def test_processors_that_generate_makes_are_known(target):
 
 
 def test_a_declaration_is_proposed(target, caplog):
-    model, logger = target("llama"), logging.getLogger("hf_longspec.generation.wings.processors")
+    model, logger = target("llama"), logging.getLogger("hf_longspec.generation.special_cases.processors")
     with caplog.at_level(logging.INFO, logger.name):
         logger.addHandler(caplog.handler)
         generate(model, NgramDraftModel.from_target(model), logits_processor=[Budget(), marked])

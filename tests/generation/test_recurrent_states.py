@@ -13,9 +13,9 @@ from hf_longspec import AssistantDraftModel, NgramDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
+from hf_longspec.generation.special_cases.masked import PlainForwards
+from hf_longspec.generation.special_cases.recurrences import RECURRENCES, _functions, recurrences_replaced
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings.masked import PlainForwards
-from hf_longspec.generation.wings.recurrences import RECURRENCES, _functions, recurrences_replaced
 from hf_longspec.modeling.assistant.generation_assistant import CATCH_UP, AssistantDrafter
 from tests.generation.drafted_calls import (
     MODES,

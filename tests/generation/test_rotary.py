@@ -9,8 +9,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
+from hf_longspec.generation.special_cases.rotary_limit import FORGETS, RECOMPUTES, cache_at
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings.rotary_limit import FORGETS, RECOMPUTES, cache_at
 from tests.generation.test_unsupported import check_unsupported
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import RandomTreeDrafter, RandomTreeDraftModel, tiny_prompts, tiny_target

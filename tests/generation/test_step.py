@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.generation.fast import compiled_steps as compiled
-from hf_longspec.generation.fast.compiled_steps import CompiledRunner, FixedSteps, runner_of
-from hf_longspec.generation.fast.fused_layers import FusedRunner
+from hf_longspec.generation.compiled import compiled_steps as compiled
+from hf_longspec.generation.compiled.compiled_steps import CompiledRunner, FixedSteps, runner_of
+from hf_longspec.generation.compiled.fused_layers import FusedRunner
 from tests.pairwise import soaked
 from tests.tiny_targets import TINY_TARGETS, RandomTreeDraftModel, random_longspec_draft, tiny_target
 from tests.tiny_targets import generate as generate_text

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterf
 
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation import target_modules
+from hf_longspec.generation.special_cases.forward_check import is_quantized
 from hf_longspec.generation.target_modules import (
     LayerInputs,
     PartOfHead,
@@ -24,7 +25,6 @@ from hf_longspec.generation.target_modules import (
     rotates,
     with_final_norm_input,
 )
-from hf_longspec.generation.wings.forward_check import is_quantized
 from tests.robustness.enumeration import build
 from tests.robustness.test_threads import in_threads
 from tests.tiny_targets import TINY_TARGETS, tiny_prompts, tiny_target, unpacked

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.generation.special_cases import trial
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.wings import trial
 from tests.generation.tiny_models import vision_language_model
 from tests.robustness.enumeration import build
 from tests.tiny_targets import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_longspec.generation.fast import compiled_steps as compiled
+from hf_longspec.generation.compiled import compiled_steps as compiled
 from tests.generation.conftest import graphs, plain_run, target, widths
 from tests.tiny_targets import tiny_target
 from tests.watching import after

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
-from hf_longspec.generation.fast import compiled_steps as compiled
-from hf_longspec.generation.fast.fixed_steps import ForwardsOnCache
+from hf_longspec.generation.compiled import compiled_steps as compiled
+from hf_longspec.generation.compiled.fixed_steps import ForwardsOnCache
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.calls import generate
 from tests.pairwise import few

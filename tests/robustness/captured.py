@@ -5,8 +5,8 @@ from unittest import mock
 
 import torch
 
-from hf_longspec.generation.fast import cuda_graphs
-from hf_longspec.generation.wings import masked
+from hf_longspec.generation.compiled import cuda_graphs
+from hf_longspec.generation.special_cases import masked
 from tests.generation.test_captured_states import on_device
 from tests.robustness.enumeration import Outcome, Stock, make, with_capturable_experts
 

@@ -17,9 +17,9 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from hf_longspec import Eagle3DraftModel
-from hf_longspec.modeling.families.aux_hidden_states import AuxDraftModel
 from hf_longspec.modeling.mtp.convert_mtp import FAMILIES, REFUSED
 from hf_longspec.modeling.register_draft import DRAFTS as REGISTERED
+from hf_longspec.modeling.shared.aux_hidden_states import AuxDraftModel
 from tests.robustness.captured import captured
 from tests.robustness.enumeration import DRAFTS, TYPES, Unbuildable, outcomes, quiet, stock_of
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_longspec.generation.drafter import Drafter
-from hf_longspec.generation.wings import gate
-from hf_longspec.generation.wings.gate import SpeculationGate
-from hf_longspec.generation.wings.parallel import Ranks
-from hf_longspec.modeling.families.sparse_caches import SelectedCache
+from hf_longspec.generation.special_cases import gate
+from hf_longspec.generation.special_cases.gate import SpeculationGate
+from hf_longspec.generation.special_cases.parallel import Ranks
+from hf_longspec.modeling.shared.sparse_caches import SelectedCache
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import generate
 

@@ -7,7 +7,7 @@ import pytest
 from torch.multiprocessing import start_processes
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.modeling.families.sparse_caches import SelectedCache
+from hf_longspec.modeling.shared.sparse_caches import SelectedCache
 from tests.robustness.drafts import SPECATTN, make_draft
 from tests.robustness.tensor_parallel_worker import (
     KINDS,

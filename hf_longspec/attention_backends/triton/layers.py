@@ -7,7 +7,7 @@
 
 They round where the operations of torch do: every result has the dtype of the model. Norms and states are computed in
 float32.
-`generation/fast/fused_layers.py` decides where they run. They are tested in Triton's interpreter, and compiled for
+`generation/compiled/fused_layers.py` decides where they run. They are tested in Triton's interpreter, and compiled for
 sm_80, sm_90 and sm_100.
 """
 

@@ -30,9 +30,9 @@ from ...attention_backends.lengths import SeqLens, on_device
 from ...generation.cache import CACHE_NAME
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding, Drafter, Verification, drafted_tokens, last_of, noise_of_chain
+from ...generation.special_cases.recurrences import ignores_earlier_states
 from ...generation.target import Forward, Forwards, TargetView
-from ...generation.wings.recurrences import ignores_earlier_states
-from ..families.sparse_caches import WindowedCache
+from ..shared.sparse_caches import WindowedCache
 
 logger = logging.get_logger(__name__)
 

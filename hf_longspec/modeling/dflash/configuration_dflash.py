@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration_base import text_config
-from ..families.aux_hidden_states import AuxConfig, default_layer_ids
+from ..shared.aux_hidden_states import AuxConfig, default_layer_ids
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 

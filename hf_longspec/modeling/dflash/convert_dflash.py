@@ -12,7 +12,6 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..configuration_base import text_config
-from ..families.aux_hidden_states import default_layer_ids
 from ..formats.speculators import (
     LAYER_FIELDS,
     draft_of,
@@ -25,6 +24,7 @@ from ..formats.speculators import (
 )
 from ..loading import Checkpoint
 from ..register_draft import Converter
+from ..shared.aux_hidden_states import default_layer_ids
 from .configuration_dflash import DFlashConfig
 
 # Draft -> target it was trained for.

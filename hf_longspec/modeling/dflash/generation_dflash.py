@@ -12,8 +12,8 @@ import torch
 
 from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding
-from ..families.aux_drafter import AuxDrafter
-from ..families.beams import Tensors
+from ..shared.aux_drafter import AuxDrafter
+from ..shared.beams import Tensors
 from .layers_dflash import query_positions, slot_mask
 
 

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from ...generation.target_modules import rotated
-from ..families.aux_layers import Attend, Attention, Rotary
+from ..shared.aux_layers import Attend, Attention, Rotary
 from .configuration_dflash import DFlashConfig
 
 

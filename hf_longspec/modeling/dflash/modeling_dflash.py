@@ -8,10 +8,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...generation.target import TargetView
-from ..families.aux_hidden_states import AuxDraftModel
-from ..families.aux_layers import Attend, Rotary
-from ..families.texts import ends_of
 from ..settings import Setting
+from ..shared.aux_hidden_states import AuxDraftModel
+from ..shared.aux_layers import Attend, Rotary
+from ..shared.texts import ends_of
 from .configuration_dflash import DFlashConfig
 from .generation_dflash import DFlashDrafter
 from .layers_dflash import CandidateSelector, ConfidenceHead, DFlashLayer, MarkovHead, query_positions, slot_mask

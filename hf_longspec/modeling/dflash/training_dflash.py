@@ -15,7 +15,7 @@ from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
 from ...training.row_noise import mixed
 from ...training.trainer import check_length, counted
-from ..families.training_aux import AuxMethod
+from ..shared.training_aux import AuxMethod
 
 
 class DFlashMethod(AuxMethod):

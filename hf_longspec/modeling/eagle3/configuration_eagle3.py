@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..families.aux_hidden_states import AuxConfig
+from ..shared.aux_hidden_states import AuxConfig
 
 
 class Eagle3Config(AuxConfig):

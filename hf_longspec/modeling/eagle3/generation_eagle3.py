@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from ...generation.draft_tree import Beam
-from ..families.aux_drafter import AuxDrafter
-from ..families.beams import Tensors, visible
+from ..shared.aux_drafter import AuxDrafter
+from ..shared.beams import Tensors, visible
 
 
 class Eagle3Drafter(AuxDrafter):

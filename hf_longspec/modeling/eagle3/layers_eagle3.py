@@ -5,7 +5,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
-from ..families.aux_layers import Attend, Attention, Rotary
+from ..shared.aux_layers import Attend, Attention, Rotary
 from .configuration_eagle3 import Eagle3Config
 
 

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ...generation.drafter import Binding
-from ..families.aux_drafter import AuxDrafter
-from ..families.aux_hidden_states import AuxDraftModel
-from ..families.aux_layers import Attend, Rotary
-from ..families.texts import ends_of, up_to
 from ..settings import WIDTHS, Setting
+from ..shared.aux_drafter import AuxDrafter
+from ..shared.aux_hidden_states import AuxDraftModel
+from ..shared.aux_layers import Attend, Rotary
+from ..shared.texts import ends_of, up_to
 from .configuration_eagle3 import Eagle3Config
 from .generation_eagle3 import Eagle3Drafter, ParallelEagle3Drafter
 from .layers_eagle3 import Eagle3Layer

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ...training.arguments import DraftTrainingArguments
 from ...training.row_noise import RowNoise, anchor_offset_positions
 from ...training.trainer import STEP_WEIGHT, check_length, counted
-from ..families.training_aux import AuxMethod
+from ..shared.training_aux import AuxMethod
 
 
 class Eagle3Method(AuxMethod):

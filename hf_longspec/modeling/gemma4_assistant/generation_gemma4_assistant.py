@@ -12,8 +12,8 @@ import torch
 from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target_modules import TargetEnds, final_norm_of
-from ..families.aux_drafter import Angles
-from ..families.beams import CacheReader, PrefixStates, Tensors
+from ..shared.aux_drafter import Angles
+from ..shared.beams import CacheReader, PrefixStates, Tensors
 from .configuration_gemma4_assistant import layers_read
 
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...generation.target_modules import last_full_layer, shape_of
 from ..configuration_base import text_config
-from ..families.vocabulary import VocabularyConfig
+from ..shared.vocabulary import VocabularyConfig
 
 
 class LongSpecConfig(VocabularyConfig):

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target_modules import PartOfHead, TargetParts
-from ..families.beams import CacheReader, PrefixStates, Tensors, WindowRing
+from ..shared.beams import CacheReader, PrefixStates, Tensors, WindowRing
 
 logger = logging.get_logger(__name__)
 

@@ -12,8 +12,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, attention_of, decoder_of
-from ..families.vocabulary import VocabularyDraftModel
 from ..settings import WIDTHS, Setting
+from ..shared.vocabulary import VocabularyDraftModel
 from .configuration_longspec import LongSpecConfig
 from .generation_longspec import LongSpecDrafter
 

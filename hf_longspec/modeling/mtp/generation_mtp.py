@@ -17,8 +17,8 @@ import torch
 from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding
 from ...generation.target_modules import TargetParts, final_norm_of
-from ..families.aux_drafter import AuxDrafter
-from ..families.beams import Tensors, WindowRing
+from ..shared.aux_drafter import AuxDrafter
+from ..shared.beams import Tensors, WindowRing
 
 # Entries of a prompt that several layers run at a time.
 PIECE = 256

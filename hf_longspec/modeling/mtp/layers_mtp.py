@@ -13,9 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...attention_backends.interface import AUTOMATIC, differentiable_attention
 from ...attention_backends.registry import merge_attention_states
 from ...generation.cache import CACHE_NAME
+from ...generation.special_cases.masked import INDEXED_LAYERS
+from ...generation.special_cases.recurrent_states import HYBRID_LAYERS, STATE_LAYERS
 from ...generation.target_modules import attention_of, decoder_of, final_norm_of, layer_at
-from ...generation.wings.masked import INDEXED_LAYERS
-from ...generation.wings.recurrent_states import HYBRID_LAYERS, STATE_LAYERS
 from .configuration_mtp import MtpConfig
 
 Rotary = tuple[torch.Tensor, torch.Tensor]

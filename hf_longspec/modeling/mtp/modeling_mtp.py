@@ -14,8 +14,8 @@ from ...generation.call import refuse_target
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, decoder_of, final_norm_of, refuse_compiled_forward
 from ..base import DraftModel
-from ..families.texts import up_to
 from ..settings import WIDTHS, Setting
+from ..shared.texts import up_to
 from .configuration_mtp import MtpConfig
 from .generation_mtp import MtpDrafter
 from .layers_mtp import MtpLayer, decoder_like

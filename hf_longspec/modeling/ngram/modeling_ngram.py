@@ -14,10 +14,10 @@ from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
-from ..families.ngrams import SEPARATOR, NgramDrafter, TextMemory
 from ..loading import of_hub, readable_errors
 from ..saved_config import shortened
 from ..settings import NGRAMS, Setting
+from ..shared.ngrams import SEPARATOR, NgramDrafter, TextMemory
 
 # File of a saved draft with the texts that it remembers.
 MEMORY = "memory.safetensors"

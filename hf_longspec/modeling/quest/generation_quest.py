@@ -18,8 +18,8 @@ from ...attention_backends.scores import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
 from ...generation.drafter import Binding, Verification
 from ...generation.target import TargetView
-from ..families.self_drafter import Chain, ChainSteps, SelfDrafter
-from ..families.sparse_caches import SINK_TOKENS, CompactCache, capacity_for
+from ..shared.self_drafter import Chain, ChainSteps, SelfDrafter
+from ..shared.sparse_caches import SINK_TOKENS, CompactCache, capacity_for
 
 
 class PagedCache(CompactCache):

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 from ...generation.target import TargetView
 from ..configuration_base import DraftConfig
-from ..families.self_drafts import SelfDraftModel
 from ..settings import Setting
+from ..shared.self_drafts import SelfDraftModel
 from .generation_quest import QuestDrafter
 
 

@@ -17,8 +17,8 @@ from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Verification
 from ...generation.target import FixedStep
-from ..families.self_drafter import Chain, ChainSteps, SelfDrafter
-from ..families.sparse_caches import SelectedCache, select_window
+from ..shared.self_drafter import Chain, ChainSteps, SelfDrafter
+from ..shared.sparse_caches import SelectedCache, select_window
 
 # Query rows whose scores the verification collects, for each selection.
 CAPTURED_ROWS = {

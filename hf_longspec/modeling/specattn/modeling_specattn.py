@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 from ...attention_backends.scores import GRANULARITIES
 from ...generation.target import TargetView
 from ..configuration_base import DraftConfig
-from ..families.self_drafts import SelfDraftModel
 from ..settings import Setting
+from ..shared.self_drafts import SelfDraftModel
 from .generation_specattn import SELECTIONS, SpecAttnDrafter
 
 

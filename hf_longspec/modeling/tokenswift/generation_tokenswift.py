@@ -25,7 +25,7 @@ from ...generation.drafter import Binding, Drafter, Verification, last_of
 from ...generation.sampling import Coupling
 from ...generation.target import FixedStep, TargetView
 from ...generation.target_modules import TargetEnds
-from ..families.sparse_caches import SINK_TOKENS, CompactCache, gather_entries
+from ..shared.sparse_caches import SINK_TOKENS, CompactCache, gather_entries
 
 POLICIES = ("dynamic", "static", "full")
 

@@ -12,8 +12,8 @@ from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, refuse_compiled_forward
 from ..base import DraftModel, refuse_masked
 from ..configuration_base import DraftConfig, text_config
-from ..families.sparse_caches import SINK_TOKENS
 from ..settings import Setting
+from ..shared.sparse_caches import SINK_TOKENS
 from .generation_tokenswift import POLICIES, SELF_DRAFTS, TokenSwiftDrafter
 
 

@@ -17,7 +17,7 @@ from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
 from hf_longspec.attention_backends.triton.launch import hybrid_op, scored_op, tree_op
 from hf_longspec.generation import call as call_module
-from hf_longspec.generation.fast import compiled_steps
+from hf_longspec.generation.compiled import compiled_steps
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter

@@ -12,7 +12,7 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, attention_with_scores
-from hf_longspec.modeling.families.sparse_caches import select_top
+from hf_longspec.modeling.shared.sparse_caches import select_top
 from tests.attention_backends.oracle import SCALING, assert_within_budget, layout, prefix_case, tensors, tree_case
 from tests.attention_backends.triton.machine import on
 from tests.pairwise import few, pairwise

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hf_longspec import DFlashDraftModel
 from hf_longspec.modeling.dflash import layers_dflash, modeling_dflash
-from hf_longspec.modeling.families.texts import ends_of
+from hf_longspec.modeling.shared.texts import ends_of
 from tests.rounding import rounding, share
 from tests.tiny_targets import random_draft, randomize, tiny_target
 

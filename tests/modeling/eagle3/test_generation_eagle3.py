@@ -11,7 +11,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
-from hf_longspec.modeling.families.aux_drafter import PromptAuxHiddenStates
+from hf_longspec.modeling.shared.aux_drafter import PromptAuxHiddenStates
 from tests.modeling.calls import LENGTHS, generate
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.pairwise import few

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from hf_longspec import NgramDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.drafter import Verification
-from hf_longspec.modeling.families.ngrams import NgramDrafter
 from hf_longspec.modeling.ngram.modeling_ngram import MEMORY
+from hf_longspec.modeling.shared.ngrams import NgramDrafter
 from tests.gates import FlippingGate
 from tests.tiny_targets import tiny_prompts
 
@@ -139,7 +139,7 @@ class TestMemory:
         """The drafter remembers the text of steps that it did not observe."""
         model, input_ids, options, plain = case
         draft = NgramDraftModel.from_target(model, ngram_memory=500)
-        monkeypatch.setattr("hf_longspec.generation.wings.gate.gate_of", lambda *_: FlippingGate())
+        monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda *_: FlippingGate())
         model.generate(input_ids, assistant_model=draft, **options)
         assert draft.last_speculation.num_plain_steps
         assert draft.memory.index.text[-21:].tolist() == [*plain[-1, -20:].tolist(), -1]

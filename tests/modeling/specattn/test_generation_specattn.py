@@ -11,7 +11,7 @@ from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
-from hf_longspec.modeling.families.sparse_caches import SINK_TOKENS
+from hf_longspec.modeling.shared.sparse_caches import SINK_TOKENS
 from tests.rounding import rounding
 from tests.tiny_targets import tiny_prompts, tiny_target
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.modeling.families.sparse_caches import SINK_TOKENS, SelectedCache, budget, select_top, select_window
+from hf_longspec.modeling.shared.sparse_caches import SINK_TOKENS, SelectedCache, budget, select_top, select_window
 from tests.tiny_targets import tiny_target
 from tests.watching import before
 

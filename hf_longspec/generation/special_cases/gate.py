@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ..draft_tree import DraftTree
 from ..drafter import Drafter, Verification
 from ..sequences import GateDecision, SpeculationStats
-from ..wing import GATE, Wing
+from ..special_case import GATE, SpecialCase
 
 logger = logging.get_logger(__name__)
 
@@ -359,7 +359,7 @@ def message_of(decision: GateDecision, method: str) -> str:
     return f"{method}: drafting paused, plain decoding is faster here ({speeds}); see docs/gate.md"
 
 
-class Gate(Wing):
+class Gate(SpecialCase):
     """The gate of calls that speculate."""
 
     case = GATE

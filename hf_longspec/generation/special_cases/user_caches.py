@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from ..cache import CACHE_NAME, SpeculativeCache, slots_of
 from ..call import USER_CACHE, Call, CallCache, columns_of, pack_if_mostly_free, places_of
-from ..wing import Wing
+from ..special_case import SpecialCase
 
 logger = logging.get_logger(__name__)
 
@@ -325,7 +325,7 @@ def _ends_in_one_column(session: Any) -> bool:
     return len({held - len(text) for held, text in texts}) == 1
 
 
-class UserCaches(Wing):
+class UserCaches(SpecialCase):
     """Calls with a cache of the user, or in which the loop would have to store keys and values in another way."""
 
     case = USER_CACHE

@@ -24,9 +24,9 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from ..cache import CACHE_NAME, SpeculativeCache
 from ..call import IMAGES, KNOWN_MODEL_KWARGS, Call, Prompts, refuse_positions, unpadded
+from ..special_case import SpecialCase
 from ..target import TargetView
 from ..target_modules import before_forward
-from ..wing import Wing
 from .hooks import bare
 
 # Inputs `(batch, T)` that transformers cuts along with the tokens. 0 is text in all models that are supported.
@@ -216,7 +216,7 @@ def decoder_arguments(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[st
     return caught
 
 
-class Inputs(Wing):
+class Inputs(SpecialCase):
     """Images and other inputs beside the tokens, and positions on several axes."""
 
     case = IMAGES

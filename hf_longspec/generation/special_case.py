@@ -1,10 +1,10 @@
-"""What a rare case of targets and calls can change: the seams between the core and the wings.
+"""Seams between the core and special cases: what a special case of targets and calls can change.
 
-Each rare case has a file of its own in `wings/`, which imports the core and is imported by none of its files.
-`wings/register.py` enters them in the lists below.
+Each has a file of its own in `special_cases/`, which imports the core and is imported by none of its files.
+`special_cases/register.py` enters them in the lists below.
 
 - A [`VerificationMode`] runs the nodes of a kind of target, if hybrid tree attention alone cannot.
-- A [`Wing`] gives the reasons why a call cannot use the draft, and replaces parts of the call.
+- A [`SpecialCase`] gives the reasons why a call cannot use the draft, and replaces parts of the call.
 - Layers and parts of a cache are in `cache.py`.
 """
 
@@ -133,8 +133,8 @@ class VerificationMode:
         return tokens
 
 
-class Wing:
-    """A rare case of calls. `WINGS` holds it by the name of the case, which [`Call.rare`] mentions."""
+class SpecialCase:
+    """A special case of calls. `SPECIAL_CASES` holds it by its name, which [`Call.special_cases`] mentions."""
 
     case: ClassVar[str]
 
@@ -150,10 +150,10 @@ class Wing:
         """Replace parts of a [`Call`], before its prompts are read."""
 
 
-# Modes of other targets than most, the first that applies; and wings by the names of their cases.
+# Modes of other targets than most, the first that applies; and special cases by the names of their cases.
 MODES: list[VerificationMode] = []
-WINGS: dict[str, Any] = {}
+SPECIAL_CASES: dict[str, Any] = {}
 # The mode where no other applies.
 DECLARED = VerificationMode()
-# Names of wings that the loop calls itself.
+# Names of special cases that the loop calls itself.
 GATE, FIRST_CHECKS = "the gate", "first checks"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.modeling.families.beams import WindowRing
+from hf_longspec.modeling.shared.beams import WindowRing
 
 WINDOW, SLOTS, HEADS, SIZE = 5, 4, 2, 3
 

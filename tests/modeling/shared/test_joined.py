@@ -9,9 +9,9 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling.families.ngrams import JoinedDrafter
-from hf_longspec.modeling.families.sparse_caches import SINK_TOKENS
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
+from hf_longspec.modeling.shared.ngrams import JoinedDrafter
+from hf_longspec.modeling.shared.sparse_caches import SINK_TOKENS
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy
 from tests.modeling.calls import LENGTHS, NEVER, generate
 from tests.rounding import rounding

@@ -41,9 +41,9 @@ from ...attention_backends.triton.layers import (
     gated,
     rotate,
 )
+from ..special_cases.recurrences import delta_step
 from ..target import FixedStep
 from ..target_modules import ROTATION, rotated, written
-from ..wings.recurrences import delta_step
 
 logger = logging.get_logger(__name__)
 

@@ -18,8 +18,8 @@ from ..call import GRAMMAR, Call
 from ..draft_tree import DraftTree
 from ..drafter import Drafter
 from ..sampling import TokenRule, declared, is_history_free, warped
+from ..special_case import SpecialCase
 from ..verification import Acceptance, along_path
-from ..wing import Wing
 
 # Tokens, parents and validity of a tree on the host, `[3][batch][nodes]`.
 HostTree = list[list[list[int]]]
@@ -191,7 +191,7 @@ class ForcedDrafter:
         return self.inner.capture(inner if tree is joined and inner is not None else tree)
 
 
-class Grammars(Wing):
+class Grammars(SpecialCase):
     """Logits processors that are grammars."""
 
     case = GRAMMAR

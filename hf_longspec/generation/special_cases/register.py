@@ -1,7 +1,7 @@
-"""Enter the wings in the lists of the core, which imports none of them."""
+"""Enter the special cases in the lists of the core, which imports none of them."""
 
 from ..cache import FILES, LAYERS
-from ..wing import MODES, WINGS
+from ..special_case import MODES, SPECIAL_CASES
 from .cache_files import load_cache, save_cache
 from .forward_check import FirstChecks, Hooks
 from .gate import Gate
@@ -17,10 +17,10 @@ from .trial import HYBRID
 from .user_caches import UserCaches
 
 
-def register_wings() -> None:
-    """Register all wings. Repeating it changes nothing."""
+def register_special_cases() -> None:
+    """Register all special cases. Repeating it changes nothing."""
     MODES[:] = RECURRENT, MASKED, HYBRID  # the last one takes all targets
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
     FILES.update({"save": save_cache, "load": load_cache})
-    wings = UserCaches, Gaps, Processors, Grammars, Inputs, RotaryFrequencies, FirstChecks, Hooks, Gate, Parallel
-    WINGS.update((wing.case, wing()) for wing in wings if wing.case not in WINGS)
+    cases = UserCaches, Gaps, Processors, Grammars, Inputs, RotaryFrequencies, FirstChecks, Hooks, Gate, Parallel
+    SPECIAL_CASES.update((each.case, each()) for each in cases if each.case not in SPECIAL_CASES)

@@ -27,9 +27,9 @@ from ..decoding import Session
 from ..draft_tree import DraftTree
 from ..drafter import Binding, Verification
 from ..sampling import TokenRule, declared, is_history_free, is_of_transformers
+from ..special_case import SpecialCase
 from ..target import ROTARY_LIMIT, Step
 from ..verification import Acceptance, accept_rejection
-from ..wing import Wing
 
 logger = logging.get_logger(__name__)
 
@@ -180,7 +180,7 @@ class ColumnSession(Session):
         return replace(verification, num_nodes=SeqLens.of([count] * len(done)), tokens=tokens)
 
 
-class Processors(Wing):
+class Processors(SpecialCase):
     """Logits processors whose result may depend on more than the scores."""
 
     case = PROCESSORS
@@ -205,7 +205,7 @@ class Processors(Wing):
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 name = type(processor).__name__
                 yield f"{name} runs the target. Drop it, or the setting that adds it."
-        if call.session_class is ColumnSession and ROTARY_LIMIT in call.rare:
+        if call.session_class is ColumnSession and ROTARY_LIMIT in call.special_cases:
             yield (
                 "rows of a batch wait where the rotary frequencies change, and a logits processor that does not "
                 "declare stateless = True needs all rows at once. Pass one prompt, or declare it."

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..special_case import SpecialCase
 from ..target import TENSOR_PARALLELISM
-from ..wing import Wing
 
 
 class Ranks:
@@ -60,7 +60,7 @@ class Ranks:
         return torch.cat(parts, dim=1)
 
 
-class Parallel(Wing):
+class Parallel(SpecialCase):
     """Targets whose heads several processes share."""
 
     case = TENSOR_PARALLELISM

@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ...attention_backends.interface import REFUSED
 from ..cache import CACHE_NAME, Rows, layers_of
+from ..special_case import LayerTraits, VerificationMode
 from ..target_modules import foreign_methods
-from ..wing import LayerTraits, VerificationMode
 from .hooks import bare
 
 QUERIES = 2

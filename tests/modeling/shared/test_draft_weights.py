@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_longspec import QuestDraftModel, SpecAttnDraftModel
-from hf_longspec.modeling.families import draft_weights
-from hf_longspec.modeling.families.draft_weights import LowBitLinear, rounded_copy
+from hf_longspec.modeling.shared import draft_weights
+from hf_longspec.modeling.shared.draft_weights import LowBitLinear, rounded_copy
 from tests.pairwise import few
 from tests.robustness.enumeration import build
 from tests.tiny_targets import tiny_prompts, tiny_target, unpacked

@@ -7,7 +7,7 @@ from typing import Any
 from ...attention_backends.gapped import GappedContext
 from ..cache import SpeculativeCache
 from ..call import GAPS, Call, Prompts
-from ..wing import Wing
+from ..special_case import SpecialCase
 
 
 class PromptsWithGaps(Prompts):
@@ -27,7 +27,7 @@ class PromptsWithGaps(Prompts):
             cache.rows.context_of = partial(GappedContext, columns=columns)
 
 
-class Gaps(Wing):
+class Gaps(SpecialCase):
     """Calls with padding between tokens."""
 
     case = GAPS

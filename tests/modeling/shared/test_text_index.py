@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longspec.modeling.families.ngrams import MAX_OCCURRENCES, MAX_SUFFIX, TextIndex, TextMemory
+from hf_longspec.modeling.shared.ngrams import MAX_OCCURRENCES, MAX_SUFFIX, TextIndex, TextMemory
 
 
 def index_of(text, longest=3, capacity=2**12):

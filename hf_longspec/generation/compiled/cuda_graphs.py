@@ -25,9 +25,9 @@ from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
 from ..cache import SpeculativeCache
+from ..special_case import VerificationMode
 from ..target import FixedStep
 from ..target_modules import structure_of
-from ..wing import VerificationMode
 from .fixed_steps import FixedSteps, LengthsInGraph
 
 logger = logging.get_logger(__name__)

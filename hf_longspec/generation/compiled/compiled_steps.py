@@ -17,8 +17,8 @@ from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
 from ...attention_backends.triton.config import INSTALLED
+from ..special_case import VerificationMode
 from ..target import FixedStep
-from ..wing import VerificationMode
 from .cuda_graphs import CapturedRunner
 from .fixed_steps import FixedSteps, LengthsInGraph
 from .fused_layers import FusedRunner, warn_of_nothing_fused

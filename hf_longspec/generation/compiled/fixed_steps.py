@@ -15,10 +15,10 @@ from ...attention_backends.contexts import GraphStep
 from ...attention_backends.lengths import SeqLens
 from ..draft_tree import DraftTree
 from ..sampling import TokenRule, warped
+from ..special_case import DECLARED, VerificationMode
 from ..target import FixedStep, Forward, Forwards, Steps
 from ..target_modules import with_final_norm_input
 from ..verification import Acceptance, packed
-from ..wing import DECLARED, VerificationMode
 from .step_cache import StepCache
 
 

@@ -1,9 +1,9 @@
 """Recurrent and convolution states of one layer of the loop's cache: staged, committed and dropped as keys are.
 
 A forward of one token may change states in place, so it gets copies while a verification is staged. The states of
-several staged nodes exist only as the terms of [`recurrences`][hf_longspec.generation.wings.recurrences]: a commit
-computes the accepted ones, and nothing has to be undone without it. A state cannot be shortened. The way back to fewer
-tokens is a copy of the states at the start of the call.
+several staged nodes exist only as the terms of [`recurrences`][hf_longspec.generation.special_cases.recurrences]: a
+commit computes the accepted ones, and nothing has to be undone without it. A state cannot be shortened. The way back
+to fewer tokens is a copy of the states at the start of the call.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

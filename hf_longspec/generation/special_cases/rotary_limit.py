@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 from ...attention_backends.lengths import on_device
 from ..cache import CACHE_NAME, SpeculativeCache
 from ..decoding import Session
+from ..special_case import SpecialCase
 from ..target import ROTARY_LIMIT, TargetView
 from ..verification import Acceptance
-from ..wing import Wing
 
 KEEPS, RECOMPUTES, FORGETS = "keeps", "recomputes", "forgets"
 
@@ -229,7 +229,7 @@ class LimitedSession(Session):
         self.rotary.is_passed = True
 
 
-class RotaryFrequencies(Wing):
+class RotaryFrequencies(SpecialCase):
     """Targets with a change of rotary frequencies."""
 
     case = ROTARY_LIMIT

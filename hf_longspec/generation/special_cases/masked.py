@@ -27,8 +27,8 @@ from ...attention_backends.contexts import TreeContext
 from ..cache import CACHE_NAME, Rows, SpeculativeCache, SpeculativeLayer, slots_of
 from ..call import places_of
 from ..draft_tree import DraftTree
+from ..special_case import LayerTraits, VerificationMode
 from ..target_modules import plain_forward, plain_logits, shape_of
-from ..wing import LayerTraits, VerificationMode
 from .hooks import bare
 from .plain_forwards import PlainForwards, PromptsOfForwards
 from .trial import HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...generation.wings.forward_check import is_quantized
+from ...generation.special_cases.forward_check import is_quantized
 
 logger = logging.get_logger(__name__)
 

@@ -25,9 +25,9 @@ from transformers.utils import logging
 from ..cache import CACHE_NAME, SpeculativeCache
 from ..call import HOOKS, Call
 from ..draft_tree import DraftTree
+from ..special_case import FIRST_CHECKS, SpecialCase
 from ..target import TargetView
 from ..target_modules import attention_functions, plain_logits, weakly
-from ..wing import FIRST_CHECKS, Wing
 from .hooks import bare, hooks_of, why_undeclared
 from .trial import TRIAL_TOLERANCE, rotary_state_kept
 
@@ -376,7 +376,7 @@ def _spread(logits: torch.Tensor) -> float:
     return float(logits[logits.isfinite()].std())
 
 
-class FirstChecks(Wing):
+class FirstChecks(SpecialCase):
     """The comparison of the first verification of a kind of target with a plain forward."""
 
     case = FIRST_CHECKS
@@ -388,7 +388,7 @@ class FirstChecks(Wing):
         check_target(session.target, session.cache, prompts.texts, limit, prompts.logits)
 
 
-class Hooks(Wing):
+class Hooks(SpecialCase):
     """Targets with forward hooks or patched forwards, which may be a user's."""
 
     case = HOOKS

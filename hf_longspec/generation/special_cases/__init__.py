@@ -1,0 +1,1 @@
+"""One file for each special case of targets and calls. No file of the core imports any of them."""

@@ -1,1 +1,0 @@
-"""One file for each rare case of targets and calls. No file of the core imports any of them."""
