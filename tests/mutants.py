@@ -1,7 +1,8 @@
 """Break the rules that losslessness rests on, one at a time, and show that a test catches each.
 
-    python -m tests.mutants            apply every mutation to a copy of the sources and run its test
-    python -m tests.mutants --table    print the table of tests/mutations.md
+    python -m tests.mutants              apply each mutation of tests/mutations to a copy of the sources, run its test
+    python -m tests.mutants -k gate      those alone whose rule or file contains this text
+    python -m tests.mutants --missing    print the files of the package that no mutation breaks
 
 A mutation replaces one piece of source, which must occur exactly once, and its test must fail then. The test must also
 pass on the unchanged copy.
@@ -25,13 +26,13 @@ LINKED = ("benchmarks", "hub_cards", "pyproject.toml", "LICENSE")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table and do nothing else")
-    parser.add_argument("-k", dest="only", default="", help="only rules that contain this text")
+    parser.add_argument("--missing", action="store_true", help="print the files without a mutation and do nothing else")
+    parser.add_argument("-k", dest="only", default="", help="only rules or files that contain this text")
     args = parser.parse_args()
-    if args.table:
-        print(table())
+    if args.missing:
+        print("\n".join(files_without()))
         return 0
-    chosen = [mutation for mutation in MUTATIONS if args.only in mutation.rule]
+    chosen = [mutation for mutation in MUTATIONS if args.only in mutation.rule or args.only in mutation.file]
     with TemporaryDirectory() as name:
         folder = Path(name)
         for part in COPIED:
@@ -44,10 +45,11 @@ def main() -> int:
     return int(bool(survived))
 
 
-def table() -> str:
-    """Return the mutations as a Markdown table."""
-    rows = [f"| {one.rule} | `{one.file}` | `{one.test}` |" for one in MUTATIONS]
-    return "\n".join(["| rule that is broken | in `hf_longspec/` | test that fails |", "|---|---|---|", *rows])
+def files_without() -> list[str]:
+    """Return the files of the package with functions that no mutation breaks."""
+    package = ROOT / "hf_longspec"
+    files = (path for path in package.rglob("*.py") if "def " in path.read_text(encoding="utf-8"))
+    return sorted({path.relative_to(package).as_posix() for path in files} - {one.file for one in MUTATIONS})
 
 
 def import_libraries() -> None:

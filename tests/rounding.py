@@ -2,7 +2,7 @@
 
 Another order changes a sum of n terms by up to n eps of the size of its terms, and mostly by about the root of n eps;
 every layer adds its own part. The rest of the bound is for what magnifies an error: sharp attention, norms of small
-states. A broken rule changes a result by a hundredth and more (tests/mutations.md).
+states. A broken rule changes a result by a hundredth and more (tests/mutations).
 float64 is no way out: transformers computes norms, rotary embeddings and routers in float32 in every model.
 """
 
