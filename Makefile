@@ -54,7 +54,7 @@ CPU_TESTS := $(addprefix tests/attention_backends/test_,contexts.py parity.py sc
 	$(addprefix tests/training/test_,losses.py target_states.py) tests/test_auditing.py
 # torch's kernels without AVX by default, as on no machine that runs the tests; MKL and oneDNN without AVX-512.
 OLDER_CPU = ATEN_CPU_CAPABILITY=$(SIMD) MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
-GPU_TESTS := tests/attention_backends/triton $(addprefix tests/attention_backends/test_,pages.py parity.py)
+GPU_TESTS := tests/attention_backends/triton tests/attention_backends/test_parity.py
 
 GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 

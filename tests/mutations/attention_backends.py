@@ -28,12 +28,4 @@ ROWS = (
      "self.node_positions[:, None]\n",
      "self.node_positions[:, None]\n\n    def __post_init__(self):\n        self.mask = self.mask | True\n",
      "tests/modeling/assistant/test_generation_assistant.py::test_trees_are_those_of_plain_forwards"),
-    ("The lowest values bound the products of negative queries, and the highest those of positive ones",
-     "attention_backends/scores.py",
-     "key_products(grouped.clamp_min(0), highest) + key_products(grouped.clamp_max(0), lowest)",
-     "key_products(grouped.clamp_min(0), lowest) + key_products(grouped.clamp_max(0), highest)",
-     "tests/attention_backends/test_pages.py::test_bounds"),
-    ("Every drafting step chooses pages by its own query", "attention_backends/scores.py", "page_bounds(query, *",
-     'page_bounds(vars(self.pages).setdefault(f"{layer_idx} {self.full.tolist()}", query), *',
-     "tests/modeling/quest/test_generation_quest.py::test_every_step_reads_the_pages_that_fit_its_own_query"),
 )

@@ -62,4 +62,12 @@ ROWS = (
      "Version(package.__version__) < Version(needed)", "False", "tests/hub/test_published.py"),
     ("A draft that a copy of the package saves can be loaded", "modeling/base.py",
      "code.write_code(Path(save_directory), engine)", "pass", "tests/hub/test_published.py"),
+    ("The lowest values bound the products of negative queries, and the highest those of positive ones",
+     "modeling/quest/pages.py",
+     "key_products(grouped.clamp_min(0), highest) + key_products(grouped.clamp_max(0), lowest)",
+     "key_products(grouped.clamp_min(0), lowest) + key_products(grouped.clamp_max(0), highest)",
+     "tests/modeling/quest/test_pages.py::test_bounds"),
+    ("Every drafting step chooses pages by its own query", "modeling/quest/pages.py", "page_bounds(query, *",
+     'page_bounds(vars(self.pages).setdefault(f"{layer_idx} {self.full.tolist()}", query), *',
+     "tests/modeling/quest/test_generation_quest.py::test_every_step_reads_the_pages_that_fit_its_own_query"),
 )

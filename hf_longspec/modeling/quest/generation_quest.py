@@ -14,12 +14,12 @@ import torch
 
 from ...attention_backends.contexts import StepContext
 from ...attention_backends.lengths import SeqLens, on_device
-from ...attention_backends.scores import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
 from ...generation.drafter import Binding, Verification
 from ...generation.target import TargetView
 from ..shared.self_drafter import Chain, ChainSteps, SelfDrafter
 from ..shared.sparse_caches import SINK_TOKENS, CompactCache, capacity_for
+from .pages import KeyPages, PageContext, PageSizes
 
 
 class PagedCache(CompactCache):

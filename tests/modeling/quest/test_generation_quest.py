@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hf_longspec import QuestDraftModel, SpeculativeCache
-from hf_longspec.attention_backends.scores import KeyPages, PageContext
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.quest.generation_quest import QuestDrafter
-from tests.attention_backends.test_pages import chosen_by_loops
+from hf_longspec.modeling.quest.pages import KeyPages, PageContext
 from tests.modeling import calls
+from tests.modeling.quest.test_pages import chosen_by_loops
 from tests.tiny_targets import tiny_target
 from tests.watching import after, before
 
@@ -87,7 +87,7 @@ def assert_bounds(paged, page_size):
 @pytest.mark.parametrize("page_size", [1, 3])
 def test_bounds_are_up_to_date_after_every_commit(page_size, monkeypatch):
     """A commit computes those of the pages that it filled, not all of them again; two at a time."""
-    monkeypatch.setattr("hf_longspec.attention_backends.scores.PAGES_AT_ONCE", 2)
+    monkeypatch.setattr("hf_longspec.modeling.quest.pages.PAGES_AT_ONCE", 2)
     model, computed, counts = tiny_target("llama"), [], []
 
     def check(_, own, verification):

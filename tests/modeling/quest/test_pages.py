@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.scores import KeyPages, PageContext, PageSizes, page_bounds
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
+from hf_longspec.modeling.quest.pages import KeyPages, PageContext, PageSizes, page_bounds
+from tests.attention_backends.conftest import kernel_device  # noqa: F401 - a fixture
 from tests.attention_backends.oracle import SCALING, assert_within_budget, double, plain_attention
 from tests.attention_backends.reference import tree_attention
 from tests.attention_backends.triton.machine import on
