@@ -5,7 +5,8 @@ import torch
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.compiled import compiled_steps as compiled
-from hf_longspec.generation.compiled.compiled_steps import CompiledRunner, FixedSteps, runner_of
+from hf_longspec.generation.compiled.compiled_steps import CompiledRunner, runner_of
+from hf_longspec.generation.compiled.fixed_steps import FixedSteps
 from hf_longspec.generation.compiled.fused_layers import FusedRunner
 from tests.pairwise import soaked
 from tests.tiny_targets import TINY_TARGETS, RandomTreeDraftModel, random_longspec_draft, tiny_target

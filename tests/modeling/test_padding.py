@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
-from hf_longspec.generation.compiled.compiled_steps import FixedSteps
+from hf_longspec.generation.compiled.fixed_steps import FixedSteps
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import IMAGE_TOKEN, vision_language_model
 from tests.modeling import calls

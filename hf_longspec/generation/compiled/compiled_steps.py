@@ -1,4 +1,4 @@
-"""Forwards of the target in fixed shapes, compiled with `torch.compile` or captured as CUDA graphs.
+"""Steps of fixed shapes, compiled with `torch.compile`, and the choice of what runs the steps of a call.
 
 [`CompiledRunner`] compiles a step in one graph that serves all prefix lengths. A length is passed as the size of an
 empty tensor, which the compiler keeps symbolic: one size if all rows are equally long, one for each row otherwise. In
@@ -17,10 +17,9 @@ from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
 from ...attention_backends.triton.config import INSTALLED
-from ..special_case import VerificationMode
 from ..target import FixedStep
 from .cuda_graphs import CapturedRunner
-from .fixed_steps import FixedSteps, LengthsInGraph
+from .fixed_steps import LengthsInGraph, Runner
 from .fused_layers import FusedRunner, warn_of_nothing_fused
 
 logger = logging.get_logger(__name__)
@@ -41,16 +40,10 @@ _FAILED = object()
 _compiled: WeakKeyDictionary[torch.nn.Module, dict[tuple, Any]] = WeakKeyDictionary()
 
 
-class CompiledRunner:
+class CompiledRunner(Runner):
     """Run steps compiled. Each is compiled once per module, key and shapes."""
 
-    captures = False
     compiles = True
-    seconds = 0.0
-
-    def steps_of(self, model: PreTrainedModel, mode: VerificationMode) -> FixedSteps:
-        """Return the steps of a target, which this runner compiles."""
-        return FixedSteps(model, self, mode)
 
     def lengths(self, lengths: SeqLens, room: int, capacity: int, parts: int = 1) -> LengthsInGraph | None:
         """Return how a graph gets these lengths, whose sizes stay symbolic; `None` if a prefix is too short."""
@@ -94,7 +87,6 @@ class CompiledRunner:
 
 
 COMPILE_MODES = ("auto", "graph", "fused", "compile", "off")
-Runner = CompiledRunner | CapturedRunner
 
 
 def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device: torch.device) -> Runner | None:

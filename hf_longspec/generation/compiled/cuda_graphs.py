@@ -25,10 +25,9 @@ from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
 from ..cache import SpeculativeCache
-from ..special_case import VerificationMode
 from ..target import FixedStep
 from ..target_modules import structure_of
-from .fixed_steps import FixedSteps, LengthsInGraph
+from .fixed_steps import LengthsInGraph, Runner
 
 logger = logging.get_logger(__name__)
 
@@ -55,8 +54,8 @@ _streams: dict[torch.device, Any] = {}
 _capturing = Lock()
 
 
-class CapturedRunner:
-    """Run steps as captured graphs, for one call of `generate`.
+class CapturedRunner(Runner):
+    """Run steps as captured graphs.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -66,31 +65,17 @@ class CapturedRunner:
 
     captures = True
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        draft: torch.nn.Module,
-        inner: Any = None,
-    ):
+    def __init__(self, model: PreTrainedModel, draft: torch.nn.Module, inner: Any = None):
         self.model, self.draft = model, draft
         self.inner, self.compiles = inner, inner is not None and inner.compiles
-        self.seconds = 0.0
         self.state = state_of(model), state_of(draft)
         # Graphs of this call, by what differs within one call. It takes microseconds to look one up.
         self._graphs: dict[tuple, CapturedFunction] = {}
-
-    def steps_of(self, model: PreTrainedModel, mode: VerificationMode) -> FixedSteps:
-        """Return the steps of a target, which this runner captures."""
-        return FixedSteps(model, self, mode)
 
     def lengths(self, lengths: SeqLens, room: int, capacity: int, parts: int = 1) -> LengthsInGraph:
         """Return their bucket. A captured graph would reuse the lengths it was captured with, so it knows none."""
         most = bucket(lengths.longest + room, capacity, parts) - room
         return LengthsInGraph([torch.empty(most, 0)], 0, (most,))
-
-    def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the buffer unchanged."""
-        return buffer
 
     def __call__(self, step: FixedStep, *inputs: torch.Tensor) -> Any:
         """Return `step.run(*inputs)`, which the next call overwrites; `None` if it cannot be captured.

@@ -1,7 +1,7 @@
 """Steps of one target in fixed shapes, which a runner compiles or captures.
 
 [`ForwardsOnCache`] gets the cache as buffers and lengths, and builds around them the few objects that the model's
-forward expects; the attention context of a step is made again by its own class.
+forward expects, a [`StepCache`] among them; the attention context of a step is made again by its own class.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from ...attention_backends.contexts import GraphStep
 from ...attention_backends.lengths import SeqLens
@@ -17,9 +18,8 @@ from ..draft_tree import DraftTree
 from ..sampling import TokenRule, warped
 from ..special_case import DECLARED, VerificationMode
 from ..target import FixedStep, Forward, Forwards, Steps
-from ..target_modules import with_final_norm_input
+from ..target_modules import with_final_norm_input, written
 from ..verification import Acceptance, packed
-from .step_cache import StepCache
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Layout:
         members (`tuple[int, ...]`): For every layer, the index of its rows.
         capacity (`int`): Slots of the smallest buffer.
         buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer.
-        indexers (`list[torch.Tensor | None]`): Keys of the indexer of every layer.
+        indexers (`list[torch.Tensor | None]`): Keys `(B, 1, S, D)` of the indexer of every layer.
     """
 
     number: tuple[int, ...]
@@ -62,7 +62,7 @@ class Layout:
     members: tuple[int, ...]
     capacity: int
     buffers: list[tuple[torch.Tensor, torch.Tensor]]
-    indexers: list[torch.Tensor | None]
+    indexers: list[Any]
 
     @classmethod
     def of(cls, cache: Any, buffer: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
@@ -78,6 +78,79 @@ class Layout:
 
 def _has_buffers(layer: Any) -> bool:
     return hasattr(layer, "keys") and layer.is_initialized
+
+
+class StepCache(Cache):
+    """The model's cache inside a step: the buffers of a [`Layout`], and the slots that the step writes to.
+
+    Args:
+        starts (`Sequence[SeqLens]`): The prefix of each group of layers, after which the tokens come.
+        tokens (`torch.LongTensor` of shape `(B, N)`): Tokens of the step.
+        states (`dict[int, Any]`): Layers with recurrent states, by their number.
+    """
+
+    def __init__(self, layout: Layout, starts: Sequence[SeqLens], tokens: torch.Tensor, states: dict[int, Any]):
+        self.buffers, self.indexers = layout.buffers, layout.indexers
+        self.layers: list[Any] = [states.get(number) for number in range(len(layout.buffers))] if states else []
+        nodes, places = tokens.shape[1], []
+        offsets = torch.arange(nodes, device=tokens.device)
+        for prefix in starts:
+            start: Any = prefix.on(tokens.device)[:, None] if prefix.is_ragged else prefix.shared
+            # the slots that are written, `(N,)` if they are the same in all rows or `(B, N)`, and the end of the slots
+            # that are read, `None` for the whole buffer
+            places.append((offsets + start, None if prefix.longest is None else prefix.longest + nodes))
+        self.places = [places[group] for group in layout.members]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values of the nodes, and return the used part of both buffers."""
+        slots, end = self.places[layer_idx]
+        keys, values = written(key_states, value_states, *self.buffers[layer_idx], slots)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write the nodes' keys `(B, N, D)` of an indexer, and return the used part of their buffer, `(B, S, D)`."""
+        keys, (slots, end) = self.indexers[layer_idx], self.places[layer_idx]
+        states = indexer_key_states[:, None]
+        written(states, states[..., :0], keys, keys[..., :0], slots)
+        return keys[:, 0, :end]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return `None`, so that a mixer with a state runs the functions for several tokens also on one."""
+
+    get_recurrent_state = get_conv_state
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """False for every layer, as none drops entries."""
+        return [False] * len(self.buffers)
+
+
+class Runner:
+    """Runs steps compiled or captured, for one call of `generate`: `runner(step, *inputs)`, `None` if it cannot."""
+
+    captures = compiles = False
+    seconds = 0.0  # that captures took
+
+    def steps_of(self, model: PreTrainedModel, mode: VerificationMode) -> "FixedSteps":
+        """Return the steps of a target, which this runner compiles or captures."""
+        return FixedSteps(model, self, mode)
+
+    def lengths(self, lengths: SeqLens, room: int, capacity: int, parts: int = 1) -> LengthsInGraph | None:
+        """Return how a graph gets the lengths of a cache with `capacity` slots, after which it uses `room` slots.
+
+        It reads up to a power of two of the slots, or to one of `parts` of it. `None` if no graph takes these lengths.
+        """
+        raise NotImplementedError
+
+    def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return a buffer `(B, K, capacity, D)` of a cache, marked with what the runner has to know of it."""
+        return buffer
+
+    def __call__(self, step: FixedStep, *inputs: torch.Tensor) -> Any:
+        """Return `step.run(*inputs)`, or `None`, with nothing done, if it is neither compiled nor captured."""
+        raise NotImplementedError
 
 
 class FixedSteps(Steps):
@@ -245,10 +318,7 @@ class ForwardsOnCache(FixedStep):
         states: Any = None,
     ) -> Any:
         """Run the model on tokens `(B, N)` in the slots from `starts` on, and return logits; a [`Forward`]."""
-        cache = StepCache.of_step(self.layout.buffers, self.layout.members, starts, tokens)
-        if states is not None:
-            cache.layers = [states.layers.get(number) for number in range(len(self.layout.buffers))]
-        cache.indexers = self.layout.indexers
+        cache = StepCache(self.layout, starts, tokens, {} if states is None else states.layers)
         return self.mode.logits(context, self.module, tokens, positions, cache, mask)
 
 
