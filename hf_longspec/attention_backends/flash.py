@@ -13,15 +13,15 @@ Source: FlashAttention-2 (https://huggingface.co/papers/2307.08691), FlashAttent
 """
 
 import inspect
-from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
+from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from .lengths import SeqLens
 from .registry import (
-    WINDOW_WITHOUT_POSITIONS,
     AttentionBackend,
     AttentionCall,
     AttentionState,
@@ -40,11 +40,11 @@ SIZE_STEP = 8
 
 HOPPER, AMPERE = 9, 8
 
-# Builds on the Hub, the first that loads is used: the least compute capability and the most, repository, and the
-# version of it that transformers uses with torch 2.10 and newer.
-HUB_BUILDS = (
-    (HOPPER, HOPPER, "kernels-community/flash-attn3", 1),
-    (AMPERE, 99, "kernels-community/flash-attn2", 4),
+# Versions 3 and 2: the package, the least and the most compute capability it runs on, and its build on the Hub, in the
+# version that transformers uses with torch 2.10 and newer.
+VERSIONS = (
+    ("flash_attn_interface", HOPPER, HOPPER, "kernels-community/flash-attn3", 1),
+    ("flash_attn", AMPERE, 99, "kernels-community/flash-attn2", 4),
 )
 
 
@@ -56,37 +56,27 @@ def compute_capability(device: torch.device) -> int | None:
 
 
 @cache
-def flash_function(capability: int) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+def flash_function(capability: int) -> Any:
     """Return `flash_attn_with_kvcache` for a GPU of this major compute capability, or None if there is none.
 
     It takes `(B, S, H, D)`. Version 2 returns `(out, lse)`, version 3 has further results after them.
     """
-    if capability == HOPPER:
+    versions = [version for version in VERSIONS if version[1] <= capability <= version[2]]
+    for package, *_ in versions:
         try:
-            from flash_attn_interface import flash_attn_with_kvcache
-
-            return flash_attn_with_kvcache
-        except ImportError:  # missing, or built for another torch: version 2 runs on Hopper too
+            return import_module(package).flash_attn_with_kvcache
+        except (ImportError, AttributeError):  # missing, too old, or built for another torch
             pass
-    try:
-        from flash_attn import flash_attn_with_kvcache
-
-        return flash_attn_with_kvcache
-    except ImportError:  # likewise, or too old
-        pass
     try:
         from kernels import get_kernel
     except ImportError:
         return None
-    for least, most, repository, version in HUB_BUILDS:
-        if not least <= capability <= most:
-            continue
+    for *_, repository, version in versions:
         try:
             return get_kernel(repository, version=version).flash_attn_with_kvcache
         except Exception as error:  # no network, no build for this torch, another version of kernels: no common class
-            logger.warning(
-                "%s, version %d, could not be loaded (%s: %s).", repository, version, type(error).__name__, error
-            )
+            kind = type(error).__name__
+            logger.warning("%s, version %d, could not be loaded (%s: %s).", repository, version, kind, error)
     return None
 
 
@@ -109,8 +99,6 @@ def prefix_attention(
     A window that hides something makes every node a batch row of its own, whose keys begin where its window begins. The
     window is then read once per node.
     """
-    if sliding_window is not None and positions is None:
-        raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
     if key.shape[2] == 0 or query.numel() == 0:
         return nothing_visible(query, value)
     call = partial(_attend, key=key, value=value, scaling=scaling, softcap=softcap)
@@ -146,10 +134,7 @@ def _attend(
     Rows see the slots from `starts` `(B * N,)` on and below `ends` `(B,)` or `(B * N,)`. Returns `out` and `lse`, of
     shapes `(B or B * N, R, K, D)` and `(B or B * N, K, R)`.
     """
-    capability = compute_capability(query.device)
-    function = None if capability is None else flash_function(capability)
-    if function is None:
-        raise ValueError(f'{_missing(capability)}. Use attn_implementation="hf_longspec".')
+    function = flash_function(compute_capability(query.device) or 0)
     cache = [states.transpose(1, 2) for states in with_unit_stride(key, value)]
     where = {"cache_seqlens": ends}
     if starts is not None:  # lengths count from slot 0, whatever the padding on the left
@@ -181,7 +166,8 @@ def why_not(call: AttentionCall) -> str | None:
         return f"the GPU has compute capability {capability}.x, expected {AMPERE}.0 or higher"
     function = flash_function(capability)
     if function is None:
-        return _missing(capability)
+        package = "flash-attn (version 2, or 3 from its hopper folder)" if capability == HOPPER else "flash-attn"
+        return f"{package} cannot be imported, and the package kernels found no build of it on the Hub"
     if (reason := why_not_dtype(call, DTYPES)) is not None:
         return reason
     if call.head_dim != call.value_dim or call.head_dim % SIZE_STEP or call.head_dim > MAX_SIZE:
@@ -192,11 +178,6 @@ def why_not(call: AttentionCall) -> str | None:
     if call.sliding_window is not None and "cache_leftpad" not in inspect.signature(function).parameters:
         return f"sliding_window is {call.sliding_window}, which requires flash-attn 2.6 or newer"
     return None
-
-
-def _missing(capability: int | None) -> str:
-    package = "flash-attn (version 2, or 3 from its hopper folder)" if capability == HOPPER else "flash-attn"
-    return f"{package} cannot be imported, and the package kernels found no build of it on the Hub"
 
 
 # No priority: it never ran with the real package, so it runs only for users who choose it by name. Once it has run, it

@@ -21,11 +21,6 @@ import torch
 AttentionState = tuple[torch.Tensor, torch.Tensor]
 AttentionFunction = Callable[..., AttentionState]
 
-WINDOW_WITHOUT_POSITIONS = (
-    "sliding_window is {}, but positions is None: a window is counted from the position of each query. "
-    "Pass positions of shape (batch, num_nodes)."
-)
-
 
 def merge_attention_states(parts: Sequence[AttentionState], sinks: torch.Tensor | None = None) -> AttentionState:
     """Merge attention over disjoint key sets into attention over their union.
@@ -87,7 +82,8 @@ class AttentionBackend:
     """Four attention functions with one name."""
 
     name: str  # name by which users choose it: `attn_implementation=name`
-    prefix_attention: AttentionFunction  # attends N queries to the first `lengths[b]` key slots
+    # attends N queries to the first `lengths[b]` key slots; with a window also to be given the positions it counts from
+    prefix_attention: AttentionFunction
     tree_attention: AttentionFunction  # attends N queries to M keys under an explicit mask
     sparse_attention: AttentionFunction  # attends N queries to chosen key slots
     causal_attention: AttentionFunction  # attends the last N of S positions to all S, causally

@@ -34,7 +34,6 @@ from torch.nn.functional import pad
 
 from .lengths import SeqLens
 from .registry import (
-    WINDOW_WITHOUT_POSITIONS,
     AttentionBackend,
     AttentionFunction,
     AttentionState,
@@ -93,8 +92,6 @@ def prefix_attention(
 
     Lengths that the host does not know are read back. Where that would break a graph, all slots are read under a mask.
     """
-    if sliding_window is not None and positions is None:
-        raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
     if not lengths.host:
         if torch.compiler.is_compiling():

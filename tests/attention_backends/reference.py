@@ -21,7 +21,7 @@ import torch
 
 from hf_longspec.attention_backends import interface
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, register_backend
+from hf_longspec.attention_backends.registry import AttentionBackend, register_backend
 
 
 def prefix_attention(query, key, value, lengths, *, scaling, positions=None, sliding_window=None, softcap=None):
@@ -29,11 +29,9 @@ def prefix_attention(query, key, value, lengths, *, scaling, positions=None, sli
 
     With `sliding_window`, query n sees slot j only if `positions[b, n] - j < sliding_window`; positions are `(B, N)`.
     """
-    if sliding_window is not None and positions is None:
-        raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
     slots = torch.arange(key.shape[2], device=key.device)
     visible = (slots < lengths.on(key.device)[:, None])[:, None, :].expand(-1, query.shape[2], -1)  # [B, N, S]
-    if sliding_window is not None and positions is not None:
+    if sliding_window is not None:
         visible = visible & (positions[:, :, None] - slots < sliding_window)
     return tree_attention(query, key, value, visible, scaling=scaling, softcap=softcap)
 

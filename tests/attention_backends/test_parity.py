@@ -259,13 +259,6 @@ def test_a_buffer_that_is_too_short(prepared, name, method):
         attend(prepared, name, method, inputs, {"scaling": 1.0})
 
 
-@pytest.mark.parametrize("name", ["flash2", "triton"])
-def test_a_window_needs_positions(prepared, name):
-    inputs = *tensors(1, 2, 4, 1, 50, 16, FLOAT16), SeqLens([50])
-    with pytest.raises(ValueError, match="sliding_window is 5, but positions is None"):
-        attend(prepared, name, "prefix", inputs, {"scaling": 1.0, "sliding_window": 5})
-
-
 @pytest.mark.parametrize(
     ("nodes", "length", "window", "dtype", "softcap"),
     [

@@ -10,7 +10,6 @@ import torch
 
 from ..lengths import SeqLens
 from ..registry import (
-    WINDOW_WITHOUT_POSITIONS,
     AttentionBackend,
     AttentionCall,
     AttentionState,
@@ -123,12 +122,7 @@ def _inputs(
         stop = lengths.longest + (0 if mask is None else mask.shape[-1])
         if stop > key.shape[2]:
             raise short_buffer(0, stop, key.shape[2])
-    if sliding_window is None:
-        positions = None
-    elif positions is None:
-        raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
-    else:
-        positions = positions.contiguous()
+    positions = None if sliding_window is None or positions is None else positions.contiguous()
     query, key, value = with_unit_stride(query, key, value)
     return query, key, value, lengths.on(query.device).contiguous(), positions
 
