@@ -42,9 +42,6 @@ settings.register_profile(
 settings.register_profile("soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
-# Collecting these stand-ins for docstrings would leave them imported, as if the packages were installed.
-collect_ignore = ["kernel_packages"]
-
 GATE_OF = "hf_longspec.generation.special_cases.gate.gate_of"
 
 # Which of all model types run today; the same in all processes of a run.

@@ -2,18 +2,17 @@
 
 import pytest
 
-from hf_longspec import TokenRecyclingDraftModel
 from hf_longspec.generation.special_cases import masked
 from hf_longspec.generation.target import TargetView
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_masked import TYPES as MASKED_TYPES
 from tests.pairwise import few, pairwise, soaked
+from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build, with_capturable_experts
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 
-from tests.generation.test_captured_states import NEW, ONE, RAGGED, check, inputs_of, on_device
-from tests.generation.test_on_simulated_cuda import FIRST, MOST_LAUNCHES, watch
+from tests.generation.test_captured_states import NEW, ONE, RAGGED, check, check_iterations, inputs_of, on_device
 
 # Falcon copies an index from the host in every layer.
 TYPES = tuple(name for name in MASKED_TYPES if name != "falcon")
@@ -53,11 +52,7 @@ def check_text(model, chain, lengths):
     assert 1 < stats.num_emitted_tokens / stats.num_spec_steps < draft.num_nodes
 
 
-@pytest.mark.parametrize(
-    ("name", "chain", "lengths"),
-    [*few(CASES, 2), *soaked(OTHER_CASES)],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "chain", "lengths"), [*few(CASES, 2), *soaked(OTHER_CASES)], ids=str)
 def test_text_of_rows_that_accept_different_numbers(name, chain, lengths):
     check_text(made(name), chain, lengths)
 
@@ -75,18 +70,10 @@ def test_choices_in_the_middle_of_a_text_and_positions_that_layers_count(name, i
     check_text(made(name, implementation, **more), False, lengths)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", pytest.param("llama4_text", marks=pytest.mark.soak)])
-def test_launches_and_reads(name, monkeypatch):
-    """Of a tree in ragged rows: outside of graphs they are as many as those of other targets."""
+@pytest.mark.parametrize("name", ["gpt_neox_japanese", pytest.param("deepseek_v32", marks=pytest.mark.soak)])
+def test_iterations(name, monkeypatch):
     model = made(name)
-    draft = TokenRecyclingDraftModel.from_target(model, num_nodes=8, max_depth=3, gate=False)
-    with on_device(model, draft) as (cuda, placed):
-        iterations = watch(cuda, monkeypatch)
-        inputs = {name: cuda.place(value) for name, value in inputs_of(RAGGED).items()}
-        generated(placed, **inputs, assistant_model=draft)
-        steady = iterations[FIRST:]
-        assert len(steady) > 1 and {(one.reads, one.writes) for one in steady} == {(1, 0)}
-        assert max(one.launches for one in steady) <= MOST_LAUNCHES
+    check_iterations(model, make_draft("tokenswift", model), RAGGED, monkeypatch)
 
 
 def test_a_mask_that_is_a_large_part_of_a_step_is_not_captured(monkeypatch, caplog):

@@ -18,8 +18,7 @@ from tests.generation.drafted_calls import (
     generated,
 )
 from tests.generation.test_recurrent_states import SEEDS, SOAKED, TYPES
-from tests.kernel_packages.counted import CALLS
-from tests.kernel_packages.installed import with_packages
+from tests.kernel_packages import CALLS, with_packages
 from tests.pairwise import few, pairwise
 from tests.robustness.enumeration import build
 

@@ -1,4 +1,4 @@
-"""Every drafter on a simulated CUDA device, captured and in part eager: its text, transfers, launches and graphs."""
+"""Drafters on a simulated CUDA device, captured and in part eager: their text, transfers, launches and graphs."""
 
 import logging
 from contextlib import contextmanager
@@ -12,16 +12,13 @@ import torch
 
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.triton.commit import can_move
-from hf_longspec.generation.compiled import fused_layers
 from hf_longspec.generation.decoding import Session
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.generation.tiny_models import vision_language_model
 from tests.simulated_cuda import SimulatedCuda
-from tests.tiny_targets import made_for, randomize, tiny_prompts, tiny_target
+from tests.tiny_targets import randomize, tiny_prompts, tiny_target
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
-from triton.runtime.interpreter import GridExecutor
-
 from tests.attention_backends.triton.machine import language_listed_once
 from tests.generation.test_fused_layers import VARIANTS
 from tests.pairwise import few
@@ -68,9 +65,6 @@ CASES = [
     ("longspec", "off", False, BATCHES[1]),
     ("partial_kv", "off", False, BATCHES[1]),
 ]
-# Variants of drafters that are in other cases.
-SOAKED = ("longspec, n-grams", "draft model, tree", "draft model, PARD")
-CASES = [pytest.param(*case, marks=pytest.mark.soak) if case[0] in SOAKED else case for case in CASES]
 
 
 @contextmanager
@@ -186,44 +180,11 @@ def test_positions_after_images(name):
         assert cuda.replays
 
 
-def specattn_launches(layers, monkeypatch, **settings):
-    """Launches of a steady iteration of SpecAttn, all of them and those of the selection's graph, if there is one."""
-    model = tiny_target("llama", vocab_size=24, num_hidden_layers=layers)
-    settings = {"num_assistant_tokens": 1, "sparse_ratio": 0.5, "sparse_min_tokens": 6} | settings
-    draft = DRAFTS["specattn"].model.from_target(model, compile="graph", **settings)
-    with simulated() as cuda, monkeypatch.context() as patch:
-        cuda.place(model)
-        iterations = watch(cuda, patch)
-        generate(model, draft, *cuda.place(tiny_prompts(24, (40,))), False, max_new_tokens=9)
-        steady = iterations[2]
-        assert len(iterations) > 3 and steady.graphs == iterations[0].graphs  # the last one selects nothing
-        selections = [graph().names for graph in cuda.graphs if graph().names["topk"]]
-    return steady.launches + steady.replayed, *(graph.total() for graph in selections)
-
-
-# More launches of a verification per layer than without scores.
-SCORES = {("logits", "layer"): 1, ("logits", "kv_head"): 0, ("weights", "layer"): 1}
-# Launches of a selection: for all layers together, the `topk` among them, and per layer the copies of keys and values.
-MOST_OF_SELECTION, MOST_PER_LAYER = 14, 2
-
-
 @torch.no_grad()
-def test_launches_of_scores_and_selections(monkeypatch):
-    """With an eager selection of the last entries, which copies as much, an iteration has no launch for scores."""
-    (one,), (two,) = (specattn_launches(layers, monkeypatch, selection="window") for layers in (1, 2))
-    for (score, granularity), more in SCORES.items():
-        kind = {"score": score, "granularity": granularity}
-        (few, selection), (many, larger) = (specattn_launches(layers, monkeypatch, **kind) for layers in (1, 2))
-        assert (many - few) - (two - one) == more
-        assert larger - selection == MOST_PER_LAYER and selection <= MOST_OF_SELECTION + MOST_PER_LAYER
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", few(["longspec", "specattn"], 1))
-def test_scores_without_a_distribution_travel_with_the_read(name, monkeypatch):
+def test_scores_without_a_distribution_travel_with_the_read(monkeypatch):
     """A token of the text, after which all scores are nan: the graph that accepts tells it, in the same single read."""
     model = tiny_target("llama", vocab_size=128)
-    draft, prompts = make_draft(name, model), tiny_prompts(128, (9, 5))
+    draft, prompts = make_draft("longspec", model), tiny_prompts(128, (9, 5))
     draft.generation_config.compile = "graph"
     with simulated() as cuda:
         placed = cuda.place(prompts)
@@ -252,11 +213,7 @@ PER_LAYER = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("steps", "dtype"),
-    few(PER_LAYER, 2),
-    ids=str,
-)
+@pytest.mark.parametrize(("steps", "dtype"), few(PER_LAYER, 2), ids=str)
 def test_launches_of_a_layer(steps, dtype, monkeypatch):
     launches = []
     for layers in (1, 2):
@@ -268,68 +225,6 @@ def test_launches_of_a_layer(steps, dtype, monkeypatch):
             generate(model, draft, *cuda.place(tiny_prompts(24, (21, 9))), False, max_new_tokens=FIRST + 2)
             launches.append(iterations[FIRST].replayed)
     assert launches[1] - launches[0] == PER_LAYER[steps, dtype]
-
-
-@torch.no_grad()
-# Two rows whose nodes go to different slots are in the next but one test, too.
-@pytest.mark.parametrize("lengths", [(21,), pytest.param((9, 16), marks=pytest.mark.soak)], ids=str)
-def test_text_of_fused_layers(lengths):
-    """Rows that write to the same slots, and to different ones; several nodes; the model is as before."""
-    model, prompts = tiny_target("qwen3", vocab_size=24, num_hidden_layers=1), tiny_prompts(24, lengths)
-    expected = generate(model, None, *prompts, False, max_new_tokens=5)
-    draft = make_draft("n-grams", model)
-    draft.generation_config.compile = "fused"
-    with simulated() as cuda:
-        cuda.place(model)
-        assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False, max_new_tokens=5)), expected)
-        assert cuda.replayed["_rotate_kernel"] and cuda.replayed["_norm_kernel"] and cuda.replayed["_gated_kernel"]
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-# Most launches by graphs of an iteration, in fused steps after a Llama of one layer in 16 bits; and of a level more.
-TREE, DEEPER = ({"tree_widths": widths} for widths in ([4, 4, 4, 3], [4, 4, 4, 4, 3]))
-RING, NODES = {"window": 32}, {"num_tree_nodes": 16}
-BUDGETS = {
-    "longspec": (RING | TREE, 305, RING | DEEPER, 54),
-    "longspec_eagle3": (RING | TREE, 318, RING | DEEPER, 51),
-    "longspec_mtp": (TREE, 334, DEEPER, 53),
-    "longspec_dflash": (NODES | {"block_size": 6}, 327, NODES | {"block_size": 7}, 30),
-    "specattn": ({"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}, 161, {}, 0),
-}
-# Most launches of a level in the graph of the tree; the other ones are those of the acceptance.
-MOST_OF_LEVEL = {"longspec": 41, "longspec_eagle3": 38, "longspec_mtp": 40, "longspec_dflash": 17}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", few(list(BUDGETS), 3))
-def test_launches_of_fused_drafts(kind, monkeypatch):
-    """Kernels of layers are counted, and compute nothing here."""
-    settings, most, deeper, more = BUDGETS[kind]
-    interpret = GridExecutor.__call__
-
-    def run(executor, *args, **options):
-        if executor.fn.__name__ not in ("_norm_kernel", "_gated_kernel", "_rotate_kernel"):
-            interpret(executor, *args, **options)
-
-    monkeypatch.setattr(GridExecutor, "__call__", run)
-    monkeypatch.setattr(fused_layers, "_steps", lambda *results: 0.0)  # every comparison agrees
-    monkeypatch.setattr(fused_layers, "ROTARY_FORMS", fused_layers.ROTARY_FORMS[:1])
-    launches, of_trees = [], []
-    for one in (settings, deeper) if deeper else (settings,):
-        monkeypatch.setattr(fused_layers, "_decided", {})
-        model = tiny_target("llama", vocab_size=64, num_hidden_layers=1, dtype=torch.bfloat16)
-        draft = made_for(DRAFTS[kind].model, model, **one)
-        randomize(draft)
-        draft.to(torch.bfloat16)
-        with simulated() as cuda, monkeypatch.context() as patch:
-            cuda.place(model), cuda.place(draft)
-            iterations = watch(cuda, patch)
-            generate(model, draft, *cuda.place(tiny_prompts(64, (60,))), False, max_new_tokens=4)
-            launches.append(iterations[0].replayed)
-            of_trees.append(max(graph().names.total() for graph in cuda.graphs))
-    assert 0 < launches[0] <= most and launches[-1] - launches[0] <= more
-    if deeper:
-        assert of_trees[1] - of_trees[0] <= MOST_OF_LEVEL[kind]
 
 
 # Kinds of layers. Two layers where they differ; mixtures choose experts without a read.
@@ -351,22 +246,25 @@ TELLING = ("gemma2", "cohere2", "gpt_oss", "deepseek_v3")
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name", [name if name in TELLING else pytest.param(name, marks=pytest.mark.soak) for name in KINDS]
+    ("name", "kind"),
+    [("qwen3", "n-grams")]
+    + [(name, "plain") if name in TELLING else pytest.param(name, "plain", marks=pytest.mark.soak) for name in KINDS],
 )
-def test_text_of_fused_kinds_of_layers(name):
-    """By default, with two rows whose nodes go to different slots."""
+def test_text_of_fused_layers(name, kind):
+    """By default, with several nodes, or with two rows whose nodes go to different slots. The model is as before."""
     tiny = VARIANTS.get(name, partial(tiny_target, name))
-    model, prompts = tiny(vocab_size=24, **KINDS[name]), tiny_prompts(24, (9, 16))
+    model, prompts = tiny(vocab_size=24, **KINDS.get(name, ONE)), tiny_prompts(24, (9, 16))
     if name in ("gpt_oss", "deepseek_v3"):
         model.set_experts_implementation("batched_mm")
-    expected = generate(model, None, *prompts, False, max_new_tokens=4)
-    draft = DRAFTS["longspec_plain"].model.from_target(model)
+    expected = generate(model, None, *prompts, False, max_new_tokens=5)
+    draft = make_draft(kind, model)
     with simulated() as cuda:
         cuda.place(model)
-        assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False, max_new_tokens=4)), expected)
+        assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False, max_new_tokens=5)), expected)
         assert cuda.replays and cuda.replayed["_gated_kernel"]
         assert bool(cuda.replayed["_norm_kernel"]) == (name != "cohere2")  # whose norms subtract the mean
         assert bool(cuda.replayed["_rotate_kernel"]) == (name != "deepseek_v3")  # which has a function of its own
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 class Fused(torch.autograd.Function):
