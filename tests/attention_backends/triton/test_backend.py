@@ -1,30 +1,21 @@
-"""The Triton backend as torch and transformers see it: operators, compilation, refusals, whole models.
-
-A backend that writes scores while it verifies makes SpecAttn's texts and selections in one pass over the keys, also in
-captured steps. test_scores.py compares the scores.
-"""
+"""The Triton backend as torch and transformers see it: operators, compilation, refusals, whole models."""
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionCall
 from hf_longspec.attention_backends.scores import ScoreCapture
-from hf_longspec.attention_backends.triton import backend, launch
+from hf_longspec.attention_backends.triton import launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
-from hf_longspec.attention_backends.triton.launch import hybrid_op, scored_op, tree_op
-from hf_longspec.generation import call as call_module
-from hf_longspec.generation.compiled import compiled_steps
+from hf_longspec.attention_backends.triton.launch import hybrid_op, scored_op, sparse_op, tree_op
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
-from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
-from tests.attention_backends.oracle import SCALING, tree_case
+from tests.attention_backends.oracle import SCALING, sparse_case, tree_case
 from tests.attention_backends.triton.machine import on
-from tests.generation.test_on_simulated_cuda import simulated
 from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.watching import before
 
 CPU = torch.device("cpu")
 
@@ -49,6 +40,8 @@ def test_operators(kernel_device, small_tiles, monkeypatch, with_tree):
     if with_tree:
         half = [x.half() for x in (query, context.staged(key), context.staged(value))]
         torch.library.opcheck(tree_op.operator, (*half, context.mask, 0.3, None))
+    chosen, _, _, _ = sparse_case((140, 0), 2, 1, (8, 16), torch.float32, 140, 1, None, slots=150)
+    torch.library.opcheck(sparse_op.operator, (*on(kernel_device, *chosen), 0.3, 3.0 if with_tree else None))
 
 
 def test_compiles_whole(kernel_device, small_tiles):
@@ -116,112 +109,33 @@ def text_of(target, lengths, **options):
     return target.generate(input_ids, attention_mask=mask, **options)
 
 
-def test_a_model_generates(kernel_device, small_tiles, monkeypatch):
-    """Greedy text on the kernels, drafts included, is that of the stock `generate`."""
-    target = tiny_target("llama", num_hidden_layers=1).to(kernel_device)
-    expected = text_of(target, (37, 13))
-    target.set_attn_implementation("hf_longspec_triton")
-    masks = []
-    monkeypatch.setattr(backend, "hybrid_op", lambda *args: masks.append(args[5]) or hybrid_op(*args))
-    assert torch.equal(text_of(target, (37, 13), assistant_model=NgramDraftModel.from_target(target)), expected)
-    # prompt, and two verifications at the very least
-    assert len(masks) >= 3 * target.config.num_hidden_layers and any(mask is not None for mask in masks)
-
-
-class Watched:
-    """SpecAttn on an implementation: layers whose scores came with the attention (`written`) and from a second pass
-    (`computed`), and the slots that every phase selected.
-
-    The slots are found by the keys in the buffers after a phase. A function that fills them may be part of a graph: it
-    runs several times before it is captured, and not at all when it is replayed.
-    """
-
-    def __init__(self, target, lengths=(29, 3), implementation="hf_longspec_triton", **settings):
-        target.set_attn_implementation(implementation)
-        settings |= {"num_assistant_tokens": 3, "sparse_min_tokens": 8, "sparse_ratio": 0.3}
-        draft = SpecAttnDraftModel.from_target(target, **settings)
-        self.written, self.computed, self.selected, observe = [], [], [], SpecAttnDrafter.observe
-
-        def watching(drafter, verification):
-            observe(drafter, verification)
-            self.selected.append(self._slots(drafter.sparse, verification.prefix_lengths.host))
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SpecAttnDrafter, "observe", watching)
-            for name, layers in (("keep_scores", self.written), ("collect", self.computed)):
-                patch.setattr(ScoreCapture, name, self._noting(getattr(ScoreCapture, name), layers))
-            self.text = text_of(target, lengths, assistant_model=draft)
-        self.passes = draft.last_speculation.num_forwards + 1  # of the prompt's end and of every verification
-
-    @staticmethod
-    def _slots(sparse, lengths):
-        """By layer and row the heads and slots of the selected entries: those whose keys are in the buffer."""
-        found = {}
-        for layer in sparse.sparse_layers:
-            stored, copied = (on("cpu", cache.layers[layer].keys)[0] for cache in (sparse.cache, sparse))
-            for row, (length, count) in enumerate(zip(lengths, sparse.counts, strict=True)):
-                same = (copied[row, :, :count, None] == stored[row, :, None, :length]).all(-1)
-                assert same.any(-1).all()
-                found[layer, row] = same.any(1).nonzero().tolist()
-        return found
-
-    @staticmethod
-    def _noting(method, layers):
-        def noted(capture, layer_idx, *args, **options):
-            if layer_idx not in capture.skipped_layers:
-                layers.append(layer_idx)
-            return method(capture, layer_idx, *args, **options)
-
-        return noted
-
-
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("gpt_oss", {}),
         pytest.param("gemma2", {"score": "logits", "granularity": "kv_head"}, marks=pytest.mark.soak),
         pytest.param("llama", {"score": "weights", "granularity": "kv_head"}, marks=pytest.mark.soak),
-        pytest.param("llama", {"score": "logits", "granularity": "layer"}, marks=pytest.mark.soak),
         pytest.param("deepseek_v3", {}, marks=pytest.mark.soak),
     ],
 )
-def test_scores_come_with_the_attention(kernel_device, small_tiles, name, settings):
-    """One pass over the keys, and the entries of two. Softcap, sinks, keys made for the call; no scores of windows."""
+def test_scores_come_with_the_attention(kernel_device, small_tiles, name, settings, monkeypatch):
+    """The text of stock `generate` on the kernels, and SpecAttn's selections in one pass over the keys.
+
+    Softcap, sinks, keys made for the call; no scores of windows.
+    """
     target = tiny_target(name, attn_implementation="eager").to(kernel_device)
     expected = text_of(target, (29, 3))
     scored = set(range(target.config.num_hidden_layers)) - TargetView(target).sliding_layers
-    here, there = Watched(target, **settings), Watched(target, implementation="hf_longspec_torch", **settings)
-    assert torch.equal(here.text, expected) and here.passes == there.passes
-    assert set(here.written) == scored and len(here.written) == len(scored) * here.passes
-    assert there.computed == here.written and not here.computed and not there.written
-    assert here.selected == there.selected and here.selected
-
-
-@torch.no_grad()
-def test_selections_of_captured_steps(kernel_device):
-    """A graph computes, ranks and copies what steps without graphs do, as the simulated device shows without a GPU."""
-    if kernel_device.type == "cuda":
-        pytest.skip("on a GPU the test above captures the steps of this backend")
-    target = tiny_target("llama", attn_implementation="eager")
-    with simulated() as cuda:
-        cuda.place(target)
-        plain = Watched(target, compile="off")
-        captured = Watched(target, compile="graph")
-        assert cuda.replays and torch.equal(cuda.fetch(captured.text), cuda.fetch(plain.text))
-    assert captured.written == plain.written and captured.selected == plain.selected and len(plain.selected) > 2
-
-
-@pytest.mark.parametrize("lengths", [(29, 3), pytest.param((29,), marks=pytest.mark.soak)], ids=["ragged", "one"])
-def test_compiled_steps(kernel_device, small_tiles, lengths, monkeypatch):
-    """Traced whole, the scores included; drafting and verifying are one graph each."""
-    target = tiny_target("llama", num_hidden_layers=1).to(kernel_device)
-    loose = Watched(target, lengths)
-    torch._dynamo.reset()
-    graphs = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(compiled_steps, "BACKEND", graphs)
-    runner = compiled_steps.CompiledRunner()
-    monkeypatch.setattr(call_module, "_runner", lambda *_: runner)
-    fixed = Watched(target, lengths)
-    torch._dynamo.reset()
-    assert torch.equal(fixed.text, loose.text) and fixed.passes == loose.passes and graphs.frame_count >= 2
-    assert fixed.written == loose.written and not fixed.computed and fixed.selected == loose.selected
+    settings |= {"num_assistant_tokens": 3, "sparse_min_tokens": 8, "sparse_ratio": 0.3}
+    draft = SpecAttnDraftModel.from_target(target, **settings)
+    found = {}
+    before(monkeypatch, ScoreCapture, "keep_scores", lambda _, layer, *__: noted["keep_scores"].append(layer))
+    before(monkeypatch, ScoreCapture, "collect", lambda _, layer, *__, **___: noted["collect"].append(layer))
+    for implementation in ("hf_longspec_torch", "hf_longspec_triton"):
+        target.set_attn_implementation(implementation)
+        noted = {"keep_scores": [], "collect": []}
+        assert torch.equal(text_of(target, (29, 3), assistant_model=draft), expected)
+        found[implementation] = noted, draft.last_speculation.acceptance_histogram
+    (second_pass, histogram), (one_pass, same) = found.values()
+    assert same == histogram and scored <= set(second_pass["collect"])
+    assert set(one_pass["keep_scores"]) == scored and not scored & set(one_pass["collect"])

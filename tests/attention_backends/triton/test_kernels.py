@@ -141,13 +141,6 @@ def test_several_parts_of_chosen_slots(kernel_device, small, counts, length, par
     assert_within_budget(computed(TRITON_BACKEND, "sparse", inputs, options, kernel_device), exact, plain)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_custom_op_of_the_sparse_kernel(kernel_device, small, softcap):
-    inputs, _, _, _ = sparse_case((140, 0), 2, 1, (8, 16), FLOAT32, 140, 1, softcap, slots=150)
-    inputs = on(kernel_device, *inputs)
-    torch.library.opcheck(launch.sparse_op.operator, (*inputs, 0.3, softcap))
-
-
 def splits_of(length, wanted, split_keys, block_keys):
     """The splits of a prefix, as (first, stop), by the rule in the kernel's docstring."""
     size = max(split_keys, length // (wanted * block_keys) * block_keys)
@@ -182,17 +175,6 @@ def test_small_gpus_get_no_tile_of_warpgroups_and_smaller_blocks():
     large = hybrid_config(64, 128, 128, 2, Gpu(163 * 1024, False))
     small = hybrid_config(64, 128, 128, 2, SMALLEST)
     assert (large.block_keys, small) == (64, large._replace(block_keys=32))
-
-
-def test_every_tile_fits():
-    for size in (64, 128, 256):
-        for itemsize in (2, 4):
-            for rows in (16, 32, 64, 128):
-                small = hybrid_config(rows, size, size, itemsize, SMALLEST)
-                assert small.split_keys % small.block_keys == 0
-                # without warpgroups the compiler keeps a buffer less than stages: soak compiles all of them
-                staged = (small.num_stages - 1) * small.block_keys * 2 * size
-                assert itemsize * (staged + small.block_rows * size) <= SMALLEST.shared_memory
 
 
 @pytest.fixture
