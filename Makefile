@@ -62,7 +62,7 @@ GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test suite house absent-gpu test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
+.PHONY: help demo test house test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -77,15 +77,9 @@ demo: $(if $(INSTALLED),,$(READY)) ## continue a long document with and without 
 	@echo "Running the demo on $(if $(TARGET),$(TARGET),the tiny target that comes with the repository)."
 	$(or $(INSTALLED),$(VENV)/bin/python) -m hf_longspec.cli.app demo $(if $(TARGET),--target "$(TARGET)") $(if $(FILE),--file "$(FILE)")
 
-test: suite absent-gpu ## the whole test suite, on the newest torch and transformers
-
-suite: $(READY)
+test: $(READY) ## the whole test suite, on the newest torch and transformers
 	@echo "Running the whole test suite and the examples in docstrings on the versions of constraints.txt."
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
-
-absent-gpu: $(READY)
-	@echo "Running the tests of kernels as on a machine with a GPU, up to the first tensor there."
-	$(VENV)/bin/python -m pytest -q -p tests.absent_gpu -k "triton and not spills" $(GPU_TESTS)
 
 test-min: $(READY_MIN) ## the tests of what differs between transformers versions, on the oldest supported one
 	@echo "Running the tests of what differs between transformers versions on the oldest supported one."

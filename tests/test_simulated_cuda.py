@@ -74,62 +74,30 @@ def test_generators_belong_to_a_graph(cuda):
     assert not drawn.host.isnan().any()
 
 
-def captured(x, pool, product=True):
-    """A graph of `x @ x` or `x + x`, and its result."""
+def captured(x, pool):
+    """A graph of `x @ x`, and its result."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        found = x @ x if product else x + x
+        found = x @ x
     return graph, found
 
 
-class TestMemoryOfGraphs:
-    @pytest.fixture
-    def x(self, cuda):
-        return cuda.place(torch.eye(2))
-
-    def test_a_handle_ends_with_the_graphs_unless_nothing_is_left_in_the_pool(self, x):
-        pool = torch.cuda.graph_pool_handle()
-        for _ in range(2):
-            captured(x, pool, product=False)
-        captured(x, pool)
-        with pytest.raises(NotCapturable, match="use_count"):
-            captured(x, pool)
-        torch._C._cuda_clearCublasWorkspaces()
-        captured(x, pool)
-
-    def test_a_workspace_ends_with_the_graphs_of_its_pool(self, x):
-        first, _ = captured(x, torch.cuda.graph_pool_handle())
-        second, _ = captured(x, torch.cuda.graph_pool_handle())
+def test_memory_of_graphs(cuda):
+    """A workspace of cuBLAS ends with the graphs of its pool. A failed capture leaves generator and pool behind."""
+    x, pool = cuda.place(torch.eye(2)), torch.cuda.graph_pool_handle()
+    first, _ = captured(x, torch.cuda.graph_pool_handle())
+    second, _ = captured(x, torch.cuda.graph_pool_handle())
+    second.replay()
+    del first
+    with pytest.raises(FreedMemory):
         second.replay()
-        del first
-        with pytest.raises(FreedMemory):
-            second.replay()
-
-    def test_a_failed_capture_leaves_pool_stream_and_generator_behind(self, x):
-        pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
-        generator = torch.cuda.default_generators[0]
-        state = generator.clone_state()
-        with pytest.raises(NotCapturable, match="read"), torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool):
-            x.sum().item()
-        assert torch.cuda.current_stream() is not before
-        with pytest.raises(NotCapturable, match="generator"):
-            captured(x, pool)
-        generator.graphsafe_set_state(state)
-        with pytest.raises(NotCapturable, match="already recording"):
-            captured(x, pool)
-        captured(x, torch.cuda.graph_pool_handle())
-
-
-def test_a_capture_needs_the_device_and_a_stream_of_the_model():
-    with SimulatedCuda(index=1) as cuda:
-        with pytest.raises(WrongDevice, match="cuda:0"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            pass
-        with torch.cuda.device(1), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            pass
-        assert torch.cuda.current_device() == 0
-        cuda.device = torch.device("cuda", 0)
-        # without `stream` it is that of the first capture
-        with pytest.raises(WrongDevice, match="stream of cuda:1"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            pass
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
-            pass
+    generator = torch.cuda.default_generators[0]
+    state = generator.clone_state()
+    with pytest.raises(NotCapturable, match="read"), torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool):
+        x.sum().item()
+    with pytest.raises(NotCapturable, match="generator"):
+        captured(x, pool)
+    generator.graphsafe_set_state(state)
+    with pytest.raises(NotCapturable, match="already recording"):
+        captured(x, pool)
+    captured(x, torch.cuda.graph_pool_handle())

@@ -12,7 +12,6 @@ Source: FlashAttention-2 (https://huggingface.co/papers/2307.08691), FlashAttent
 (https://huggingface.co/papers/2407.08608).
 """
 
-import inspect
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -164,8 +163,7 @@ def why_not(call: AttentionCall) -> str | None:
         return f"device is {call.device.type}, expected an NVIDIA GPU"
     if capability < AMPERE:
         return f"the GPU has compute capability {capability}.x, expected {AMPERE}.0 or higher"
-    function = flash_function(capability)
-    if function is None:
+    if flash_function(capability) is None:
         package = "flash-attn (version 2, or 3 from its hopper folder)" if capability == HOPPER else "flash-attn"
         return f"{package} cannot be imported, and the package kernels found no build of it on the Hub"
     if (reason := why_not_dtype(call, DTYPES)) is not None:
@@ -175,8 +173,6 @@ def why_not(call: AttentionCall) -> str | None:
             f"head_dim is {call.head_dim} and value_dim {call.value_dim}, expected equal ones, "
             f"divisible by {SIZE_STEP} and at most {MAX_SIZE}"
         )
-    if call.sliding_window is not None and "cache_leftpad" not in inspect.signature(function).parameters:
-        return f"sliding_window is {call.sliding_window}, which requires flash-attn 2.6 or newer"
     return None
 
 

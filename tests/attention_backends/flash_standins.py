@@ -2,7 +2,6 @@
 
 import sys
 from functools import lru_cache
-from inspect import Parameter, Signature
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -37,8 +36,6 @@ def stand_in(version, calls):
             state = (*state, torch.tensor([]), torch.tensor([]))
         return state if options.get("return_softmax_lse") else state[0]
 
-    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ARGUMENTS[version]]
-    flash_attn_with_kvcache.__signature__ = Signature(parameters)
     return flash_attn_with_kvcache
 
 

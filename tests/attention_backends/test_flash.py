@@ -1,7 +1,6 @@
 """The flash-attn backend against stand-ins for the package: what is called, with what, and what is refused."""
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def test_which_version_runs(machine, capability, packages, version):
         ({"head_dim": 192, "value_dim": 128}, "head_dim is 192 and value_dim 128, expected equal ones"),
         ({"head_dim": 36, "value_dim": 36}, "divisible by 8"),
         ({"head_dim": 320, "value_dim": 320}, "at most 256"),
-        ({"sliding_window": 4096}, None),  # cache_leftpad
+        ({"sliding_window": 4096}, None),
         ({"softcap": 30.0, "sinks": True, "dtype": torch.bfloat16}, None),  # sinks enter after the merge
     ],
 )
@@ -87,19 +86,6 @@ def test_why_not_without_such_a_gpu(machine):
     assert flash.why_not(CALL) == "device is cpu, expected an NVIDIA GPU"
     machine(7, "flash_attn")
     assert flash.why_not(CALL) == "the GPU has compute capability 7.x, expected 8.0 or higher"
-
-
-def test_versions_before_left_padding_take_no_window(machine):
-    machine(8, "flash_attn")
-    new = sys.modules["flash_attn"].flash_attn_with_kvcache
-
-    def old(q, k_cache, v_cache, cache_seqlens=None, softmax_scale=None, window_size=(-1, -1)):
-        return new(q, k_cache, v_cache, cache_seqlens=cache_seqlens)
-
-    sys.modules["flash_attn"].flash_attn_with_kvcache = old
-    assert flash.why_not(CALL) is None
-    reason = flash.why_not(CALL._replace(sliding_window=9))
-    assert reason == "sliding_window is 9, which requires flash-attn 2.6 or newer"
 
 
 def test_it_runs_only_by_name(calls):

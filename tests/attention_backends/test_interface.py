@@ -175,18 +175,6 @@ def test_gradients_are_those_of_eager(name, padded):
     assert (gradients[1] - gradients[0]).norm() < 1e-4 * gradients[0].norm()
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=str)
-def test_dropout_is_applied(options):
-    """The mean over 4,000 masks is the output without dropout."""
-    query, key, value = tensors(nodes=7, batch=1)
-    clean = attention_forward(Layer(), query, key, value, None, **options)[0]
-    torch.manual_seed(0)
-    many = (x.expand(4000, -1, -1, -1) for x in (query, key, value))
-    dropped = attention_forward(Layer(), *many, None, dropout=0.5, **options)[0]
-    assert (dropped[0] - clean[0]).abs().max() > 0.1
-    torch.testing.assert_close(dropped.mean(0, keepdim=True), clean, rtol=0.0, atol=0.15)
-
-
 @pytest.mark.parametrize("lowest", [None, -torch.inf, torch.finfo(torch.float32).min])
 def test_a_query_that_sees_nothing_gives_zero(lowest):
     """With a boolean and an additive mask; the gradient is a number too."""

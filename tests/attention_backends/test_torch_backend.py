@@ -5,7 +5,7 @@ import torch
 
 from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND, can_fuse, fused_attention
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND, fused_attention
 from tests.attention_backends.oracle import assert_within_budget, double, layout, plain_attention, tensors
 from tests.attention_backends.reference import tree_attention
 
@@ -40,13 +40,6 @@ def test_traps_of_the_op(name):
     exact = tree_attention(*double(*inputs), visible, scaling=0.5)
     plain = plain_attention(*inputs, visible, scaling=0.5)
     assert_within_budget(fused_attention(*inputs, scaling=0.5, **options), exact, plain)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_what_can_be_fused(masked):
-    odd = torch.empty(1, 1, 1, 33), torch.empty(1, 1, 1, 7)
-    assert can_fuse(*odd, masked=masked)
-    assert not can_fuse(*(x.to("meta") for x in odd), masked=masked)  # neither CPU nor CUDA
 
 
 class Spy:

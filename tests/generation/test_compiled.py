@@ -111,14 +111,6 @@ def test_texts_of_one_row_build_each_graph_once(graphs, monkeypatch):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
-def test_a_sliding_window_over_rows_of_equal_length(name, graphs):
-    """A chain, with lengths on both sides of the window's edge."""
-    compare_verifications(small(name), [(length,) for length in (9, 16, 40)], 4)
-    assert graphs.frame_count >= 1
-
-
-@pytest.mark.soak
 def test_large_batches_and_empty_rows_use_the_mask(graphs):
     model = small("llama")
     many = [tuple(range(first, first + MOST_ROWS + 1)) for first in (3, 41)]

@@ -1,12 +1,10 @@
-"""Moving accepted nodes by Triton: against a loop over copies, against the torch path, and inside generate()."""
+"""Moving accepted nodes by Triton, against a loop over copies."""
 
 import pytest
 import torch
 
 from hf_longspec.attention_backends.triton import commit
-from hf_longspec.generation import cache as cache_module
 from tests.attention_backends.triton.machine import DEVICE
-from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("kernel_device")
 
@@ -99,26 +97,6 @@ def test_custom_op():
     lengths, path, counts = PATHS["overlapping"]
     buffers = make_buffers(2, torch.float32)[:2]
     torch.library.opcheck(commit.move_nodes, (buffers, *on_device(path, lengths, counts)))
-
-
-def test_generate(monkeypatch):
-    """Random trees, rows of different lengths: the text is that of the model alone, and every commit was a launch."""
-    if DEVICE == "cuda":
-        pytest.skip("on a GPU this is what every call does")
-    launches = []
-    monkeypatch.setattr(cache_module, "TRITON_DEVICES", {"cpu"})
-    monkeypatch.setattr(cache_module, "can_move", lambda device: True)
-    monkeypatch.setattr(
-        cache_module, "move_nodes", lambda *args: (launches.append(len(args[0])), commit.move_nodes(*args))
-    )
-    model = tiny_target("llama")
-    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, (11, 4))
-    options = {"attention_mask": attention_mask, "do_sample": False, "max_new_tokens": 9}
-    expected = model.generate(input_ids, **options)
-    draft = RandomTreeDraftModel.from_target(model)
-    draft.hints = expected[:, input_ids.shape[1] :].tolist()
-    assert model.generate(input_ids, assistant_model=draft, **options).tolist() == expected.tolist()
-    assert launches and set(launches) == {2 * model.config.num_hidden_layers}
 
 
 def test_can_move(monkeypatch):
