@@ -187,9 +187,7 @@ class TreeContext(StepContext):
 
     def _scored(self, layer: LayerAttention) -> AttentionState | None:
         """Return the state, with the scores in the capture. None if it wants no scores or the backend writes none."""
-        rows = getattr(self.capture, "score_rows", None)
-        # backends of an older copy have no such field
-        attention = getattr(layer.backend, "attention_with_scores", None)
+        rows, attention = getattr(self.capture, "score_rows", None), layer.backend.attention_with_scores
         if rows is None or attention is None or layer.layer_idx in rows.skipped_layers:
             return None
         last_node, (lengths, positions) = self.capture.last_node, self.prefix_of(layer.sliding_window)

@@ -143,13 +143,3 @@ def test_kernels_with_states_of_another_kind_are_refused_by_name(made, name, fau
             with pytest.raises(ValueError, match=rf"{type(model).__name__} cannot be verified: .*recurrent") as error:
                 generated(model, **inputs, assistant_model=draft)
         assert package in str(error.value) and (package == "fla") == ("fla" in str(error.value))
-
-
-def test_without_the_check_the_text_is_wrong(made):
-    """With states in another layout, which plain `generate` of this package never notices."""
-    with with_packages(made("qwen3_5_text"), **FAULTS[0][1]) as model:
-        inputs = arguments((37,), do_sample=False)
-        text = generated(model, **inputs)
-        draft = drafted(model, True, text, 37)
-        draft.generation_config.check_target = False
-        assert generated(model, **inputs, assistant_model=draft).tolist() != text.tolist()

@@ -2,7 +2,6 @@
 
 import logging
 from contextlib import contextmanager
-from functools import partial
 from statistics import mean
 from types import MethodType
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from tests.tiny_targets import randomize, tiny_prompts, tiny_target
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 from tests.attention_backends.triton.machine import language_listed_once
-from tests.generation.test_fused_layers import VARIANTS
 from tests.pairwise import few
 from tests.simulated_kernels import KERNELS
 
@@ -227,43 +225,19 @@ def test_launches_of_a_layer(steps, dtype, monkeypatch):
     assert launches[1] - launches[0] == PER_LAYER[steps, dtype]
 
 
-# Kinds of layers. Two layers where they differ; mixtures choose experts without a read.
-ONE = {"num_hidden_layers": 1}
-KINDS = {
-    **dict.fromkeys(("phi3", "olmo2", "granite", "glm4", "gemma2"), ONE),
-    "olmo3": {},
-    "gemma3": ONE | {"layer_types": ["sliding_attention"]},
-    "smollm3": {},
-    "cohere2": {},
-    "gpt_oss": ONE,
-    "deepseek_v3": ONE | {"first_k_dense_replace": 0},
-}
-
-
-# test_fused_layers.py compares the logits of the others.
-TELLING = ("gemma2", "cohere2", "gpt_oss", "deepseek_v3")
-
-
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("qwen3", "n-grams")]
-    + [(name, "plain") if name in TELLING else pytest.param(name, "plain", marks=pytest.mark.soak) for name in KINDS],
-)
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "n-grams"), ("gpt_oss", "plain")])
 def test_text_of_fused_layers(name, kind):
-    """By default, with several nodes, or with two rows whose nodes go to different slots. The model is as before."""
-    tiny = VARIANTS.get(name, partial(tiny_target, name))
-    model, prompts = tiny(vocab_size=24, **KINDS.get(name, ONE)), tiny_prompts(24, (9, 16))
-    if name in ("gpt_oss", "deepseek_v3"):
+    """By default, of several nodes and of two rows whose nodes go to different slots. The model is as before."""
+    model, prompts = tiny_target(name, vocab_size=24, num_hidden_layers=1), tiny_prompts(24, (9, 16))
+    if name == "gpt_oss":
         model.set_experts_implementation("batched_mm")
     expected = generate(model, None, *prompts, False, max_new_tokens=5)
     draft = make_draft(kind, model)
     with simulated() as cuda:
         cuda.place(model)
         assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False, max_new_tokens=5)), expected)
-        assert cuda.replays and cuda.replayed["_gated_kernel"]
-        assert bool(cuda.replayed["_norm_kernel"]) == (name != "cohere2")  # whose norms subtract the mean
-        assert bool(cuda.replayed["_rotate_kernel"]) == (name != "deepseek_v3")  # which has a function of its own
+        assert {"_gated_kernel", "_norm_kernel", "_rotate_kernel"} <= cuda.replayed.keys()
     assert not any("forward" in vars(module) for module in model.modules())
 
 

@@ -37,8 +37,6 @@ ROWS = (
      "            generator.graphsafe_set_state(state)\n", "", "tests/generation/test_cuda_graphs.py"),
     ("After a failed capture graphs get other memory", "generation/compiled/cuda_graphs.py",
      "pools.pop(device, None) or", "pools.get(device) or", "tests/generation/test_cuda_graphs.py"),
-    ("The memory of a target's graphs lasts as long as one of them", "generation/compiled/cuda_graphs.py",
-     "pools[device] = pool, first or graph", "pools[device] = pool, None", "tests/generation/test_cuda_graphs.py"),
     ("Nothing is collected during a capture", "generation/compiled/cuda_graphs.py", "    gc.disable()\n", "    pass\n",
      "tests/generation/test_cuda_graphs.py"),
     ("Captures are on the device of the target", "generation/compiled/cuda_graphs.py",

@@ -64,41 +64,24 @@ SPARSE_SPLIT = 128
 
 
 class Gpu(NamedTuple):
-    """The properties of a GPU that tiles depend on.
+    """The properties of a GPU that tiles depend on."""
 
-    Args:
-        shared_memory (`int`): Bytes that one program may use.
-        warpgroups (`bool`): Whether four warps multiply together, from shared memory: compute capability 9 or 10.
-    """
-
-    shared_memory: int
-    warpgroups: bool
+    shared_memory: int  # bytes that one program may use
+    warpgroups: bool  # whether four warps multiply together, from shared memory: compute capability 9 or 10
 
 
 class TileConfig(NamedTuple):
-    """One way to run a kernel.
+    """One way to run a kernel."""
 
-    Args:
-        block_rows (`int`): Query rows of one program.
-        block_keys (`int`): Prefix slots or chosen slots per turn of its loop.
-        tree_keys (`int`): Nodes per turn of the loop over the tree.
-        tree_stages (`int`): Turns of that loop whose loads are in flight together.
-        split_keys (`int`): Prefix slots of one program at least; chosen slots of one program at most.
-        block_size (`int`): Size of a query and a key, rounded up.
-        block_value (`int`): Size of a value, rounded up.
-        num_warps (`int`): Warps of one program.
-        num_stages (`int`): Turns of the loop over the prefix whose loads are in flight together.
-    """
-
-    block_rows: int
-    block_keys: int
-    tree_keys: int
-    tree_stages: int
-    split_keys: int
-    block_size: int
-    block_value: int
-    num_warps: int
-    num_stages: int
+    block_rows: int  # query rows of one program
+    block_keys: int  # prefix slots or chosen slots per turn of its loop
+    tree_keys: int  # nodes per turn of the loop over the tree
+    tree_stages: int  # turns of that loop whose loads are in flight together
+    split_keys: int  # prefix slots of one program at least; chosen slots of one program at most
+    block_size: int  # size of a query and a key, rounded up
+    block_value: int  # size of a value, rounded up
+    num_warps: int  # warps of one program
+    num_stages: int  # turns of the loop over the prefix whose loads are in flight together
 
 
 def power_of_two(number: int) -> int:
@@ -173,10 +156,7 @@ def sparse_config(size: int, value_size: int, itemsize: int) -> TileConfig:
 def wanted_splits(row_tiles: int, all_kv_heads: int, has_tree: bool) -> int:
     """Return the splits of a row's prefix that make `PROGRAMS` programs, with those of the tree.
 
-    Args:
-        row_tiles (`int`): Tiles of query rows that share a key head.
-        all_kv_heads (`int`): Key heads of all rows of the batch.
-        has_tree (`bool`): Whether there is a tree.
+    `row_tiles` tiles of query rows share a key head, and all rows of the batch have `all_kv_heads` of these.
     """
     return max(1, -(-PROGRAMS // (row_tiles * all_kv_heads)) - has_tree)
 

@@ -31,29 +31,18 @@ ACTIVATIONS = {"silu": 0, "sigmoid": 1, "gelu": 2, "gelu_tanh": 3}
 
 
 class NormForm(NamedTuple):
-    """How an RMS norm applies its weight.
+    """How an RMS norm applies its weight."""
 
-    Args:
-        offset (`int`): Added to the weight.
-        late (`bool`): Whether the result is rounded after the product with the weight only, or before it as well.
-    """
-
-    offset: int
-    late: bool
+    offset: int  # added to the weight
+    late: bool  # whether the result is rounded after the product with the weight only, or before it as well
 
 
 class RotaryForm(NamedTuple):
-    """Which numbers of a vector are rotated together, and by which factors.
+    """Which numbers of a vector are rotated together, and by which factors."""
 
-    Args:
-        numbers (`int`): Numbers of a vector for every cosine: 1, or 2 if both numbers of a pair have the same one.
-        interleaved (`bool`): Whether neighbours are a pair, or numbers of both halves of the rotated part.
-        step (`int`): Distance of the cosines of two pairs.
-    """
-
-    numbers: int
-    interleaved: bool
-    step: int
+    numbers: int  # numbers of a vector for every cosine: 1, or 2 if both numbers of a pair have the same one
+    interleaved: bool  # whether neighbours are a pair, or numbers of both halves of the rotated part
+    step: int  # distance of the cosines of two pairs
 
 
 NORM_FORMS = (NormForm(0, False), NormForm(0, True), NormForm(1, True))

@@ -24,17 +24,11 @@ from ..verification import Acceptance, packed
 
 @dataclass(eq=False)
 class LengthsInGraph:
-    """How a graph gets the lengths of rows.
+    """How a graph gets the lengths of rows."""
 
-    Args:
-        sizes (`list[torch.Tensor]`): Empty tensors. Their first sizes are the lengths that the host knows, or bounds.
-        known (`int`): How many lengths are sizes: 1 for all rows, the batch size for one each, or 0 for a bound.
-        key (`tuple[int, ...]`): What tells graphs apart.
-    """
-
-    sizes: list[torch.Tensor]
-    known: int
-    key: tuple[int, ...]
+    sizes: list[torch.Tensor]  # empty ones, whose first sizes are the lengths that the host knows, or bounds
+    known: int  # how many lengths are sizes: 1 for all rows, the batch size for one each, or 0 for a bound
+    key: tuple[int, ...]  # what tells graphs apart
 
     def of(self, tensor: torch.Tensor) -> SeqLens:
         """Return the lengths inside a graph, which gets them as a tensor `(B,)`."""
@@ -46,23 +40,14 @@ NO_KEYS: Any = (None, None)
 
 @dataclass(eq=False)
 class Layout:
-    """Where the entries of a cache lie, which is the same in all steps until a buffer is replaced.
+    """Where the entries of a cache lie, which is the same in all steps until a buffer is replaced."""
 
-    Args:
-        number (`tuple[int, ...]`): `layout` of the cache.
-        groups (`list[Rows]`): The different rows of its layers: one, or two for a compact cache with dense layers.
-        members (`tuple[int, ...]`): For every layer, the index of its rows.
-        capacity (`int`): Slots of the smallest buffer.
-        buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer.
-        indexers (`list[torch.Tensor | None]`): Keys `(B, 1, S, D)` of the indexer of every layer.
-    """
-
-    number: tuple[int, ...]
-    groups: list[Any]
-    members: tuple[int, ...]
-    capacity: int
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
-    indexers: list[Any]
+    number: tuple[int, ...]  # `layout` of the cache
+    groups: list[Any]  # the different [`Rows`] of its layers: one, or two for a compact cache with dense layers
+    members: tuple[int, ...]  # for every layer, the index of its rows
+    capacity: int  # slots of the smallest buffer
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of every layer
+    indexers: list[Any]  # keys `(B, 1, S, D)` of the indexer of every layer, or `None`
 
     @classmethod
     def of(cls, cache: Any, buffer: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
