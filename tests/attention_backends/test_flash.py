@@ -1,19 +1,13 @@
 """The flash-attn backend against stand-ins for the package: what is called, with what, and what is refused."""
 
-import copy
-
 import pytest
 import torch
 
 from hf_longspec.attention_backends import flash, registry
 from hf_longspec.attention_backends.flash import FLASH_BACKEND, compute_capability
-from hf_longspec.attention_backends.interface import register
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionCall
-from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.generation.target import TargetView, chain_of_last_tokens
-from tests.attention_backends.oracle import HALF_FACTOR, layout, relative_error, tensors
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.attention_backends.oracle import layout, tensors
 
 HUB_2, HUB_3 = "kernels-community/flash-attn2", "kernels-community/flash-attn3"
 CALL = AttentionCall(torch.device("cpu"), torch.float16, 64, 64)
@@ -91,23 +85,3 @@ def test_why_not_without_such_a_gpu(machine):
 def test_it_runs_only_by_name(calls):
     assert registry.select(CALL).name == "hf_longspec_torch"
     assert registry.select(CALL, "hf_longspec_fa") is FLASH_BACKEND
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_a_model_by_its_name(name, calls):
-    """A tree over a cache, from transformers down to flash-attn: as close to float32 as sdpa in bfloat16, up to 2."""
-    register()
-    model, nodes = tiny_target(name).to(torch.bfloat16), 6
-    input_ids, _ = tiny_prompts(model.config.vocab_size, (40, 40))
-    with torch.no_grad():
-        plain = model(input_ids).logits[:, -nodes:]
-        exact = copy.deepcopy(model).float()(input_ids).logits[:, -nodes:].double()
-    model.set_attn_implementation("hf_longspec_fa")
-    with torch.no_grad():
-        target, cache = TargetView(model), SpeculativeCache(model.config, 2, 40, tree_slots=nodes)
-        target.prefill(input_ids[:, :-nodes], cache, None)
-        assert not calls  # the prompt is not a prefix of anything
-        cache.set_lengths([34, 34])
-        actual = target.verify(chain_of_last_tokens(list(input_ids), nodes)[0], cache).logits
-    assert relative_error(actual, exact) <= HALF_FACTOR * relative_error(plain, exact)
-    assert len(calls) == model.config.num_hidden_layers

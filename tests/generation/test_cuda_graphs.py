@@ -91,6 +91,15 @@ class TestNextCall:
         assert "could not be captured" not in caplog.text
 
 
+def test_buffers_belong_to_one_call_at_a_time(pair):
+    """A second call, in another thread, gets none before the first one has left them."""
+    model, draft = pair
+    runner, cache = CapturedRunner(model, draft), SpeculativeCache(model.config, 1, 64)
+    runner.keep(runner.workspace(1, 64), cache)
+    first, second = (runner.workspace(1, 64) for _ in range(2))
+    assert first.cache is cache and second.cache is None
+
+
 def test_settings_that_change_between_calls_reach_the_graphs():
     """A graph keeps the settings that it was captured with, so a changed one needs new graphs; `tune` changes them."""
     model, captured = tiny_target("llama", vocab_size=24), []
