@@ -17,6 +17,7 @@ from tests.tiny_targets import tiny_prompts, tiny_target
 
 register()
 NAMES = ("hf_longspec", "hf_longspec_torch")
+Layer = SimpleNamespace  # all that attention reads of a module are attributes
 # Windows (gemma2, gpt_oss, mistral, cohere2), softcap (gemma2), sinks (gpt_oss), value size 12 of 24 (deepseek_v3).
 MODELS = ("llama", "gemma2", "gpt_oss", "mistral", "cohere2", "deepseek_v3", "qwen2_moe", "phimoe")
 LAYERS = 2  # of each
@@ -42,13 +43,6 @@ def run(model, implementation, *args, **kwargs):
             return model(*args, **kwargs)
     finally:
         model.set_attn_implementation(before)
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, **attributes):
-        super().__init__()
-        for name, value in attributes.items():
-            setattr(self, name, value)
 
 
 def tensors(nodes=3, slots=7, batch=2):

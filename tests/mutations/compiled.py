@@ -51,7 +51,4 @@ ROWS = (
     ("A graph serves the lengths up to its bucket", "generation/compiled/cuda_graphs.py",
      "bucket(lengths.longest + room, capacity, parts) - room", "lengths.longest",
      "tests/generation/test_on_simulated_cuda.py"),
-    ("A captured acceptance is that of the scores of its own step", "generation/compiled/fixed_steps.py",
-     "if logits is not self._logits or not rule.fits_graphs:", "if self._logits is None or not rule.fits_graphs:",
-     "tests/generation/test_on_simulated_cuda.py"),
 )

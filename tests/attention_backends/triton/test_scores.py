@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, attention_with_scores
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from hf_longspec.modeling.shared.sparse_caches import select_top
-from tests.attention_backends.oracle import SCALING, tensors, tree_case
+from tests.attention_backends.oracle import SCALING, tree_case
 from tests.attention_backends.triton.machine import on
 from tests.pairwise import pairwise
 
@@ -22,14 +21,6 @@ pytestmark = pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 CPU = torch.device("cpu")
 # Sums of 16 products of standard normal numbers, of up to 14 rows: 1e-6 each.
 SCORE_ERROR = 2e-5
-
-
-def test_scores_of_too_many_heads(kernel_device):
-    query, key, value = tensors(1, 1, 9, 2, 20, 16, torch.float32)
-    inputs = (*on(kernel_device, query, key, value), SeqLens([20]), torch.tensor([1]))
-    assert attention_with_scores(*inputs, scaling=1.0) is None
-    eight = on(kernel_device, *tensors(1, 1, 8, 2, 20, 16, torch.float32))
-    assert attention_with_scores(*eight, *inputs[3:], scaling=1.0) is not None
 
 
 # nodes, groups, prefix lengths, last nodes, window, softcap, sinks
