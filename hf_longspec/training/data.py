@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from .arguments import DraftTrainingArguments
-from .frozen_target import padded_states
+from .stored_states import padded_states
 
 IGNORED = -100  # a label that is not trained on, as in transformers
 DOCUMENTS_PER_BATCH = 1000
