@@ -12,7 +12,7 @@ ROWS = (
      "        self._session = None\n        while self._running", "        while self._running",
      "tests/test_batching_faults.py::test_an_error_of_a_step_ends_those_that_run_and_the_next_ones_go_on"),
     ("A batch is made anew for a target in another dtype", "batching/slots.py",
-     " and self._present() == self._made_for", "",
+     " and self._present(target) == self._made_for", "",
      "tests/test_batching_faults.py::test_caches_have_the_dtype_of_the_target_as_it_is"),
     ("A batch keeps the settings of its draft", "batching/batcher.py", "copy.deepcopy(draft.generation_config)",
      "draft.generation_config",
