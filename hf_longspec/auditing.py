@@ -46,7 +46,8 @@ MIN_EXPECTED = 50
 # At every place the likeliest tokens are counted one by one, and all by their rank: the likeliest, the second, the next
 # two, the next four and so on.
 WATCHED_TOKENS = 64
-CHUNK_ROWS = 16
+# Samples, and tokens of a text, whose logits are in memory at a time.
+CHUNK_ROWS, CHUNK_TOKENS = 16, 1024
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,6 @@ def audit(
     prompt_length: int,
     attention_mask: torch.Tensor | None = None,
     eps: float | None = None,
-    chunk_size: int = 1024,
     pad_token_id: int | None = None,
     eos_token_id: int | list[int] | None = None,
 ) -> AuditReport:
@@ -118,26 +118,12 @@ def audit(
             model's type times the largest absolute logit of the position: in bfloat16 0.3 at a magnitude of 10. The
             factors were measured, see the comment at `NOISE`. Mixture-of-experts models can need more, because rounding
             may send a token to another expert. Audit the text of plain `generate` to find the value.
-        chunk_size (`int`, *optional*, defaults to 1024):
-            Tokens per forward. It bounds memory and does not change the verdict beyond rounding.
         pad_token_id (`int`, *optional*): Defaults to that of `model.generation_config`.
         eos_token_id (`int` or `list[int]`, *optional*): Defaults to that of `model.generation_config`.
 
     Raises:
         ValueError: If the arguments contradict each other, or the model is in training mode or an encoder-decoder.
     """
-    _check(model, sequences, prompt_length, attention_mask, chunk_size)
-    settings = getattr(model, "generation_config", None) or model.config
-    pad = getattr(settings, "pad_token_id", None) if pad_token_id is None else pad_token_id
-    eos = getattr(settings, "eos_token_id", None) if eos_token_id is None else eos_token_id
-    rows = _rows(sequences, prompt_length, attention_mask, pad, _end_tokens(eos))
-    findings = [_findings(model, rows, *step, eps) for step in _teacher_forced(model, rows, chunk_size)]
-    return _report(torch.cat(findings or [torch.empty(0, 4)]))
-
-
-def _check(
-    model: PreTrainedModel, sequences: torch.Tensor, prompt_length: int, mask: torch.Tensor | None, chunk_size: int
-) -> None:
     check_model(model)
     if sequences.dim() != 2 or not 1 <= prompt_length < sequences.shape[1]:
         raise ValueError(
@@ -145,10 +131,15 @@ def _check(
             "longer than the prompt. Pass the output of generate(), and the number of columns of its input_ids."
         )
     expected = [(sequences.shape[0], length) for length in (prompt_length, sequences.shape[1])]
-    if mask is not None and tuple(mask.shape) not in expected:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, expected {expected[0]} or {expected[1]}.")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: expected at least 1.")
+    if attention_mask is not None and tuple(attention_mask.shape) not in expected:
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask has shape {shape}, expected {expected[0]} or {expected[1]}.")
+    settings = getattr(model, "generation_config", None) or model.config
+    pad = getattr(settings, "pad_token_id", None) if pad_token_id is None else pad_token_id
+    eos = getattr(settings, "eos_token_id", None) if eos_token_id is None else eos_token_id
+    rows = _rows(sequences, prompt_length, attention_mask, pad, _end_tokens(eos))
+    findings = [_findings(model, rows, *step, eps) for step in _teacher_forced(model, rows)]
+    return _report(torch.cat(findings or [torch.empty(0, 4)]))
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -191,17 +182,15 @@ def _emitted(tokens: list[int], pad: int | None, ends: set[int]) -> int:
     return len(tokens)
 
 
-def _teacher_forced(
-    model: PreTrainedModel, rows: list[_Row], chunk_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _teacher_forced(model: PreTrainedModel, rows: list[_Row]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Logits `(batch, n, vocab)` and the indices `(n,)` of the tokens they predict, chunk by chunk."""
     # Padding is on the right, where causal attention never looks: no mask, and positions count from 0 in every row.
     tokens = torch.nn.utils.rnn.pad_sequence([row.tokens for row in rows], batch_first=True).to(model.device)
     first, total = min(row.prompt for row in rows) - 1, tokens.shape[1] - 1
     cache = DynamicCache(config=model.config)
     takes_indices = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-    for begin in range(0, total, chunk_size):
-        chunk = tokens[:, begin : min(begin + chunk_size, total)]
+    for begin in range(0, total, CHUNK_TOKENS):
+        chunk = tokens[:, begin : min(begin + CHUNK_TOKENS, total)]
         width = chunk.shape[1]
         # the vocabulary is large: logits of the prompt are not computed, but for one position that forward always
         # computes
