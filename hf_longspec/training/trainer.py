@@ -74,8 +74,8 @@ class DraftTrainer(Trainer):
         method = method_of(self.draft)
         check_models(self.draft, target, args)
         self.encoder = DocumentEncoder(args, processing_class)
-        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-            check_data(name, dataset, self.encoder)
+        check_data("train_dataset", train_dataset, self.encoder)
+        check_data("eval_dataset", eval_dataset, self.encoder)
         self.method = method(self.draft, target, args)
         self.encoder.max_length = self.method.max_length
         if peft_config is not None:

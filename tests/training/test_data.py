@@ -83,14 +83,14 @@ def templated(tokenizer):
 @pytest.mark.parametrize(
     ("row", "template", "match"),
     [
-        (GOOD | {"tools": TOOLS}, None, "column tools.*the chat template does not name it.*Remove the column"),
-        (GOOD | {"documents": ["x"]}, None, "column documents"),
-        (GOOD | {"chat_template_kwargs": {"x": 1}}, None, "column chat_template_kwargs"),
+        (GOOD | {"tools": TOOLS}, None, "does not name the column 'tools'.*Remove"),
+        (GOOD | {"documents": ["x"]}, None, "column 'documents'"),
+        (GOOD | {"chat_template_kwargs": {"x": 1}}, None, "column 'chat_template_kwargs'"),
         (SHARED, None, r"messages.*\['from', 'value'\].*role and content.*Rename"),
         (SHARED, STRICT, r"\['from', 'value'\]"),
         ({"messages": ["hi"]}, None, "role and content"),
-        ({"messages": [{"role": "gpt", "content": "hi"}]}, None, "role 'gpt'.*assistant.*Rename"),
-        ({"messages": [{"role": "user", "content": "hi", "thinking": "h"}]}, None, "thinking.*does not name.*Remove"),
+        ({"messages": [{"role": "gpt", "content": "hi"}]}, None, "does not name the role 'gpt'.*rename"),
+        ({"messages": [{"role": "user", "content": "hi", "thinking": "h"}]}, None, "does not name the key 'thinking'"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, STRICT, "refuses.*assistant.*Users alone"),
     ],
 )
