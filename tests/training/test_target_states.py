@@ -64,8 +64,9 @@ def test_states_of_targets_with_recurrent_layers(name, chunk_size):
     assert last_full_layer(target.config) == layer
     states = TargetPass(target, chunk_size, None, layer)(tokens)
     cache = DynamicCache(config=target.config)
-    with torch.no_grad():
+    with torch.no_grad(), LayerInputs(target, True) as caught:
         hidden = target.model(input_ids=tokens, **{CACHE_NAME: cache}).last_hidden_state
+    close(TargetPass(target, chunk_size)(tokens).hidden, caught.hidden)
     close(states.keys, cache.layers[layer].keys)
     close(states.values, cache.layers[layer].values)
     close(states.hidden, hidden)
