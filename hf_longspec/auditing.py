@@ -46,7 +46,8 @@ MIN_EXPECTED = 50
 # At every place the likeliest tokens are counted one by one, and all by their rank: the likeliest, the second, the next
 # two, the next four and so on.
 WATCHED_TOKENS = 64
-CHUNK_ROWS = 16
+# Samples, and tokens of a text, whose logits are in memory at a time.
+CHUNK_ROWS, CHUNK_TOKENS = 16, 1024
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,6 @@ class AuditReport:
         return f"{counted}, {what}, largest gap {self.max_gap:.3g}, first at row {row}, position {position}"
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Tokens of one sequence without padding, their columns in `sequences`, and how many are prompt."""
-
-    tokens: torch.Tensor
-    columns: torch.Tensor
-    prompt: int
-
-
 @torch.no_grad()
 def audit(
     model: PreTrainedModel,
@@ -90,7 +82,6 @@ def audit(
     prompt_length: int,
     attention_mask: torch.Tensor | None = None,
     eps: float | None = None,
-    chunk_size: int = 1024,
     pad_token_id: int | None = None,
     eos_token_id: int | list[int] | None = None,
 ) -> AuditReport:
@@ -118,26 +109,12 @@ def audit(
             model's type times the largest absolute logit of the position: in bfloat16 0.3 at a magnitude of 10. The
             factors were measured, see the comment at `NOISE`. Mixture-of-experts models can need more, because rounding
             may send a token to another expert. Audit the text of plain `generate` to find the value.
-        chunk_size (`int`, *optional*, defaults to 1024):
-            Tokens per forward. It bounds memory and does not change the verdict beyond rounding.
         pad_token_id (`int`, *optional*): Defaults to that of `model.generation_config`.
         eos_token_id (`int` or `list[int]`, *optional*): Defaults to that of `model.generation_config`.
 
     Raises:
         ValueError: If the arguments contradict each other, or the model is in training mode or an encoder-decoder.
     """
-    _check(model, sequences, prompt_length, attention_mask, chunk_size)
-    settings = getattr(model, "generation_config", None) or model.config
-    pad = getattr(settings, "pad_token_id", None) if pad_token_id is None else pad_token_id
-    eos = getattr(settings, "eos_token_id", None) if eos_token_id is None else eos_token_id
-    rows = _rows(sequences, prompt_length, attention_mask, pad, _end_tokens(eos))
-    findings = [_findings(model, rows, *step, eps) for step in _teacher_forced(model, rows, chunk_size)]
-    return _report(torch.cat(findings or [torch.empty(0, 4)]))
-
-
-def _check(
-    model: PreTrainedModel, sequences: torch.Tensor, prompt_length: int, mask: torch.Tensor | None, chunk_size: int
-) -> None:
     check_model(model)
     if sequences.dim() != 2 or not 1 <= prompt_length < sequences.shape[1]:
         raise ValueError(
@@ -145,10 +122,25 @@ def _check(
             "longer than the prompt. Pass the output of generate(), and the number of columns of its input_ids."
         )
     expected = [(sequences.shape[0], length) for length in (prompt_length, sequences.shape[1])]
-    if mask is not None and tuple(mask.shape) not in expected:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, expected {expected[0]} or {expected[1]}.")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: expected at least 1.")
+    if attention_mask is not None and tuple(attention_mask.shape) not in expected:
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask has shape {shape}, expected {expected[0]} or {expected[1]}.")
+    settings = getattr(model, "generation_config", None) or model.config
+    pad = getattr(settings, "pad_token_id", None) if pad_token_id is None else pad_token_id
+    eos = getattr(settings, "eos_token_id", None) if eos_token_id is None else eos_token_id
+    texts = []
+    for row, tokens in enumerate(sequences.cpu()):
+        mask = None if attention_mask is None else attention_mask[row, :prompt_length].cpu().bool()
+        columns = _columns(tokens, prompt_length, mask, pad, _end_tokens(eos))
+        if not len(columns) or columns[0] >= prompt_length:
+            raise ValueError(f"the prompt of row {row} is all padding. Pass attention_mask, or drop the row.")
+        texts.append((tokens[columns], columns))
+    lines = []
+    for row, (tokens, columns) in enumerate(texts):
+        prompt = int((columns < prompt_length).sum())
+        where = torch.stack([torch.full_like(columns, row), columns], dim=1)[prompt:]
+        lines.append(torch.cat([where.double(), _margins(model, tokens, prompt, eps)], dim=1))
+    return _report(torch.cat(lines))
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -158,23 +150,17 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError("the model is in training mode. Call model.eval() first.")
 
 
-def _rows(
-    sequences: torch.Tensor, prompt_length: int, mask: torch.Tensor | None, pad: int | None, ends: set[int]
-) -> list[_Row]:
-    rows = []
-    for number, tokens in enumerate(sequences.cpu()):
-        keep = torch.ones(len(tokens), dtype=torch.bool)
-        if mask is not None:
-            keep[:prompt_length] = mask[number, :prompt_length].cpu().bool()
-        elif pad is not None and pad not in ends:
-            keep[:prompt_length] = tokens[:prompt_length] != pad
-        keep[prompt_length + _emitted(tokens[prompt_length:].tolist(), pad, ends) :] = False
-        prompt = int(keep[:prompt_length].sum())
-        if not prompt:
-            raise ValueError(f"the prompt of row {number} is all padding. Pass attention_mask, or drop the row.")
-        columns = keep.nonzero().flatten()
-        rows.append(_Row(tokens[columns], columns, prompt))
-    return rows
+def _columns(
+    tokens: torch.Tensor, prompt_length: int, mask: torch.Tensor | None, pad: int | None, ends: set[int]
+) -> torch.Tensor:
+    """Return the columns of a row that are no padding, up to its end."""
+    keep = torch.ones(len(tokens), dtype=torch.bool)
+    if mask is not None:
+        keep[:prompt_length] = mask
+    elif pad is not None and pad not in ends:
+        keep[:prompt_length] = tokens[:prompt_length] != pad
+    keep[prompt_length + _emitted(tokens[prompt_length:].tolist(), pad, ends) :] = False
+    return keep.nonzero().flatten()
 
 
 def _end_tokens(eos: int | list[int] | None) -> set[int]:
@@ -191,46 +177,35 @@ def _emitted(tokens: list[int], pad: int | None, ends: set[int]) -> int:
     return len(tokens)
 
 
-def _teacher_forced(
-    model: PreTrainedModel, rows: list[_Row], chunk_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits `(batch, n, vocab)` and the indices `(n,)` of the tokens they predict, chunk by chunk."""
-    # Padding is on the right, where causal attention never looks: no mask, and positions count from 0 in every row.
-    tokens = torch.nn.utils.rnn.pad_sequence([row.tokens for row in rows], batch_first=True).to(model.device)
-    first, total = min(row.prompt for row in rows) - 1, tokens.shape[1] - 1
-    cache = DynamicCache(config=model.config)
+def _teacher_forced(model: PreTrainedModel, tokens: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
+    """Yield logits `(n, vocab)` of the tokens after the prompt, chunk by chunk."""
+    ids, cache = tokens[None, :-1].to(model.device), DynamicCache(config=model.config)
     takes_indices = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-    for begin in range(0, total, chunk_size):
-        chunk = tokens[:, begin : min(begin + chunk_size, total)]
+    for chunk in ids.split(CHUNK_TOKENS, dim=1) if ids.numel() else ():
         width = chunk.shape[1]
-        # the vocabulary is large: logits of the prompt are not computed, but for one position that forward always
-        # computes
-        wanted = torch.arange(min(max(first - begin, 0), width - 1), width, device=tokens.device)
+        # the vocabulary is large: logits of the prompt are not computed, but for one that forward always computes
+        wanted = torch.arange(min(max(prompt - 1, 0), width - 1), width, device=ids.device)
         extra: dict[str, Any] = {"logits_to_keep": wanted} if takes_indices else {}
-        logits = model(input_ids=chunk, **{CACHE_NAME: cache}, use_cache=True, **extra).logits
-        if begin + width > first:
-            yield logits if takes_indices else logits[:, wanted], begin + 1 + wanted
+        logits = model(input_ids=chunk, **{CACHE_NAME: cache}, use_cache=True, **extra).logits[0]
+        if width >= prompt:
+            yield logits if takes_indices else logits[wanted]
+        prompt -= width
 
 
-def _findings(
-    model: PreTrainedModel, rows: list[_Row], logits: torch.Tensor, indices: torch.Tensor, eps: float | None
-) -> torch.Tensor:
-    """One line `(row, column, margin, allowed)` per audited token among those that `logits` predict."""
-    dtype = max((model.dtype, logits.dtype), key=lambda kind: torch.finfo(kind).eps)
-    unit = NOISE.get(dtype, NOISE_OF_WIDE_TYPES) * torch.finfo(dtype).eps
-    lines = []
-    for number, row in enumerate(rows):
-        inside = (indices >= row.prompt) & (indices < len(row.tokens))
-        predicted = indices[inside].cpu()
-        scores = logits[number, inside.to(logits.device)]
-        highest, second = scores.topk(2, dim=-1).values.double().split(1, dim=-1)
-        emitted = scores.gather(-1, row.tokens[predicted, None].to(scores.device)).double()
-        margin = emitted - torch.where(emitted == highest, second, highest)
-        magnitude = scores.abs().masked_fill(scores < FORBIDDEN, 0).amax(-1, keepdim=True).double()
-        allowed = unit * magnitude if eps is None else torch.full_like(margin, eps)
-        where = torch.stack([torch.full_like(predicted, number), row.columns[predicted]], dim=1).double()
-        lines.append(torch.cat([where, margin.cpu(), allowed.cpu()], dim=1))
-    return torch.cat(lines)
+def _margins(model: PreTrainedModel, tokens: torch.Tensor, prompt: int, eps: float | None) -> torch.Tensor:
+    """Return margin and allowed gap of every token after the prompt, `(n, 2)`."""
+    parts = [torch.empty(0, 2, dtype=torch.float64)]
+    for logits in _teacher_forced(model, tokens, prompt):
+        emitted, prompt = tokens[prompt : prompt + len(logits), None].to(logits.device), prompt + len(logits)
+        dtype = max((model.dtype, logits.dtype), key=lambda kind: torch.finfo(kind).eps)
+        highest, second = logits.topk(2, dim=-1).values.double().split(1, dim=-1)
+        own = logits.gather(-1, emitted).double()
+        magnitude = logits.abs().masked_fill(logits < FORBIDDEN, 0).amax(-1, keepdim=True).double()
+        unit = NOISE.get(dtype, NOISE_OF_WIDE_TYPES) * torch.finfo(dtype).eps
+        allowed = unit * magnitude if eps is None else torch.full_like(own, eps)
+        margin = own - torch.where(own == highest, second, highest)
+        parts.append(torch.cat([margin, allowed], dim=1).cpu())
+    return torch.cat(parts)
 
 
 def _report(findings: torch.Tensor) -> AuditReport:

@@ -1,13 +1,14 @@
 """AutoDraft: the draft of a target that is fastest on the text of the first call."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.repocard import metadata_load
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file, logging
 from yaml import YAMLError
@@ -32,10 +33,7 @@ TRIAL_TOKENS, TRIAL_PROMPT = 32, 1024
 # The first call of a kind may compile, capture graphs and check the target.
 TRIAL_CALLS = 2
 # What a trial takes from the call that it is made for.
-SAMPLING = (
-    *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
-    *("eos_token_id", "pad_token_id"),
-)
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "pad_token_id")
 
 
 class AutoDraftConfig(DraftConfig):
@@ -85,23 +83,16 @@ class AutoDraft(DraftModel):
         """
         draft = super().from_target(target, **overrides)
         draft._report = report
-        if (name := draft_named_by(target)) is not None:
-            try:
-                name, loaded = load_named(name, target)
-                draft._candidates[name] = loaded
-            except (OSError, ValueError) as error:
-                reason = " ".join(str(error).split())
-                logger.warning("draft_model=%s of the target is not used: %s", shortened(name), reason)
-        try:
-            draft._candidates[DRAFTS[MTP].config.short_name()] = DRAFTS[MTP].model.from_target(target)
-        except (OSError, ValueError) as error:  # most checkpoints have no such layers
-            logger.debug("%s", error)
+        found, short = draft._candidates, DRAFTS[MTP].config.short_name()
+        if (named := draft_named_by(target)) is not None:
+            with skipping(f"{CARD_KEY}={shortened(named)} of the target", logger.warning):
+                found.update([load_named(named, target)])
+        with skipping(short, logger.debug):  # most checkpoints have no such layers
+            found[short] = DRAFTS[MTP].model.from_target(target)
         if target.device.type == "cuda":  # where a step takes as long as reading the weights
-            try:
-                draft._candidates[CHEAP] = weightless_drafts()[CHEAP].from_target(target, **preset_of(CHEAP))
-            except ValueError as error:  # another kind of target, or too little memory
-                logger.debug("%s", error)
-        draft._candidates[DRAFTS[NGRAMS].config.short_name()] = DRAFTS[NGRAMS].model.from_target(target)
+            with skipping(CHEAP, logger.debug):
+                found[CHEAP] = weightless_drafts()[CHEAP].from_target(target, **preset_of(CHEAP))
+        found[DRAFTS[NGRAMS].config.short_name()] = DRAFTS[NGRAMS].model.from_target(target)
         return draft
 
     @property
@@ -137,10 +128,8 @@ class AutoDraft(DraftModel):
                     speeds[name] = trial_speed(target, draft, ids, options)
             plain = speeds.pop("")
             best = max(speeds, key=lambda name: speeds[name])
-            self._candidates, self.choice = (
-                {best: drafts[best]},
-                line(best, speeds, plain, bool(options.get("do_sample"))),
-            )
+            self._candidates = {best: drafts[best]}
+            self.choice = line(best, speeds, plain, bool(options.get("do_sample")))
             self._report(self.choice)
         self._pass_settings(self.chosen)
         return self.chosen
@@ -150,22 +139,35 @@ class AutoDraft(DraftModel):
             if (value := self.setting(name)) != default:
                 setattr(draft.generation_config, name, value)
 
-    def _draft_of(self, model: PreTrainedModel, input_ids: torch.Tensor, config: Any, mask: Any) -> DraftModel:
-        if self.choice is None and input_ids.numel() and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            row = int(mask.sum(1).argmax())
-            input_ids = input_ids[row : row + 1, mask[row, -input_ids.shape[1] :].bool()]
-        options = {name: getattr(config, name, None) for name in SAMPLING}
-        options = {name: value for name, value in options.items() if value is not None}
+    def _draft_of(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        attention_mask: torch.Tensor | None = None,
+        **_: Any,
+    ) -> DraftModel:
+        """Return the draft of a call, chosen by its longest prompt and its sampling if it is the first one."""
+        if self.choice is None and input_ids.numel() and attention_mask is not None and attention_mask.dim() == 2:
+            row = int(attention_mask.sum(1).argmax())
+            input_ids = input_ids[row : row + 1, attention_mask[row, -input_ids.shape[1] :].bool()]
+        options = {name: value for name in SAMPLING if (value := getattr(generation_config, name, None)) is not None}
         return self.choose(model, input_ids[:1], **options)
 
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
-        draft = self._draft_of(model, input_ids, kwargs.get("generation_config"), kwargs.get("attention_mask"))
-        return draft.longspec_decoding(model, input_ids, **kwargs)
+        return self._draft_of(model, input_ids, **kwargs).longspec_decoding(model, input_ids, **kwargs)
 
-    def custom_generate(self, model: PreTrainedModel, input_ids: torch.LongTensor, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("generation_config", args[2] if len(args) > 2 else None)
-        draft = self._draft_of(model, input_ids, config, kwargs.get("attention_mask"))
-        return draft.custom_generate(model, input_ids, *args, **kwargs)
+    def custom_generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        draft = self._draft_of(model, input_ids, generation_config, **kwargs)
+        return draft.custom_generate(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     @property
     def last_speculation(self) -> SpeculationStats | None:
@@ -218,19 +220,21 @@ def line(best: str, speeds: dict[str, float], plain: float, is_sampled: bool) ->
     return f"draft: {best}, {speeds[best]:.3g} tokens/s on this text ({others}, {plain:.3g} without a draft){pause}"
 
 
+@contextmanager
+def skipping(candidate: str, log: Callable[..., None]) -> Iterator[None]:
+    """Go on after an error of a draft that cannot be loaded, and log it in one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # among others of another kind of target, or too little memory
+        log("%s is not used: %s", candidate, " ".join(str(error).split()))
+
+
 def draft_named_by(target: PreTrainedModel) -> Any:
     """Return what the config or the card of a target names as its draft, which may be anything; `None` without one."""
     place, name = target.config._name_or_path, getattr(target.config, CARD_KEY, None)
     if name is None and place:
         try:
-            card = cached_file(
-                place,
-                "README.md",
-                _raise_exceptions_for_gated_repo=False,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-            )
-            name = (metadata_load(Path(card)) or {}).get(CARD_KEY) if card else None
+            name = (metadata_load(Path(str(cached_file(place, "README.md")))) or {}).get(CARD_KEY)
         except (OSError, ValueError, RecursionError, YAMLError):
             return None  # no card, or one without readable metadata
     return name

@@ -183,7 +183,7 @@ class PrefixCache:
         self._devices = {name: entry.device for name, entry in held.items()}
         states = dict(states or {})
         if cache.parts:
-            states[length] = _states_of(cache)
+            states[length] = copied_states(cache)
         states = {count: self._copied(one) for count, one in states.items()}
         text = next((text for text in self._texts if common_length(text.tokens, tokens) == length), None)
         if text is None:
@@ -231,11 +231,7 @@ def _fill(cache: SpeculativeCache, entries: dict[str, torch.Tensor], count: int)
 
 def copied_states(cache: SpeculativeCache) -> dict[str, torch.Tensor]:
     """Return copies of the recurrent states of a cache, which [`PrefixCache.put`] stores for its present length."""
-    return {name: state.clone() for name, state in _states_of(cache).items()}
-
-
-def _states_of(cache: SpeculativeCache) -> dict[str, torch.Tensor]:
-    return {name: entry for name, entry in cache.entries().items() if not name.endswith(OF_TOKENS)}
+    return {name: entry.clone() for name, entry in cache.entries().items() if not name.endswith(OF_TOKENS)}
 
 
 def _row(tokens: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import Batcher, Drafter, NgramDraftModel, PlainDraftModel, PrefixCache
 from hf_longspec.batching import slots
+from hf_longspec.generation import target as of_target
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.sequences import SpeculationStats
 from hf_longspec.generation.target import TargetView
@@ -94,28 +95,18 @@ def check_requests(model, draft, mix, rows):
     return beside
 
 
-CASES = pairwise(KINDS, ("llama", "gemma3"), ("greedy", "mixed"), (1, 3))
-CASES += soaked((kind, "llama", "sampled", 3) for kind in KINDS[2:])
-CASES += [(kind, "gemma3", "sampled", 3) for kind in KINDS[:2]]
-
-
-@pytest.mark.parametrize(("kind", "name", "mix", "rows"), few(CASES, 9), ids=str)
-def test_texts_and_steps_are_those_of_generate_alone(kind, name, mix, rows):
-    model = tiny_target(name, vocab_size=VOCAB)
-    check_requests(model, None if kind[0] is None else draft_of(kind[0], model, **kind[1]), MIXES[mix], rows)
-
-
+# Every draft of the package in soak tests, some of it in all.
+CASES = few(pairwise(KINDS, ("llama", "gemma3"), ("greedy", "mixed", "sampled"), (1, 3)), 9)
 OTHERS_OF = [(kind, {}) for kind in DRAFTS]
 OTHERS_OF += [("longspec_assistant", NGRAMS | {"tree_widths": [4]}), ("longspec_eagle3", {"num_hidden_layers": 2})]
 OTHERS_OF += [("tokenswift", PARTIAL | NGRAMS), ("longspec_quest", {"acceptance": "rejection"})]
+CASES += soaked((kind, name, "mixed", 2) for kind in OTHERS_OF for name in ("gemma3", "llama"))
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", OTHERS_OF, ids=str)
-@pytest.mark.parametrize("name", ["gemma3", "llama"])
-def test_texts_and_steps_of_other_drafts(kind, name):
+@pytest.mark.parametrize(("kind", "name", "mix", "rows"), CASES, ids=str)
+def test_texts_and_steps_are_those_of_generate_alone(kind, name, mix, rows):
     model = tiny_target(name, vocab_size=VOCAB)
-    check_requests(model, draft_of(kind[0], model, **kind[1]), MIXES["mixed"], 2)
+    check_requests(model, None if kind[0] is None else draft_of(kind[0], model, **kind[1]), MIXES[mix], rows)
 
 
 # Gated delta rule, Mamba-2, Mamba-2 beside keys, Mamba-1: one in every run.
@@ -134,32 +125,23 @@ def test_targets_with_recurrent_states(name, kind):
     check_requests(model, draft_of(kind, model), MIXES["mixed"], 2)
 
 
-def test_a_slot_shows_nothing_of_the_request_before(llama):
-    """A short text after a long one in the only slot."""
-    ids, how = prompt(5), {"max_new_tokens": 20, "eos_token_id": NEVER}
-    with Batcher(llama, NgramDraftModel.from_target(llama), rows=1, max_length=64) as batcher:
-        batcher.submit(prompt(20), max_new_tokens=10, eos_token_id=NEVER).result()
-        found = batcher.submit(ids, **how).result()
-    assert torch.equal(found, alone(llama, None, ids, **how))
-
-
 SYSTEM, QUESTION, PLENTY = 29, 5, 10**8
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama", "longspec_ngram"), *soaked([("gemma3", "longspec_eagle3")])])
+AGENTS = [("llama", "longspec_ngram"), *soaked([("gemma3", "longspec_eagle3")]), HYBRIDS[0], *HYBRIDS[2:-2]]
+
+
+@pytest.mark.parametrize(("name", "kind"), AGENTS)
 def test_agents_that_alternate_read_new_tokens_alone(name, kind, monkeypatch):
-    """Three of them in two rows, with prompts of their own, over three turns; then another question to each."""
-    check_agents(tiny_target(name, vocab_size=VOCAB), kind, monkeypatch)
+    """Three of them in two rows, with prompts of their own, over three turns; then another question to each.
 
-
-@pytest.mark.parametrize(("name", "kind"), HYBRIDS[:-2])
-def test_states_are_continued_at_the_ends_of_texts_and_chunks(name, kind, monkeypatch):
-    check_agents(build(name, 0), kind, monkeypatch)
-
-
-def check_agents(model, kind, monkeypatch):
+    States are continued at the ends of texts and chunks.
+    """
+    model = tiny_target(name, vocab_size=VOCAB) if name in ("llama", "gemma3") else build(name, 0)
     draft, prefixes, read = draft_of(kind, model), PrefixCache(model, PLENTY), []
     before(monkeypatch, TargetView, "prefill", lambda view, tokens, *args: read.append(tokens.shape[1]))
+    examined = []
+    before(monkeypatch, of_target, "known_of", lambda *_: examined.append(threading.current_thread().name))
     starts = [prompt(SYSTEM, 100 * agent + 1) for agent in range(3)]
     texts, how = starts, GREEDY | {"max_new_tokens": 7, "eos_token_id": NEVER}
     end_of_chunk = SYSTEM // 8 * 8 if TargetView(model).has_states else SYSTEM
@@ -173,6 +155,8 @@ def check_agents(model, kind, monkeypatch):
             read.clear()
             futures = [batcher.submit(text, **how) for text in prompts]
             texts = [future.result() for future in futures]
+            assert not turn or examined.count("hf_longspec.Batcher") == 3  # once in the turn of each request
+            examined.clear()
             reused = {0: 0, 3: end_of_chunk}.get(turn, prompts[0].shape[1] - QUESTION - 1)
             assert [future.reused for future in futures] == [reused] * 3
             assert sum(read) <= 3 * (prompts[0].shape[1] - reused)
@@ -201,14 +185,6 @@ def test_requests_that_do_not_end_well_store_nothing(llama):
     other = tiny_target("gemma3", vocab_size=VOCAB)
     with pytest.raises(ValueError, match="prefixes: a PrefixCache of another model"):
         Batcher(other, prefixes=prefixes)
-
-
-def test_equal_requests_with_equal_seeds_have_equal_texts_and_others_not(llama):
-    how = SAMPLED | {"max_new_tokens": 20, "eos_token_id": NEVER}
-    with Batcher(llama, rows=3, max_length=40) as batcher:
-        futures = [batcher.submit(prompt(7), seed=seed, **how) for seed in (4, 4, 5)]
-        first, second, third = (future.result() for future in futures)
-    assert torch.equal(first, second) and not torch.equal(first, third)
 
 
 class Tokens(BaseStreamer):
@@ -293,7 +269,7 @@ def test_a_request_that_fails_ends_alone(llama):
             with pytest.raises(RuntimeError, match=message):
                 bad.result()
             assert torch.equal(good.result(), alone(llama, draft, prompt(11), **how)), name
-        assert not batcher.num_running
+        assert not batcher._running
 
 
 class Gate(BaseStreamer):

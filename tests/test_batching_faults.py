@@ -54,16 +54,6 @@ def test_a_hook_of_later_is_refused_by_name_while_others_go_on(llama):
     assert torch.equal(after, alone(llama, draft, prompt(6), **HOW))
 
 
-def test_dropout_of_later_is_refused_by_name(llama):
-    with Batcher(llama, rows=1, max_length=40) as batcher:
-        llama.train()
-        llama.model.layers[0].self_attn.attention_dropout = 0.1
-        with pytest.raises(ValueError, match="attention_dropout"):
-            batcher.submit(prompt(5), **HOW).result()
-        llama.eval()
-        assert torch.equal(batcher.submit(prompt(5), **HOW).result(), alone(llama, None, prompt(5), **HOW))
-
-
 def test_a_window_that_changes_is_that_of_requests_that_begin_later():
     model = tiny_target("mistral", vocab_size=VOCAB)
     draft, ids = NgramDraftModel.from_target(model), prompt(30)

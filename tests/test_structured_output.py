@@ -1,16 +1,13 @@
 """Structured output: what it allows, and the texts of all drafts under it, and under engines that others wrote."""
 
-import importlib
 import json
 import re
-import sys
 from functools import cache
 from itertools import cycle, product
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from hf_longspec import Batcher, GrammarDraftModel, NgramDraftModel, PlainDraftModel, StructuredOutput
 from hf_longspec.generation.special_cases.grammar import GrammarRule
@@ -167,19 +164,16 @@ def test_text_after_the_end_of_a_structure_is_free(kind, eos):
         assert any(len(set(row[row.index(END) :])) > 3 for row in texts[0].tolist() if END in row)
 
 
-BATCHED = [None, "longspec_grammar", "longspec_ngram", "specattn"]
-BATCHED = [(kind, {}) for kind in BATCHED] + soaked((kind, {}) for kind in DRAFTS if kind not in BATCHED)
-BATCHED += soaked([("longspec_assistant", {"window": None})])
+BATCHED = ["longspec_plain", "longspec_grammar", "longspec_ngram", "specattn"]
 
 
-@pytest.mark.parametrize(("kind", "settings"), BATCHED, ids=str)
-def test_requests_of_a_batch_have_structures_of_their_own(kind, settings):
+@pytest.mark.parametrize("kind", [*BATCHED, *soaked(kind for kind in DRAFTS if kind not in BATCHED)])
+def test_requests_of_a_batch_have_structures_of_their_own(kind):
     """Beside others with and without one, and with a processor that keeps state: text and steps of each alone."""
     model = target_of("llama")
-    draft = PlainDraftModel.from_target(model) if kind is None else draft_of(kind, model, **settings)
     # Beside a grammar a draft model runs the accepted tokens again, so that a window drops tokens at other steps than
     # alone, and some proposals differ. In float64 they differ likewise; without a window or forced tokens none do.
-    has_steps_of_alone = kind != "longspec_assistant" or draft.setting("window") is None
+    draft = draft_of(kind, model, **({"window": None} if kind == "longspec_assistant" else {}))
     words, nested = structure("words"), structure("nested")
     makers = [list, lambda: [nested], lambda: [words], lambda: [Budget()], list, lambda: [nested]]
     cases = [
@@ -200,7 +194,7 @@ def test_requests_of_a_batch_have_structures_of_their_own(kind, settings):
         assert futures[row].result().tolist() == alone.tolist(), row
         found, expected = futures[row].speculation, draft.last_speculation
         assert found.reason is None, row
-        assert not has_steps_of_alone or found.emitted_per_step == expected.emitted_per_step, row
+        assert found.emitted_per_step == expected.emitted_per_step, row
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -358,44 +352,6 @@ def test_distribution_under_a_grammar(kind):
     assert p_value(texts, joint) > 1e-4 > p_value(texts, wrong)
 
 
-# ------------------------------------------------------------------------------------------- engines of others
-
-
-def of_xgrammar(name):
-    xgrammar = pytest.importorskip("xgrammar")
-    hf = importlib.import_module("xgrammar.contrib.hf")
-    info = xgrammar.TokenizerInfo.from_huggingface(TOKENIZER, vocab_size=VOCAB, stop_token_ids=[END])
-    compiler = xgrammar.GrammarCompiler(info)
-    if name == "nested":
-        compiled = compiler.compile_json_schema(json.dumps(NESTED), any_whitespace=False)
-    else:
-        compiled = compiler.compile_regex(DATE)
-    return lambda: hf.LogitsProcessor(compiled)
-
-
-def of_outlines(backend):
-    def make(name):
-        outlines = pytest.importorskip("outlines")
-        module = importlib.import_module(f"outlines.backends.{backend}")
-        model = outlines.from_transformers(target_of("llama"), TOKENIZER)
-        engine = next(one for key, one in vars(module).items() if key.endswith("Backend") and key != "BaseBackend")
-        if name == "nested":
-            return lambda: engine(model).get_json_schema_logits_processor(json.dumps(NESTED))
-        return lambda: engine(model).get_regex_logits_processor(DATE)
-
-    return make
-
-
-def of_enforcer(name):
-    enforcer = pytest.importorskip("lmformatenforcer")
-    base = importlib.import_module("transformers.tokenization_utils_base")
-    sys.modules.setdefault("transformers.tokenization_utils", base)  # where its version looks
-    hf = importlib.import_module("lmformatenforcer.integrations.transformers")
-    parser = enforcer.JsonSchemaParser(NESTED) if name == "nested" else enforcer.RegexParser(DATE)
-    data = hf.build_token_enforcer_tokenizer_data(TOKENIZER)
-    return lambda: PrefixConstrainedLogitsProcessor(hf.build_transformers_prefix_allowed_tokens_fn(data, parser), 1)
-
-
 class OfLlguidance(LogitsProcessor):
     """The processor that its documentation shows: a matcher for each row, which advances with each call."""
 
@@ -422,24 +378,11 @@ class OfLlguidance(LogitsProcessor):
         return scores.masked_fill(~is_allowed, -torch.inf)
 
 
-ENGINES = {
-    "xgrammar": of_xgrammar,
-    "outlines_core": of_outlines("outlines_core"),
-    "outlines_llguidance": of_outlines("llguidance"),
-    "lm-format-enforcer": of_enforcer,
-    "llguidance": lambda name: lambda: OfLlguidance(name),
-}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_engines_of_others(engine):
+def test_a_matcher_that_advances_with_each_call():
+    """N-grams are drafted beside it."""
     model = target_of("llama")
     for kind, name, lengths in (("longspec", "nested", (9,)), ("longspec_ngram", "date", (9, 2, 5))):
-        check(model, draft_of(kind, model), ENGINES[engine](name), lengths=lengths)
-
-
-def test_n_grams_are_drafted_beside_a_matcher_of_another_engine():
-    model = target_of("llama")
+        check(model, draft_of(kind, model), lambda name=name: OfLlguidance(name), name, lengths)
     draft = NgramDraftModel.from_target(model)
     generate(model, draft, [OfLlguidance("words")])
     assert draft.last_speculation.num_processed_nodes >= draft.last_speculation.num_emitted_tokens

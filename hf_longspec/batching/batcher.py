@@ -25,6 +25,7 @@ from ..generation.cache import SpeculativeCache
 from ..generation.call import GRAMMAR, HOOKS, PROCESSORS, Call
 from ..generation.sequences import SpeculationStats
 from ..generation.special_cases.grammar import is_grammar
+from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..prefix_cache import PrefixCache
 from .slots import LentCache, RowSession, SlotSession
@@ -44,10 +45,10 @@ class Request(Future):
     reused: int = 0
     _has_ended = False
 
-    def __init__(self, work: Callable[[], Any], streamer: Any = None, is_alone: bool = False, forced: int = 0):
+    def __init__(self, work: Callable[..., Any], streamer: Any = None, is_alone: bool = False, forced: int = 0):
         super().__init__()
-        # what is done in the turn of the request: its session is made, or a function runs alone
-        self.work: Callable[[], Any] | None = work
+        # what is done in the turn of the request: its session is made for the target, or a function runs alone
+        self.work: Callable[..., Any] | None = work
         # `forced` is the number of nodes that trees need for its grammar
         self.streamer, self.is_alone, self.forced = streamer, is_alone, forced
         self.waits = is_alone  # whether it begins when no other one runs
@@ -198,11 +199,6 @@ class Batcher:
             for request in ahead:
                 request.cancel()
 
-    @property
-    def num_running(self) -> int:
-        """Number of requests in slots."""
-        return len(self._running)
-
     def close(self, cancel: bool = False) -> None:
         """Wait for all requests, or cancel them, and end the thread. Nothing can be submitted afterwards.
 
@@ -269,16 +265,14 @@ class Batcher:
             if settings.get(name) is not None:
                 raise ValueError(f"{name}: the draft is that of the Batcher. Drop {name}.")
         chosen = settings.get("generation_config") or self.target.generation_config
-        if ((beams := settings.get("num_beams", chosen.num_beams)) or 1) > 1:
-            raise ValueError(f"num_beams={beams}: a row of a Batcher is one text. Call generate() for beams.")
+        for name in ("num_beams", "num_return_sequences", "return_dict_in_generate"):
+            value = settings.get(name, getattr(chosen, name))
+            if value is True or (value or 1) > 1:
+                raise ValueError(f"{name}={value}: a row of a Batcher returns one text. Drop {name}.")
         taker = copy.copy(self.draft)
         taker.longspec_decoding = lambda model, input_ids, **arguments: {"input_ids": input_ids, **arguments}
         arguments: dict[str, Any] = self.target.generate(ids, assistant_model=taker, **settings)
         config = arguments["generation_config"]
-        wanted = {"num_return_sequences": (config.num_return_sequences or 1) > 1}
-        wanted |= {"return_dict_in_generate": config.return_dict_in_generate}
-        for name in (name for name, is_wanted in wanted.items() if is_wanted):
-            raise ValueError(f"{name}={getattr(config, name)}: a row of a Batcher returns one text. Drop {name}.")
         if config.max_length > self.max_length:
             raise ValueError(
                 f"the prompt has {ids.shape[1]} tokens and the text may have {config.max_length}, and the rows of the "
@@ -286,12 +280,15 @@ class Batcher:
             )
         return arguments
 
-    def _opened(self, arguments: dict[str, Any], streamer: Any, source: torch.Generator | None) -> RowSession:
-        """Return the session of a request, or refuse it."""
+    def _opened(
+        self, arguments: dict[str, Any], streamer: Any, source: torch.Generator | None, target: TargetView
+    ) -> RowSession:
+        """Return the session of a request for the target as it is, or refuse the request."""
         names = ("input_ids", "logits_processor", "stopping_criteria", "generation_config")
         own = [arguments[name] for name in names]
         more = {name: value for name, value in arguments.items() if name not in (*names, "streamer")}
         call = Call(self.target, self.draft, own[0], own[1], own[2], own[3], streamer, more)
+        call.target.known = target.known  # finding it takes as long as some steps
         if other := [name for name in call.special_cases if name not in (PROCESSORS, GRAMMAR, HOOKS)]:
             raise ValueError(f"{', '.join(other)}: not supported in a Batcher. Call generate() for this prompt.")
         call.store = LentCache(self._session.lent, call.tokens, self.prefixes)
@@ -394,7 +391,8 @@ class Batcher:
             if request.is_alone:
                 request.end(request.work())
                 return
-            if self._session is None or not self._session.fits(request.forced):
+            target = TargetView(self.target)
+            if self._session is None or not self._session.fits(target, request.forced):
                 if self._running:  # they go on in the present loop
                     request.waits = True
                     self._waiting.appendleft(request)
@@ -402,7 +400,7 @@ class Batcher:
                 forced = request.forced if self._session is None else max(request.forced, self._session.call.more_nodes)
                 self._session = None
                 self._session = self._begun(forced)
-            session = request.work()
+            session = request.work(target)
             request.speculation, (request.reused,) = session.stats, session.past_lengths
             self._reading = Reading(request, session, session.read(self.chunk_size))
 

@@ -367,17 +367,17 @@ class SlotSession(Session):
             for row in range(len(self.slots)):
                 self.put(row, None)
         self.lent = SpeculativeCache(config, 1, self.max_length, self.cache.tree_slots)
-        self._made_for = self._present()
+        self._made_for = self._present(TargetView(self.target.model))  # which the first steps may have changed
 
-    def _present(self) -> tuple:
+    def _present(self, target: TargetView) -> tuple:
         """Return the target as it is now, and the types of what the caches hold, which steps in wider types widen."""
-        model, held = self.target.model, (self.cache.entries(), self.lent.entries())
+        model, held = target.model, (self.cache.entries(), self.lent.entries())
         types = {entry.dtype for entries in held for entry in entries.values()}
-        return TargetView(model).known, model.dtype, model.device, types
+        return target.known, model.dtype, model.device, types
 
-    def fits(self, forced: int) -> bool:
+    def fits(self, target: TargetView, forced: int) -> bool:
         """Return whether a request may join: trees have room for `forced` tokens, and the target has not changed."""
-        return forced <= self.call.more_nodes and self._present() == self._made_for
+        return forced <= self.call.more_nodes and self._present(target) == self._made_for
 
     def make_drafter(self, binding: Binding) -> Any:
         """Return a drafter that appends forced tokens, if there is room for them."""
@@ -417,7 +417,8 @@ class SlotSession(Session):
 
     def timed(self, row: int) -> Any:
         """Return the request in a slot, with its part of the times."""
-        one, (drafted, verified) = self.slots[row], self.slots[row].joined_at
+        one = self.slots[row]
+        drafted, verified = one.joined_at
         one.stats.draft_seconds = self.stats.draft_seconds - drafted
         one.stats.verify_seconds = self.stats.verify_seconds - verified
         return one

@@ -168,7 +168,7 @@ def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
 
 def find_kind(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     """The class of a new draft, and its settings; those of a saved draft are not read."""
-    from ..training.trainer import trained_drafts
+    from ..training.methods import trained_drafts
 
     settings = {"kind": "longspec"} | (recipe.draft if isinstance(recipe.draft, dict) else {})
     kinds = {draft.config_class.short_name(): draft for draft in trained_drafts().values()}

@@ -8,10 +8,23 @@ from transformers.utils import is_torch_xla_available
 
 from ..modeling.settings import Setting
 
-LOSSES = ("kl", "ce")
 NOISE_DISTRIBUTIONS = ("uniform", "reached")
-# Options of `TrainingArguments` that change a model's embeddings or labels, and their values without effect.
-WITHOUT_EFFECT = {"neftune_noise_alpha": None, "label_smoothing_factor": 0.0}
+RANGES = {
+    "loss": Setting("kl", choices=("kl", "ce")),
+    "noise_distribution": Setting("uniform", choices=NOISE_DISTRIBUTIONS),
+    "anchors": Setting(4, kind=int, least=0),
+    "max_offset": Setting(None, kind=int, least=0),
+    "max_length": Setting(None, "A row needs a token to read and one to predict.", int, 2),
+    "loss_chunk_size": Setting(1024, kind=int),
+    "target_chunk_size": Setting(None, kind=int),
+}
+# Options of `TrainingArguments` that a draft cannot have, their only values, and why.
+FIXED = {
+    "neftune_noise_alpha": (None, "the training of a draft has no such option"),
+    "label_smoothing_factor": (0.0, "the training of a draft has no such option"),
+    "remove_unused_columns": (False, "it would empty every batch"),
+    "push_to_hub": (False, "it would upload a draft without its code. Call draft.push_to_hub('owner/name') later"),
+}
 
 
 @dataclass
@@ -72,21 +85,8 @@ class DraftTrainingArguments(TrainingArguments):
         if not (torch.accelerator.is_available() or is_torch_xla_available()):
             self.use_cpu = True
         super().__post_init__()
-        Setting("kl", choices=LOSSES).check("loss", self.loss)
-        Setting("uniform", choices=NOISE_DISTRIBUTIONS).check("noise_distribution", self.noise_distribution)
-        for name, least in {"anchors": 0, "max_offset": 0, "loss_chunk_size": 1, "target_chunk_size": 1}.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value}: expected a whole number of at least {least}.")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}: a row needs 2 tokens, one to read and one to predict.")
-        for name, neutral in WITHOUT_EFFECT.items():
-            if (value := getattr(self, name)) != neutral:
-                raise ValueError(f"{name}={value}: the training of a draft has no such option. Leave it out.")
-        if self.remove_unused_columns:
-            raise ValueError("remove_unused_columns=True would empty every batch: leave it False.")
-        if self.push_to_hub:
-            raise ValueError(
-                "push_to_hub=True would upload a draft without its code, under the name of a folder: leave it False, "
-                "and publish the trained draft with draft.push_to_hub('owner/name') or hf-longspec publish."
-            )
+        for name, setting in RANGES.items():
+            setting.check(name, getattr(self, name))
+        for name, (only, reason) in FIXED.items():
+            if (value := getattr(self, name)) != only:
+                raise ValueError(f"{name}={value}: {reason}. Leave it out.")

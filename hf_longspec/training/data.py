@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from .arguments import DraftTrainingArguments
-from .frozen_target import padded_states
+from .stored_states import padded_states
 
 IGNORED = -100  # a label that is not trained on, as in transformers
 DOCUMENTS_PER_BATCH = 1000
@@ -67,12 +67,8 @@ class DocumentEncoder:
         if self.text_column in columns and self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-text token to append to a text: set tokenizer.eos_token.")
         if self.text_column not in columns:
-            for name in TEMPLATE_COLUMNS:
-                if name in columns and not self._names(name):
-                    raise ValueError(
-                        f"the dataset has the column {name}, and the chat template does not name it, so conversations "
-                        "would be written without it. Remove the column, or set tokenizer.chat_template."
-                    )
+            for name in filter(columns.__contains__, TEMPLATE_COLUMNS):
+                self._refuse_unnamed("column", name)
 
     def _text(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.tensor(document_ids(self.tokenizer, row[self.text_column]))
@@ -113,21 +109,19 @@ class DocumentEncoder:
                     f"{self.messages_column} has a message {keys!r}, expected the keys role and content. Rename them, "
                     "as in {'role': 'user', 'content': message['value']}."
                 )
-            if (role := message["role"]) not in ROLES and not self._names(role):
-                raise ValueError(
-                    f"{self.messages_column} has the role {role!r}, expected one of {', '.join(ROLES)}, or one that "
-                    "the chat template names. Rename it."
-                )
+            if message["role"] not in ROLES:
+                self._refuse_unnamed("role", message["role"])
             for key in sorted(message.keys() - {"role", "content"}):
-                if message[key] and not self._names(key):
-                    raise ValueError(
-                        f"{self.messages_column} has a message with {key}, which the chat template does not name, so "
-                        "it would not be written. Remove the key, or set tokenizer.chat_template."
-                    )
+                if message[key]:
+                    self._refuse_unnamed("key", key)
 
-    def _names(self, word: Any) -> bool:
-        """Return whether a word stands in the chat template."""
-        return re.search(rf"\b{re.escape(str(word))}\b", str(self.tokenizer.chat_template)) is not None
+    def _refuse_unnamed(self, kind: str, word: Any) -> None:
+        """Refuse a part of a conversation that the chat template does not name."""
+        if re.search(rf"\b{re.escape(str(word))}\b", str(self.tokenizer.chat_template)) is None:
+            raise ValueError(
+                f"{self.messages_column}: the chat template does not name the {kind} {word!r}, so it would not be "
+                "written. Remove or rename it, or set tokenizer.chat_template."
+            )
 
 
 # Most rows of a dataset that are counted.

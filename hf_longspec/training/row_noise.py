@@ -10,8 +10,6 @@ from itertools import accumulate
 
 import torch
 
-from .trainer import check_length
-
 # Assumed share of drafted tokens that are accepted, for gaps drawn by the chance that their level is reached.
 ACCEPTED = 0.6
 
@@ -57,8 +55,7 @@ class RowNoise:
         return gaps, offsets
 
     def room(self, length: int) -> int:
-        """Return the largest offset of a row of `length` tokens."""
-        check_length(length, self.position_limit)
+        """Return the largest offset of a row of `length` tokens, which are no more than the limit."""
         if self.position_limit is None:
             return self.max_offset or 0
         room = self.position_limit - length

@@ -10,7 +10,7 @@ from hf_longspec.cli.models import open_draft
 from hf_longspec.cli.tune import plan_for
 from hf_longspec.hub.repository import Card, render
 from hf_longspec.modeling.register_draft import DRAFTS, converters, preset_of, weightless_drafts
-from hf_longspec.training.trainer import TrainingMethod, method_of
+from hf_longspec.training.methods import TrainingMethod, method_of
 from tests.modeling.calls import check_text
 from tests.modeling.toy_draft import ToyConfig, ToyDraftModel
 

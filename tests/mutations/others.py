@@ -3,8 +3,10 @@
 # fmt: off
 ROWS = (
     ("Each request of a batch is sampled by its own seed", "batching/slots.py", "source=self._source)",
-     "source=torch.Generator())",
-     "tests/test_batching.py::test_equal_requests_with_equal_seeds_have_equal_texts_and_others_not"),
+     "source=torch.Generator())", "tests/test_batching.py::test_texts_and_steps_are_those_of_generate_alone"),
+    ("The target is examined once in a request", "batching/batcher.py",
+     "        call.target.known = target.known  # finding it takes as long as some steps\n", "",
+     "tests/test_batching.py::test_agents_that_alternate_read_new_tokens_alone"),
     ("A request that has ended stores the keys of its own row", "batching/slots.py",
      "entry[row : row + 1] for name", "entry[:1] for name",
      "tests/test_batching.py::test_agents_that_alternate_read_new_tokens_alone"),
@@ -12,7 +14,7 @@ ROWS = (
      "        self._session = None\n        while self._running", "        while self._running",
      "tests/test_batching_faults.py::test_an_error_of_a_step_ends_those_that_run_and_the_next_ones_go_on"),
     ("A batch is made anew for a target in another dtype", "batching/slots.py",
-     " and self._present() == self._made_for", "",
+     " and self._present(target) == self._made_for", "",
      "tests/test_batching_faults.py::test_caches_have_the_dtype_of_the_target_as_it_is"),
     ("A batch keeps the settings of its draft", "batching/batcher.py", "copy.deepcopy(draft.generation_config)",
      "draft.generation_config",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_longspec import DFlashDraftModel, Eagle3DraftModel, LongSpecDraftModel, TokenSwiftDraftModel
-from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows, frozen_target
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import byte_tokenizer
 
@@ -100,31 +100,6 @@ def make_trainer(draft, target, tokens, tmp_path):
         return DraftTrainer(model, target, args, **data, peft_config=peft_config, processing_class=tokenizer)
 
     return make
-
-
-@pytest.fixture
-def ligers_loss(monkeypatch):
-    """`ligers_loss()` puts a function of its signature in place of Liger's loss; it returns the counts of tokens."""
-    calls = []
-
-    class Fused:
-        def __init__(self, reduction, softcap):
-            assert reduction == "sum" and softcap is None
-
-        def __call__(self, weight, states, labels, bias):
-            assert bias is None and not weight.requires_grad
-            calls.append(len(labels))
-            return torch.nn.functional.cross_entropy(states @ weight.T, labels, reduction="sum")
-
-    def install():
-        on_gpu = type("OnGpu", (), {"is_cuda": True})
-        own = frozen_target.liger_cross_entropy
-        monkeypatch.setattr(frozen_target, "LigerFusedLinearCrossEntropyLoss", Fused)
-        monkeypatch.setattr(frozen_target, "liger_cross_entropy", lambda ends, _: own(ends, on_gpu))
-        monkeypatch.setattr(frozen_target, "SAMPLED_PLACES", 10)
-        return calls
-
-    return install
 
 
 @pytest.fixture(scope="session")

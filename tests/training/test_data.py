@@ -50,17 +50,6 @@ def test_conversations_go_through_the_template(args, tokenizer, assistant_only):
     assert row["input_ids"] == tokens.tolist() * 2 and row["labels"] == labels.tolist() * 2
 
 
-def test_a_template_without_marks_cannot_train_on_the_assistant_only(args, tokenizer):
-    args.assistant_only = True
-    unmarked = tokenizer.chat_template
-    try:
-        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        with pytest.raises(ValueError, match="assistant_only"):
-            DocumentEncoder(args, tokenizer)({"messages": [{"role": "assistant", "content": "yes"}]})
-    finally:
-        tokenizer.chat_template = unmarked
-
-
 STRICT = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('Users alone') }}{% endif %}{% endfor %}"
 WITH_TOOLS = "{% if tools %}{{ tools[0].name }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
 GOOD = {"messages": [{"role": "user", "content": "hi"}]}
@@ -83,14 +72,14 @@ def templated(tokenizer):
 @pytest.mark.parametrize(
     ("row", "template", "match"),
     [
-        (GOOD | {"tools": TOOLS}, None, "column tools.*the chat template does not name it.*Remove the column"),
-        (GOOD | {"documents": ["x"]}, None, "column documents"),
-        (GOOD | {"chat_template_kwargs": {"x": 1}}, None, "column chat_template_kwargs"),
+        (GOOD | {"tools": TOOLS}, None, "does not name the column 'tools'.*Remove"),
+        (GOOD | {"documents": ["x"]}, None, "column 'documents'"),
+        (GOOD | {"chat_template_kwargs": {"x": 1}}, None, "column 'chat_template_kwargs'"),
         (SHARED, None, r"messages.*\['from', 'value'\].*role and content.*Rename"),
         (SHARED, STRICT, r"\['from', 'value'\]"),
         ({"messages": ["hi"]}, None, "role and content"),
-        ({"messages": [{"role": "gpt", "content": "hi"}]}, None, "role 'gpt'.*assistant.*Rename"),
-        ({"messages": [{"role": "user", "content": "hi", "thinking": "h"}]}, None, "thinking.*does not name.*Remove"),
+        ({"messages": [{"role": "gpt", "content": "hi"}]}, None, "does not name the role 'gpt'.*rename"),
+        ({"messages": [{"role": "user", "content": "hi", "thinking": "h"}]}, None, "does not name the key 'thinking'"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, STRICT, "refuses.*assistant.*Users alone"),
     ],
 )
@@ -109,6 +98,12 @@ def test_tools_are_passed_to_the_template(args, templated, kind):
     encode = DocumentEncoder(args, templated(WITH_TOOLS))
     assert templated().decode(encode(GOOD | {"tools": kind(TOOLS)})[0]) == "lookhi"
     assert templated().decode(encode(GOOD | {"tools": None})[0]) == "hi"
+
+
+def test_a_template_without_marks_cannot_train_on_the_assistant_only(args, templated):
+    args.assistant_only = True
+    with pytest.raises(ValueError, match="assistant_only"):
+        DocumentEncoder(args, templated(WITH_TOOLS))(GOOD)
 
 
 def test_keys_and_roles_that_the_template_names_are_written(args, templated):

@@ -13,19 +13,14 @@ SMALLER = {"max_steps=2000": "max_steps=1", "args, 1024)": "args, 40)", "max_new
 SMALLER |= {"size=4": "size=1"}
 
 
-def shrunk(call, sizes):
-    for size, smaller in sizes.items():
-        assert size in call
-        call = call.replace(size, smaller)
-    return call
-
-
 def test_the_calls_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     text = (PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
     (tune,) = re.findall(r"^hf-longspec (tune .*)", text, re.MULTILINE)
     train, heads, eagle3, export, dflash, mtp, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    train = shrunk(train, SMALLER)
+    for size, smaller in SMALLER.items():
+        assert size in train
+        train = train.replace(size, smaller)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub_cards").symlink_to(PROJECT / "hub_cards")
     (tmp_path / "notes.txt").write_text((PROJECT / "LICENSE").read_text(encoding="utf-8")[:1200], encoding="utf-8")
@@ -36,16 +31,17 @@ def test_the_calls_run(tmp_path, monkeypatch, capsys):
     assert run_command(*tune.split(), *sizes).exit_code == 0
     assert len(names["rows"]) > 6 and names["rows"][-1]["input_ids"][-1] == names["tokenizer"].eos_token_id
     own = dict(names)
-    exec(shrunk(heads, {"max_steps=500": "max_steps=1"}), own)  # noqa: S102 - likewise
-    assert (tmp_path / "runs" / "heads" / "checkpoint-1" / "model.safetensors").is_file()
-    exec(shrunk(eagle3, {"max_steps=1000": "max_steps=1"}), own)  # noqa: S102 - likewise
-    exec(export, own)  # noqa: S102 - likewise
-    assert (tmp_path / "runs" / "eagle3-for-vllm" / "model.safetensors").is_file()
-    exec(shrunk(dflash, {"max_steps=1000": "max_steps=1"}), own)  # noqa: S102 - likewise
-    assert (tmp_path / "runs" / "dflash" / "checkpoint-1" / "model.safetensors").is_file()
     write_mtp_layers(own["target"], tmp_path)
     own["target"].config._name_or_path = str(tmp_path)
-    exec(shrunk(mtp, {"max_steps=1000": "max_steps=1"}), own)  # noqa: S102 - likewise
-    assert (tmp_path / "runs" / "mtp" / "checkpoint-1" / "model.safetensors").is_file()
+    for block in (heads, eagle3, export, dflash, mtp):
+        exec(re.sub(r"max_steps=\d+", "max_steps=1", block), own)  # noqa: S102 - likewise
+    for name in (
+        "heads/checkpoint-1",
+        "eagle3/checkpoint-1",
+        "eagle3-for-vllm",
+        "dflash/checkpoint-1",
+        "mtp/checkpoint-1",
+    ):
+        assert (tmp_path / "runs" / name / "model.safetensors").is_file()
     exec(adapt, names)  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "draft" / "checkpoint-1" / "adapter_model.safetensors").is_file()

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModel
 
 from hf_longspec.training import TokenWindows
-from hf_longspec.training.frozen_target import HiddenPass, TargetPass
+from hf_longspec.training.target_states import TargetPass
 from tests.pairwise import few
 from tests.training.first_step import SGD_TOLERANCE, check_checkpointing
 
@@ -93,8 +93,7 @@ def test_stored_states_give_the_losses_with_the_target(make_trainer, make, rows,
     running = trained(make_trainer, make[kind](), **settings)[0]
     settings["target_kv_dir"] = str(tmp_path / "states")
     trained(make_trainer, make[kind](), **settings | {"max_steps": 1})
-    for run in (HiddenPass, TargetPass):
-        monkeypatch.setattr(run, "__call__", lambda *_: pytest.fail("the target was run"))
+    monkeypatch.setattr(TargetPass, "__call__", lambda *_: pytest.fail("the target was run"))
     stored = trained(make_trainer, make[kind](), **settings)[0]
     # the padding of a row depends on its batch, which changes the order of float32 sums
     assert history(stored) == [pytest.approx(step, rel=1e-4) for step in history(running)]
@@ -112,22 +111,6 @@ def test_bfloat16_is_near(make_trainer, make, target, kind, loss, dtype):
     assert history(trainer)[0][0] == pytest.approx(exact, rel=0.05)
     assert all(tensor.dtype == torch.float32 for tensor in after.values())
     assert target.dtype == dtype and target.forward == forward
-
-
-@KINDS
-def test_ligers_loss_replaces_ours(make_trainer, make, rows, ligers_loss, kind):
-    """Liger's loss of a head gets the tokens that the head predicts."""
-    settings = {"dataset": rows, "loss": "ce", "max_steps": 1, "per_device_train_batch_size": 3}
-    ours = trained(make_trainer, make[kind](), **settings)[0].state.log_history[0]
-    calls = ligers_loss()
-    theirs = trained(make_trainer, make[kind](), **settings)[0].state.log_history[0]
-    if kind == "heads":
-        assert calls == [sum(max(0, len(row["input_ids"]) - first) for row in rows) for first in (2, 3, 4)]
-        assert 0 <= theirs["head_1_top1"] <= theirs["head_1_top3"] <= 1
-    else:
-        assert len(calls) == 1 and any(name.startswith("acceptance_gap") for name in theirs)
-    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
-    assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-4)
 
 
 @KINDS

@@ -6,8 +6,8 @@ from transformers import DynamicCache
 
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target_modules import LayerInputs, TargetParts, last_full_layer
-from hf_longspec.training.frozen_target import HiddenPass, TargetPass
 from hf_longspec.training.row_noise import anchor_offset_positions
+from hf_longspec.training.target_states import TargetPass
 from tests.generation.tiny_models import ATTENTION
 from tests.robustness.enumeration import build
 from tests.robustness.shrunk_configs import VOCAB_SIZE
@@ -40,76 +40,63 @@ def explicit(target, tokens, positions, layer):
     return cache.layers[layer].keys, cache.layers[layer].values, hidden
 
 
-class TestTargetPass:
-    # plain, windowed layers with a softcap, layers without rotation, and sinks
-    @pytest.mark.parametrize(
-        ("name", "chunk_size"), [("llama", 10), ("gemma2", 10), ("cohere2", None), ("gpt_oss", 10)]
-    )
-    def test_positions_with_a_jump_are_one_text(self, name, chunk_size):
-        target = tiny_target(name)
-        tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH] * 2)
-        tokens[:, 20] = EOS_TOKEN_ID  # two documents; the second attends to the first
-        positions = anchor_offset_positions(LENGTH, [0, 2000], anchors=4)
-        parts = TargetParts(target, 1)
-        states = TargetPass(parts, chunk_size, hidden=True)(tokens, positions)
-        keys, values, hidden = explicit(target, tokens, positions, 1)
-        close(states.keys, keys)
-        close(states.values, values)
-        close(states.hidden, hidden)
-        logits = target(input_ids=tokens, position_ids=positions, **{CACHE_NAME: DynamicCache()}).logits
-        close(parts.head(states.hidden), logits)
-
-    @pytest.mark.parametrize(
-        ("name", "chunk_size"), [("qwen3_5_text", None), ("qwen3_5_text", 10), ("falcon_h1", None)]
-    )
-    def test_of_targets_with_recurrent_states(self, name, chunk_size):
-        target, layer = build(name), 3
-        tokens, _ = tiny_prompts(VOCAB_SIZE - 1, [LENGTH] * 2)
-        positions = torch.arange(LENGTH).expand(2, -1)
-        assert last_full_layer(target.config) == layer
-        states = TargetPass(TargetParts(target, layer), chunk_size, hidden=True)(tokens, positions)
-        cache = DynamicCache(config=target.config)
-        with torch.no_grad():
-            hidden = target.model(input_ids=tokens, **{CACHE_NAME: cache}).last_hidden_state
-        close(states.keys, cache.layers[layer].keys)
-        close(states.values, cache.layers[layer].values)
-        close(states.hidden, hidden)
-
-    def test_hidden_states_are_optional_and_nothing_requires_a_gradient(self):
-        target = tiny_target("llama")
-        tokens, _ = tiny_prompts(target.config.vocab_size, [11])
-        states = TargetPass(TargetParts(target, 0))(tokens, torch.arange(11)[None])
-        assert states.hidden is None
-        assert not states.keys.requires_grad and not states.values.requires_grad
+# plain, windowed layers with a softcap, layers without rotation, and sinks
+@pytest.mark.parametrize(("name", "chunk_size"), [("llama", 10), ("gemma2", 10), ("cohere2", None), ("gpt_oss", 10)])
+def test_positions_with_a_jump_are_one_text(name, chunk_size):
+    target = tiny_target(name)
+    tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH] * 2)
+    tokens[:, 20] = EOS_TOKEN_ID  # two documents; the second attends to the first
+    positions = anchor_offset_positions(LENGTH, [0, 2000], anchors=4)
+    states = TargetPass(target, chunk_size, None, 1)(tokens, positions)
+    keys, values, hidden = explicit(target, tokens, positions, 1)
+    close(states.keys, keys)
+    close(states.values, values)
+    close(states.hidden, hidden)
+    assert not (states.keys.requires_grad or states.values.requires_grad or states.hidden.requires_grad)
+    logits = target(input_ids=tokens, position_ids=positions, **{CACHE_NAME: DynamicCache()}).logits
+    close(TargetParts(target, 1).head(states.hidden), logits)
 
 
-class TestHiddenPass:
-    @pytest.mark.parametrize(("name", "chunk_size"), [*((name, 10) for name in ATTENTION), ("deepseek_v3", None)])
-    def test_it_is_the_input_of_the_norm(self, name, chunk_size):
-        target = tiny_target(name)
-        tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH] * 2)
-        tokens[:, 20] = EOS_TOKEN_ID  # two documents; the second attends to the first
-        with torch.no_grad(), LayerInputs(target, True) as caught:
-            target(tokens)
-        found = HiddenPass(target, chunk_size)(tokens)
-        close(found, caught.hidden)
-        assert not found.requires_grad
+@pytest.mark.parametrize(("name", "chunk_size"), [("qwen3_5_text", None), ("qwen3_5_text", 10), ("falcon_h1", None)])
+def test_states_of_targets_with_recurrent_layers(name, chunk_size):
+    target, layer = build(name), 3
+    tokens, _ = tiny_prompts(VOCAB_SIZE - 1, [LENGTH] * 2)
+    assert last_full_layer(target.config) == layer
+    states = TargetPass(target, chunk_size, None, layer)(tokens)
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad(), LayerInputs(target, True) as caught:
+        hidden = target.model(input_ids=tokens, **{CACHE_NAME: cache}).last_hidden_state
+    close(TargetPass(target, chunk_size)(tokens).hidden, caught.hidden)
+    close(states.keys, cache.layers[layer].keys)
+    close(states.values, cache.layers[layer].values)
+    close(states.hidden, hidden)
+
+
+@pytest.mark.parametrize(("name", "chunk_size"), [*((name, 10) for name in ATTENTION), ("deepseek_v3", None)])
+def test_hidden_states_are_the_input_of_the_norm(name, chunk_size):
+    target = tiny_target(name)
+    tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH] * 2)
+    tokens[:, 20] = EOS_TOKEN_ID  # two documents; the second attends to the first
+    with torch.no_grad(), LayerInputs(target, True) as caught:
+        target(tokens)
+    found = TargetPass(target, chunk_size)(tokens)
+    close(found.hidden, caught.hidden)
+    assert found.keys is None and not found.hidden.requires_grad
 
 
 def test_layers_that_forget_the_chunk_before_run_whole_rows():
     with pytest.raises(ValueError, match="target_chunk_size=10: the Mamba-1 layers of JambaForCausalLM begin anew"):
-        HiddenPass(build("jamba"), 10)
+        TargetPass(build("jamba"), 10)
 
 
 def test_padding_on_the_right_changes_nothing_before_it():
     target = tiny_target("llama")
     tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH])
     positions, chunk_size = anchor_offset_positions(LENGTH, [9], anchors=4), 10
-    run, hidden = TargetPass(TargetParts(target, 1), chunk_size, hidden=True), HiddenPass(target, chunk_size)
+    run = TargetPass(target, chunk_size, kv_layer=1)
     whole, short = run(tokens, positions), run(tokens[:, :20], positions[:, :20])
     close(whole.keys[:, :, :20], short.keys)
     close(whole.hidden[:, :20], short.hidden)
-    close(hidden(tokens)[:, :20], hidden(tokens[:, :20]))
 
 
 def test_a_store_is_completed_after_an_interruption_and_refused_with_other_facts(make_trainer, tokens, heads, tmp_path):

@@ -8,28 +8,9 @@ from safetensors.torch import load_file
 
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.target_modules import TargetParts
-from hf_longspec.modeling.longspec.training_longspec import without_keyless
-from hf_longspec.training.row_noise import RowNoise, anchor_offset_positions, mixed
+from hf_longspec.training.row_noise import RowNoise, mixed
 
 LIMIT = 64
-
-
-class TestPositions:
-    def test_anchors_keep_their_positions_and_the_rest_is_shifted(self):
-        assert anchor_offset_positions(7, [0, 10, 500], anchors=4).tolist() == [
-            [0, 1, 2, 3, 4, 5, 6],
-            [0, 1, 2, 3, 14, 15, 16],
-            [0, 1, 2, 3, 504, 505, 506],
-        ]
-        assert anchor_offset_positions(3, [8], anchors=0).tolist() == [[8, 9, 10]]
-        assert anchor_offset_positions(3, [8], anchors=4).tolist() == [[0, 1, 2]]
-
-    def test_queries_without_keys_are_not_trained(self):
-        labels = torch.arange(10, 18).repeat(2, 1)
-        assert without_keyless(labels, [1, 3]).tolist() == [
-            [-100, -100, 12, 13, 14, 15, 16, 17],
-            [-100, -100, -100, -100, 14, 15, 16, 17],
-        ]
 
 
 def draws(noise, steps, rows=8, length=60):
@@ -76,16 +57,13 @@ class TestRowNoise:
         assert len(offsets) == 2 * 3 * 4
         assert len({mixed(seed, step) for seed in range(30) for step in range(30)}) == 900
 
-    @pytest.mark.parametrize("gaps", [(0, 3), (3, 2), (1,)])
-    def test_impossible_gaps_are_refused(self, gaps):
-        with pytest.raises(ValueError, match="noise_range="):
-            RowNoise(0, gaps, LIMIT, None)
-
-    def test_offsets_without_a_range_are_refused(self):
-        with pytest.raises(ValueError, match=r"65 tokens.*64.*max_length"):
-            RowNoise(0, (1, 1), LIMIT, None).draw(0, 1, [0], [65])
-        with pytest.raises(ValueError, match="max_offset"):
-            RowNoise(0, (1, 1), None, None)
+    @pytest.mark.parametrize(
+        ("gaps", "limit", "match"),
+        [((0, 3), LIMIT, "noise_range="), ((3, 2), LIMIT, "noise_range="), ((1, 1), None, "set max_offset")],
+    )
+    def test_impossible_ranges_are_refused(self, gaps, limit, match):
+        with pytest.raises(ValueError, match=match):
+            RowNoise(0, gaps, limit, None)
 
 
 def causal_states(target, row, positions, layer):

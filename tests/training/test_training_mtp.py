@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import MtpDraftModel
-from hf_longspec.training import TokenWindows
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.tiny_targets import write_mtp_layers
 from tests.training.first_step import (
@@ -17,7 +16,6 @@ from tests.training.first_step import (
     check_loaded,
     discounted,
     losses_of_steps,
-    tau,
     texts_of,
 )
 
@@ -135,29 +133,6 @@ def test_the_draft_learns_and_drafts_better(make_trainer, target, tokens, tmp_pa
     trainer.save_model(tmp_path / "saved")
     loaded = MtpDraftModel.from_pretrained(tmp_path / "saved", **CHAIN)
     check_loaded(loaded, draft, target, starts, texts, trained)
-
-
-@pytest.mark.parametrize("target", ["qwen3_next"], indirect=True)
-def test_an_adapter_is_trained_and_drafts(make_trainer, target, tokens, tmp_path):
-    peft = pytest.importorskip("peft")
-    starts, texts = texts_of(target, tokens)
-    draft = MtpDraftModel.from_target(target, **CHAIN)
-    frozen = {name: weight.clone() for name, weight in draft.state_dict().items()}
-    config = peft.LoraConfig(r=4, target_modules=["eh_proj", "q_proj", "v_proj", "o_proj"])
-    settings = {"per_device_train_batch_size": 8, "max_steps": 8, "learning_rate": 2e-2}
-    trainer = make_trainer(
-        model=draft, dataset=TokenWindows(texts.flatten(), 33), peft_config=config, logging_steps=4, **settings
-    )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
-    trainer.save_model(tmp_path / "adapter")
-    trained = tau(target, trainer.model.eval(), starts, texts)
-    fresh = MtpDraftModel.from_target(target, **CHAIN)
-    assert all(torch.equal(fresh.state_dict()[name], weight) for name, weight in frozen.items())
-    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
-    assert tau(target, loaded, starts, texts) == trained
-    assert tau(target, loaded.merge_and_unload(), starts, texts) == pytest.approx(trained, abs=0.1)  # rounding
 
 
 @pytest.mark.parametrize("target", ["mimo_derived"], indirect=True)

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
+from ...training.methods import counted
 from ...training.row_noise import mixed
-from ...training.trainer import check_length, counted
 from ..shared.training_aux import AuxMethod
 
 
@@ -42,7 +42,6 @@ class DFlashMethod(AuxMethod):
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
         """Add anchors `(B, A)`, and put the labels of their blocks `(B, A, levels)` in place of those of the row."""
-        check_length(batch["input_ids"].shape[1], self.position_limit)
         self.longest_position = max(self.longest_position, int(batch["attention_mask"].sum(1).max()))
         # a row draws by its own index, so that the draws do not depend on how a step is divided
         generators = [torch.Generator().manual_seed(mixed(self.args.seed, step, row)) for row in rows]

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
+from ...training.methods import STEP_WEIGHT, counted
 from ...training.row_noise import RowNoise, anchor_offset_positions
-from ...training.trainer import STEP_WEIGHT, check_length, counted
 from ..shared.training_aux import AuxMethod
 
 
@@ -34,7 +34,6 @@ class Eagle3Method(AuxMethod):
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
         length = batch["input_ids"].shape[1]
-        check_length(length, self.position_limit)
         lengths = batch["attention_mask"].sum(1).tolist()
         _, offsets = self.noise.draw(step, total, rows, lengths)
         self.longest_position = max(self.longest_position, *lengths)

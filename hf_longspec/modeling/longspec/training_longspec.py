@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from ...generation.target_modules import TargetParts
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
-from ...training.frozen_target import DraftObjective, TargetPass, TargetStates
+from ...training.losses import DraftLoss
+from ...training.methods import TrainingMethod, acceptance, counted
 from ...training.row_noise import RowNoise, anchor_offset_positions
-from ...training.trainer import TrainingMethod, acceptance, counted
+from ...training.target_states import TargetPass, TargetStates
 
 
 class LongSpecMethod(TrainingMethod):
@@ -29,9 +30,9 @@ class LongSpecMethod(TrainingMethod):
         self.parts = TargetParts(target, draft.config.kv_layer)
         noise_range, distribution = draft.config.noise_range, args.noise_distribution
         self.noise = RowNoise(args.seed, noise_range, self.position_limit, args.max_offset, distribution)
-        self.target_pass = TargetPass(self.parts, args.target_chunk_size, hidden=args.loss == "kl")
+        self.target_pass = TargetPass(target, args.target_chunk_size, None, self.parts.kv_layer)
         token_ids = None if draft.d2t is None else draft.token_ids
-        self.objective = DraftObjective(self.parts, args.loss_chunk_size, token_ids=token_ids)
+        self.objective = DraftLoss(args.loss, self.parts, args.loss_chunk_size, token_ids=token_ids)
         self.count_shape = self.noise.gaps[1] - self.noise.gaps[0] + 1, 2
         self.longest_position = draft.config.trained_max_length or 0
 
@@ -47,14 +48,8 @@ class LongSpecMethod(TrainingMethod):
         return {**batch, "gaps": gaps, "position_ids": positions, "labels": self.trained(batch["labels"], gaps)}
 
     def trained(self, labels: torch.Tensor, gaps: list[int]) -> torch.Tensor:
-        """Remove the labels `(B, L)` of queries that see no key, and of tokens that a draft without them cannot learn.
-
-        With `loss="kl"` such tokens tell the distribution over the others.
-        """
-        labels = without_keyless(labels, gaps)
-        if self.args.loss == "ce" and self.draft.d2t is not None:
-            labels = labels.where(torch.isin(labels, self.draft.token_ids.to(labels.device)), IGNORED)
-        return labels
+        """Remove the labels `(B, L)` of queries that see no key, and those that are not trained on."""
+        return without_keyless(labels, gaps).where(self.is_trained(labels), IGNORED)
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
         """Count the labels. Query t predicts token t + 1."""
@@ -62,7 +57,7 @@ class LongSpecMethod(TrainingMethod):
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         if "keys" in inputs:
-            states = TargetStates(inputs["keys"], inputs["values"], inputs.get("hidden"))
+            states = TargetStates(inputs.get("hidden"), inputs["keys"], inputs["values"])
         else:
             states = self.target_pass(inputs["input_ids"], inputs["position_ids"])
         total, hits, rows = self._run(model, inputs, states, inputs["gaps"])
@@ -97,13 +92,13 @@ class LongSpecMethod(TrainingMethod):
         _, offsets = self.noise.draw(-1 - number, 1, [0], [len(tokens)])  # negative: no step has such a number
         positions = anchor_offset_positions(len(tokens), offsets, self.args.anchors)
         states = self.target_pass(tokens[None].to(self.args.device), positions.to(self.args.device))
-        tensors = {"keys": states.keys[0], "values": states.values[0], "position_ids": positions[0]}
-        return tensors if states.hidden is None else {**tensors, "hidden": states.hidden[0]}
+        kept = ("keys", "values", "hidden") if self.args.loss == "kl" else ("keys", "values")
+        return {"position_ids": positions[0], **{name: getattr(states, name)[0] for name in kept}}
 
     def _run(
         self, model: Any, inputs: dict[str, Any], states: TargetStates, gaps: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the summed loss `(1,)` of a batch; for the predicted tokens, or a sample, hits and indices of rows."""
+        """Return the summed loss `(1,)` of a batch, and the hits and the rows of the predicted tokens."""
         tokens, positions = inputs["input_ids"], inputs["position_ids"]
         hidden = model(
             input_ids=tokens,
@@ -115,9 +110,9 @@ class LongSpecMethod(TrainingMethod):
         )
         labels = inputs["labels"][:, 1:]
         places = labels != IGNORED
-        target_hidden = None if states.hidden is None else states.hidden[:, :-1][places]
-        total, ranks, sample = self.objective(hidden[:, :-1][places][None], labels[places], None, target_hidden)
-        return total, ranks[0] == 0, places.nonzero()[sample, 0]
+        goals = labels[places] if self.args.loss == "ce" else states.hidden[:, :-1][places]
+        total, ranks = self.objective(hidden[:, :-1][places][None], goals)
+        return total, ranks[0] == 0, places.nonzero()[:, 0]
 
 
 def without_keyless(labels: torch.Tensor, gaps: list[int]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
-from ...training.trainer import STEP_WEIGHT, FinalStateMethod, counted
+from ...training.methods import STEP_WEIGHT, FinalStateMethod, counted
 
 
 class MtpMethod(FinalStateMethod):
@@ -25,7 +25,6 @@ class MtpMethod(FinalStateMethod):
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         self.steps = draft.config.training_steps if len(draft.layers) == 1 else len(draft.layers)
         super().__init__(draft, target, args, (self.steps, 2))
-        self.target = target
         window = draft.setting("window")
         self.span = {"window": None if window == "all" else window, "sinks": draft.setting("sinks")}
 
@@ -37,10 +36,9 @@ class MtpMethod(FinalStateMethod):
         def score(step: int, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             places = trained[:, step + 2 :]
             states = outputs[:, : places.shape[1]][places]
-            wanted = hidden[:, step + 1 : -1][places] if self.args.loss == "kl" else None
-            totals, ranks, sample = self.objective(states[None], labels[:, step + 2 :][places], None, wanted)
-            rows = places.nonzero()[sample, 0]
-            return STEP_WEIGHT**step * totals[0], counted(ranks[0] == 0, rows, len(tokens))
+            goals = labels[:, step + 2 :] if self.args.loss == "ce" else hidden[:, step + 1 : -1]
+            totals, ranks = self.objective(states[None], goals[places])
+            return STEP_WEIGHT**step * totals[0], counted(ranks[0] == 0, places.nonzero()[:, 0], len(tokens))
 
         results = model(
             hidden_states=self.norm(hidden[:, :-1]),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
-from ...training.trainer import FinalStateMethod
+from ...training.methods import FinalStateMethod
 
 TOP = 3  # number of children that a tree usually gives to a node of a head
 
@@ -43,9 +43,9 @@ class TokenSwiftMethod(FinalStateMethod):
         counts = places >= heads  # head i predicts them i tokens earlier
         embedded = {"embedded": self.ends.embed(tokens)} if self.draft.config.sequential else {}
         states = model(hidden=hidden, **embedded)[heads - 1, rows, (places - heads).clamp_min(0)]
-        target_hidden = hidden[rows, places] if self.args.loss == "kl" else None
-        totals, ranks, sample = self.objective(states, labels[rows, places], counts, target_hidden)
-        return totals, self._counted(ranks, counts[:, sample], rows[sample], len(tokens))
+        goals = labels if self.args.loss == "ce" else hidden
+        totals, ranks = self.objective(states, goals[rows, places], counts)
+        return totals, self._counted(ranks, counts, rows, len(tokens))
 
     @staticmethod
     def _counted(ranks: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:

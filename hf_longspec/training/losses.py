@@ -1,0 +1,146 @@
+"""The loss of drafted tokens through a language-model head, chunk by chunk: logits of a row are never in memory.
+
+The gradient with respect to the draft's states is computed together with the loss of a chunk. So the logits of a chunk
+are computed once, and freed before the next one.
+"""
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch.nn.functional import kl_div, nll_loss
+from torch.utils.checkpoint import checkpoint
+
+from ..generation.target_modules import PartOfHead, TargetEnds
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+class DraftLoss:
+    """Sums the loss of drafted tokens: their divergence from the target's distribution, or the cross-entropy of a text.
+
+    Args:
+        loss (`str`): `"kl"` or `"ce"`, see [`DraftTrainingArguments`].
+        ends ([`TargetEnds`]): Head of the target.
+        chunk_size (`int`): Tokens whose logits are in memory at a time.
+        norm (`torch.nn.Module`, *optional*): Final norm of the target, if `goals` are states before it.
+        token_ids (`torch.LongTensor` of shape `(draft vocabulary,)`, *optional*): Tokens of a draft that has not all of
+            the target's. The divergence is that over these tokens, and another token is never hit.
+    """
+
+    def __init__(
+        self,
+        loss: str,
+        ends: TargetEnds,
+        chunk_size: int,
+        norm: torch.nn.Module | None = None,
+        token_ids: torch.Tensor | None = None,
+    ):
+        self.loss, self.ends, self.chunk_size, self.token_ids = loss, ends, chunk_size, token_ids
+        self.norm = norm or torch.nn.Identity()
+
+    def __call__(
+        self,
+        states: torch.Tensor,
+        goals: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        head: Head | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed losses of `n` tokens on each level, `(levels,)`, and the ranks of the wanted ones.
+
+        Args:
+            states (`torch.Tensor` of shape `(levels, n, width)`): States of the draft, input of the head.
+            goals (`torch.Tensor`): With `"ce"` the wanted tokens `(n,)`, which the draft has. With `"kl"` states of
+                the target `(n, hidden)`, by which the most likely token is wanted.
+            counts (`torch.BoolTensor` of shape `(levels, n)`, *optional*): Tokens that add to the loss; by default all.
+            head (`Callable`, *optional*): Maps states `(m, width)` to logits `(m, draft vocabulary)`, by default as the
+                target does. One that is passed may have weights to train: it is run again for their gradient.
+
+        Returns:
+            The sums, and `(levels, n)` numbers of tokens that the draft finds more likely than the wanted one, 0 for a
+            hit.
+        """
+        counts = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if counts is None else counts
+        run = self._chunk if head is None else partial(checkpoint, self._chunk, use_reentrant=False)
+        size = self.chunk_size
+        chunks = zip(states.split(size, 1), goals.split(size), counts.split(size, 1), strict=True)
+        results = [run(*chunk, head) for chunk in chunks]
+        totals, ranks = zip(*results, strict=True)
+        return torch.stack(totals).sum(0), torch.cat(ranks, 1)
+
+    def _chunk(
+        self, states: torch.Tensor, goals: torch.Tensor, counts: torch.Tensor, head: Head | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums `(levels,)` and ranks `(levels, m)` of `m` tokens."""
+        wanted = self._wanted(goals, torch.promote_types(states.dtype, torch.float32))
+        levels = zip(states, counts, strict=True)
+        if head is None:
+            parts = [_at_once(partial(score, *wanted, counted, self._head), own) for own, counted in levels]
+        else:
+            parts = [score(*wanted, counted, head, own) for own, counted in levels]
+        totals, ranks = zip(*parts, strict=True)
+        return torch.stack(totals), torch.stack(ranks)
+
+    @torch.no_grad()
+    def _wanted(self, goals: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the places of the wanted tokens in the draft's vocabulary, -1 of others, and log-probabilities."""
+        tokens, log_target, size = goals, None, self.ends.config.vocab_size
+        ids = None if self.token_ids is None else self.token_ids.to(goals.device)
+        if self.loss == "kl":
+            logits = self.ends.head(self.norm(goals)).to(dtype)
+            tokens, size = logits.argmax(-1), logits.shape[-1]
+            log_target = (logits if ids is None else logits[:, ids]).log_softmax(-1)
+        if ids is not None:
+            places = torch.full((size,), -1, device=ids.device)
+            tokens = places.scatter(0, ids, torch.arange(len(ids), device=ids.device))[tokens]
+        return tokens, log_target
+
+    def _head(self, states: torch.Tensor) -> torch.Tensor:
+        """Compute logits of the draft's tokens in the dtype of the target's head, whatever the dtype of the draft."""
+        return self._part_of_head(states.to(self.ends.model.get_output_embeddings().weight.dtype))
+
+    @cached_property
+    def _part_of_head(self) -> Head:
+        return self.ends.head if self.token_ids is None else PartOfHead(self.ends, self.token_ids)
+
+
+def score(
+    wanted: torch.Tensor, log_target: torch.Tensor | None, counts: torch.Tensor, head: Head, states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss of states `(m, width)`, and the ranks `(m,)` of the wanted places `(m,)` in the logits.
+
+    The loss is the divergence from `log_target` `(m, vocab)`, or without it the cross-entropy of the wanted tokens.
+    """
+    logits = head(states).to(torch.promote_types(states.dtype, torch.float32))
+    log_draft = logits.log_softmax(-1)
+    if log_target is None:
+        losses = nll_loss(log_draft, wanted, reduction="none")
+    else:
+        losses = kl_div(log_draft, log_target, reduction="none", log_target=True).sum(-1)
+    return losses @ counts.to(losses.dtype), rank(logits.detach(), wanted)
+
+
+def _at_once(function: Callable[..., Any], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a sum and more of a function of states, with the gradient of the sum, whose graph is freed."""
+    if not torch.is_grad_enabled():
+        return function(states)
+    leaf = states.detach().requires_grad_()
+    total, ranks = function(leaf)
+    (slope,) = torch.autograd.grad(total, leaf)
+    # the second term is 0, and has the gradient
+    return total.detach() + ((states - leaf.detach()) * slope).sum(), ranks
+
+
+def rank(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Count the tokens that come before those at `place` `(m,)` in the order of the logits `(m, vocab)`.
+
+    Tokens with equal logits are ordered by their places. All come before a token that has none, -1.
+
+    >>> rank(torch.tensor([[1.0, 3.0, 2.0, 2.0]]).expand(2, -1), torch.tensor([3, -1])).tolist()
+    [2, 4]
+    """
+    own = logits.gather(1, place.clamp_min(0)[:, None])
+    is_earlier = torch.arange(logits.shape[1], device=logits.device) < place[:, None]
+    count = torch.count_nonzero((logits > own) | ((logits == own) & is_earlier), dim=1)
+    return count.masked_fill(place < 0, logits.shape[1])
