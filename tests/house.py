@@ -52,8 +52,7 @@ CASES = {
         ("images",),
     ),
     "rotary limit": (
-        r"rotary_limit|RotaryLimit|changes_of|FrequencyChange|ROTARY_LIMIT|position_bounds|position_limit"
-        r"|lowest_positions|is_limited",
+        r"rotary_limit|changes_of|FrequencyChange|ROTARY_LIMIT",
         ("rotary_limit",),
     ),
     "caches of the user": (

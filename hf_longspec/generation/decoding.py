@@ -6,7 +6,6 @@ token.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -97,10 +96,6 @@ class Session:
     A cache of the user's is adopted last, after all validation.
     """
 
-    # function that tells whether the target can verify a tree of some depth in the next step; it always can by default
-    may_speculate: Callable[[int], bool] | None = None
-    # whether the first verification of a kind of target is compared with a plain forward
-    checks_target = True
     # whether the gate may pause the draft
     is_gated = True
 
@@ -155,7 +150,7 @@ class Session:
 
     def check_once(self) -> None:
         """Check this kind of target after the prompts, once."""
-        if self.checks_target and self.draft.setting("check_target"):
+        if self.draft.setting("check_target"):
             SPECIAL_CASES[FIRST_CHECKS].check(self)
 
     @property
@@ -195,22 +190,17 @@ class Session:
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
-    def position_bounds(self) -> dict[str, Any]:
-        """Return `limit` and `lowest` of [`TargetView.verify`] for the next forward."""
-        return {"limit": self.max_length}
-
     def verify(self, tree: DraftTree, fixed_shape: bool = False) -> Step:
         """Run the target over all nodes of a tree."""
         capture, hidden = self.drafter.capture(tree), self.drafter.wants_hidden
-        options = {"with_hidden": hidden, "fixed_shape": fixed_shape} | self.position_bounds()
-        return self.target.verify(tree, self.cache, capture, **options)
+        return self.target.verify(tree, self.cache, capture, self.max_length, hidden, fixed_shape)
 
     def emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
-        pauses = self.paused_rows()
+        pauses = list(self.sequences.done)
         acceptance, scores, whole = self._accept(tree, step.logits)
         host = whole.tolist()  # the only host read of an iteration
-        self.root = self.next_roots(acceptance)
+        self.root = acceptance.next_root
         tokens = [[] if is_paused else row[2 : 2 + row[0]] for row, is_paused in zip(host, pauses, strict=True)]
         self.outputs.keep(scores, step.logits, acceptance.path, list(map(len, tokens)))
         emitted = self.sequences.append(tokens, self.outputs.scores_of if self.outputs.wants_scores else None)
@@ -220,14 +210,6 @@ class Session:
         tokens = [row[:count] for row, count in zip(tokens, emitted, strict=True)]
         counts = SeqLens(emitted, self._counts_on_device(emitted, [row[0] for row in host], acceptance.num_nodes))
         return Verification.of(tree, step, acceptance.path, counts, tokens)
-
-    def paused_rows(self) -> list[bool]:
-        """Return which rows emit nothing in this step."""
-        return list(self.sequences.done)
-
-    def next_roots(self, acceptance: Acceptance) -> torch.Tensor:
-        """Return the root of each row in the next step."""
-        return acceptance.next_root
 
     def _counts_on_device(self, emitted: list[int], accepted: list[int], num_nodes: torch.Tensor) -> torch.Tensor:
         """Return the emitted counts on the device, without a copy unless a row has just stopped."""

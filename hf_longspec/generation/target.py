@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..attention_backends.contexts import TreeContext
 from ..attention_backends.interface import name_beside
-from ..attention_backends.lengths import SeqLens, on_device
+from ..attention_backends.lengths import SeqLens
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .special_case import DECLARED, MODES, SPECIAL_CASES, LayerTraits, VerificationMode
@@ -342,7 +342,6 @@ class TargetView:
         limit: int | None = None,
         with_hidden: bool | tuple[int, ...] = False,
         fixed_shape: bool = False,
-        lowest: Sequence[int] | None = None,
     ) -> "Step":
         """Run all nodes of the tree in one forward, and stage their keys and values in `cache`.
 
@@ -356,14 +355,11 @@ class TargetView:
             fixed_shape (`bool`, *optional*, defaults to `False`): Whether more steps with this number of nodes will
                 follow, so that compiling one is worth it. A step whose context is no mere [`TreeContext`] runs as it
                 is.
-            lowest (`Sequence[int]`, *optional*): Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
         """
         device = tree.tokens.device
         positions = cache.lengths.on(device)[:, None] + tree.depths
         context = cache.rows.context_of(cache.lengths, positions, tree.mask, capture, windows=self.windows)
         fixed_shape = fixed_shape and type(context) is TreeContext
-        if lowest is not None:
-            positions = torch.maximum(positions, on_device(lowest, device)[:, None])
         if limit is not None and cache.lengths.longest + tree.max_depth >= limit:
             positions = positions.clamp_max(limit - 1)
         positions = cache.position_ids(positions)

@@ -265,8 +265,8 @@ def test_new_tokens_with_another_mask_are_refused(made):
             generated(model, prompts(5, seed=3)[0], mask, PlainDraftModel.from_target(model), **{CACHE_NAME: held})
 
 
-def test_new_tokens_where_the_text_would_run_again():
-    """Rotary frequencies that change with the length: plain generation, with the reason."""
+def test_new_tokens_beyond_a_change_of_rotary_frequencies():
+    """Plain generation, with the reason."""
     rotary = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model = tiny_target("llama", rope_parameters=rotary, max_position_embeddings=24)
     texts = []
@@ -276,7 +276,7 @@ def test_new_tokens_where_the_text_would_run_again():
             model(prompts(17)[0], **{CACHE_NAME: held})
         mask = torch.ones(1, 22, dtype=torch.long)
         texts.append(generated(model, prompts(5, seed=3)[0], mask, draft, **{CACHE_NAME: held}).tolist())
-    assert texts[0] == texts[1] and "input_ids lacks 17 tokens" in draft.last_speculation.reason
+    assert texts[0] == texts[1] and "change at position 23" in draft.last_speculation.reason
 
 
 @pytest.mark.parametrize("name", few([*KINDS, "llama4_text"], 3))

@@ -398,7 +398,7 @@ def test_what_stays_an_error_comes_first(target):
 
 
 def test_a_cache_of_the_package_that_plain_generate_can_continue():
-    """A rotary limit that the text begins beyond: here the target would drop what the cache holds."""
+    """A prompt beyond a change of rotary frequencies, in chunks."""
     settings = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 20}
     settings |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 
@@ -407,6 +407,6 @@ def test_a_cache_of_the_package_that_plain_generate_can_continue():
 
     input_ids, mask = tiny_prompts(128, (30,))
     call = {"input_ids": input_ids, "attention_mask": mask, "prefill_chunk_size": 8}
-    check_unsupported(make, "prefill_chunk_size=8 with a prompt of 30 tokens", call)
+    check_unsupported(make, "prompts of up to 30 tokens", call)
     call[CACHE_NAME] = SpeculativeCache(make().config, 1, 64)
-    check_unsupported(make, "prefill_chunk_size=8 with a prompt of 30 tokens", call)
+    check_unsupported(make, "prompts of up to 30 tokens", call)

@@ -3,10 +3,12 @@
 # fmt: off
 ROWS = (
     ("A drafter that missed steps is resumed with the text", "generation/special_cases/gate.py",
-     "if self._has_started and self._was_open:", "if self._has_started:", "tests/generation/test_gated_text.py"),
-    ("Rows wait where the rotary frequencies change", "generation/special_cases/rotary_limit.py",
-     "not self.is_passed and length + lag >= self.column for length", "False for length",
+     "if self._was_open:", "if True:", "tests/generation/test_gated_text.py"),
+    ("No text with a draft crosses a change of rotary frequencies", "generation/special_cases/rotary_limit.py",
+     "if is_repeated or not begins_after or", "if is_repeated or",
      "tests/generation/test_rotary.py"),
+    ("Prompts beyond a change of rotary frequencies run whole", "generation/special_cases/rotary_limit.py",
+     "prompts.is_whole = begins_after", "prompts.is_whole = False", "tests/generation/test_rotary.py"),
     ("A target whose verified logits differ is refused", "generation/special_cases/forward_check.py",
      "    if gap <= tolerance:\n", "    if True:\n", "tests/generation/test_forward_check.py"),
     ("A hook that does not treat all tokens alike ends speculation", "generation/special_cases/forward_check.py",

@@ -384,8 +384,7 @@ class FirstChecks(SpecialCase):
     def check(self, session: Any) -> None:
         """Compare them after the prompts of a [`Session`], once."""
         prompts = session.prompts
-        limit = session.position_bounds()["limit"]
-        check_target(session.target, session.cache, prompts.texts, limit, prompts.logits)
+        check_target(session.target, session.cache, prompts.texts, session.max_length, prompts.logits)
 
 
 class Hooks(SpecialCase):

@@ -303,11 +303,6 @@ def _reasons_of_inputs(prompts: PromptsWithInputs, inputs: dict[str, Any]) -> It
             f"input_ids contains {largest}, and the vocabulary has {target.vocab_size} tokens: drafts embed "
             "placeholders as well. Use a placeholder of the vocabulary."
         )
-    if (column := prompts.target.rotary_limit) < prompts.call.max_length:
-        yield (
-            f"max_length={prompts.call.max_length} with {names}: rotary frequencies change at position {column}, where "
-            f"the prompt may have to run again, without these inputs. Keep max_length at {column} or below."
-        )
     if not (sizes := prompts.text_sizes):
         yield (
             f"{names}: the decoder of {kind} does not get one embedding per token, at the position of the token. Pass "

@@ -28,7 +28,7 @@ from ..draft_tree import DraftTree
 from ..drafter import Binding, Verification
 from ..sampling import TokenRule, declared, is_history_free, is_of_transformers
 from ..special_case import SpecialCase
-from ..target import ROTARY_LIMIT, Step
+from ..target import Step
 from ..verification import Acceptance, accept_rejection
 
 logger = logging.get_logger(__name__)
@@ -205,8 +205,3 @@ class Processors(SpecialCase):
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 name = type(processor).__name__
                 yield f"{name} runs the target. Drop it, or the setting that adds it."
-        if call.session_class is ColumnSession and ROTARY_LIMIT in call.special_cases:
-            yield (
-                "rows of a batch wait where the rotary frequencies change, and a logits processor that does not "
-                "declare stateless = True needs all rows at once. Pass one prompt, or declare it."
-            )

@@ -342,11 +342,11 @@ class UserCaches(SpecialCase):
         return why_not_stored(None, implementation)
 
     def why_not(self, call: Call) -> Iterator[str]:
-        cache, limit = call.model_kwargs[CACHE_NAME], call.target.rotary_limit
+        cache = call.model_kwargs[CACHE_NAME]
         if reason := why_not_stored(cache, call.config.cache_implementation) or why_too_short(cache, call):
             yield reason
-        if call.columns_apart and (call.inputs or limit < call.max_length):
-            cause = (
-                f"with {', '.join(call.inputs)}" if call.inputs else f"as rotary frequencies change at {limit} tokens"
+        if call.columns_apart and call.inputs:
+            yield (
+                f"input_ids lacks {call.columns_apart} tokens of {CACHE_NAME}, with {', '.join(call.inputs)}. Pass the "
+                "whole conversation."
             )
-            yield f"input_ids lacks {call.columns_apart} tokens of {CACHE_NAME}, {cause}. Pass the whole conversation."
