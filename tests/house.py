@@ -60,10 +60,6 @@ CASES = {
         r"|_is_user_defined|\badopt\b|give_back",
         ("user_caches",),
     ),
-    "zeros between tokens": (
-        r"has_gaps|counts_gaps|GAPS|\.columns\b|columns_of|with_gaps|context_of\b|Gapped",
-        ("padding", "gapped"),
-    ),
     "tensor parallelism": (r"\bself\.ranks|target\.ranks|_ranks\b|Ranks|TENSOR_PARALLELISM|_tp_size", ("parallel",)),
     "captured steps": (
         r"runner|captur(es|ed)\b|replay|in_graph|of_graph|fits_graphs|of_step|workspace|fixed_shape|reuse_graph",

@@ -120,7 +120,7 @@ class Session:
         if self.workspace is not None:
             binding.part = self.workspace.part
         self.drafter = self.make_drafter(binding)
-        self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
+        self.padding_before, self.cache.rows.padding = self.cache.rows.padding, None
         self.cache.set_lengths(self.past_lengths)
         self.prompts.begin(self.cache)
         self.cache.remember()
@@ -265,7 +265,7 @@ class Session:
         """Reset the cache to the tokens that it held before the call, as the call returns no text."""
         self.cache.go_back()
         self.cache.set_lengths(self.past_lengths)
-        self.cache.rows.columns = self.columns_before
+        self.cache.rows.padding = self.padding_before
 
     def _settle(self) -> None:
         """Leave the committed part of the text in the cache, and complete the statistics."""
@@ -273,8 +273,7 @@ class Session:
         rows = zip(self.prompts.texts, self.sequences.generated, strict=True)
         lengths = (len(text) + len(new) - 1 for text, new in rows)
         is_kept = self.cache.shorten([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
-        returns_cache = self.outputs.as_dict or self.call.store.is_users
-        self.call.store.settle(self, self.prompts.columns(self.cache) if returns_cache else None, is_kept)
+        self.call.store.settle(self, is_kept)
         self.complete_stats()
         if self.sequences.device.type == "cpu":
             seconds = time.perf_counter() - self.started

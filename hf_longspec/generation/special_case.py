@@ -59,6 +59,8 @@ class VerificationMode:
     chain_tokens = 256
     # whether one token and several may be computed by different rules, which plain `generate` tells apart
     tells_single_tokens = False
+    # whether plain `generate` counts padding between tokens
+    counts_columns = False
     # whether attention layers take the context of a step, which drafts need that run the target themselves
     takes_contexts = True
     # whether the first forward may get other inputs beside the tokens

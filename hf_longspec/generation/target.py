@@ -168,10 +168,6 @@ class TargetView:
         """Sliding window of every layer; None for layers that attend to all keys."""
         return self.traits.windows
 
-    def hides_keys_within(self, length: int) -> bool:
-        """Return whether a window of a layer is shorter than a text of `length` tokens."""
-        return any(window is not None and window < length for window in self.windows)
-
     @property
     def sliding_layers(self) -> frozenset[int]:
         """Indices of the layers that attend to a sliding window only."""
@@ -327,7 +323,7 @@ class TargetView:
         for begin in range(0, tokens.shape[1], size):
             tree = DraftTree.chain(tokens[:, begin : begin + size])
             positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
-            context = cache.rows.context_of(cache.lengths, positions, tree.mask, windows=self.windows)
+            context = TreeContext(cache.lengths, positions, tree.mask, windows=self.windows)
             cache.stage(tree.num_nodes, tree)
             # a model with a table of positions would index beyond its end where a short row is padded
             inputs = tree.tokens, cache.position_ids(positions.clamp_max(last)), cache, tree.mask[:, None]
@@ -353,13 +349,11 @@ class TargetView:
             with_hidden (`bool` or `tuple[int, ...]`, *optional*, defaults to `False`): Whether to return the input of
                 the final norm, or of which layers to return the inputs.
             fixed_shape (`bool`, *optional*, defaults to `False`): Whether more steps with this number of nodes will
-                follow, so that compiling one is worth it. A step whose context is no mere [`TreeContext`] runs as it
-                is.
+                follow, so that compiling one is worth it.
         """
         device = tree.tokens.device
         positions = cache.lengths.on(device)[:, None] + tree.depths
-        context = cache.rows.context_of(cache.lengths, positions, tree.mask, capture, windows=self.windows)
-        fixed_shape = fixed_shape and type(context) is TreeContext
+        context = TreeContext(cache.lengths, positions, tree.mask, capture, windows=self.windows)
         if limit is not None and cache.lengths.longest + tree.max_depth >= limit:
             positions = positions.clamp_max(limit - 1)
         positions = cache.position_ids(positions)

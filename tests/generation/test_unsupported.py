@@ -336,32 +336,6 @@ def test_no_dropout_in_training_mode():
     assert draft.last_speculation.reason is None
 
 
-def test_gaps_that_flash_attention_counts(target, monkeypatch):
-    """The name alone is that of flash attention, which is not installed: `_sample` only shows what it is given."""
-    model = target("mistral")
-    assert not TargetView(model).why_not()  # a trial under the model's own attention
-    input_ids, mask = tiny_prompts(128, (19, 12))
-    mask[0, 5] = 0
-    call = {"input_ids": input_ids, "attention_mask": mask, "do_sample": True}
-    reason, draft = (
-        "zeros between tokens.*attn_implementation='flash_attention_2'",
-        PlainDraftModel.from_target(model),
-    )
-    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
-
-    def sample(self, ids, *args, **kwargs):
-        assert self.config._attn_implementation == "flash_attention_2" and torch.equal(kwargs["attention_mask"], mask)
-        return ids + 1
-
-    monkeypatch.setattr(type(model), "_sample", sample)
-    monkeypatch.setattr("hf_longspec.generation.call.foreign_methods", lambda model: [])
-    assert torch.equal(run(model, call, draft)[0], input_ids + 1)
-    assert re.search(reason, draft.last_speculation.reason)
-    draft.generation_config.on_unsupported = "error"
-    with pytest.raises(ValueError, match=reason):
-        run(model, call, draft)
-
-
 def test_the_warning_comes_once_and_the_reason_every_time(target, caplog):
     model = target("llama")
     draft = PlainDraftModel.from_target(model)

@@ -316,7 +316,7 @@ def _draft(call: Call) -> str:
         size, seed = settings["draft_vocab_size"], call.d2t
         after += [f"ids = torch.randperm({call.vocab}, generator=torch.Generator().manual_seed({seed}))[:{size}]"]
         after += [f"draft.d2t.copy_(ids.sort().values - torch.arange({size}))"]
-    may_be_plain = call.odd is not None or call.limit < math.inf
+    may_be_plain = call.odd is not None or call.limit < math.inf or call.gaps is not None
     unsupported = "plain" if may_be_plain else "error"
     after += [f"draft.generation_config.gate = {call.gate}"]
     after += [f"draft.generation_config.on_unsupported = {unsupported!r}"]

@@ -283,7 +283,7 @@ def _reasons_of_inputs(prompts: PromptsWithInputs, inputs: dict[str, Any]) -> It
         )
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     of_tokens = {name for name, value in tensors.items() if value.shape[:2] == input_ids.shape}
-    if (prompts.mask is not None or target.has_states) and (unknown := sorted(of_tokens - set(TOKEN_TYPES))):
+    if (prompts.padding is not None or target.has_states) and (unknown := sorted(of_tokens - set(TOKEN_TYPES))):
         yield (
             f"{', '.join(unknown)}: inputs with a value for each token are not supported with padding or recurrent "
             "states. Pass prompts of equal length, or one at a time."
@@ -292,11 +292,6 @@ def _reasons_of_inputs(prompts: PromptsWithInputs, inputs: dict[str, Any]) -> It
         yield (
             f"{names}: prompts of different lengths are not supported with such inputs and recurrent states. Pass "
             "prompts of equal length, or one at a time."
-        )
-    if prompts.counts_gaps:
-        yield (
-            f"attention_mask has zeros between tokens, which are not supported with {names} on a target with sliding "
-            "windows. Move the zeros to the left of each row."
         )
     if (largest := int(input_ids.max())) >= target.vocab_size:
         yield (

@@ -8,7 +8,6 @@ from .gate import Gate
 from .grammar import Grammars
 from .images import Inputs
 from .masked import LAYERS_OF_INDEXERS, MASKED
-from .padding import Gaps
 from .parallel import Parallel
 from .processors import Processors
 from .recurrent_states import LAYERS_OF_STATES, RECURRENT
@@ -22,5 +21,5 @@ def register_special_cases() -> None:
     MODES[:] = RECURRENT, MASKED, HYBRID  # the last one takes all targets
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
     FILES.update({"save": save_cache, "load": load_cache})
-    cases = UserCaches, Gaps, Processors, Grammars, Inputs, RotaryFrequencies, FirstChecks, Hooks, Gate, Parallel
+    cases = UserCaches, Processors, Grammars, Inputs, RotaryFrequencies, FirstChecks, Hooks, Gate, Parallel
     SPECIAL_CASES.update((each.case, each()) for each in cases if each.case not in SPECIAL_CASES)
