@@ -117,13 +117,13 @@ class Call:
 
     @cached_property
     def special_cases(self) -> list[str]:
-        """Names of the special cases in this call, in the order in which their reasons are looked for."""
+        """Names of the special cases in this call, in the order of their reasons and, from the inside, drafters."""
         others = (value for name, value in self.model_kwargs.items() if name not in KNOWN_MODEL_KWARGS)
         has_axes = self.position_ids is not None and self.position_ids.dim() > 2
         cases = {
             USER_CACHE: self.model_kwargs.get(CACHE_NAME) is not None and self._passes_cache(),
-            PROCESSORS: not all(map(is_history_free, self.logits_processor)),
             GRAMMAR: any(declared(processor, "is_grammar") for processor in self.logits_processor),
+            PROCESSORS: not all(map(is_history_free, self.logits_processor)),
             IMAGES: has_axes or any(value is not None for value in others),
             HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
         }

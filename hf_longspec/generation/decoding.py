@@ -18,14 +18,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention_backends.lengths import SeqLens, on_device
-from .call import GRAMMAR, Call, refuse
+from .call import Call, refuse
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
-from .sampling import NoiseRows
+from .sampling import NoiseRows, accept_packed
 from .sequences import Outputs, Sequences, SpeculationStats, busy_machine
 from .special_case import FIRST_CHECKS, GATE, SPECIAL_CASES
 from .target import Step, chain_of_last_tokens
-from .verification import Acceptance, packed
 
 logger = logging.get_logger(__name__)
 
@@ -96,9 +95,6 @@ class Session:
     A cache of the user's is adopted last, after all validation.
     """
 
-    # whether the gate may pause the draft
-    is_gated = True
-
     def __init__(self, call: Call):
         self.started, self.processor_started = time.perf_counter(), time.process_time()
         self.call, self.target, self.draft, self.prompts = call, call.target, call.draft, call.prompts
@@ -126,9 +122,11 @@ class Session:
         self.cache.remember()
 
     def make_drafter(self, binding: Binding) -> Any:
-        """Return the drafter of the call, with the forced tokens of a grammar if there is one."""
+        """Return the drafter of the draft, with n-grams, within those of special cases and the gate."""
         drafter = self.draft.drafter(binding)
-        return SPECIAL_CASES[GRAMMAR].drafter(drafter, self) if GRAMMAR in self.call.special_cases else drafter
+        for name in (*self.call.special_cases, GATE):
+            drafter = SPECIAL_CASES[name].drafter(drafter, self)
+        return drafter
 
     def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
         """Return the sequences and the token rule of prompts `(batch, P)`."""
@@ -159,9 +157,7 @@ class Session:
         return max(self.drafter.seed_tokens, self.target.mode.seed_tokens)
 
     def seed(self, tails: list[torch.Tensor]) -> None:
-        """Verify the last prompt tokens as a chain, emit the first token, and start the drafter, maybe gated."""
-        if self.is_gated:
-            self.drafter = SPECIAL_CASES[GATE].drafter(self.drafter, self)
+        """Verify the last prompt tokens as a chain, emit the first token, and start the drafter."""
         tree, sizes = chain_of_last_tokens(tails, max(map(len, tails)))
         step = self.verify(tree)
         rows = torch.arange(len(sizes), device=step.logits.device)
@@ -198,7 +194,8 @@ class Session:
     def emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
         pauses = list(self.sequences.done)
-        acceptance, scores, whole = self._accept(tree, step.logits)
+        inputs = tree, step.logits, self.outputs.wants_scores, self.target, self.cache
+        acceptance, scores, whole = accept_packed(self.rule, *inputs)
         host = whole.tolist()  # the only host read of an iteration
         self.root = acceptance.next_root
         tokens = [[] if is_paused else row[2 : 2 + row[0]] for row, is_paused in zip(host, pauses, strict=True)]
@@ -221,16 +218,6 @@ class Session:
         if going != self._going[0]:  # rows that have ended stay the same in most steps
             self._going = going, on_device(going, num_nodes.device)
         return num_nodes * self._going[1]
-
-    def _accept(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor | None, torch.Tensor]:
-        """Return the accepted nodes, processed scores along the path if they are wanted, and what the host reads."""
-        if not self.outputs.wants_scores and (
-            captured := self.target.steps.accept(tree, logits, self.rule, self.cache)
-        ):
-            acceptance, whole = captured
-            return acceptance, None, whole
-        acceptance, scores = self.rule.accept(tree, logits, with_scores=self.outputs.wants_scores)
-        return acceptance, scores, packed(acceptance, tree.valid)
 
     def _count(self, tree: DraftTree, host: list[list[int]], emitted: list[int]) -> None:
         """Add a step to the statistics, by the rows of its [`packed`] result."""

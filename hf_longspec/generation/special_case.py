@@ -35,7 +35,7 @@ class LayerTraits:
 
 
 class VerificationMode:
-    """Verify nodes by hybrid tree attention, after what the config of a target says of its layers.
+    """How the nodes of a kind of target are verified; by default by hybrid tree attention.
 
     Modes are compared by identity. A target has one for all calls, as long as its config stays the same.
     """
@@ -78,16 +78,14 @@ class VerificationMode:
 
     def trial(self, model: PreTrainedModel, config: Any) -> LayerTraits:
         """Return the traits of the layers of a model with this text config. Called in `attention`."""
-        kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
-        window = getattr(config, "sliding_window", None)
-        return LayerTraits(tuple(window if "sliding" in kind else None for kind in kinds), [], None)
+        raise NotImplementedError
 
     def ignores(self, target: Any, name: str, value: Any) -> bool:
         """Return whether the input `value`, which the model may get as `name`, changes nothing of text after a prefix.
 
         Without a value, the answer is for zeros at the beginning of a text.
         """
-        return False
+        raise NotImplementedError
 
     def attention(self, target: Any) -> AbstractContextManager[Any]:
         """Return the context in which nodes are verified."""
@@ -151,11 +149,13 @@ class SpecialCase:
     def change(self, call: Any) -> None:
         """Replace parts of a [`Call`], before its prompts are read."""
 
+    def drafter(self, inner: Any, session: Any) -> Any:
+        """Return the drafter of a [`Session`], which is `inner` or a drafter around it."""
+        return inner
 
-# Modes of other targets than most, the first that applies; and special cases by the names of their cases.
+
+# Verification modes, of which the first that applies is used; and special cases by the names of their cases.
 MODES: list[VerificationMode] = []
 SPECIAL_CASES: dict[str, Any] = {}
-# The mode where no other applies.
-DECLARED = VerificationMode()
 # Names of special cases that the loop calls itself.
 GATE, FIRST_CHECKS = "the gate", "first checks"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,7 @@ from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import SeqLens
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .special_case import DECLARED, MODES, SPECIAL_CASES, LayerTraits, VerificationMode
+from .special_case import MODES, SPECIAL_CASES, LayerTraits, VerificationMode
 from .target_modules import FORWARDS, LayerInputs, keywords_forwarded, package_of, shape_of, structure_of
 
 ATTENTION_NAME = "hf_longspec"
@@ -123,7 +123,7 @@ class TargetView:
     def declared_mode(self) -> VerificationMode:
         """The verification mode, as far as the class of the model and its config tell."""
         if self.known.declared_mode is None:
-            self.known.declared_mode = next((mode for mode in MODES if mode.applies(self)), DECLARED)
+            self.known.declared_mode = next(mode for mode in MODES if mode.applies(self))
         return self.known.declared_mode
 
     @cached_property
@@ -377,21 +377,17 @@ class TargetView:
         context,
         fixed_shape: bool = False,
         with_hidden: bool | tuple[int, ...] = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> "StepResult":
         """Run the model on `(batch, N)` tokens with an attention context and a mask `(batch, 1, N, N)` between them.
 
         Their keys and values are written to the cache.
-
-        Returns:
-            `tuple`: Logits `(batch, N, vocab)`, and the input of the final norm `(batch, N, hidden)`, or those of the
-            layers that `with_hidden` names, one after another, or `None`.
         """
         with LayerInputs(self.model, with_hidden) if with_hidden else nullcontext() as caught:
             inputs = tokens, positions, cache, mask, context
             if fixed_shape and (result := self.steps.verify(*inputs, with_hidden)) is not None:
                 return result
             logits = self.mode.logits(context, self.model, tokens, positions, cache, mask)
-        return logits.to(tokens.device), None if caught is None else caught.hidden
+        return StepResult(logits.to(tokens.device), None if caught is None else caught.hidden)
 
     def clock(self) -> float:
         """Return a time in seconds, without the time that captures took, which serve many steps."""
@@ -415,6 +411,14 @@ class TargetView:
         """Return the result of a step, by a captured graph if steps are captured."""
         result = self.steps.run(step, *inputs) if self.steps.captures else None
         return step.run(*inputs) if result is None else result
+
+
+class StepResult(NamedTuple):
+    """Result of one forward over nodes."""
+
+    logits: torch.Tensor  # `(batch, N, vocab)`
+    # `(batch, N, hidden)`: input of the final norm, or of the layers that `with_hidden` names, one after another
+    hidden: torch.Tensor | None
 
 
 class GraphKey:
@@ -499,16 +503,21 @@ class Steps:
         captures (`bool`): Whether steps are captured as CUDA graphs.
         compiles (`bool`): Whether steps are compiled.
         seconds (`float`): Time that captures took.
+        logits (`torch.Tensor`, *optional*): Logits of the last step, if a graph computed them, which the next replay
+            overwrites.
+        results (`Sequence[torch.Tensor]`): Likewise, the results of the last forwards.
     """
 
     runner: Any = None
+    logits: torch.Tensor | None = None
+    results: Sequence[torch.Tensor] = ()
     captures = compiles = False
     seconds = 0.0
 
     def run(self, step: FixedStep, *inputs: torch.Tensor) -> Any:
         """Return the result of a step."""
 
-    def verify(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def verify(self, *inputs: Any) -> "StepResult | None":
         """Return the result of [`TargetView.step`]."""
 
     def forwards(self, forwards: Forwards, cache: Any, room: int, *inputs: torch.Tensor, may_compile: bool) -> Any:
@@ -516,9 +525,6 @@ class Steps:
 
         `may_compile` tells whether all of them may be compiled together.
         """
-
-    def accept(self, tree: DraftTree, logits: torch.Tensor, rule: Any, cache: SpeculativeCache) -> Any:
-        """Return acceptance and [`packed`] result, as [`TokenRule.accept`] does."""
 
     def workspace(self, batch_size: int, max_length: int) -> Any:
         """Return buffers that an earlier call has left."""

@@ -351,18 +351,18 @@ class Gate(SpecialCase):
 
     case = GATE
 
-    def drafter(self, drafter: Drafter, session: Any) -> Any:
+    def drafter(self, inner: Any, session: Any) -> Any:
         """Return the drafter of a [`Session`], hidden from the steps that cannot or shall not speculate, if any may.
 
         Decisions of the gate are added to the statistics. The first time that a kind of draft is paused, this is
         logged. A gate that does not share its decisions with other processes is kept for the next call of its kind: the
         same draft, settings, target, way to choose tokens, number of rows and power of two of tokens.
         """
-        draft, target, rule = session.draft, session.target, drafter.binding.rule
+        draft, target, rule = session.draft, session.target, inner.binding.rule
         model, cache = target.model, session.cache
         place = model.device, model.dtype, model.config._attn_implementation, rule is not None and rule.do_sample
         settings = tuple(repr(draft.setting(name)) for name in draft.settings)
-        kind = place, settings, cache.batch_size, session.max_length.bit_length(), drafter.num_nodes
+        kind = place, settings, cache.batch_size, session.max_length.bit_length(), inner.num_nodes
 
         def keep() -> None:
             if gate is not None and gate.ranks is None:
@@ -372,5 +372,5 @@ class Gate(SpecialCase):
 
         with _kept_lock:
             last = _kept.get(draft, {}).get(model, {}).pop(kind, None) if draft.setting("gate") else None
-        gate = gate_of(draft.setting("gate"), drafter, target.ranks, last)
-        return drafter if gate is None else GatedDrafter(drafter, gate, session.stats, keep)
+        gate = gate_of(draft.setting("gate"), inner, target.ranks, last)
+        return inner if gate is None else GatedDrafter(inner, gate, session.stats, keep)

@@ -25,7 +25,7 @@ from ...attention_backends.lengths import SeqLens, on_device
 from ..call import PROCESSORS, Call
 from ..decoding import Session
 from ..draft_tree import DraftTree
-from ..drafter import Binding, Verification
+from ..drafter import Verification
 from ..sampling import TokenRule, declared, is_history_free, is_of_transformers
 from ..special_case import SpecialCase
 from ..target import Step
@@ -164,10 +164,6 @@ class PaddingDrafter:
 class ColumnSession(Session):
     """A call of several rows under a [`ColumnRule`]. Rows that have ended go on with padding, as in `generate`."""
 
-    def make_drafter(self, binding: Binding) -> Any:
-        """Return a drafter whose rows grow together."""
-        return PaddingDrafter(super().make_drafter(binding), self.sequences)
-
     def emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Emit tokens; see [`Session.emit`]. Rows that had ended keep as many nodes as the others."""
         done = self.sequences.done.copy()
@@ -199,6 +195,10 @@ class Processors(SpecialCase):
         call.rule_class = ColumnRule
         if len(call.tokens) > 1:
             call.session_class = ColumnSession
+
+    def drafter(self, inner: Any, session: Any) -> Any:
+        """Return a drafter whose rows grow together, if the processors need that."""
+        return PaddingDrafter(inner, session.sequences) if isinstance(session, ColumnSession) else inner
 
     def why_not(self, call: Call) -> Iterator[str]:
         for processor in call.logits_processor:
