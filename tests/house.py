@@ -44,7 +44,7 @@ CASES = {
     "verification by masks": (
         r"MASKED|[Mm]askedMode|masked_logits|IndexedLayer|[Ii]ndexer|INDEXED|choices_of|PlainForwards|\.plain\b"
         r"|CHUNKED|takes_contexts|takes_unreached",
-        ("masked", "plain_forwards"),
+        ("masked", "stock_forwards"),
     ),
     "images": (
         r"rows\.offsets|self\.offsets|prompts\.offsets|TOKEN_TYPES|mm_\w+|rope_deltas|\.axes\b|text_sizes|inputs_beside"

@@ -383,7 +383,7 @@ class SlotSession(Session):
         """Return a gated drafter that appends forced tokens, if there is room for them."""
         drafter, count = self.draft.drafter(binding), self.call.more_nodes
         drafter = SlotDrafter(drafter, self.slots, self.rule, count) if count else drafter
-        return SPECIAL_CASES[GATE].drafter(drafter, self)
+        return SPECIAL_CASES[GATE].drafter(drafter, self) if self.draft.setting("gate") else drafter
 
     def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
         """Return the sequences and the token rules of slots that are free."""

@@ -124,7 +124,7 @@ class Session:
     def make_drafter(self, binding: Binding) -> Any:
         """Return the drafter of the draft, with n-grams, within those of special cases and the gate."""
         drafter = self.draft.drafter(binding)
-        for name in (*self.call.special_cases, GATE):
+        for name in [*self.call.special_cases] + [GATE] * self.draft.setting("gate"):
             drafter = SPECIAL_CASES[name].drafter(drafter, self)
         return drafter
 

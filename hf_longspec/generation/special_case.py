@@ -1,7 +1,7 @@
 """Seams between the core and special cases: what a special case of targets and calls can change.
 
 Each has a file of its own in `special_cases/`, which imports the core and is imported by none of its files.
-`special_cases/register.py` enters them in the lists below.
+`special_cases/__init__.py` enters them in the lists below.
 
 - A [`VerificationMode`] runs the nodes of a kind of target, if hybrid tree attention alone cannot.
 - A [`SpecialCase`] gives the reasons why a call cannot use the draft, and replaces parts of the call.

@@ -20,7 +20,7 @@ from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
 from ..generation.route import install, loaders
 from ..generation.sequences import SpeculationStats
-from ..generation.special_cases.register import register_special_cases
+from ..generation.special_cases import register_special_cases
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from .configuration_base import DraftConfig

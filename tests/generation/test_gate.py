@@ -145,9 +145,9 @@ BINDING = SimpleNamespace(target=SimpleNamespace(clock=time.perf_counter))
 
 
 def test_a_drafter_of_the_root_alone_has_no_gate():
-    gate = gate_of(True, Chain(BINDING), None)
+    gate = gate_of(Chain(BINDING), None)
     assert type(gate) is SpeculationGate and gate.most_tokens == 5
-    assert gate_of(False, Chain(BINDING), None) is gate_of(True, Drafter(BINDING), None) is None
+    assert gate_of(Drafter(BINDING), None) is None
 
 
 def test_processes_without_a_sharded_target_decide_alone(monkeypatch):
@@ -155,11 +155,11 @@ def test_processes_without_a_sharded_target_decide_alone(monkeypatch):
     monkeypatch.setattr(distributed, "get_rank", lambda group: 0)
     monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 2)
     pair = Ranks("pair", torch.device("cpu"))
-    assert gate_of(True, Chain(BINDING), None).ranks is None
-    assert gate_of(True, Chain(BINDING), pair).ranks is pair
+    assert gate_of(Chain(BINDING), None).ranks is None
+    assert gate_of(Chain(BINDING), pair).ranks is pair
     # two groups of two ranks
     monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 4 if group is None else 2)
-    assert gate_of(True, Chain(BINDING), pair) is None
+    assert gate_of(Chain(BINDING), pair) is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -41,7 +41,7 @@ ROWS = (
      "context.lengths.on(slots.device)[:, None]",
      "(context.lengths.longest + 0 * context.lengths.on(slots.device))[:, None]",
      "tests/generation/test_captured_masks.py"),
-    ("Step sizes of Mamba-2 are limited where plain generate limits them", "generation/special_cases/plain_forwards.py",
+    ("Step sizes of Mamba-2 are limited where plain generate limits them", "generation/special_cases/stock_forwards.py",
      "return is_alone & (columns > 0)", "return is_alone",
      "tests/generation/test_recurrent_states.py::test_steps_of_mamba2_are_limited_in_forwards_of_several_tokens"),
     ("Padding after a prompt leaves its states as they are", "generation/special_cases/recurrences.py",

@@ -320,12 +320,12 @@ _kept_lock = Lock()
 _reported: set[str] = set()
 
 
-def gate_of(is_on: bool, drafter: Drafter, ranks: Any, last: SpeculationGate | None = None) -> SpeculationGate | None:
+def gate_of(drafter: Drafter, ranks: Any, last: SpeculationGate | None = None) -> SpeculationGate | None:
     """Return the gate of one call, the `last` of its kind; None if every step may speculate.
 
     Copies of a sharded target that run side by side, which was never tried, have no gate.
     """
-    if not is_on or drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
+    if drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
         return None
     clock = drafter.binding.target.clock
     if last is not None:
@@ -352,7 +352,7 @@ class Gate(SpecialCase):
     case = GATE
 
     def drafter(self, inner: Any, session: Any) -> Any:
-        """Return the drafter of a [`Session`], hidden from the steps that cannot or shall not speculate, if any may.
+        """Return the drafter of a [`Session`], hidden from steps that do not speculate, unless every step may.
 
         Decisions of the gate are added to the statistics. The first time that a kind of draft is paused, this is
         logged. A gate that does not share its decisions with other processes is kept for the next call of its kind: the
@@ -371,6 +371,6 @@ class Gate(SpecialCase):
                     _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate
 
         with _kept_lock:
-            last = _kept.get(draft, {}).get(model, {}).pop(kind, None) if draft.setting("gate") else None
-        gate = gate_of(draft.setting("gate"), inner, target.ranks, last)
+            last = _kept.get(draft, {}).get(model, {}).pop(kind, None)
+        gate = gate_of(inner, target.ranks, last)
         return inner if gate is None else GatedDrafter(inner, gate, session.stats, keep)

@@ -29,7 +29,7 @@ from ..draft_tree import DraftTree
 from ..special_case import LayerTraits, VerificationMode
 from ..target_modules import plain_forward, plain_logits, shape_of
 from .hooks import bare
-from .plain_forwards import PlainForwards, PromptsOfForwards
+from .stock_forwards import PlainForwards, PromptsOfForwards
 from .trial import HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
 
 SLIDING_LAYER, CHUNKED_LAYER = "sliding_attention", "chunked_attention"

@@ -21,7 +21,6 @@ from ..call import Call
 from ..draft_tree import DraftTree
 from ..target_modules import plain_forward, shape_of
 from .fixed_states import CommitStates, FixedStates
-from .plain_forwards import PromptsOfForwards
 from .recurrences import (
     Kept,
     StagedNodes,
@@ -37,6 +36,7 @@ from .recurrences import (
     recurrences_replaced,
     why_not_replaceable,
 )
+from .stock_forwards import PromptsOfForwards
 from .trial import HybridMode
 
 try:
