@@ -6,7 +6,7 @@ then runs without the draft or is an error. What only some calls need is a speci
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -70,6 +70,7 @@ class Call:
         prompts ([`Prompts`]): Prompts without their padding.
         store ([`CallCache`]): Cache of the loop, and of the user.
         session_class (*optional*): Subclass of [`Session`] that runs the call; special cases choose it.
+        prompts_class (`type`): Subclass of [`Prompts`]; the verification mode and special cases choose it.
         rule_class (`Callable`): Makes the [`TokenRule`] of the call; special cases choose it.
         more_nodes (`int`): Number of nodes that a special case adds to trees.
         inputs (`dict[str, Any]`): Inputs of the first forward beside the tokens, which a special case has read.
@@ -188,10 +189,6 @@ class Call:
             return f"layers of {type(self.target.model).__name__} that count them"
         return None
 
-    def read_as(self, kind: Any) -> None:
-        """Let `kind` read the prompts, on top of the classes that do so far."""
-        self.prompts_class = _stacked(kind, self.prompts_class)
-
     def _refuse_unsupported(self) -> None:
         """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""
         refuse_target(self.target, type(self.draft), self.max_length)
@@ -229,11 +226,6 @@ class Call:
                 "position_ids or widens the mask, so plain generate counts the padding. Pass one prompt, or prompts of "
                 "equal length."
             )
-
-
-@cache
-def _stacked(kind: Any, below: Any) -> Any:
-    return type(kind.__name__, (kind, below), {})
 
 
 def refuse_positions(

@@ -8,7 +8,7 @@ Each has a file of its own in `special_cases/`, which imports the core and is im
 - Layers and parts of a cache are in `cache.py`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -137,10 +137,6 @@ class SpecialCase:
     """A special case of calls. `SPECIAL_CASES` holds it by its name, which [`Call.special_cases`] mentions."""
 
     case: ClassVar[str]
-
-    def why_not_target(self, target: Any) -> Iterable[str]:
-        """Return reasons why no call can use a draft with this [`TargetView`]."""
-        return ()
 
     def why_not(self, call: Any) -> Iterator[str]:
         """Yield reasons why a [`Call`] cannot use the draft. Errors are raised before any work is done."""

@@ -209,7 +209,7 @@ class TargetView:
             adapter = "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
             return [*self._why_not_kind(), adapter]
         reasons = self.known.reasons
-        key = str(self.config._attn_implementation), getattr(self.model, "_use_kernels", False), *self.special_cases
+        key = str(self.config._attn_implementation), getattr(self.model, "_use_kernels", False)
         if key not in reasons:
             reasons[key] = self._why_not_kind() or self.mode.why_not_tried(self)
         return reasons[key] or self._why_not_as_long(max_length)
@@ -227,8 +227,6 @@ class TargetView:
             reasons.append(
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
-        for name in self.special_cases:
-            reasons += SPECIAL_CASES[name].why_not_target(self)
         if getattr(self.model, "_is_stateful", False) and not mode.has_states:
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         return reasons

@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, QuantizedCache, Seq2SeqTrainer, Seq2SeqTrainingArguments, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
-from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from tests.robustness.enumeration import build
@@ -223,26 +223,6 @@ def test_inputs_that_no_forward_gets(name, inputs, lengths):
     assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards
 
 
-def test_prediction_of_seq2seq_trainer(tmp_path):
-    """It passes its labels to `generate`."""
-    pytest.importorskip("accelerate")
-    model = tiny_target("llama")
-    rows = [{"input_ids": ids, "labels": ids} for ids in (tiny_prompts(128, (size,))[0][0] for size in (9, 4, 13))]
-
-    def collate(batch):
-        padded = [nn.functional.pad(row["input_ids"], (13 - len(row["input_ids"]), 0)) for row in batch]
-        ids = torch.stack(padded)
-        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids}
-
-    args = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, use_cpu=True, report_to="none")
-    trainer = Seq2SeqTrainer(model, args, data_collator=collate)
-    draft = NgramDraftModel.from_target(model)
-    options = {"max_new_tokens": 7, "pad_token_id": 0, "do_sample": False}
-    plain, drafted = (trainer.predict(rows, **options, **more) for more in ({}, {"assistant_model": draft}))
-    assert (plain.predictions == drafted.predictions).all() and plain.predictions.shape == (3, 20)
-    assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards
-
-
 @pytest.mark.parametrize("lengths", [(6,), (6, 4)])
 def test_healed_prompts_of_another_length(lengths):
     """Plain `generate` keeps the mask and the positions of the prompts before; in the same length the draft is used."""
@@ -324,16 +304,6 @@ def test_training_mode(name, monkeypatch):
         assert not torch.equal(run(trained(), call, None)[0].sequences, expected)
     monkeypatch.setattr(TargetView, "why_not", None)  # runs the model
     run(trained(), call, draft)
-
-
-def test_no_dropout_in_training_mode():
-    """`generate` leaves the mode of a model as it is."""
-    model = tiny_target("llama").train()
-    input_ids, mask = tiny_prompts(128, (9, 5))
-    draft = SpecAttnDraftModel.from_target(model)
-    call = {"input_ids": input_ids, "attention_mask": mask}
-    assert torch.equal(run(model, call, draft)[0].sequences, run(model, call, None)[0].sequences)
-    assert draft.last_speculation.reason is None
 
 
 def test_the_warning_comes_once_and_the_reason_every_time(target, caplog):

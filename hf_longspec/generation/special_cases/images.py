@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -185,6 +185,12 @@ class PromptsWithInputs(Prompts):
         return inputs, positions
 
 
+@cache
+def _on_top_of(below: Any) -> Any:
+    """Return [`PromptsWithInputs`] of the prompts of a verification mode."""
+    return type(PromptsWithInputs.__name__, (PromptsWithInputs, below), {})
+
+
 def _unpadded_axes(positions: torch.Tensor | None, mask: torch.Tensor) -> list[torch.Tensor] | None:
     """Return the rows `(axes, T)` of `(axes, batch or 1, P)` positions without padding; `None` if there are no axes."""
     if positions is None or positions.dim() < 3:
@@ -224,7 +230,7 @@ class Inputs(SpecialCase):
     def change(self, call: Call) -> None:
         """Read the inputs, and check positions on several axes, which `generate` makes for M-RoPE."""
         call.inputs = inputs_beside_tokens(call)
-        call.read_as(PromptsWithInputs)
+        call.prompts_class = _on_top_of(call.prompts_class)
         positions = call.position_ids
         if positions is not None and positions.dim() == 3 and positions.shape[-1] == call.tokens.shape[1]:
             call.position_ids = None

@@ -90,8 +90,7 @@ class RecurrentStates(CachePart):
         self.nodes = StagedNodes(tree, lengths, self.cache.rows.plain)
 
     def commit(self, path: torch.Tensor | None, counts: SeqLens) -> None:
-        if self.nodes is None:
-            raise ValueError("commit() needs a staged verification, as states are computed from its nodes.")
+        assert self.nodes is not None
         if self._terms:
             self._commit_together(path, counts)
             return

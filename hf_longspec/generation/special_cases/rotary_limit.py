@@ -29,7 +29,7 @@ class FrequencyChange(NamedTuple):
 
 
 def changes_of(target: TargetView) -> list[FrequencyChange]:
-    """Return the changes of a target's rotary embeddings; more than one if they are not the same."""
+    """Return the changes of a target's rotary embeddings, in order; those of some types of layers may be others."""
     modules = [module for module in target.model.modules() if "rope_type" in vars(module)]
     found = (_changes_in(module, getattr(module, "config", target.config)) for module in modules or [None])
     return sorted({change for changes in found for change in changes})
@@ -56,10 +56,6 @@ class RotaryFrequencies(SpecialCase):
 
     case = ROTARY_LIMIT
 
-    def why_not_target(self, target: Any) -> list[str]:
-        columns = [change.column for change in changes_of(target)]
-        return [f"its rotary frequencies change at different positions, {columns}, not at one"] * (len(columns) > 1)
-
     def column_of(self, target: TargetView) -> float:
         """Return the first position under other frequencies."""
         return min((change.column for change in changes_of(target)), default=math.inf)
@@ -67,18 +63,18 @@ class RotaryFrequencies(SpecialCase):
     def why_not(self, call: Call) -> Iterator[str]:
         """Yield a reason if the forwards of plain `generate` have several sets of frequencies."""
         changes, prompts = changes_of(call.target), call.prompts
-        if not changes or call.max_length <= changes[0].column:
+        if not changes or call.max_length <= (first := changes[0].column):
             return
-        column, is_repeated = changes[0]
         longest, stored = max(map(len, prompts.texts)), max(prompts.past_lengths)
-        begins_after = longest > column and not 0 < stored <= column and not prompts.by_chains
+        begins_after = longest > (last := changes[-1].column) and not 0 < stored <= last and not prompts.by_chains
         is_chunked = prompts.chunk_size is not None and prompts.chunk_size < longest - stored
         # whole prompts beyond the change, as the last token decides the frequencies; states would get it twice
         prompts.is_whole = begins_after
+        is_repeated = any(change.is_repeated for change in changes)
         if is_repeated or not begins_after or is_chunked or call.target.has_states:
             yield (
                 f"max_length={call.max_length} with prompts of up to {longest} tokens, {stored} of them in {CACHE_NAME}"
-                f": rotary frequencies change at position {column} (rope_parameters), which a draft cannot cross. Keep "
-                f"max_length at {column} or below, or pass a longer prompt, whole and in a new cache, to a target with "
+                f": rotary frequencies change at position {first} (rope_parameters), which a draft cannot cross. Keep "
+                f"max_length at {first} or below, or pass a longer prompt, whole and in a new cache, to a target with "
                 "longrope and without recurrent states."
             )
