@@ -176,7 +176,7 @@ class PrefixCache:
             )
         tokens, held = tokens[: (length := cache.counts[0])], cache.entries()
         # padding is not in the cache, and images are known by their places alone
-        if not self._is_usable or not length or {"columns", "offsets"} & held.keys():
+        if not self._is_usable or not length or {"padding", "offsets"} & held.keys():
             return
         if sum(entry.nbytes for entry in held.values()) > self.max_bytes:
             return

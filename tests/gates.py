@@ -27,5 +27,5 @@ class FlippingGate(SpeculationGate):
         """Measure nothing."""
 
 
-def ungated(wanted: bool, drafter: Any, ranks: Any, known: Any = None) -> None:
+def ungated(drafter: Any, ranks: Any, known: Any = None) -> None:
     """Replace `gate_of` where steps are counted: all of them speculate, however long they take."""

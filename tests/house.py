@@ -44,7 +44,7 @@ CASES = {
     "verification by masks": (
         r"MASKED|[Mm]askedMode|masked_logits|IndexedLayer|[Ii]ndexer|INDEXED|choices_of|PlainForwards|\.plain\b"
         r"|CHUNKED|takes_contexts|takes_unreached",
-        ("masked", "plain_forwards"),
+        ("masked", "stock_forwards"),
     ),
     "images": (
         r"rows\.offsets|self\.offsets|prompts\.offsets|TOKEN_TYPES|mm_\w+|rope_deltas|\.axes\b|text_sizes|inputs_beside"
@@ -52,18 +52,13 @@ CASES = {
         ("images",),
     ),
     "rotary limit": (
-        r"rotary_limit|RotaryLimit|changes_of|FrequencyChange|ROTARY_LIMIT|position_bounds|position_limit"
-        r"|lowest_positions|is_limited",
+        r"rotary_limit|changes_of|FrequencyChange|ROTARY_LIMIT",
         ("rotary_limit",),
     ),
     "caches of the user": (
         r"is_own\(|take_over|bring_up_to_date|held_by|why_not_stored|refuse_cache|UserCache|USER_CACHE|is_users"
         r"|_is_user_defined|\badopt\b|give_back",
         ("user_caches",),
-    ),
-    "zeros between tokens": (
-        r"has_gaps|counts_gaps|GAPS|\.columns\b|columns_of|with_gaps|context_of\b|Gapped",
-        ("padding", "gapped"),
     ),
     "tensor parallelism": (r"\bself\.ranks|target\.ranks|_ranks\b|Ranks|TENSOR_PARALLELISM|_tp_size", ("parallel",)),
     "captured steps": (

@@ -1,7 +1,6 @@
 """The number of used slots of every row: on the host for code that slices, on devices for kernels and graphs."""
 
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -76,12 +75,6 @@ class SeqLens:
         This holds if the deepest possible node, `nodes - 1` positions after the root, still sees slot 0.
         """
         return self.longest is not None and bool(self.longest + nodes <= sliding_window)
-
-    def with_gaps(self) -> "SeqLens":
-        """Return these lengths for windows that count more places than there are slots, which `fit_window` denies."""
-        lengths = copy(self)
-        lengths.longest, lengths._sums = None, {}
-        return lengths
 
     def on(self, device: torch.device | str) -> torch.Tensor:
         """Return the lengths as a tensor of shape `(B,)` on a device, which is made once."""

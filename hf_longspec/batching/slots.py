@@ -22,6 +22,7 @@ from ..generation.draft_tree import DraftTree
 from ..generation.drafter import Binding, Drafter
 from ..generation.sampling import NoiseRows, TokenRule, warped
 from ..generation.sequences import SpeculationStats
+from ..generation.special_case import GATE, SPECIAL_CASES
 from ..generation.special_cases.grammar import ForcedDrafter, HostTree, is_grammar, make_room
 from ..generation.target import TargetView
 from ..generation.verification import Acceptance
@@ -61,7 +62,6 @@ class RowSession(Session):
         states (`dict[int, dict[str, torch.Tensor]]`): Recurrent states after some numbers of tokens of the prompt.
     """
 
-    is_gated = False
     joined_at = 0.0, 0.0  # times of the loop when the request took its slot
 
     def __init__(self, call: Call, max_length: int, source: torch.Generator | None = None):
@@ -74,7 +74,7 @@ class RowSession(Session):
         self.grammar = next(filter(is_grammar, self.rule.processors), None)
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """Return a drafter whose state fits that of the loop, which appends forced tokens itself."""
+        """Return a drafter whose state fits that of the loop, which appends forced tokens itself and has the gate."""
         drafter: Drafter = self.draft.drafter(binding)
         make_room(drafter, self.call.more_nodes)
         return drafter
@@ -380,9 +380,10 @@ class SlotSession(Session):
         return forced <= self.call.more_nodes and self._present(target) == self._made_for
 
     def make_drafter(self, binding: Binding) -> Any:
-        """Return a drafter that appends forced tokens, if there is room for them."""
+        """Return a gated drafter that appends forced tokens, if there is room for them."""
         drafter, count = self.draft.drafter(binding), self.call.more_nodes
-        return SlotDrafter(drafter, self.slots, self.rule, count) if count else drafter
+        drafter = SlotDrafter(drafter, self.slots, self.rule, count) if count else drafter
+        return SPECIAL_CASES[GATE].drafter(drafter, self) if self.draft.setting("gate") else drafter
 
     def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
         """Return the sequences and the token rules of slots that are free."""

@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..attention_backends.contexts import TreeContext
 from ..attention_backends.lengths import SeqLens
 from ..attention_backends.triton.commit import can_move, move_nodes
 from .draft_tree import DraftTree
@@ -32,11 +31,11 @@ class Rows:
         lengths ([`SeqLens`]): Committed tokens of every row.
         staged (`bool`): Whether the next update writes nodes after the committed tokens without committing them.
         layout (`int`): Number of times that a buffer of these layers was replaced.
-        columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
-            Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
+        padding (`torch.LongTensor` of shape `(batch,)`, *optional*):
+            Number of columns without a token before the last committed token of each padded text. `None` if there are
+            none.
         plain (*optional*): The forwards of plain `generate`, for special cases whose layers depend on them.
         offsets (`torch.LongTensor` of shape `(batch, 1)`, *optional*): See [`SpeculativeCache.position_ids`].
-        context_of (`Callable`): Makes the context of a verification, a [`TreeContext`] or a subclass.
     """
 
     def __init__(self, batch_size: int):
@@ -44,10 +43,9 @@ class Rows:
         self.lengths = SeqLens((0,) * batch_size)
         self.staged = False
         self.layout = 0
-        self.columns: torch.Tensor | None = None
+        self.padding: torch.Tensor | None = None
         self.plain: Any = None
         self.offsets: torch.Tensor | None = None
-        self.context_of: Callable[..., TreeContext] = TreeContext
 
 
 # Bytes. Addresses of torch's own allocations are multiples of this.
@@ -161,7 +159,7 @@ class SpeculativeLayer(CacheLayerMixin):
         """Write new entries, and return views of all slots written so far, the new ones included."""
         count, lengths, is_staged = key_states.shape[2], self.rows.lengths, self.rows.staged
         if not is_staged:
-            if lengths.is_ragged or self.rows.columns is not None:
+            if lengths.is_ragged or self.rows.padding is not None:
                 raise ValueError(
                     f"the rows hold {lengths.host} tokens, and plain generate needs rows of equal length without "
                     "padding. Continue each row in its own cache, or start a new cache."
@@ -483,8 +481,7 @@ class SpeculativeCache(Cache):
 
     def entries(self) -> dict[str, torch.Tensor]:
         """Return views of all that is held, `(B, ...)` each, by names that only caches of one config share."""
-        columns, length = self.rows.columns, self.lengths.longest
-        found = {"columns": None if columns is None else columns[:, :length], "offsets": self.rows.offsets}
+        found = {"padding": self.rows.padding, "offsets": self.rows.offsets}
         for index, layer in enumerate(self.key_layers):
             found[f"{index}.keys"], found[f"{index}.values"] = layer.entries()
         for part in self.parts:
@@ -495,7 +492,7 @@ class SpeculativeCache(Cache):
         """Hold `entries` of rows with these lengths, and nothing else. The cache is packed then."""
         self.rollback()
         self.rows.batch_size = len(lengths)
-        self.rows.columns, self.rows.offsets = entries.get("columns"), entries.get("offsets")
+        self.rows.padding, self.rows.offsets = entries.get("padding"), entries.get("offsets")
         for index, layer in enumerate(self.key_layers):
             if (keys := entries.get(f"{index}.keys")) is not None:
                 layer.place(keys, entries[f"{index}.values"])
@@ -570,7 +567,7 @@ class SpeculativeCache(Cache):
         self.rollback()
         for part in self.parts:
             part.reset()
-        self.rows.columns = None
+        self.rows.padding = None
         self.set_lengths([0] * self.batch_size)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -589,3 +586,12 @@ def slots_of(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return the entries of keys or values `(B, K, S, D)` in the slots `places` `(B, T)`, `(B, K, T, D)`."""
     index = places.to(states.device)[:, None, :, None]
     return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+
+
+def shifted(states: torch.Tensor, by: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return the slots from `first + by[b]` to `last + by[b]` of row b of keys or values `(B, K, S, D)`.
+
+    Slots that do not exist have any entry.
+    """
+    places = torch.arange(first, last, device=states.device) + by.to(states.device)[:, None]
+    return slots_of(states, places.clamp(0, states.shape[2] - 1))

@@ -6,7 +6,7 @@ then runs without the draft or is an error. What only some calls need is a speci
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,6 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..attention_backends.contexts import TreeContext
 from .cache import CACHE_NAME, SpeculativeCache
 from .compiled.compiled_steps import runner_of
 from .sampling import TokenRule, declared, is_history_free
@@ -58,7 +57,7 @@ KNOWN_MODEL_KWARGS = {
     "use_cache",
 }
 # Names of special cases, in the order in which their reasons are looked for.
-USER_CACHE, GAPS, PROCESSORS = f"{CACHE_NAME} with tokens", "zeros between tokens", "logits processors"
+USER_CACHE, PROCESSORS = f"{CACHE_NAME} with tokens", "logits processors"
 IMAGES, HOOKS, GRAMMAR = "inputs beside the tokens", "forward hooks", "a grammar"
 # The targets and settings for which drafts were last checked.
 _checked: WeakKeyDictionary[torch.nn.Module, tuple[Known, dict[str, Any]]] = WeakKeyDictionary()
@@ -71,6 +70,7 @@ class Call:
         prompts ([`Prompts`]): Prompts without their padding.
         store ([`CallCache`]): Cache of the loop, and of the user.
         session_class (*optional*): Subclass of [`Session`] that runs the call; special cases choose it.
+        prompts_class (`type`): Subclass of [`Prompts`]; the verification mode and special cases choose it.
         rule_class (`Callable`): Makes the [`TokenRule`] of the call; special cases choose it.
         more_nodes (`int`): Number of nodes that a special case adds to trees.
         inputs (`dict[str, Any]`): Inputs of the first forward beside the tokens, which a special case has read.
@@ -118,14 +118,13 @@ class Call:
 
     @cached_property
     def special_cases(self) -> list[str]:
-        """Names of the special cases in this call, in the order in which their reasons are looked for."""
+        """Names of the special cases in this call, in the order of their reasons and, from the inside, drafters."""
         others = (value for name, value in self.model_kwargs.items() if name not in KNOWN_MODEL_KWARGS)
         has_axes = self.position_ids is not None and self.position_ids.dim() > 2
         cases = {
             USER_CACHE: self.model_kwargs.get(CACHE_NAME) is not None and self._passes_cache(),
-            GAPS: self.mask is not None and has_gaps(self.mask),
-            PROCESSORS: not all(map(is_history_free, self.logits_processor)),
             GRAMMAR: any(declared(processor, "is_grammar") for processor in self.logits_processor),
+            PROCESSORS: not all(map(is_history_free, self.logits_processor)),
             IMAGES: has_axes or any(value is not None for value in others),
             HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
         }
@@ -152,6 +151,11 @@ class Call:
         if (reason := why_not_begun(self.tokens, self.config, self.model_kwargs)) is not None:
             return reason
         self._refuse_mask()
+        if (rows := self._rows_with_gaps()) and (cause := self._counts_columns()) is not None:
+            return (
+                f"attention_mask has zeros between tokens in the rows {rows}, as of a batched chat whose rows ended at "
+                f"different places, with {cause}. Pass one row at a time, or move the zeros to the left of each row."
+            )
         self.prompts_class = self.target.mode.prompts_class or Prompts
         for name in self.special_cases:
             SPECIAL_CASES[name].change(self)
@@ -164,9 +168,26 @@ class Call:
             chain(self.prompts.why_not(), *(SPECIAL_CASES[name].why_not(self) for name in self.special_cases)), None
         )
 
-    def read_as(self, kind: Any) -> None:
-        """Let `kind` read the prompts, on top of the classes that do so far."""
-        self.prompts_class = _stacked(kind, self.prompts_class)
+    def _rows_with_gaps(self) -> list[int]:
+        """Return the rows with padding between tokens."""
+        if self.mask is None:
+            return []
+        is_token = self.mask.bool()
+        rows: list[int] = (is_token[:, :-1] & ~is_token[:, 1:]).any(1).nonzero().flatten().tolist()
+        return rows
+
+    def _counts_columns(self) -> str | None:
+        """Return with what the text depends on the columns of padding between tokens; `None` if it does not."""
+        cache = self.model_kwargs.get(CACHE_NAME)
+        if USER_CACHE in self.special_cases and not isinstance(cache, SpeculativeCache):
+            return f"a {type(cache).__name__}, which has a column for each of them"
+        if IMAGES in self.special_cases:
+            return "inputs beside the tokens"
+        if self.target.mode.counts_columns or any(
+            0 < (window or 0) < self.max_length for window in self.target.windows
+        ):
+            return f"layers of {type(self.target.model).__name__} that count them"
+        return None
 
     def _refuse_unsupported(self) -> None:
         """Refuse a call whose target, draft or settings are wrong, with the value, the rule and the remedy."""
@@ -207,11 +228,6 @@ class Call:
             )
 
 
-@cache
-def _stacked(kind: Any, below: Any) -> Any:
-    return type(kind.__name__, (kind, below), {})
-
-
 def refuse_positions(
     positions: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor | None, first: Any = 0, apart: int = 0
 ) -> None:
@@ -243,10 +259,9 @@ class Prompts:
     """Prompts of a call without their padding.
 
     Attributes:
-        mask (`torch.LongTensor` of shape `(batch, P)`, *optional*): 0 at padding; `None` if there is none.
+        padding (`torch.LongTensor` of shape `(batch,)`, *optional*): Number of padding tokens of every row; `None` if
+            all are 0.
         past_lengths (`list[int]`): Number of tokens of every row that the cache holds.
-        has_gaps (`bool`): Whether there is padding between tokens of a row.
-        counts_gaps (`bool`): Whether windows of the target count that padding.
         by_chains (`bool`): Whether the prompts run as chains that are verified, since their rows differ.
         texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
         new (`list[torch.LongTensor]`): Tokens of every row that the cache does not hold.
@@ -257,7 +272,7 @@ class Prompts:
             forward that is not repeated has computed them.
     """
 
-    is_whole = has_gaps = counts_gaps = False
+    is_whole = False
     offsets: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 
@@ -267,7 +282,8 @@ class Prompts:
         mask = torch.ones_like(self.input_ids) if call.mask is None else call.mask
         self.texts = unpadded(self.input_ids, mask)
         self.past_lengths = call.store.past_lengths(mask)
-        self.mask = mask if sum(map(len, self.texts)) < self.input_ids.numel() else None
+        padding = (mask == 0).sum(1)
+        self.padding = padding if bool(padding.any()) else None
         self.by_chains = len(set(self.past_lengths)) > 1
         self.new = [text[count:] for text, count in zip(self.texts, self.past_lengths, strict=True)]
 
@@ -281,16 +297,12 @@ class Prompts:
 
     def begin(self, cache: SpeculativeCache) -> None:
         """Prepare a cache, which may have served another call, for these prompts."""
-        cache.rows.offsets, cache.rows.context_of = self.offsets, TreeContext
+        cache.rows.offsets = self.offsets
 
     @property
     def text_sizes(self) -> list[int]:
         """How many tokens at the end of each prompt are text."""
         return [len(prompt) for prompt in self.new]
-
-    def columns(self, cache: SpeculativeCache) -> torch.Tensor | None:
-        """Return the columns of all tokens of padded texts that fit in a cache; `None` without padding."""
-        return None if self.mask is None else columns_of(self.mask, cache.max_length + cache.tree_slots)
 
     def prefill(self, cache: SpeculativeCache, seed_tokens: int) -> list[torch.Tensor]:
         """Run all but the last tokens of every row under the model's own attention, right-padded, possibly in chunks.
@@ -342,9 +354,9 @@ class CallCache:
         cache.reserve(call.max_length, nodes)
         return cache
 
-    def settle(self, session: Any, columns: torch.Tensor | None, is_kept: bool) -> None:
+    def settle(self, session: Any, is_kept: bool) -> None:
         """Leave the text of a call in the cache; `is_kept` says whether the cache could be cut to it."""
-        session.cache.rows.columns = columns
+        session.cache.rows.padding = session.prompts.padding
         if session.outputs.as_dict:
             pack_if_mostly_free(session.cache)
 
@@ -362,30 +374,6 @@ def pack_if_mostly_free(cache: SpeculativeCache) -> None:
 def unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Return the rows of `(batch, P)` values without padding, where `mask` is 0."""
     return [row[keep.bool()] for row, keep in zip(values, mask, strict=True)]
-
-
-def has_gaps(mask: torch.Tensor) -> bool:
-    """Return whether there is padding between tokens of a row, where `mask` `(batch, P)` is 0."""
-    is_token = mask.bool()
-    return bool((is_token[:, :-1] & ~is_token[:, 1:]).any())
-
-
-def columns_of(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the columns of the first `count` tokens of every row, `(batch, count)`.
-
-    Tokens of a prompt stand where its mask `(batch, P)` is not 0, and generated ones in the columns from P on.
-
-    >>> columns_of(torch.tensor([[0, 1, 0, 1], [1, 1, 1, 1]]), 4).tolist()
-    [[1, 3, 4, 5], [0, 1, 2, 3]]
-    """
-    is_token = pad(mask.bool(), (0, count), value=True)
-    return is_token.byte().argsort(dim=1, descending=True, stable=True)[:, :count].contiguous()
-
-
-def places_of(columns: torch.Tensor, first: int, length: int) -> torch.Tensor:
-    """Return the slots of the columns from `first` to `length` of every row; those of padding are any."""
-    numbers = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
-    return (torch.searchsorted(columns, numbers, right=True) - 1).clamp_min(0)
 
 
 def _why_not_fixed(target: TargetView, mode: str) -> str | None:

@@ -6,7 +6,6 @@ token.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +18,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from ..attention_backends.lengths import SeqLens, on_device
-from .call import GRAMMAR, Call, refuse
+from .call import Call, refuse
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
-from .sampling import NoiseRows
+from .sampling import NoiseRows, accept_packed
 from .sequences import Outputs, Sequences, SpeculationStats, busy_machine
 from .special_case import FIRST_CHECKS, GATE, SPECIAL_CASES
 from .target import Step, chain_of_last_tokens
-from .verification import Acceptance, packed
 
 logger = logging.get_logger(__name__)
 
@@ -97,13 +95,6 @@ class Session:
     A cache of the user's is adopted last, after all validation.
     """
 
-    # function that tells whether the target can verify a tree of some depth in the next step; it always can by default
-    may_speculate: Callable[[int], bool] | None = None
-    # whether the first verification of a kind of target is compared with a plain forward
-    checks_target = True
-    # whether the gate may pause the draft
-    is_gated = True
-
     def __init__(self, call: Call):
         self.started, self.processor_started = time.perf_counter(), time.process_time()
         self.call, self.target, self.draft, self.prompts = call, call.target, call.draft, call.prompts
@@ -125,15 +116,17 @@ class Session:
         if self.workspace is not None:
             binding.part = self.workspace.part
         self.drafter = self.make_drafter(binding)
-        self.columns_before, self.cache.rows.columns = self.cache.rows.columns, None
+        self.padding_before, self.cache.rows.padding = self.cache.rows.padding, None
         self.cache.set_lengths(self.past_lengths)
         self.prompts.begin(self.cache)
         self.cache.remember()
 
     def make_drafter(self, binding: Binding) -> Any:
-        """Return the drafter of the call, with the forced tokens of a grammar if there is one."""
+        """Return the drafter of the draft, with n-grams, within those of special cases and the gate."""
         drafter = self.draft.drafter(binding)
-        return SPECIAL_CASES[GRAMMAR].drafter(drafter, self) if GRAMMAR in self.call.special_cases else drafter
+        for name in [*self.call.special_cases] + [GATE] * self.draft.setting("gate"):
+            drafter = SPECIAL_CASES[name].drafter(drafter, self)
+        return drafter
 
     def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:
         """Return the sequences and the token rule of prompts `(batch, P)`."""
@@ -155,7 +148,7 @@ class Session:
 
     def check_once(self) -> None:
         """Check this kind of target after the prompts, once."""
-        if self.checks_target and self.draft.setting("check_target"):
+        if self.draft.setting("check_target"):
             SPECIAL_CASES[FIRST_CHECKS].check(self)
 
     @property
@@ -164,9 +157,7 @@ class Session:
         return max(self.drafter.seed_tokens, self.target.mode.seed_tokens)
 
     def seed(self, tails: list[torch.Tensor]) -> None:
-        """Verify the last prompt tokens as a chain, emit the first token, and start the drafter, maybe gated."""
-        if self.is_gated:
-            self.drafter = SPECIAL_CASES[GATE].drafter(self.drafter, self)
+        """Verify the last prompt tokens as a chain, emit the first token, and start the drafter."""
         tree, sizes = chain_of_last_tokens(tails, max(map(len, tails)))
         step = self.verify(tree)
         rows = torch.arange(len(sizes), device=step.logits.device)
@@ -195,22 +186,18 @@ class Session:
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
-    def position_bounds(self) -> dict[str, Any]:
-        """Return `limit` and `lowest` of [`TargetView.verify`] for the next forward."""
-        return {"limit": self.max_length}
-
     def verify(self, tree: DraftTree, fixed_shape: bool = False) -> Step:
         """Run the target over all nodes of a tree."""
         capture, hidden = self.drafter.capture(tree), self.drafter.wants_hidden
-        options = {"with_hidden": hidden, "fixed_shape": fixed_shape} | self.position_bounds()
-        return self.target.verify(tree, self.cache, capture, **options)
+        return self.target.verify(tree, self.cache, capture, self.max_length, hidden, fixed_shape)
 
     def emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
-        pauses = self.paused_rows()
-        acceptance, scores, whole = self._accept(tree, step.logits)
+        pauses = list(self.sequences.done)
+        inputs = tree, step.logits, self.outputs.wants_scores, self.target, self.cache
+        acceptance, scores, whole = accept_packed(self.rule, *inputs)
         host = whole.tolist()  # the only host read of an iteration
-        self.root = self.next_roots(acceptance)
+        self.root = acceptance.next_root
         tokens = [[] if is_paused else row[2 : 2 + row[0]] for row, is_paused in zip(host, pauses, strict=True)]
         self.outputs.keep(scores, step.logits, acceptance.path, list(map(len, tokens)))
         emitted = self.sequences.append(tokens, self.outputs.scores_of if self.outputs.wants_scores else None)
@@ -220,14 +207,6 @@ class Session:
         tokens = [row[:count] for row, count in zip(tokens, emitted, strict=True)]
         counts = SeqLens(emitted, self._counts_on_device(emitted, [row[0] for row in host], acceptance.num_nodes))
         return Verification.of(tree, step, acceptance.path, counts, tokens)
-
-    def paused_rows(self) -> list[bool]:
-        """Return which rows emit nothing in this step."""
-        return list(self.sequences.done)
-
-    def next_roots(self, acceptance: Acceptance) -> torch.Tensor:
-        """Return the root of each row in the next step."""
-        return acceptance.next_root
 
     def _counts_on_device(self, emitted: list[int], accepted: list[int], num_nodes: torch.Tensor) -> torch.Tensor:
         """Return the emitted counts on the device, without a copy unless a row has just stopped."""
@@ -239,16 +218,6 @@ class Session:
         if going != self._going[0]:  # rows that have ended stay the same in most steps
             self._going = going, on_device(going, num_nodes.device)
         return num_nodes * self._going[1]
-
-    def _accept(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor | None, torch.Tensor]:
-        """Return the accepted nodes, processed scores along the path if they are wanted, and what the host reads."""
-        if not self.outputs.wants_scores and (
-            captured := self.target.steps.accept(tree, logits, self.rule, self.cache)
-        ):
-            acceptance, whole = captured
-            return acceptance, None, whole
-        acceptance, scores = self.rule.accept(tree, logits, with_scores=self.outputs.wants_scores)
-        return acceptance, scores, packed(acceptance, tree.valid)
 
     def _count(self, tree: DraftTree, host: list[list[int]], emitted: list[int]) -> None:
         """Add a step to the statistics, by the rows of its [`packed`] result."""
@@ -283,7 +252,7 @@ class Session:
         """Reset the cache to the tokens that it held before the call, as the call returns no text."""
         self.cache.go_back()
         self.cache.set_lengths(self.past_lengths)
-        self.cache.rows.columns = self.columns_before
+        self.cache.rows.padding = self.padding_before
 
     def _settle(self) -> None:
         """Leave the committed part of the text in the cache, and complete the statistics."""
@@ -291,8 +260,7 @@ class Session:
         rows = zip(self.prompts.texts, self.sequences.generated, strict=True)
         lengths = (len(text) + len(new) - 1 for text, new in rows)
         is_kept = self.cache.shorten([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
-        returns_cache = self.outputs.as_dict or self.call.store.is_users
-        self.call.store.settle(self, self.prompts.columns(self.cache) if returns_cache else None, is_kept)
+        self.call.store.settle(self, is_kept)
         self.complete_stats()
         if self.sequences.device.type == "cpu":
             seconds = time.perf_counter() - self.started

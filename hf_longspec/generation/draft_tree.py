@@ -193,10 +193,6 @@ def trie_table(paths: Sequence[Sequence[Sequence[int]]], root: Tensor, num_nodes
     >>> trie_table([[[7, 9], [7, 3]]], torch.tensor([5]), num_nodes=5, max_depth=4).tolist()
     [[[0, 7, 9, 3, 0], [-1, 0, 1, 1, 0], [1, 1, 1, 1, 0]]]
     """
-    if num_nodes < 1:
-        raise ValueError(f"num_nodes is {num_nodes}, expected at least 1. The root needs a node.")
-    if len(paths) != root.shape[0]:
-        raise ValueError(f"paths has {len(paths)} rows, expected {root.shape[0]} as root. Pass [] for an empty row.")
     rows = [_build_trie([path[:max_depth] for path in row], num_nodes) for row in paths]
     return on_device(rows, root.device).reshape(-1, 3, num_nodes)
 

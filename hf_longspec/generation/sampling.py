@@ -13,6 +13,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from transformers.generation.logits_process import (
 from ..attention_backends.lengths import on_device
 from .draft_tree import DraftTree
 from .sequences import Sequences, TextBuffer
+from .target import FixedStep, TargetView
 from .verification import (
     Acceptance,
     accept_greedy,
@@ -34,6 +36,7 @@ from .verification import (
     along_path,
     draw_noise,
     drawn,
+    packed,
     perturbed_log_probs,
     walk_lazily,
 )
@@ -441,6 +444,54 @@ class TokenRule:
         acceptance = walk_lazily(tree, choose)
         of_path = torch.stack(scores, 1)
         return acceptance if tree.q is None else self.accept_scored(tree, of_path, *self.draws_for(tree)), of_path
+
+
+def accept_packed(
+    rule: Any, tree: DraftTree, logits: torch.Tensor, with_scores: bool, target: TargetView, cache: Any
+) -> tuple[Acceptance, torch.Tensor | None, torch.Tensor]:
+    """Return the result of [`TokenRule.accept`] of a rule, and what the host reads of it, see [`packed`].
+
+    It runs as a graph after a captured step of the target that left these logits.
+    """
+    steps = target.steps
+    if not with_scores and logits is steps.logits and rule.fits_graphs:
+        # the result of another target's graph is copied
+        q = tree.q if any(tree.q is result for result in steps.results) else None
+        copied = () if tree.q is q else (tree.q,)
+        step = Accept(target.model, cache, logits, q, bool(copied), rule, tree.max_depth, tree.is_chain)
+        result = steps.run(step, tree.tokens, tree.parents, tree.valid, *copied, *rule.draws_for(tree))
+        if result is not None:
+            *fields, next_root, whole = result
+            acceptance = Acceptance(*fields)
+            acceptance.__dict__["next_root"] = next_root  # fills the cached property
+            return acceptance, None, whole
+    acceptance, scores = rule.accept(tree, logits, with_scores)
+    return acceptance, scores, packed(acceptance, tree.valid)
+
+
+@dataclass(eq=False)
+class Accept(FixedStep):
+    """The acceptance of the nodes of a tree."""
+
+    logits: torch.Tensor
+    q: torch.Tensor | None  # result of another graph
+    is_copied: bool  # whether `q` is an input instead
+    rule: TokenRule
+    max_depth: int
+    is_chain: bool
+
+    @property
+    def key(self) -> tuple:
+        places = self.logits.data_ptr(), None if self.q is None else self.q.data_ptr()
+        return *self.logits.shape, *places, self.is_copied, self.max_depth, self.is_chain, self.rule.key
+
+    def run(self, *inputs: torch.Tensor) -> Any:
+        tokens, parents, valid, *draws = inputs
+        q, draws = (draws[0], draws[1:]) if self.is_copied else (self.q, draws)
+        tree = DraftTree(tokens, parents, valid, q, is_chain=self.is_chain, max_depth=self.max_depth)
+        acceptance = self.rule.accept_scored(tree, warped(self.rule.processors, self.logits), *draws)
+        fields = acceptance.path, acceptance.num_nodes, acceptance.tokens
+        return *fields, acceptance.next_root, packed(acceptance, valid)
 
 
 def warped(

@@ -1,14 +1,14 @@
 """Seams between the core and special cases: what a special case of targets and calls can change.
 
 Each has a file of its own in `special_cases/`, which imports the core and is imported by none of its files.
-`special_cases/register.py` enters them in the lists below.
+`special_cases/__init__.py` enters them in the lists below.
 
 - A [`VerificationMode`] runs the nodes of a kind of target, if hybrid tree attention alone cannot.
 - A [`SpecialCase`] gives the reasons why a call cannot use the draft, and replaces parts of the call.
 - Layers and parts of a cache are in `cache.py`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ class LayerTraits:
 
 
 class VerificationMode:
-    """Verify nodes by hybrid tree attention, after what the config of a target says of its layers.
+    """How the nodes of a kind of target are verified; by default by hybrid tree attention.
 
     Modes are compared by identity. A target has one for all calls, as long as its config stays the same.
     """
@@ -59,6 +59,8 @@ class VerificationMode:
     chain_tokens = 256
     # whether one token and several may be computed by different rules, which plain `generate` tells apart
     tells_single_tokens = False
+    # whether plain `generate` counts padding between tokens
+    counts_columns = False
     # whether attention layers take the context of a step, which drafts need that run the target themselves
     takes_contexts = True
     # whether the first forward may get other inputs beside the tokens
@@ -76,16 +78,14 @@ class VerificationMode:
 
     def trial(self, model: PreTrainedModel, config: Any) -> LayerTraits:
         """Return the traits of the layers of a model with this text config. Called in `attention`."""
-        kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
-        window = getattr(config, "sliding_window", None)
-        return LayerTraits(tuple(window if "sliding" in kind else None for kind in kinds), [], None)
+        raise NotImplementedError
 
     def ignores(self, target: Any, name: str, value: Any) -> bool:
         """Return whether the input `value`, which the model may get as `name`, changes nothing of text after a prefix.
 
         Without a value, the answer is for zeros at the beginning of a text.
         """
-        return False
+        raise NotImplementedError
 
     def attention(self, target: Any) -> AbstractContextManager[Any]:
         """Return the context in which nodes are verified."""
@@ -138,10 +138,6 @@ class SpecialCase:
 
     case: ClassVar[str]
 
-    def why_not_target(self, target: Any) -> Iterable[str]:
-        """Return reasons why no call can use a draft with this [`TargetView`]."""
-        return ()
-
     def why_not(self, call: Any) -> Iterator[str]:
         """Yield reasons why a [`Call`] cannot use the draft. Errors are raised before any work is done."""
         return iter(())
@@ -149,11 +145,13 @@ class SpecialCase:
     def change(self, call: Any) -> None:
         """Replace parts of a [`Call`], before its prompts are read."""
 
+    def drafter(self, inner: Any, session: Any) -> Any:
+        """Return the drafter of a [`Session`], which is `inner` or a drafter around it."""
+        return inner
 
-# Modes of other targets than most, the first that applies; and special cases by the names of their cases.
+
+# Verification modes, of which the first that applies is used; and special cases by the names of their cases.
 MODES: list[VerificationMode] = []
 SPECIAL_CASES: dict[str, Any] = {}
-# The mode where no other applies.
-DECLARED = VerificationMode()
 # Names of special cases that the loop calls itself.
 GATE, FIRST_CHECKS = "the gate", "first checks"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from ..attention_backends.contexts import TreeContext
 from ..attention_backends.interface import name_beside
-from ..attention_backends.lengths import SeqLens, on_device
+from ..attention_backends.lengths import SeqLens
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .special_case import DECLARED, MODES, SPECIAL_CASES, LayerTraits, VerificationMode
+from .special_case import MODES, SPECIAL_CASES, LayerTraits, VerificationMode
 from .target_modules import FORWARDS, LayerInputs, keywords_forwarded, package_of, shape_of, structure_of
 
 ATTENTION_NAME = "hf_longspec"
@@ -123,7 +123,7 @@ class TargetView:
     def declared_mode(self) -> VerificationMode:
         """The verification mode, as far as the class of the model and its config tell."""
         if self.known.declared_mode is None:
-            self.known.declared_mode = next((mode for mode in MODES if mode.applies(self)), DECLARED)
+            self.known.declared_mode = next(mode for mode in MODES if mode.applies(self))
         return self.known.declared_mode
 
     @cached_property
@@ -168,10 +168,6 @@ class TargetView:
         """Sliding window of every layer; None for layers that attend to all keys."""
         return self.traits.windows
 
-    def hides_keys_within(self, length: int) -> bool:
-        """Return whether a window of a layer is shorter than a text of `length` tokens."""
-        return any(window is not None and window < length for window in self.windows)
-
     @property
     def sliding_layers(self) -> frozenset[int]:
         """Indices of the layers that attend to a sliding window only."""
@@ -213,7 +209,7 @@ class TargetView:
             adapter = "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
             return [*self._why_not_kind(), adapter]
         reasons = self.known.reasons
-        key = str(self.config._attn_implementation), getattr(self.model, "_use_kernels", False), *self.special_cases
+        key = str(self.config._attn_implementation), getattr(self.model, "_use_kernels", False)
         if key not in reasons:
             reasons[key] = self._why_not_kind() or self.mode.why_not_tried(self)
         return reasons[key] or self._why_not_as_long(max_length)
@@ -231,8 +227,6 @@ class TargetView:
             reasons.append(
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
-        for name in self.special_cases:
-            reasons += SPECIAL_CASES[name].why_not_target(self)
         if getattr(self.model, "_is_stateful", False) and not mode.has_states:
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         return reasons
@@ -327,7 +321,7 @@ class TargetView:
         for begin in range(0, tokens.shape[1], size):
             tree = DraftTree.chain(tokens[:, begin : begin + size])
             positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
-            context = cache.rows.context_of(cache.lengths, positions, tree.mask, windows=self.windows)
+            context = TreeContext(cache.lengths, positions, tree.mask, windows=self.windows)
             cache.stage(tree.num_nodes, tree)
             # a model with a table of positions would index beyond its end where a short row is padded
             inputs = tree.tokens, cache.position_ids(positions.clamp_max(last)), cache, tree.mask[:, None]
@@ -342,7 +336,6 @@ class TargetView:
         limit: int | None = None,
         with_hidden: bool | tuple[int, ...] = False,
         fixed_shape: bool = False,
-        lowest: Sequence[int] | None = None,
     ) -> "Step":
         """Run all nodes of the tree in one forward, and stage their keys and values in `cache`.
 
@@ -354,16 +347,11 @@ class TargetView:
             with_hidden (`bool` or `tuple[int, ...]`, *optional*, defaults to `False`): Whether to return the input of
                 the final norm, or of which layers to return the inputs.
             fixed_shape (`bool`, *optional*, defaults to `False`): Whether more steps with this number of nodes will
-                follow, so that compiling one is worth it. A step whose context is no mere [`TreeContext`] runs as it
-                is.
-            lowest (`Sequence[int]`, *optional*): Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
+                follow, so that compiling one is worth it.
         """
         device = tree.tokens.device
         positions = cache.lengths.on(device)[:, None] + tree.depths
-        context = cache.rows.context_of(cache.lengths, positions, tree.mask, capture, windows=self.windows)
-        fixed_shape = fixed_shape and type(context) is TreeContext
-        if lowest is not None:
-            positions = torch.maximum(positions, on_device(lowest, device)[:, None])
+        context = TreeContext(cache.lengths, positions, tree.mask, capture, windows=self.windows)
         if limit is not None and cache.lengths.longest + tree.max_depth >= limit:
             positions = positions.clamp_max(limit - 1)
         positions = cache.position_ids(positions)
@@ -387,21 +375,17 @@ class TargetView:
         context,
         fixed_shape: bool = False,
         with_hidden: bool | tuple[int, ...] = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> "StepResult":
         """Run the model on `(batch, N)` tokens with an attention context and a mask `(batch, 1, N, N)` between them.
 
         Their keys and values are written to the cache.
-
-        Returns:
-            `tuple`: Logits `(batch, N, vocab)`, and the input of the final norm `(batch, N, hidden)`, or those of the
-            layers that `with_hidden` names, one after another, or `None`.
         """
         with LayerInputs(self.model, with_hidden) if with_hidden else nullcontext() as caught:
             inputs = tokens, positions, cache, mask, context
             if fixed_shape and (result := self.steps.verify(*inputs, with_hidden)) is not None:
                 return result
             logits = self.mode.logits(context, self.model, tokens, positions, cache, mask)
-        return logits.to(tokens.device), None if caught is None else caught.hidden
+        return StepResult(logits.to(tokens.device), None if caught is None else caught.hidden)
 
     def clock(self) -> float:
         """Return a time in seconds, without the time that captures took, which serve many steps."""
@@ -425,6 +409,14 @@ class TargetView:
         """Return the result of a step, by a captured graph if steps are captured."""
         result = self.steps.run(step, *inputs) if self.steps.captures else None
         return step.run(*inputs) if result is None else result
+
+
+class StepResult(NamedTuple):
+    """Result of one forward over nodes."""
+
+    logits: torch.Tensor  # `(batch, N, vocab)`
+    # `(batch, N, hidden)`: input of the final norm, or of the layers that `with_hidden` names, one after another
+    hidden: torch.Tensor | None
 
 
 class GraphKey:
@@ -509,16 +501,21 @@ class Steps:
         captures (`bool`): Whether steps are captured as CUDA graphs.
         compiles (`bool`): Whether steps are compiled.
         seconds (`float`): Time that captures took.
+        logits (`torch.Tensor`, *optional*): Logits of the last step, if a graph computed them, which the next replay
+            overwrites.
+        results (`Sequence[torch.Tensor]`): Likewise, the results of the last forwards.
     """
 
     runner: Any = None
+    logits: torch.Tensor | None = None
+    results: Sequence[torch.Tensor] = ()
     captures = compiles = False
     seconds = 0.0
 
     def run(self, step: FixedStep, *inputs: torch.Tensor) -> Any:
         """Return the result of a step."""
 
-    def verify(self, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def verify(self, *inputs: Any) -> "StepResult | None":
         """Return the result of [`TargetView.step`]."""
 
     def forwards(self, forwards: Forwards, cache: Any, room: int, *inputs: torch.Tensor, may_compile: bool) -> Any:
@@ -526,9 +523,6 @@ class Steps:
 
         `may_compile` tells whether all of them may be compiled together.
         """
-
-    def accept(self, tree: DraftTree, logits: torch.Tensor, rule: Any, cache: SpeculativeCache) -> Any:
-        """Return acceptance and [`packed`] result, as [`TokenRule.accept`] does."""
 
     def workspace(self, batch_size: int, max_length: int) -> Any:
         """Return buffers that an earlier call has left."""

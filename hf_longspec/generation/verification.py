@@ -177,8 +177,6 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
     >>> accept_sampled(tree, torch.eye(4)[None, [2, 3]], noise).tokens.tolist()
     [[2, 3]]
     """
-    if noise.shape[1] <= tree.max_depth:
-        raise ValueError(f"noise has {noise.shape[1]} rows, expected {tree.max_depth + 1}. Draw one for each depth.")
     if tree.is_chain or tree.max_depth == 0:  # node i has depth i
         reached = tree.max_depth + 1
         return walk(tree, drawn(scores[:, :reached], noise[:, :reached]))

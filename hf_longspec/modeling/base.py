@@ -20,7 +20,7 @@ from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
 from ..generation.route import install, loaders
 from ..generation.sequences import SpeculationStats
-from ..generation.special_cases.register import register_special_cases
+from ..generation.special_cases import register_special_cases
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from .configuration_base import DraftConfig
@@ -166,9 +166,9 @@ class DraftModel(PreTrainedModel):
 
         It is for decoding loops other than this package's, such as transformers' assisted decoding. It follows the
         text with a cache of its own, so that the prompt is computed twice, and proposes chains only, from the target's
-        plain logits: logits processors and sampling are left to the loop. The loop verifies every token. The gate, the
-        check of the first verification and the limits for rotary frequencies are parts of this package's loop and do
-        not apply. Use a new one for every text, which begins without padding.
+        plain logits: logits processors and sampling are left to the loop. The loop verifies every token. The gate and
+        the check of the first verification are parts of this package's loop and do not apply. Use a new one for every
+        text, which begins without padding.
 
         Raises:
             ValueError: If the target cannot be drafted for, or its rotary frequencies change before the longest draft

@@ -191,7 +191,6 @@ def tree_case(lengths, nodes, kv_heads=2, groups=3, size=16, value_size=16, dtyp
 def visible_slots(context, slots, window):
     """`(B, 1, N, slots)`: the prefix and the path of every node, as far as the window reaches."""
     batch, nodes = context.positions.shape
-    columns = getattr(context, "columns", torch.arange(slots).expand(batch, -1))
     visible = torch.zeros(batch, 1, nodes, slots, dtype=torch.bool)
     for b, length in enumerate(context.lengths.host):
         for n in range(nodes):
@@ -199,7 +198,7 @@ def visible_slots(context, slots, window):
             seen = [(j, j) for j in range(length)]
             seen += [(length + m, int(context.positions[b, m])) for m in range(nodes) if context.mask[b, n, m]]
             for slot, key_position in seen:
-                visible[b, 0, n, slot] = window is None or columns[b, position] - columns[b, key_position] < window
+                visible[b, 0, n, slot] = window is None or position - key_position < window
     return visible
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import torch_backend
-from hf_longspec.attention_backends.gapped import GappedContext
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends import reference
@@ -199,37 +198,6 @@ def test_every_node_sees_the_prefix_and_its_path(prepared, name, lengths, option
     options = {"sliding_window": window, "softcap": softcap, "sinks": sinks}
     assert_within_budget(attended(context, backend, query, key, value, device, **options), exact, plain)
     assert len(context.calls) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "lengths", "window", "nodes", "dense_keys"),
-    [
-        *few(
-            pairwise(
-                ["torch", "torch_parts", "torch_unfused"], HYBRID_LENGTHS, (1, 40, 92, 150), (1, 5, 33), (0, 4096)
-            ),
-            9,
-        ),
-        *few(pairwise(["flash2", "triton"], HYBRID_LENGTHS[1:4], (4, 150), (1, 5), (4096,)), 4),
-        ("torch_moved", (0, 90, 33), 40, 5, 4096),
-    ],
-)
-def test_windows_that_count_gaps_between_tokens(prepared, monkeypatch, name, lengths, window, nodes, dense_keys):
-    """Gaps in the prefix and among the nodes. A window may hide slots of a prefix that has fewer than it."""
-    monkeypatch.setattr(torch_backend, "DENSE_KEYS", dense_keys)
-    context, query, key, value = tree_case(lengths, nodes, dtype=FLOAT16 if name.startswith("flash") else FLOAT32)
-    steps = torch.ones(len(lengths), key.shape[2], dtype=torch.long)
-    for row, length in enumerate(lengths):
-        steps[row, length // 3], steps[row, length // 2], steps[row, length + 2] = 30, 7 + row, 60
-    options = {"windows": None, "columns": steps.cumsum(1)}
-    context = GappedContext(context.lengths, context.positions, context.mask, **options)
-    exact, plain = expected_tree(context, query, key, value, window, None, None)
-    backend, device = prepared(name)
-    for _ in range(2):  # two layers
-        state = attended(context, backend, query, key, value, device, sliding_window=window)
-        assert_within_budget(state, exact, plain)
-    everything, plain = expected_tree(context, query, key, value, None, None, None)
-    assert_within_budget(attended(context, backend, query, key, value, device), everything, plain)
 
 
 @pytest.mark.parametrize("name", ["torch", "flash2", "flash3", "triton"])

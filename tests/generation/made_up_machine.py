@@ -82,8 +82,8 @@ def gates_on_a_clock(monkeypatch, seconds, keep=False):
     """Give all gates a [`StepClock`]; return pairs of a gate and the earlier one, which it continues under `keep`."""
     made = []
 
-    def make(wanted, drafter, ranks, known=None):
-        gate = gate_of(wanted, drafter, ranks, known if keep else None)
+    def make(drafter, ranks, known=None):
+        gate = gate_of(drafter, ranks, known if keep else None)
         if isinstance(gate, SpeculationGate):
             gate.clock = StepClock(gate, seconds)
         made.append((gate, known))

@@ -179,23 +179,6 @@ class TestInputs:
         assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
 
 
-class Doubled:
-    """Holds a model, which is not to be copied."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def __call__(self, input_ids, scores):
-        return scores + self.model(input_ids).logits[:, -1]
-
-
-def test_a_model_in_a_processor_is_not_copied(plain_run, monkeypatch):
-    holder = Doubled(tiny_target("llama", seed=3))
-    run = plain_run("llama", (9,), max_new_tokens=6, logits_processor=[holder])
-    monkeypatch.setattr(type(holder.model), "__deepcopy__", None, raising=False)
-    assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "field"),
     [

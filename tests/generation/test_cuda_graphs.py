@@ -119,7 +119,7 @@ def test_the_gate_does_not_count_captures(pair):
     runner = CapturedRunner(model, draft)
     target = TargetView(model, runner)
     drafter = draft.drafter(Binding(target, SpeculativeCache(model.config, 1, 64), None, 64))
-    gate = gate_of(True, drafter, None)
+    gate = gate_of(drafter, None)
     before = gate.clock()
     runner.seconds += 100
     assert gate.clock() - before < 0

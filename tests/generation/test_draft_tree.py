@@ -20,7 +20,6 @@ from hf_longspec.generation.draft_tree import (
     static_tree,
     tree_depths,
     tree_mask,
-    trie_table,
 )
 from tests.distributions import random_tree, trie
 from tests.operations import Operations
@@ -151,11 +150,7 @@ def test_validate_names_the_broken_rule(changes, message):
         replace(GOOD, **changes).validate()
 
 
-def test_merging_refuses_bad_input():
-    with pytest.raises(ValueError, match="num_nodes is 0, expected at least 1"):
-        trie_table([[]], torch.tensor([0]), num_nodes=0, max_depth=0)
-    with pytest.raises(ValueError, match="paths has 2 rows, expected 1"):
-        trie_table([[], []], torch.tensor([0]), num_nodes=2, max_depth=1)
+def test_random_candidates_are_not_merged():
     with pytest.raises(ValueError, match="a tree has q"):
         merge_trees(replace(GOOD, q=UNIFORM), GOOD)
 

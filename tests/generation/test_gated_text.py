@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation.compiled import compiled_steps as compiled
 from hf_longspec.generation.special_cases.gate import DRAFT, PLAIN
 from tests.gates import FlippingGate, ungated
 from tests.generation.made_up_machine import gates_on_a_clock
-from tests.pairwise import few, soaked
+from tests.pairwise import few
 from tests.tiny_targets import (
     RandomTreeDraftModel,
     generate,
@@ -55,7 +54,7 @@ def flipping(monkeypatch):
     """Replace all gates by gates that open and shut at random, and return a list of them."""
     gates = []
 
-    def make(wanted, drafter, ranks, known=None):
+    def make(drafter, ranks, known=None):
         gates.append(FlippingGate(seed=len(gates)))
         return gates[-1]
 
@@ -75,28 +74,6 @@ def test_the_text_does_not_depend_on_the_gate(target, flipping, kind, name, samp
     assert stats.num_plain_steps >= 6 and stats.num_spec_steps >= 4
     # every token but a row's first was emitted by one kind of step or the other
     assert stats.num_plain_steps + stats.num_emitted_tokens == len(LENGTHS) * 24
-
-
-def test_rows_that_end_at_different_times(target, flipping):
-    model = target("llama")
-    free = generate(model, max_new_tokens=NEW).tolist()
-    options = {"eos_token_id": [row[-30 + 9 * index] for index, row in enumerate(free)], "max_new_tokens": NEW}
-    expected = generate(model, **options)
-    for kind in FAMILIES:
-        assert torch.equal(generate(model, DRAFTS[kind](model), **options), expected)
-    assert not expected[:, -NEW:].all()  # some row ended before the others
-
-
-@pytest.mark.parametrize("kind", soaked(["n-grams", "eagle3, n-grams", "specattn"]))
-def test_compiled_steps(flipping, monkeypatch, kind):
-    torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
-    model = tiny_target("llama", num_hidden_layers=1)
-    expected = generate(model, None, LENGTHS[:1], max_new_tokens=NEW)
-    draft = DRAFTS[kind](model)
-    draft.generation_config.compile = "compile"
-    assert torch.equal(generate(model, draft, LENGTHS[:1], max_new_tokens=NEW), expected)
-    torch._dynamo.reset()
 
 
 class Recorded:

@@ -167,15 +167,6 @@ def test_a_criterion_ends_the_call_by_stop_iteration(plain, kind, lengths):
     assert run.again(draft).tolist() == run.sequences.tolist()
 
 
-@pytest.mark.parametrize(
-    "make", [lambda bomb: {"logits_processor": [bomb.processor()]}, lambda bomb: {"streamer": Recording(before=bomb)}]
-)
-def test_stop_iteration_from_elsewhere_is_an_error(plain, make):
-    run = plain(ONE)
-    with pytest.raises(StopIteration):
-        run.again(run.draft("tree"), **make(Bomb(4, StopIteration)))
-
-
 def test_a_second_interruption(plain, monkeypatch):
     """While the first one is dealt with: text and cache are kept, and the rest is not streamed."""
     run = plain(ONE)

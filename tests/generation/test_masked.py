@@ -182,13 +182,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"attn_implementation='hf_longspec' does not take; load.*'eager'"):
             model.generate(**arguments((9,)), assistant_model=NgramDraftModel.from_target(model))
 
-    def test_padding_between_tokens(self, made):
-        model, inputs = made("falcon"), arguments((9,), do_sample=False)
-        inputs["attention_mask"][0, 4] = 0
-        draft = NgramDraftModel.from_target(model, on_unsupported="error")
-        with pytest.raises(ValueError, match="zeros between tokens, which is not supported with the masks of Falcon"):
-            model.generate(**inputs, assistant_model=draft)
-
     @OLDER
     def test_inputs_beside_the_tokens(self, made):
         model, inputs = made("megatron-bert"), arguments((9,), do_sample=False)

@@ -1,6 +1,6 @@
-"""Texts that cross a change of rotary frequencies, against plain `generate`; every text has a model of its own."""
+"""Texts before, across and after a change of rotary frequencies; every text has a model of its own."""
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -9,15 +9,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
-from hf_longspec.generation.special_cases.rotary_limit import FORGETS, RECOMPUTES, cache_at
-from hf_longspec.generation.target import TargetView
 from tests.generation.test_unsupported import check_unsupported
-from tests.robustness.drafts import make_draft
-from tests.tiny_targets import RandomTreeDrafter, RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.robustness import drafts
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.tiny_targets import generate as generate_text
-from tests.watching import before
 
-LIMIT, NEW = 40, 22
+LIMIT, NEW = 40, 12
 HALF = 8  # frequencies of a head
 OF = {"original_max_position_embeddings": LIMIT}
 BOTH = {"short_factor": [1.0 + 0.1 * i for i in range(HALF)], "long_factor": [4.0 + i for i in range(HALF)]}
@@ -30,10 +27,9 @@ SETTINGS = {
     "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | OF,
     "proportional": {"partial_rotary_factor": 0.5},
 }
-# Below the limit, at it, and beyond it; rows that cross one after another.
-BELOW, RAGGED = (30,), (33, 9, 25)
-BEFORE, AT, BEYOND = (LIMIT - 1,), (3, LIMIT, 38), (20, LIMIT + 4, 41)
-CHANGING = [("llama", "longrope"), ("llama", "dynamic"), ("phi3", "longrope")]
+# Prompts with texts before the change, across it, and after it; the shorter rows alone would be before it.
+BEFORE, ACROSS, AT, AFTER = (27, 9, 21), (33, 9, 25), (3, LIMIT, 38), (20, LIMIT + 1, 41)
+PARTS = {"before": BEFORE, "across": ACROSS, "at": AT, "after": AFTER}
 
 
 def parameters(kind):
@@ -61,32 +57,35 @@ def plain(name, kind, lengths):
     return generate(build(name, kind), lengths)
 
 
-def make(kind, model, text=(), prompt_width=0):
+def random_tree(model, text, width):
     """A draft that always speculates, so that nothing depends on the clock."""
-    if kind == "tree":
-        draft = RandomTreeDraftModel.from_target(model)
-        draft.hints = [row[prompt_width:] for row in text]
-        draft.num_nodes, draft.luck = 9, 0.6
-        draft.generation_config.gate, draft.generation_config.on_unsupported = False, "error"
-        return draft
-    return make_draft(kind, model)
+    draft = RandomTreeDraftModel.from_target(model)
+    draft.hints = [row[width:] for row in text]
+    draft.num_nodes, draft.luck = 9, 0.6
+    draft.generation_config.gate = False
+    return draft
 
 
-def loses_its_cache(name, lengths):
-    """phi3 in transformers 5.17: plain generate runs the last token alone from the limit on."""
-    return name == "phi3" and max(lengths) <= LIMIT and cache_at(build(name, "longrope"), LIMIT) == FORGETS
+def make_draft(kind, model):
+    draft = drafts.make_draft(kind, model)
+    draft.generation_config.on_unsupported = "plain"
+    return draft
 
 
-def check(name, kind, draft, lengths):
-    if loses_its_cache(name, lengths):
-        model = build(name, kind)
-        with pytest.raises(ValueError, match=r"Keep max_length at 41 or below, or upgrade"):
-            generate(model, lengths, make(draft, model))
-        return None
-    text, model = plain(name, kind, lengths), build(name, kind)
-    made = make(draft, model, text, max(lengths))
-    assert generate(model, lengths, made) == text
+def check(name, kind, lengths, draft=None, **options):
+    """Compare a text with stock `generate`, and return the statistics."""
+    text, model = generate(build(name, kind), lengths, **options), build(name, kind)
+    made = random_tree(model, text, max(lengths)) if draft is None else make_draft(draft, model)
+    assert generate(model, lengths, made, **options) == text
     return made.last_speculation
+
+
+def check_reason(spent, where):
+    """A text across the change has the reason, and others were drafted."""
+    if where == "drafted":
+        assert spent.reason is None and spent.num_spec_steps > 0
+    else:
+        assert spent.num_forwards == 0 and f"rotary frequencies change at position {where}" in spent.reason
 
 
 def test_every_rope_type_is_here():
@@ -95,157 +94,103 @@ def test_every_rope_type_is_here():
 
 @pytest.mark.parametrize("kind", sorted(set(SETTINGS) - {"longrope", "dynamic", "default"}))
 def test_types_that_look_at_nothing_but_the_position(kind):
-    spent = check("llama", kind, "tree", RAGGED)
+    spent = check("llama", kind, ACROSS)
     assert spent.num_spec_steps > 0 == spent.num_plain_steps
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "lengths"),
-    [
-        *(("llama", "longrope", lengths) for lengths in (BEFORE, RAGGED, AT, BEYOND)),
-        *(("llama", "dynamic", lengths) for lengths in (RAGGED, AT)),
-        *(("phi3", "longrope", lengths) for lengths in (AT, BEYOND)),
-    ],
-    ids=str,
-)
-def test_random_trees(name, kind, lengths):
-    spent = check(name, kind, "tree", lengths)
-    if spent is None:
-        return
-    if kind == "longrope":
-        assert spent.num_spec_steps > 0
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("name", "kind"), [("llama", "longrope"), ("llama", "dynamic"), ("phi3", "longrope")])
+def test_random_trees(name, kind, part):
+    spent = check(name, kind, PARTS[part])
+    is_served = part == "before" or (part == "after" and kind == "longrope")
+    check_reason(spent, "drafted" if is_served else LIMIT - (kind == "dynamic"))
+    if is_served:
         assert sum(spent.acceptance_histogram[1:]) > 0 and spent.acceptance_histogram[0] > 0
-    elif lengths == AT:
-        assert spent.num_spec_steps == 0  # every position has its own frequencies
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "lengths", "draft"),
-    [
-        ("llama", "longrope", BELOW, "longspec"),
-        ("llama", "dynamic", RAGGED, "specattn"),
-        ("phi3", "longrope", RAGGED, "longspec"),
-        ("llama", "longrope", RAGGED, "specattn"),
-    ],
-    ids=str,
-)
-def test_drafts_that_use_the_rotary_embedding(name, kind, lengths, draft):
-    spent = check(name, kind, draft, lengths)
-    assert spent is None or spent.num_draft_tokens > 0
+@pytest.mark.parametrize(("part", "draft"), [("before", "longspec"), ("after", "longspec"), ("after", "specattn")])
+def test_drafts_that_use_the_rotary_embedding(part, draft):
+    spent = check("llama", "longrope", PARTS[part], draft)
+    assert spent.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize(("name", "kind"), CHANGING)
-def test_the_longest_row_ends_before_the_limit(name, kind):
-    """The rows that go on are shorter, and none of their positions is beyond the limit when plain generate changes."""
-    lengths = (20, 34)
-    if loses_its_cache(name, lengths):
-        return
-    ended = plain(name, kind, lengths)[1][max(lengths) + 2]
-    text = generate(build(name, kind), lengths, eos_token_id=ended)
-    assert text[1][-1] == 0 and text[0][-1] != 0
-    model = build(name, kind)
-    assert generate(model, lengths, make("tree", model, text, max(lengths)), eos_token_id=ended) == text
+def test_the_longest_row_ends_before_the_others():
+    """The frequencies of the rows that go on are still those of its positions."""
+    lengths = (20, LIMIT + 1)
+    text = plain("llama", "longrope", lengths)
+    ended = text[1][max(lengths) + 2]
+    model = build("llama", "longrope")
+    expected = generate(build("llama", "longrope"), lengths, eos_token_id=ended)
+    assert expected[1][-1] == 0 and expected[0][-1] != 0
+    draft = random_tree(model, expected, max(lengths))
+    assert generate(model, lengths, draft, eos_token_id=ended) == expected
+    check_reason(draft.last_speculation, "drafted")
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_parameters_by_layer_type(kind):
-    try:
-        text = plain("gemma3", kind, RAGGED)
-    except UnboundLocalError:  # longrope by layer type, transformers 5.17
-        pytest.skip("plain generate fails in this version of transformers")
-    model = build("gemma3", kind)
-    assert generate(model, RAGGED, make("longspec", model)) == text
+def test_padding_in_every_row():
+    """Positions count tokens, while the length of a text counts the padding."""
+    for lengths, where in (((20, 24), "drafted"), ((24, 30), LIMIT), ((24, LIMIT + 1), "drafted")):
+        padded = zip(("input_ids", "attention_mask"), tiny_prompts(128, lengths), strict=True)
+        inputs = {key: torch.nn.functional.pad(value, (3, 0)) for key, value in padded}
+        check_reason(check("llama", "longrope", lengths, "ngram", **inputs), where)
+
+
+def test_parameters_by_layer_type():
+    for lengths, where in ((BEFORE, "drafted"), (ACROSS, LIMIT - 1)):
+        check_reason(check("gemma3", "dynamic", lengths, "longspec"), where)
 
 
 def test_what_a_call_leaves_on_the_module():
     """Dynamic NTK keeps its frequencies from call to call, in plain generate too."""
     bare, drafted = build("llama", "dynamic"), build("llama", "dynamic")
-    for length in (45, 40, 30, 46):
-        text = generate(bare, (length,), max_new_tokens=NEW // 2)
-        assert generate(drafted, (length,), make("longspec", drafted), max_new_tokens=NEW // 2) == text
+    for length in (45, 40, 20, 30, 46):
+        text = generate(bare, (length,))
+        assert generate(drafted, (length,), make_draft("longspec", drafted)) == text
         left = [model.model.rotary_emb for model in (bare, drafted)]
         assert torch.equal(left[0].inv_freq, left[1].inv_freq)
         assert int(left[0].max_seq_len_cached) == int(left[1].max_seq_len_cached)
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3"])
-def test_padding_in_every_row(name):
-    """Positions count tokens, while phi3 compares the padded length."""
-    lengths = (24, 30)
-    if loses_its_cache(name, lengths):
-        return
-    padded = zip(("input_ids", "attention_mask"), tiny_prompts(128, lengths), strict=True)
-    inputs = {key: torch.nn.functional.pad(value, (3, 0)) for key, value in padded}
-    text = generate(build(name, "longrope"), lengths, **inputs)
-    model = build(name, "longrope")
-    assert generate(model, lengths, make("tree", model, text, 33), **inputs) == text
+def test_a_prefill_in_chunks():
+    """Plain generate chooses the frequencies for each chunk."""
+    input_ids, mask = tiny_prompts(128, (45,))
+    call = {"input_ids": input_ids, "attention_mask": mask, "prefill_chunk_size": 16}
+    check_unsupported(lambda: build("llama", "longrope"), "prompts of up to 45 tokens", call)
+    check_reason(check("llama", "longrope", BEFORE, prefill_chunk_size=16), "drafted")
 
 
-class TestRefused:
-    def test_a_prefill_in_chunks_beyond_the_limit(self):
-        input_ids, mask = tiny_prompts(128, (45,))
-        call = {"input_ids": input_ids, "attention_mask": mask, "prefill_chunk_size": 16}
-        make_model = partial(build, "llama", "longrope")
-        check_unsupported(make_model, "prefill_chunk_size=16 with a prompt of 45 tokens", call)
-        text, model = plain("llama", "longrope", BELOW), make_model()
-        assert generate(model, BELOW, make("tree", model, text, 30), prefill_chunk_size=16) == text
-
-    def test_a_target_that_loses_its_cache(self):
-        if loses_its_cache("phi3", BELOW):
-            input_ids, mask = tiny_prompts(128, (36,))
-            call = {"input_ids": input_ids, "attention_mask": mask}
-            check_unsupported(partial(build, "phi3", "longrope"), "Keep max_length at 41 or below, or upgrade", call)
-
-    def test_layers_that_change_at_different_positions(self):
-        config = build("gemma3", "longrope").config
-        config.rope_parameters["sliding_attention"] = parameters("longrope") | {"original_max_position_embeddings": 20}
-        model = AutoModelForCausalLM.from_config(config)
-        reasons = TargetView(model).why_not()
-        assert reasons == ["its rotary frequencies change at different positions, [20, 40], not at one"]
-
-    def test_a_further_turn_whose_cache_the_target_drops(self):
-        model = build("phi3", "longrope")
-        kept = SpeculativeCache(model.config, 1, 80)
-        generate(model, BELOW, make("tree", model), **{CACHE_NAME: kept}, max_new_tokens=4)
-        before = kept.lengths.host
-        with pytest.raises(ValueError, match=r"holds 33 tokens, and the prompt has 45.*Start a new cache"):
-            generate(model, (45,), make("tree", model), **{CACHE_NAME: kept})
-        assert kept.lengths.host == before == (33,)
+@pytest.mark.parametrize(("length", "where"), [(8, "drafted"), (12, 20), (24, 20), (34, 20), (45, "drafted")])
+def test_layers_that_change_at_different_positions(length, where):
+    """A text after one change alone is decoded without the draft, too."""
+    try:
+        build("gemma3", "longrope").generate(tiny_prompts(128, (3,))[0], max_new_tokens=2)
+    except UnboundLocalError:  # longrope by layer type, transformers 5.17
+        pytest.skip("plain generate fails in this version of transformers")
+    config = build("gemma3", "longrope").config
+    config.rope_parameters["sliding_attention"] = parameters("longrope") | {"original_max_position_embeddings": 20}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    text, draft = generate(model, (length,), eos_token_id=None), make_draft("ngram", model)
+    assert generate(model, (length,), draft, eos_token_id=None) == text
+    check_reason(draft.last_speculation, where)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_a_further_turn_beyond_the_limit(kind):
-    """The first turn ends below the limit, the prompt of the second one is beyond it."""
-    more, _ = tiny_prompts(128, (9,), seed=4)
+@pytest.mark.parametrize(("kind", "lengths"), [("longrope", (30, 9)), ("dynamic", (30, 9)), ("longrope", (45, 9))])
+def test_a_further_turn(kind, lengths):
+    """The prompt of the second turn is beyond the change, and the first turn was before it or not."""
     texts = []
     for drafted in (False, True):
         model = build("llama", kind)
         kept = SpeculativeCache(model.config, 1, 90) if drafted else None
-        draft = make("longspec", model) if drafted else None
+        draft = make_draft("longspec", model) if drafted else None
         options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "assistant_model": draft}
-        first = model.generate(tiny_prompts(128, BELOW)[0], max_new_tokens=6, **{CACHE_NAME: kept}, **options)
-        prompt = torch.cat([first.sequences, more], 1)
-        assert prompt.shape[1] > LIMIT > first.sequences.shape[1]
+        first = model.generate(tiny_prompts(128, lengths[:1])[0], max_new_tokens=6, **{CACHE_NAME: kept}, **options)
+        prompt = torch.cat([first.sequences, tiny_prompts(128, lengths[1:], seed=4)[0]], 1)
         second = model.generate(prompt, max_new_tokens=12, **{CACHE_NAME: first.past_key_values}, **options)
         texts.append(second.sequences.tolist())
     assert texts[0] == texts[1]
-
-
-def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty(monkeypatch):
-    model = build("phi3", "longrope")
-    if cache_at(model, LIMIT) != RECOMPUTES:
-        return
-    kept = SpeculativeCache(model.config, 1, 80)
-    generate(model, BELOW, make("tree", model), **{CACHE_NAME: kept}, max_new_tokens=4)
-
-    def fail(drafter, root):
-        if drafter.binding.cache.lengths.host[0] > LIMIT:
-            raise RuntimeError("on purpose")
-
-    before(monkeypatch, RandomTreeDrafter, "propose", fail)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        generate(model, (36,), make("tree", model), **{CACHE_NAME: kept})
-    assert kept.lengths.host == (0,)
+    is_after = kind == "longrope" and lengths[0] > LIMIT
+    check_reason(draft.last_speculation, "drafted" if is_after else LIMIT - (kind == "dynamic"))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "an attribute"])
@@ -260,6 +205,6 @@ def test_frequencies_of_a_module_that_the_config_does_not_name(kind):
         else:
             model.model.rotary_emb = type(other.model.rotary_emb)(other.config)
         draft = make_draft("ngram", model) if with_draft else None
-        texts.append(generate(model, RAGGED, draft, eos_token_id=None))
-    assert texts[0] == texts[1] != generate(tiny_target("llama"), RAGGED, eos_token_id=None)
-    assert draft.last_speculation.num_forwards and TargetView(model).rotary_limit <= LIMIT
+        texts.append(generate(model, ACROSS, draft, eos_token_id=None))
+    assert texts[0] == texts[1] != generate(tiny_target("llama"), ACROSS, eos_token_id=None)
+    check_reason(draft.last_speculation, LIMIT - (kind != "longrope"))

@@ -114,4 +114,4 @@ def test_modes(monkeypatch):
 def test_a_step_before_the_first_tokens_runs_as_it_is():
     model = tiny_target("llama")
     cache = SpeculativeCache(model.config, 1, 40)
-    assert FixedSteps(model, CompiledRunner()).verify(torch.tensor([[5]]), None, cache, None, None) is None
+    assert FixedSteps(model, CompiledRunner(), None).verify(torch.tensor([[5]]), None, cache, None, None) is None

@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, QuantizedCache, Seq2SeqTrainer, Seq2SeqTrainingArguments, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
-from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 from tests.robustness.enumeration import build
@@ -223,26 +223,6 @@ def test_inputs_that_no_forward_gets(name, inputs, lengths):
     assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards
 
 
-def test_prediction_of_seq2seq_trainer(tmp_path):
-    """It passes its labels to `generate`."""
-    pytest.importorskip("accelerate")
-    model = tiny_target("llama")
-    rows = [{"input_ids": ids, "labels": ids} for ids in (tiny_prompts(128, (size,))[0][0] for size in (9, 4, 13))]
-
-    def collate(batch):
-        padded = [nn.functional.pad(row["input_ids"], (13 - len(row["input_ids"]), 0)) for row in batch]
-        ids = torch.stack(padded)
-        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids}
-
-    args = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, use_cpu=True, report_to="none")
-    trainer = Seq2SeqTrainer(model, args, data_collator=collate)
-    draft = NgramDraftModel.from_target(model)
-    options = {"max_new_tokens": 7, "pad_token_id": 0, "do_sample": False}
-    plain, drafted = (trainer.predict(rows, **options, **more) for more in ({}, {"assistant_model": draft}))
-    assert (plain.predictions == drafted.predictions).all() and plain.predictions.shape == (3, 20)
-    assert draft.last_speculation.reason is None and draft.last_speculation.num_forwards
-
-
 @pytest.mark.parametrize("lengths", [(6,), (6, 4)])
 def test_healed_prompts_of_another_length(lengths):
     """Plain `generate` keeps the mask and the positions of the prompts before; in the same length the draft is used."""
@@ -326,42 +306,6 @@ def test_training_mode(name, monkeypatch):
     run(trained(), call, draft)
 
 
-def test_no_dropout_in_training_mode():
-    """`generate` leaves the mode of a model as it is."""
-    model = tiny_target("llama").train()
-    input_ids, mask = tiny_prompts(128, (9, 5))
-    draft = SpecAttnDraftModel.from_target(model)
-    call = {"input_ids": input_ids, "attention_mask": mask}
-    assert torch.equal(run(model, call, draft)[0].sequences, run(model, call, None)[0].sequences)
-    assert draft.last_speculation.reason is None
-
-
-def test_gaps_that_flash_attention_counts(target, monkeypatch):
-    """The name alone is that of flash attention, which is not installed: `_sample` only shows what it is given."""
-    model = target("mistral")
-    assert not TargetView(model).why_not()  # a trial under the model's own attention
-    input_ids, mask = tiny_prompts(128, (19, 12))
-    mask[0, 5] = 0
-    call = {"input_ids": input_ids, "attention_mask": mask, "do_sample": True}
-    reason, draft = (
-        "zeros between tokens.*attn_implementation='flash_attention_2'",
-        PlainDraftModel.from_target(model),
-    )
-    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
-
-    def sample(self, ids, *args, **kwargs):
-        assert self.config._attn_implementation == "flash_attention_2" and torch.equal(kwargs["attention_mask"], mask)
-        return ids + 1
-
-    monkeypatch.setattr(type(model), "_sample", sample)
-    monkeypatch.setattr("hf_longspec.generation.call.foreign_methods", lambda model: [])
-    assert torch.equal(run(model, call, draft)[0], input_ids + 1)
-    assert re.search(reason, draft.last_speculation.reason)
-    draft.generation_config.on_unsupported = "error"
-    with pytest.raises(ValueError, match=reason):
-        run(model, call, draft)
-
-
 def test_the_warning_comes_once_and_the_reason_every_time(target, caplog):
     model = target("llama")
     draft = PlainDraftModel.from_target(model)
@@ -398,7 +342,7 @@ def test_what_stays_an_error_comes_first(target):
 
 
 def test_a_cache_of_the_package_that_plain_generate_can_continue():
-    """A rotary limit that the text begins beyond: here the target would drop what the cache holds."""
+    """A prompt beyond a change of rotary frequencies, in chunks."""
     settings = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 20}
     settings |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 
@@ -407,6 +351,6 @@ def test_a_cache_of_the_package_that_plain_generate_can_continue():
 
     input_ids, mask = tiny_prompts(128, (30,))
     call = {"input_ids": input_ids, "attention_mask": mask, "prefill_chunk_size": 8}
-    check_unsupported(make, "prefill_chunk_size=8 with a prompt of 30 tokens", call)
+    check_unsupported(make, "prompts of up to 30 tokens", call)
     call[CACHE_NAME] = SpeculativeCache(make().config, 1, 64)
-    check_unsupported(make, "prefill_chunk_size=8 with a prompt of 30 tokens", call)
+    check_unsupported(make, "prompts of up to 30 tokens", call)

@@ -7,14 +7,12 @@ from hypothesis import strategies as st
 
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.verification import (
-    accept_greedy,
     accept_rejection,
     accept_sampled,
     draw_noise,
     drawn,
     gumbel_max_sample,
     walk,
-    walk_lazily,
 )
 from tests.distributions import random_tree, trie
 
@@ -84,23 +82,6 @@ def test_walk_stops_at_a_depth_bound():
     choice = torch.tensor([[1, 2, 3, 4]])
     assert walk(tree, choice).tokens.tolist() == [[1, 2, 3, 4]]
     assert walk(short, choice).tokens.tolist() == [[1, 2, 3]]
-
-
-@pytest.mark.parametrize("num_nodes", [1, 9])
-@pytest.mark.parametrize("chain", [False, True])
-def test_a_lone_root_matches_the_general_walk(num_nodes, chain):
-    """Plain decoding and a tree with `max_depth=0` take a shortcut."""
-    random, noise = random_tree(3, 4, num_nodes, V), draw_noise(4, 3, V, generator=seeded(1))
-    bounded = DraftTree(random.tokens, random.parents, random.valid, max_depth=0)
-    tree = DraftTree.root_only(random.tokens[:, 0]) if chain else bounded
-    scores = torch.randn(4, tree.num_nodes, V, generator=seeded(2))
-    draw = gumbel_max_sample(scores[:, 0], noise[:, 0])
-    accepted = accept_greedy(tree, scores), accept_sampled(tree, scores, noise)
-    for choice, short in zip((scores[:, 0].argmax(-1), draw), accepted, strict=True):
-        general = walk_lazily(tree, lambda depth, node, is_walking, choice=choice: choice)
-        for field in ("path", "num_nodes", "tokens", "next_root"):
-            torch.testing.assert_close(getattr(short, field), getattr(general, field), rtol=0, atol=0)
-        assert torch.equal(short.next_root, choice)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -200,16 +181,8 @@ def test_rejection_takes_ragged_chains():
         assert_is(acceptance, row, list(range(length)), [*tree.tokens[row, 1:length].tolist(), bonus])
 
 
-def test_rejection_of_a_lone_root_is_plain_sampling():
-    scores, noise = torch.randn(5, 1, V, generator=seeded(1)), draw_noise(5, V, generator=seeded(2))
-    acceptance = accept_rejection(DraftTree.root_only(torch.arange(5)), scores, torch.zeros(5, 0), noise)
-    assert torch.equal(acceptance.next_root, gumbel_max_sample(scores[:, 0], noise))
-
-
 def test_refusals_name_the_rule():
     tree = random_tree(0, 1, 4, V)
-    with pytest.raises(ValueError, match=r"2 rows, .* 4"):
-        accept_sampled(tree, torch.zeros(1, 4, V), torch.ones(1, 2, V))
     for unfit in (tree, DraftTree.chain(tree.tokens)):
         with pytest.raises(ValueError, match="chain"):
             accept_rejection(unfit, torch.zeros(1, 4, V), torch.zeros(1, 3), torch.ones(1, V))

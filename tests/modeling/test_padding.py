@@ -1,6 +1,4 @@
-"""Zeros inside of attention masks, which sliding windows of plain `generate` count, and chats of padded batches."""
-
-from itertools import cycle
+"""Padding: chats of padded batches, and zeros between tokens, which windows count."""
 
 import pytest
 import torch
@@ -8,74 +6,50 @@ from transformers import DynamicCache
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
-from hf_longspec.generation.compiled.fixed_steps import FixedSteps
-from hf_longspec.modeling.register_draft import DRAFTS
-from tests.generation.tiny_models import IMAGE_TOKEN, vision_language_model
+from tests.generation.test_unsupported import check_unsupported
 from tests.modeling import calls
-from tests.modeling.calls import generate
 from tests.modeling.test_contract import FEW_TOKENS, check_drafted, draft_of
 from tests.pairwise import few
 from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
 
-TARGETS = ("mistral", "gemma3", "gpt_oss", "cohere2", "llama")
 PAD, END = 0, 5
 GREEDY = calls.GREEDY | {"max_new_tokens": WINDOW + 6}
-# Every draft, with three rows and with one.
-PAIRS = [*zip(DRAFTS, cycle(TARGETS), cycle((3, 1)))]
+VOCAB = FEW_TOKENS["vocab_size"]
+REASON = r"zeros between tokens in the rows \[0, 1, 2\]"
 
 
-def gapped(rows, seed=0):
-    """Prompts with padding before and between tokens: gaps longer and shorter than what remains of a window."""
-    input_ids, mask = tiny_prompts(FEW_TOKENS["vocab_size"], (41, 30, 37)[:rows], seed=seed)
-    for row in range(rows):
+def gapped():
+    """Prompts with padding before and between tokens."""
+    input_ids, mask = tiny_prompts(VOCAB, (41, 30, 37))
+    for row in range(3):
         for first, count in ((14 + row, 3), (25 + row, 8 - 3 * row), (38 - row, 1)):
             mask[row, first : first + count] = 0
     return input_ids.masked_fill(mask == 0, PAD), mask
 
 
-@pytest.mark.parametrize(("kind", "name", "rows"), PAIRS)
-def test_greedy_text_is_that_of_stock_generate(target, kind, name, rows):
-    model = target(name, **FEW_TOKENS)
-    input_ids, mask = gapped(rows)
-    draft = draft_of(kind, model)
-    expected = model.generate(input_ids, attention_mask=mask, **GREEDY)
-    assert torch.equal(model.generate(input_ids, attention_mask=mask, assistant_model=draft, **GREEDY), expected)
-    check_drafted(draft, model)
-    if name != "llama":  # the gaps matter
-        alone = input_ids[0][mask[0].bool()][None]
-        assert not torch.equal(model.generate(alone, **GREEDY)[0, alone.shape[1] :], expected[0, input_ids.shape[1] :])
+@pytest.mark.parametrize(("name", "masked"), [("mistral", True), ("gpt_oss", False)])
+def test_zeros_between_tokens(name, masked):
+    """Windows of plain `generate` count them. Without a mask, transformers makes it of pad ids."""
+    input_ids, mask = gapped()
+    call = {"input_ids": input_ids} | ({"attention_mask": mask} if masked else {})
+    check_unsupported(lambda: tiny_target(name, **FEW_TOKENS), REASON, call)
 
 
-def test_pad_ids_inside_of_a_prompt(target):
-    """transformers makes the mask."""
-    model = target("gpt_oss", **FEW_TOKENS)
-    input_ids, _ = gapped(3)
-    expected = model.generate(input_ids, **GREEDY)
-    assert torch.equal(model.generate(input_ids, assistant_model=draft_of("longspec_ngram", model), **GREEDY), expected)
-
-
-def test_steps_with_gaps_run_as_they_are(target, monkeypatch):
-    """Others of the same draft are compiled."""
-    steps = []
-    monkeypatch.setattr(FixedSteps, "verify", lambda *args: steps.append(1))  # returns None: the step runs as it is
-    model = target("mistral", **FEW_TOKENS)
-    draft = draft_of("longspec_plain", model)
-    draft.generation_config.compile = "compile"
-    input_ids, mask = gapped(3)
-    options = GREEDY | {"attention_mask": mask}
-    out = model.generate(input_ids, assistant_model=draft, **options)
-    assert torch.equal(out, model.generate(input_ids, **options)) and not steps
-    generate(model, draft, (21,))
-    assert steps
-
-
-def make_cache(model, kind, rows):
+def make_cache(model, kind):
     if kind == "own":
-        return SpeculativeCache(model.config, rows, 20)
+        return SpeculativeCache(model.config, 3, 20)
     return DynamicCache(config=model.config) if kind == "with config" else DynamicCache()
 
 
-# Turns, target, cache. Without a draft (`None`): what a draft leaves in a cache is right where the mask is not 0.
+def next_turn(text, mask, turn, ends=False):
+    """The conversation with a question of one length for all rows, and its mask; with `ends`, it is 0 after an end."""
+    is_end = (text[:, mask.shape[1] :] == END).long() * ends
+    before_end = (is_end.cumsum(1) - is_end == 0).long()
+    said, of_said = tiny_prompts(VOCAB, [4 + turn] * 3, seed=turn + 9)
+    return torch.cat([text, said], 1), torch.cat([mask, before_end, of_said], 1)
+
+
+# Drafts of the turns, target, cache. Without a draft (`None`): what a draft leaves in a cache is right.
 SOAK = {"marks": pytest.mark.soak}
 CHATS = [
     (["longspec"] * 3, "mistral", "with config"),
@@ -83,7 +57,6 @@ CHATS = [
     (["longspec_assistant"] * 3, "gpt_oss", "own"),
     pytest.param(["longspec_eagle3"] * 3, "cohere2", "without config", **SOAK),
     (["tokenswift"] * 3, "gemma3", "without config"),
-    pytest.param(["longspec_token_recycling"] * 3, "llama", "own", **SOAK),
     (["longspec_ngram"] * 3, "mistral", None),
     (["longspec_ngram", None, "specattn", None], "mistral", "with config"),
     (["longspec_ngram", None, "specattn", None], "gemma3", "without config"),
@@ -92,48 +65,60 @@ CHATS = [
 
 @pytest.mark.parametrize(("turns", "name", "cache"), few(CHATS, 3), ids=str)
 def test_a_batched_chat(target, turns, name, cache):
-    """A row ends at its end token. The padding after it and before the next prompt is masked."""
+    """Rows are padded on the left, and none ends before the others."""
     model = target(name, **FEW_TOKENS)
-    cache = None if cache is None else make_cache(model, cache, 3)
+    cache = None if cache is None else make_cache(model, cache)
     chunks = {"prefill_chunk_size": 5} if None in turns else {}
-    text, mask = tiny_prompts(FEW_TOKENS["vocab_size"], (33, 3, 13))
+    text, mask = tiny_prompts(VOCAB, (33, 3, 13))
     for turn, kind in enumerate(turns):
-        options = GREEDY | {"eos_token_id": END, "attention_mask": mask}
-        expected, width = model.generate(text, **options), text.shape[1]
+        options = GREEDY | {"eos_token_id": None, "attention_mask": mask}
+        expected = model.generate(text, **options)
         draft = None if kind is None else draft_of(kind, model)
         out = model.generate(text, **{CACHE_NAME: cache}, assistant_model=draft, **options, **chunks)
         assert torch.equal(out, expected)
         assert draft is None or draft.last_speculation.num_forwards > 0
-        is_end = (out[:, width:] == END).long()
-        before_end = (is_end.cumsum(1) - is_end == 0).long()
-        said, of_said = tiny_prompts(
-            FEW_TOKENS["vocab_size"], [4 + (row + turn) % 3 for row in range(3)], seed=turn + 9
-        )
-        text, mask = torch.cat([out, said], 1), torch.cat([mask, before_end, of_said], 1)
-    assert text.shape[1] > 3 * WINDOW and (mask[:, 33:] == 0).any(1).all()  # every row has gaps
+        text, mask = next_turn(out, mask, turn)
+    assert text.shape[1] > 3 * WINDOW
 
 
-def refused(model, match, **options):
-    input_ids, mask = gapped(3)
-    options = {"input_ids": input_ids, "attention_mask": mask} | options
-    with pytest.raises(ValueError, match=match):
-        model.generate(**(GREEDY | options), assistant_model=draft_of("longspec_ngram", model))
+def ended_early(model, draft, cache):
+    """The second turn of a chat whose rows end at different places, and its mask, after a first one with a draft."""
+    text, mask = tiny_prompts(VOCAB, (33, 3, 13))
+    options = GREEDY | {"eos_token_id": END}
+    out = model.generate(text, attention_mask=mask, **{CACHE_NAME: cache}, assistant_model=draft, **options)
+    assert draft.last_speculation.num_forwards > 0
+    text, mask = next_turn(out, mask, 0, ends=True)
+    assert (mask[:, 33:] == 0).any()
+    return text, mask, {CACHE_NAME: cache, "assistant_model": draft}
 
 
-def test_what_the_prompt_cannot_run_with_is_refused(target, monkeypatch):
-    dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
-    model = tiny_target("mistral", **FEW_TOKENS, max_position_embeddings=50, **dynamic)
-    refused(model, "max_length=63: .*change at position 49.*zeros between tokens")
-    model = target("mistral", **FEW_TOKENS)
-    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
-    refused(model, "zeros between tokens.*'flash_attention_2'")
+@pytest.mark.parametrize("name", ["mistral", "llama"])
+@pytest.mark.parametrize("cache", ["with config", "own", None])
+def test_a_chat_whose_rows_end_at_different_places(target, name, cache):
+    """Without a window, the second turn is drafted, unless its cache has columns for the padding."""
+    model = target(name, **FEW_TOKENS)
+    cache, draft = None if cache is None else make_cache(model, cache), draft_of("longspec_ngram", model)
+    draft.generation_config.on_unsupported = "plain"
+    text, mask, how = ended_early(model, draft, cache)
+    expected = model.generate(text, attention_mask=mask, **GREEDY)
+    if isinstance(cache, SpeculativeCache) and name == "mistral":
+        held = cache.lengths.host
+        with pytest.raises(ValueError, match=rf"rows hold .*{held[0]}.*start a new cache"):
+            model.generate(text, attention_mask=mask, **how, **GREEDY)
+        assert cache.lengths.host == held
+        return
+    assert torch.equal(model.generate(text, attention_mask=mask, **how, **GREEDY), expected)
+    spent = draft.last_speculation
+    if name == "mistral" or isinstance(cache, DynamicCache):
+        assert "zeros between tokens" in spent.reason
+    else:
+        assert spent.num_forwards > 0
 
 
-def test_images_beside_gaps_are_refused():
-    model = vision_language_model("gemma3")
-    input_ids, mask = gapped(1)
-    types = torch.zeros_like(input_ids)
-    input_ids[:, 2:6], types[:, 2:6] = IMAGE_TOKEN, 1
-    inputs = {"input_ids": input_ids, "attention_mask": mask, "token_type_ids": types}
-    inputs["pixel_values"] = torch.randn(1, 3, 28, 28)
-    refused(model, "zeros between tokens.*image inputs, token_type_ids", **inputs)
+@pytest.mark.parametrize("kind", ["longspec", "specattn"])
+def test_zeros_between_tokens_that_nothing_counts(target, kind):
+    model, (input_ids, mask) = target("llama", **FEW_TOKENS), gapped()
+    draft = draft_of(kind, model)
+    expected = model.generate(input_ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(model.generate(input_ids, attention_mask=mask, assistant_model=draft, **GREEDY), expected)
+    check_drafted(draft, model)

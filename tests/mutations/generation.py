@@ -2,6 +2,9 @@
 
 # fmt: off
 ROWS = (
+    ("Zeros between tokens end speculation", "generation/call.py",
+     "if (rows := self._rows_with_gaps()) and", "if False and",
+     "tests/modeling/test_padding.py::test_zeros_between_tokens"),
     ("Nodes stand at the prefix length plus their depth", "generation/target.py",
      "cache.lengths.on(device)[:, None] + tree.depths",
      "cache.lengths.on(device)[:, None] + torch.arange(tree.num_nodes, device=device)",

@@ -112,8 +112,6 @@ class Call:
                 return "acceptance='rejection' with tree_widths"
             if settings.get("ngram_candidates"):
                 return "acceptance='rejection' with ngram_candidates"
-        if self.options.get("prefill_chunk_size") and max(self.lengths) > self.limit:
-            return "prefill_chunk_size=.* with a prompt of"
         return None
 
 
@@ -318,7 +316,8 @@ def _draft(call: Call) -> str:
         size, seed = settings["draft_vocab_size"], call.d2t
         after += [f"ids = torch.randperm({call.vocab}, generator=torch.Generator().manual_seed({seed}))[:{size}]"]
         after += [f"draft.d2t.copy_(ids.sort().values - torch.arange({size}))"]
-    unsupported = "error" if call.odd is None else "plain"
+    may_be_plain = call.odd is not None or call.limit < math.inf or call.gaps is not None
+    unsupported = "plain" if may_be_plain else "error"
     after += [f"draft.generation_config.gate = {call.gate}"]
     after += [f"draft.generation_config.on_unsupported = {unsupported!r}"]
     after += ["draft.generation_config.compile = 'compile'"] if call.compiles else []

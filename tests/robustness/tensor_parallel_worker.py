@@ -74,7 +74,7 @@ def shared_choices(rank):
     gate.SpeculationGate = lambda *_: noisy_gate(rank)
     try:
         binding = SimpleNamespace(target=SimpleNamespace(clock=time.perf_counter))
-        return choices(gate.gate_of(True, Chain(binding), Ranks(None, torch.device("cpu"))))
+        return choices(gate.gate_of(Chain(binding), Ranks(None, torch.device("cpu"))))
     finally:
         gate.SpeculationGate = SpeculationGate
 

@@ -15,11 +15,9 @@ from transformers.cache_utils import Cache
 from ...attention_backends.contexts import GraphStep
 from ...attention_backends.lengths import SeqLens
 from ..draft_tree import DraftTree
-from ..sampling import TokenRule, warped
-from ..special_case import DECLARED, VerificationMode
-from ..target import FixedStep, Forward, Forwards, Steps
+from ..special_case import VerificationMode
+from ..target import FixedStep, Forward, Forwards, StepResult, Steps
 from ..target_modules import with_final_norm_input, written
-from ..verification import Acceptance, packed
 
 
 @dataclass(eq=False)
@@ -141,13 +139,10 @@ class Runner:
 class FixedSteps(Steps):
     """Run the steps of one target through a runner, which compiles or captures them."""
 
-    def __init__(self, model: PreTrainedModel, runner: Any, mode: VerificationMode = DECLARED):
+    def __init__(self, model: PreTrainedModel, runner: Any, mode: VerificationMode):
         self.model, self.mode = model, mode
         self.runner, self.captures, self.compiles = runner, runner.captures, runner.compiles
         self._layouts: dict[int, Layout] = {}
-        # Logits of the last step and results of the last forwards, which the next replay overwrites.
-        self._logits: torch.Tensor | None = None
-        self._results: Any = None
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
@@ -165,7 +160,7 @@ class FixedSteps(Steps):
         mask: torch.Tensor,
         context: Any,
         with_hidden: bool | tuple[int, ...] = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    ) -> StepResult | None:
         """Run one step as [`TargetView.step`] does.
 
         The capture of the context is filled. `with_hidden` needs the open context of [`LayerInputs`].
@@ -189,14 +184,15 @@ class FixedSteps(Steps):
             prefix = layout.groups[layout.members[layer_idx]].lengths
             stored = layout.buffers[layer_idx][0][:, :, : prefix.longest + tokens.shape[1]]
             context.capture.collect(layer_idx, query, stored, lse, lengths=context.lengths, **options)
-        self._logits = logits if self.captures else None
-        return logits, hidden
+        self.logits = logits if self.captures else None
+        return StepResult(logits, hidden)
 
     def forwards(self, forwards: Forwards, cache: Any, room: int, *inputs: torch.Tensor, may_compile: bool) -> Any:
         if not self.captures or (self.compiles and not may_compile):
             return None
-        self._results = self._run(forwards, cache, room, *inputs)
-        return self._results
+        result = self._run(forwards, cache, room, *inputs)
+        self.results = () if result is None else result
+        return result
 
     def _layout(self, cache: Any) -> Layout | None:
         """Return the layout of a cache; `None` if it has no buffers yet."""
@@ -238,24 +234,6 @@ class FixedSteps(Steps):
 
     def keep(self, workspace: Any, cache: Any) -> None:
         self.runner.keep(workspace, cache)
-
-    def accept(
-        self, tree: DraftTree, logits: torch.Tensor, rule: TokenRule, cache: Any
-    ) -> tuple[Acceptance, torch.Tensor] | None:
-        """Accept the nodes of a tree in one graph, if the logits are those of the last captured step."""
-        if logits is not self._logits or not rule.fits_graphs:
-            return None
-        # the result of another target's graph is copied
-        q = tree.q if any(tree.q is result for result in self._results or ()) else None
-        copied = () if tree.q is q else (tree.q,)
-        step = Accept(self.model, cache, logits, q, bool(copied), rule, tree.max_depth, tree.is_chain)
-        result = self.runner(step, tree.tokens, tree.parents, tree.valid, *copied, *rule.draws_for(tree))
-        if result is None:
-            return None
-        *fields, next_root, whole = result
-        acceptance = Acceptance(*fields)
-        acceptance.__dict__["next_root"] = next_root  # fills the cached property
-        return acceptance, whole
 
 
 @dataclass(eq=False)
@@ -356,31 +334,6 @@ class OneForward(Forwards):
 
         run = with_final_norm_input(self.model, step, self.with_hidden) if self.with_hidden else (step(), None)
         return *run, collected.layers, collected.scored
-
-
-@dataclass(eq=False)
-class Accept(FixedStep):
-    """The acceptance of the nodes of a tree."""
-
-    logits: torch.Tensor
-    q: torch.Tensor | None  # result of another graph
-    is_copied: bool  # whether `q` is an input instead
-    rule: TokenRule
-    max_depth: int
-    is_chain: bool
-
-    @property
-    def key(self) -> tuple:
-        places = self.logits.data_ptr(), None if self.q is None else self.q.data_ptr()
-        return *self.logits.shape, *places, self.is_copied, self.max_depth, self.is_chain, self.rule.key
-
-    def run(self, *inputs: torch.Tensor) -> Any:
-        tokens, parents, valid, *draws = inputs
-        q, draws = (draws[0], draws[1:]) if self.is_copied else (self.q, draws)
-        tree = DraftTree(tokens, parents, valid, q, is_chain=self.is_chain, max_depth=self.max_depth)
-        acceptance = self.rule.accept_scored(tree, warped(self.rule.processors, self.logits), *draws)
-        fields = acceptance.path, acceptance.num_nodes, acceptance.tokens
-        return *fields, acceptance.next_root, packed(acceptance, valid)
 
 
 class Collected:

@@ -1,1 +1,25 @@
-"""One file for each special case of targets and calls. No file of the core imports any of them."""
+"""Special cases of targets and calls, a file each, and their entries in the lists of the core."""
+
+from ..cache import FILES, LAYERS
+from ..special_case import MODES, SPECIAL_CASES
+from .cache_files import load_cache, save_cache
+from .forward_check import FirstChecks, Hooks
+from .gate import Gate
+from .grammar import Grammars
+from .images import Inputs
+from .masked import LAYERS_OF_INDEXERS, MASKED
+from .parallel import Parallel
+from .processors import Processors
+from .recurrent_states import LAYERS_OF_STATES, RECURRENT
+from .rotary_limit import RotaryFrequencies
+from .trial import HYBRID
+from .user_caches import UserCaches
+
+
+def register_special_cases() -> None:
+    """Register all special cases. Repeating it changes nothing."""
+    MODES[:] = RECURRENT, MASKED, HYBRID  # the last one takes all targets
+    LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
+    FILES.update({"save": save_cache, "load": load_cache})
+    cases = UserCaches, Processors, Grammars, Inputs, RotaryFrequencies, FirstChecks, Hooks, Gate, Parallel
+    SPECIAL_CASES.update((each.case, each()) for each in cases if each.case not in SPECIAL_CASES)

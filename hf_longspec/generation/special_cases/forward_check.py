@@ -83,8 +83,8 @@ def check_target(
     tree, nodes = _two_branches(chain)
     positions = torch.arange(start, start + count, device=chain.device).expand_as(chain)
 
-    # single tokens, as plain `generate` runs them, unless rotary frequencies change between these positions
-    single = 1 if not start < target.rotary_limit < start + count else count
+    # single tokens, as plain `generate` runs them, unless rotary frequencies may change between these positions
+    single = 1 if target.rotary_limit == math.inf else count
 
     def run_plainly(size: int = single) -> tuple[torch.Tensor, SpeculativeCache]:
         view, parts = _after(cache, start, target, room=tree.num_nodes), []
@@ -384,8 +384,7 @@ class FirstChecks(SpecialCase):
     def check(self, session: Any) -> None:
         """Compare them after the prompts of a [`Session`], once."""
         prompts = session.prompts
-        limit = session.position_bounds()["limit"]
-        check_target(session.target, session.cache, prompts.texts, limit, prompts.logits)
+        check_target(session.target, session.cache, prompts.texts, session.max_length, prompts.logits)
 
 
 class Hooks(SpecialCase):

@@ -231,25 +231,21 @@ class GatedDrafter:
 
     Plain steps are hidden from the other drafter: it neither captures nor observes them. Before it proposes again, it
     is resumed with the text so far and the verification of one more root. So the first step after a pause is plain.
-    All that is not defined here is that of the other drafter. `may_speculate` says whether the target can verify a tree
-    of a depth in the next step, by default always, and `keep` is called when the text is complete.
+    All that is not defined here is that of the other drafter. `keep` is called when the text is complete.
     """
 
     def __init__(
         self,
         inner: Drafter,
-        gate: SpeculationGate | None,
-        may_speculate: Callable[[int], bool] | None,
+        gate: SpeculationGate,
         stats: SpeculationStats,
         keep: Callable[[], None],
     ):
         self.inner = inner
         self.gate = gate
-        self._may_speculate = may_speculate or (lambda max_depth: True)
         self._stats = stats
         self._keep = keep
-        self._is_possible = self._is_open = self._was_open = True
-        self._has_started = False
+        self._is_open = self._was_open = True
         self._prompts: list[torch.Tensor] = []
         self._emitted: list[array[int]] = []
 
@@ -272,11 +268,9 @@ class GatedDrafter:
         self.inner.keep()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Start the other drafter, if speculation is possible."""
+        """Start the other drafter."""
         self._prompts, self._emitted = list(texts), [array("q", tokens) for tokens in verification.tokens]
-        self._is_open = self._may_speculate(self.max_depth)
-        if self._is_open:
-            self._inform(verification)
+        self.inner.start(texts, verification)
 
     def take(self, row: int, other: Drafter) -> None:
         """Let the other drafter take a row, and note the text of its drafter."""
@@ -287,8 +281,7 @@ class GatedDrafter:
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the other drafter's tree, or the root alone."""
-        self._was_open, self._is_possible = self._is_open, self._may_speculate(self.max_depth)
-        self._is_open = self._is_possible and (self.gate is None or self.gate.speculates())
+        self._was_open, self._is_open = self._is_open, self.gate.speculates()
         return self.inner.propose(root) if self._is_open and self._was_open else DraftTree.root_only(root)
 
     def capture(self, tree: DraftTree) -> Any:
@@ -301,8 +294,6 @@ class GatedDrafter:
             row.extend(new)
         if self._is_open:
             self._inform(verification)
-        if self.gate is None or not self._is_possible:
-            return
         tokens = sum(map(len, verification.tokens))
         rows = sum(map(bool, verification.tokens))
         decision = self.gate.record(tokens, rows, max(self.binding.cache.lengths.host))
@@ -313,17 +304,13 @@ class GatedDrafter:
                 logger.info(message_of(decision, self._stats.method))
 
     def _inform(self, verification: Verification) -> None:
-        """Let the other drafter start, go on, or resume after plain steps."""
-        if self._has_started and self._was_open:
+        """Let the other drafter go on, or resume after plain steps."""
+        if self._was_open:
             self.inner.observe(verification)
             return
         rows = zip(self._prompts, self._emitted, self.binding.cache.lengths.host, strict=True)
         texts = [torch.cat([prompt, prompt.new_tensor(new)])[:length] for prompt, new, length in rows]
-        if self._has_started:
-            self.inner.resume(texts, verification)
-        else:
-            self.inner.start(texts, verification)
-        self._has_started = True
+        self.inner.resume(texts, verification)
 
 
 # Gates that no call is using, by draft, target, and everything else that steps of a call depend on.
@@ -333,12 +320,12 @@ _kept_lock = Lock()
 _reported: set[str] = set()
 
 
-def gate_of(is_on: bool, drafter: Drafter, ranks: Any, last: SpeculationGate | None = None) -> SpeculationGate | None:
+def gate_of(drafter: Drafter, ranks: Any, last: SpeculationGate | None = None) -> SpeculationGate | None:
     """Return the gate of one call, the `last` of its kind; None if every step may speculate.
 
     Copies of a sharded target that run side by side, which was never tried, have no gate.
     """
-    if not is_on or drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
+    if drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
         return None
     clock = drafter.binding.target.clock
     if last is not None:
@@ -364,28 +351,26 @@ class Gate(SpecialCase):
 
     case = GATE
 
-    def drafter(self, drafter: Drafter, session: Any) -> Any:
-        """Return the drafter of a [`Session`], hidden from the steps that cannot or shall not speculate, if any may.
+    def drafter(self, inner: Any, session: Any) -> Any:
+        """Return the drafter of a [`Session`], hidden from steps that do not speculate, unless every step may.
 
         Decisions of the gate are added to the statistics. The first time that a kind of draft is paused, this is
         logged. A gate that does not share its decisions with other processes is kept for the next call of its kind: the
         same draft, settings, target, way to choose tokens, number of rows and power of two of tokens.
         """
-        draft, target, rule = session.draft, session.target, drafter.binding.rule
+        draft, target, rule = session.draft, session.target, inner.binding.rule
         model, cache = target.model, session.cache
         place = model.device, model.dtype, model.config._attn_implementation, rule is not None and rule.do_sample
         settings = tuple(repr(draft.setting(name)) for name in draft.settings)
-        kind = place, settings, cache.batch_size, session.max_length.bit_length(), drafter.num_nodes
+        kind = place, settings, cache.batch_size, session.max_length.bit_length(), inner.num_nodes
 
         def keep() -> None:
-            if isinstance(gate, SpeculationGate) and gate.ranks is None:
+            if gate is not None and gate.ranks is None:
                 gate.release()
                 with _kept_lock:
                     _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate
 
         with _kept_lock:
-            last = _kept.get(draft, {}).get(model, {}).pop(kind, None) if draft.setting("gate") else None
-        gate = gate_of(draft.setting("gate"), drafter, target.ranks, last)
-        if gate is None and session.may_speculate is None:
-            return drafter
-        return GatedDrafter(drafter, gate, session.may_speculate, session.stats, keep)
+            last = _kept.get(draft, {}).get(model, {}).pop(kind, None)
+        gate = gate_of(inner, target.ranks, last)
+        return inner if gate is None else GatedDrafter(inner, gate, session.stats, keep)

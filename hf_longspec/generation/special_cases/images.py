@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -185,6 +185,12 @@ class PromptsWithInputs(Prompts):
         return inputs, positions
 
 
+@cache
+def _on_top_of(below: Any) -> Any:
+    """Return [`PromptsWithInputs`] of the prompts of a verification mode."""
+    return type(PromptsWithInputs.__name__, (PromptsWithInputs, below), {})
+
+
 def _unpadded_axes(positions: torch.Tensor | None, mask: torch.Tensor) -> list[torch.Tensor] | None:
     """Return the rows `(axes, T)` of `(axes, batch or 1, P)` positions without padding; `None` if there are no axes."""
     if positions is None or positions.dim() < 3:
@@ -224,7 +230,7 @@ class Inputs(SpecialCase):
     def change(self, call: Call) -> None:
         """Read the inputs, and check positions on several axes, which `generate` makes for M-RoPE."""
         call.inputs = inputs_beside_tokens(call)
-        call.read_as(PromptsWithInputs)
+        call.prompts_class = _on_top_of(call.prompts_class)
         positions = call.position_ids
         if positions is not None and positions.dim() == 3 and positions.shape[-1] == call.tokens.shape[1]:
             call.position_ids = None
@@ -283,7 +289,7 @@ def _reasons_of_inputs(prompts: PromptsWithInputs, inputs: dict[str, Any]) -> It
         )
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     of_tokens = {name for name, value in tensors.items() if value.shape[:2] == input_ids.shape}
-    if (prompts.mask is not None or target.has_states) and (unknown := sorted(of_tokens - set(TOKEN_TYPES))):
+    if (prompts.padding is not None or target.has_states) and (unknown := sorted(of_tokens - set(TOKEN_TYPES))):
         yield (
             f"{', '.join(unknown)}: inputs with a value for each token are not supported with padding or recurrent "
             "states. Pass prompts of equal length, or one at a time."
@@ -293,20 +299,10 @@ def _reasons_of_inputs(prompts: PromptsWithInputs, inputs: dict[str, Any]) -> It
             f"{names}: prompts of different lengths are not supported with such inputs and recurrent states. Pass "
             "prompts of equal length, or one at a time."
         )
-    if prompts.counts_gaps:
-        yield (
-            f"attention_mask has zeros between tokens, which are not supported with {names} on a target with sliding "
-            "windows. Move the zeros to the left of each row."
-        )
     if (largest := int(input_ids.max())) >= target.vocab_size:
         yield (
             f"input_ids contains {largest}, and the vocabulary has {target.vocab_size} tokens: drafts embed "
             "placeholders as well. Use a placeholder of the vocabulary."
-        )
-    if (column := prompts.target.rotary_limit) < prompts.call.max_length:
-        yield (
-            f"max_length={prompts.call.max_length} with {names}: rotary frequencies change at position {column}, where "
-            f"the prompt may have to run again, without these inputs. Keep max_length at {column} or below."
         )
     if not (sizes := prompts.text_sizes):
         yield (

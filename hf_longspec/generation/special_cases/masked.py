@@ -24,13 +24,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ...attention_backends.contexts import TreeContext
-from ..cache import CACHE_NAME, Rows, SpeculativeCache, SpeculativeLayer, slots_of
-from ..call import places_of
+from ..cache import CACHE_NAME, Rows, SpeculativeCache, SpeculativeLayer, shifted
 from ..draft_tree import DraftTree
 from ..special_case import LayerTraits, VerificationMode
 from ..target_modules import plain_forward, plain_logits, shape_of
 from .hooks import bare
-from .plain_forwards import PlainForwards, PromptsOfForwards
+from .stock_forwards import PlainForwards, PromptsOfForwards
 from .trial import HALF_TRIAL_TOLERANCE, HYBRID, TRIAL_TOLERANCE, cut_by_the_stock_cache, ignores
 
 SLIDING_LAYER, CHUNKED_LAYER = "sliding_attention", "chunked_attention"
@@ -80,25 +79,24 @@ class IndexedLayer(SpeculativeLayer):
         super().reset()
         self.indexer.reset()
 
-    def adopt(self, layer: Any, stored: int, past_lengths: Sequence[int], columns: Tensor | None) -> None:
-        """Copy the keys of the indexer of a user's cache, which holds `stored` columns."""
+    def adopt(self, layer: Any, past_lengths: Sequence[int], padding: Tensor | None) -> None:
+        """Copy the keys of the indexer of a layer of a user's cache; `padding` `(B,)` precedes the tokens there."""
         if not layer.is_indexer_initialized:
             return
         keys = layer.indexer_keys[:, None]
         self.indexer.lazy_initialization(keys, keys[..., :0])
-        self.indexer.keys[:, :, : max(past_lengths)] = (
-            keys if columns is None else slots_of(keys, columns.clamp_max(stored - 1))
-        )
+        longest = max(past_lengths)
+        self.indexer.keys[:, :, :longest] = keys if padding is None else shifted(keys, padding, 0, longest)
 
-    def give_back(self, layer: Any, length: int, columns: Tensor | None) -> None:
-        """Point the indexer of a user's cache to the keys of the first `length` columns."""
+    def give_back(self, layer: Any, length: int, padding: Tensor | None) -> None:
+        """Point the indexer of a layer of a user's cache to the keys of the first `length` columns."""
         if not self.indexer.is_initialized:
             return
         keys = self.indexer.keys
         if not layer.is_indexer_initialized:
             layer.lazy_initialization_indexer(keys[:, 0])
-        if columns is not None:
-            keys = slots_of(keys, places_of(columns, 0, length))
+        if padding is not None:
+            keys = shifted(keys, -padding, 0, length)
         layer.indexer_keys = keys[:, 0, :length]
 
 
@@ -365,13 +363,8 @@ class MaskedPrompts(PromptsOfForwards):
 
     def why_not(self) -> Iterator[str]:
         kind, length = type(self.target.model).__name__, self.call.max_length
-        if self.has_gaps:
-            yield (
-                f"attention_mask has zeros between tokens, which is not supported with the masks of {kind}. Move the "
-                "zeros to the left of each row."
-            )
         limit = first_count_that_matters(self.target.config)
-        if length > limit and (len(self.texts) > 1 or self.mask is not None):
+        if length > limit and (len(self.texts) > 1 or self.padding is not None):
             yield (
                 f"max_length={length}: from {limit} tokens on (floor_scale), {kind} scales queries by positions that "
                 "count the padding of a batch. Pass one prompt without padding, or a smaller max_length."
@@ -387,7 +380,7 @@ class MaskedMode(VerificationMode):
     logits = staticmethod(masked_logits)
     forward = staticmethod(choosing_forward)
     prompts_class = MaskedPrompts
-    takes_unreached = True
+    takes_unreached = counts_columns = True
     takes_inputs = takes_contexts = False
     # the choice of an indexer depends on the number of tokens of a forward if there are ties
     tells_single_tokens = True

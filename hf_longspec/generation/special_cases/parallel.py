@@ -23,16 +23,6 @@ class Ranks:
         self.device = device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "Ranks | None":
-        """Return the ranks of a model that was loaded with a `tp_plan`, or `None` if it runs in one process."""
-        if (getattr(model, "_tp_size", None) or 1) < 2:
-            return None
-        mesh: Any = model._device_mesh
-        if "tp" in (mesh.mesh_dim_names or ()):
-            mesh = mesh["tp"]
-        return cls(mesh.get_group(), model.device)
-
     @property
     def is_everyone(self) -> bool:
         """Whether the group contains all processes."""
@@ -65,6 +55,9 @@ class Parallel(SpecialCase):
 
     case = TENSOR_PARALLELISM
 
-    def ranks_of(self, model: PreTrainedModel) -> Ranks | None:
-        """Return the ranks of a model."""
-        return Ranks.of(model)
+    def ranks_of(self, model: PreTrainedModel) -> Ranks:
+        """Return the ranks of a model that was loaded with a `tp_plan`."""
+        mesh: Any = model._device_mesh
+        if "tp" in (mesh.mesh_dim_names or ()):
+            mesh = mesh["tp"]
+        return Ranks(mesh.get_group(), model.device)

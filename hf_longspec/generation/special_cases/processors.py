@@ -25,10 +25,10 @@ from ...attention_backends.lengths import SeqLens, on_device
 from ..call import PROCESSORS, Call
 from ..decoding import Session
 from ..draft_tree import DraftTree
-from ..drafter import Binding, Verification
+from ..drafter import Verification
 from ..sampling import TokenRule, declared, is_history_free, is_of_transformers
 from ..special_case import SpecialCase
-from ..target import ROTARY_LIMIT, Step
+from ..target import Step
 from ..verification import Acceptance, accept_rejection
 
 logger = logging.get_logger(__name__)
@@ -164,10 +164,6 @@ class PaddingDrafter:
 class ColumnSession(Session):
     """A call of several rows under a [`ColumnRule`]. Rows that have ended go on with padding, as in `generate`."""
 
-    def make_drafter(self, binding: Binding) -> Any:
-        """Return a drafter whose rows grow together."""
-        return PaddingDrafter(super().make_drafter(binding), self.sequences)
-
     def emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Emit tokens; see [`Session.emit`]. Rows that had ended keep as many nodes as the others."""
         done = self.sequences.done.copy()
@@ -200,13 +196,12 @@ class Processors(SpecialCase):
         if len(call.tokens) > 1:
             call.session_class = ColumnSession
 
+    def drafter(self, inner: Any, session: Any) -> Any:
+        """Return a drafter whose rows grow together, if the processors need that."""
+        return PaddingDrafter(inner, session.sequences) if isinstance(session, ColumnSession) else inner
+
     def why_not(self, call: Call) -> Iterator[str]:
         for processor in call.logits_processor:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 name = type(processor).__name__
                 yield f"{name} runs the target. Drop it, or the setting that adds it."
-        if call.session_class is ColumnSession and ROTARY_LIMIT in call.special_cases:
-            yield (
-                "rows of a batch wait where the rotary frequencies change, and a logits processor that does not "
-                "declare stateless = True needs all rows at once. Pass one prompt, or declare it."
-            )

@@ -21,7 +21,6 @@ from ..call import Call
 from ..draft_tree import DraftTree
 from ..target_modules import plain_forward, shape_of
 from .fixed_states import CommitStates, FixedStates
-from .plain_forwards import PromptsOfForwards
 from .recurrences import (
     Kept,
     StagedNodes,
@@ -37,6 +36,7 @@ from .recurrences import (
     recurrences_replaced,
     why_not_replaceable,
 )
+from .stock_forwards import PromptsOfForwards
 from .trial import HybridMode
 
 try:
@@ -90,8 +90,7 @@ class RecurrentStates(CachePart):
         self.nodes = StagedNodes(tree, lengths, self.cache.rows.plain)
 
     def commit(self, path: torch.Tensor | None, counts: SeqLens) -> None:
-        if self.nodes is None:
-            raise ValueError("commit() needs a staged verification, as states are computed from its nodes.")
+        assert self.nodes is not None
         if self._terms:
             self._commit_together(path, counts)
             return
@@ -349,13 +348,13 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         states = ((name, getattr(self, name)) for name in STATES)
         return {name: None if state is None else state[rows].clone() for name, state in states}
 
-    def adopt(self, layer: Any, stored: int, past_lengths: Sequence[int], columns: torch.Tensor | None) -> None:
+    def adopt(self, layer: Any, past_lengths: Sequence[int], padding: torch.Tensor | None) -> None:
         """Copy the states of a layer of a user's cache."""
         if layer.has_previous_state[0]:
             states = zip(STATES, (layer.conv_states[0], layer.recurrent_states[0]), strict=True)
             self.put({name: None if state is None else state.clone() for name, state in states})
 
-    def give_back(self, layer: Any, length: int, columns: torch.Tensor | None) -> None:
+    def give_back(self, layer: Any, length: int, padding: torch.Tensor | None) -> None:
         """Copy the states to a layer of a user's cache."""
         if self.convolution is None:
             return
@@ -416,12 +415,7 @@ class PromptsOfStates(PromptsOfForwards):
     def why_not(self) -> Iterator[str]:
         """Yield reasons why recurrent states would differ from those of plain `generate`."""
         model, plain = self.target.model, self.plain
-        if self.has_gaps:
-            yield (
-                "attention_mask has zeros between tokens, where recurrent states of plain generate decay. Move the "
-                "zeros to the left of each row."
-            )
-        if self.mask is not None and has_input_bias(model):
+        if self.padding is not None and has_input_bias(model):
             yield (
                 f"attention_mask has padding, which the biases of the recurrent layers of {type(model).__name__} turn "
                 "into inputs. Pass prompts of equal length, or one at a time."
@@ -477,7 +471,7 @@ class RecurrentMode(HybridMode):
 
     name = "hybrid tree attention and recurrences"
     compiles = False
-    has_states = True
+    has_states = counts_columns = True  # states decay at padding
     forward = staticmethod(forward_of_texts)
     prompts_class = PromptsOfStates
     # one token alone may be computed by other rules than several

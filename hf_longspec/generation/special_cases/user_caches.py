@@ -25,8 +25,8 @@ from transformers.cache_utils import (
 )
 from transformers.utils import logging
 
-from ..cache import CACHE_NAME, SpeculativeCache, slots_of
-from ..call import USER_CACHE, Call, CallCache, columns_of, pack_if_mostly_free, places_of
+from ..cache import CACHE_NAME, SpeculativeCache, shifted
+from ..call import USER_CACHE, Call, CallCache, pack_if_mostly_free
 from ..special_case import SpecialCase
 
 logger = logging.get_logger(__name__)
@@ -88,17 +88,19 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
     )
 
 
-def _stand_in(cache: SpeculativeCache, past_lengths: list[int], columns: torch.Tensor) -> bool:
-    """Return whether the tokens that the rows of a cache hold stand in these columns `(batch, T)` of their texts."""
-    slots = torch.arange(columns.shape[1], device=columns.device)
-    of_cache = getattr(cache.rows, "columns", None)  # a cache of an older copy has no such field
-    of_cache = slots if of_cache is None else of_cache[:, : len(slots)].to(slots.device)
-    is_held = slots < torch.tensor(past_lengths, device=slots.device)[:, None]
-    return not bool((is_held & (columns != of_cache)).any())
+def _padding_before(counts: list[int], mask: torch.Tensor) -> list[int]:
+    """Return for each row the zeros of a mask `(batch, P)` before the last of its first `counts[b]` tokens.
+
+    >>> _padding_before([2, 1], torch.tensor([[0, 1, 0, 1], [1, 0, 1, 1]]))
+    [2, 0]
+    """
+    is_before = mask.bool().cumsum(1) < torch.tensor(counts, device=mask.device)[:, None]
+    zeros: list[int] = (is_before & (mask == 0)).sum(1).tolist()
+    return zeros
 
 
 def take_over(
-    cache: Any, buffers: SpeculativeCache, past_lengths: Sequence[int], mask: torch.Tensor | None = None
+    cache: Any, buffers: SpeculativeCache, past_lengths: Sequence[int], padding: torch.Tensor | None = None
 ) -> None:
     """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
 
@@ -109,42 +111,38 @@ def take_over(
 
     Args:
         past_lengths (`Sequence[int]`): Result of [`OwnCache.past_lengths`].
-        mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
+        padding (`torch.Tensor` of shape `(batch,)`, *optional*): Columns before the tokens of every row.
     """
-    stored = _stored(cache)
-    columns = None if mask is None else columns_of(mask, max(past_lengths))
+    stored, longest = _stored(cache), max(past_lengths)
     for layer, buffer in zip(cache.layers, buffers.layers, strict=False):
         if hasattr(buffer, "adopt"):
-            buffer.adopt(layer, stored, past_lengths, columns)
+            buffer.adopt(layer, past_lengths, padding)
         if _holds(layer):
             buffer.lazy_initialization(layer.keys, layer.values)
             count = min(stored, layer.keys.shape[2])  # a static layer has free slots
             first = stored - count
-            if columns is None:
+            if padding is None:
                 buffer.keys[:, :, first:stored] = layer.keys[:, :, :count]
                 buffer.values[:, :, first:stored] = layer.values[:, :, :count]
                 if not isinstance(layer, StaticLayer):
                     _point(layer, buffer.keys, buffer.values, stored)
             else:  # what a window has dropped is filled with any entry, as no later token attends to it
-                places = (columns - first).clamp(0, count - 1)
-                buffer.keys[:, :, : max(past_lengths)] = slots_of(layer.keys, places)
-                buffer.values[:, :, : max(past_lengths)] = slots_of(layer.values, places)
+                buffer.keys[:, :, :longest] = shifted(layer.keys, padding - first, 0, longest)
+                buffer.values[:, :, :longest] = shifted(layer.values, padding - first, 0, longest)
     buffers.set_lengths(past_lengths)
 
 
-def bring_up_to_date(cache: Any, buffers: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
+def bring_up_to_date(cache: Any, buffers: SpeculativeCache, padding: torch.Tensor | None = None) -> None:
     """Let the layers of the user's cache hold the entries of `buffers`, as many as the shortest row has.
 
     The next call computes the missing tokens of longer rows, like any other token of its input.
 
     Args:
-        columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
-            Columns in which the tokens of every row, and the next one, stand. The layers then get copies, with any
-            finite entries at padding.
+        padding (`torch.LongTensor` of shape `(batch,)`, *optional*):
+            Columns before the tokens of every row. The layers then get copies, with any finite entries at padding.
     """
-    length = min(buffers.lengths.host)
-    if columns is not None:
-        length = int(columns.gather(1, buffers.lengths.on(columns.device)[:, None]).min())
+    before = [0] * buffers.batch_size if padding is None else padding.tolist()
+    length = min(held + count for held, count in zip(buffers.lengths.host, before, strict=True))
     for index, buffer in enumerate(buffers.layers):
         if _holds(buffer):
             while len(cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
@@ -152,26 +150,25 @@ def bring_up_to_date(cache: Any, buffers: SpeculativeCache, columns: torch.Tenso
             layer = cache.layers[index]
             if not layer.is_initialized:
                 layer.lazy_initialization(buffer.keys, buffer.values)
-            _point(layer, buffer.keys, buffer.values, length, columns)
+            _point(layer, buffer.keys, buffer.values, length, padding)
         if hasattr(buffer, "give_back"):
-            buffer.give_back(cache.layers[index], length, columns)
+            buffer.give_back(cache.layers[index], length, padding)
 
 
 def _point(
-    layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, columns: torch.Tensor | None = None
+    layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, padding: torch.Tensor | None = None
 ) -> None:
-    """Set keys and values of a layer to what it keeps of the first `length` columns: views, unless `columns` differ."""
+    """Set keys and values of a layer to what it keeps of the first `length` columns: views, unless there is padding."""
     first = 0
     if isinstance(layer, StaticLayer):
         first = max(0, length - layer.max_cache_len)
     elif isinstance(layer, DynamicSlidingWindowLayer):
         first = max(0, length - layer.sliding_window + 1)
         layer.cumulative_length = length
-    if columns is None:
+    if padding is None:
         keys, values = keys[:, :, first:length], values[:, :, first:length]
     else:
-        places = places_of(columns, first, length)
-        keys, values = slots_of(keys, places), slots_of(values, places)
+        keys, values = (shifted(states, -padding, first, length) for states in (keys, values))
     if isinstance(layer, StaticLayer):  # its tensors stay, as graphs read them
         layer.keys[:, :, : length - first] = keys
         layer.values[:, :, : length - first] = values
@@ -273,10 +270,13 @@ class OwnCache(CallCache):
             )
         mask = torch.ones_like(tokens) if call.mask is None else call.mask
         past_lengths = self.past_lengths(mask)
-        if is_ours and stored and not _stand_in(cache, past_lengths, columns_of(mask, stored)):
+        padding = getattr(cache.rows, "padding", None) if is_ours else None  # an older copy has no such field
+        before = [0] * len(tokens) if padding is None else padding.tolist()
+        if is_ours and stored and before != _padding_before(past_lengths, mask):
             raise ValueError(
-                f"{CACHE_NAME} holds {tuple(past_lengths)} tokens, which are not the first ones of attention_mask in "
-                f"each row. Pass the mask of the whole conversation with its beginning unchanged, or drop {CACHE_NAME}."
+                f"{CACHE_NAME} holds {tuple(past_lengths)} tokens after {tuple(before)} columns of padding, and "
+                "attention_mask has other padding. Pass the mask of the whole conversation with its beginning "
+                f"unchanged, or drop {CACHE_NAME}."
             )
         rows_held = zip(past_lengths, mask.bool().sum(1).tolist(), strict=True)
         if stored >= tokens.shape[1] or any(count >= size for count, size in rows_held):
@@ -293,8 +293,8 @@ class OwnCache(CallCache):
         self._was_packed = self.cache.max_length == 0
         return super().open(call, nodes, self.cache)
 
-    def settle(self, session: Any, columns: torch.Tensor | None, is_kept: bool) -> None:
-        session.cache.rows.columns = columns
+    def settle(self, session: Any, is_kept: bool) -> None:
+        session.cache.rows.padding = session.prompts.padding
         if self._was_packed:  # buffers that the user has made stay
             pack_if_mostly_free(session.cache)
 
@@ -304,16 +304,17 @@ class UserCache(OwnCache):
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
         cache = CallCache.open(self, call, nodes, None)
-        take_over(self.cache, cache, call.prompts.past_lengths, call.prompts.mask)
+        take_over(self.cache, cache, call.prompts.past_lengths, call.prompts.padding)
         return cache
 
-    def settle(self, session: Any, columns: torch.Tensor | None, is_kept: bool) -> None:
+    def settle(self, session: Any, is_kept: bool) -> None:
+        padding = session.prompts.padding
         if session.target.has_states and not (is_kept and _ends_in_one_column(session)):
             logger.info("%s is as before the call, as states of rows of different lengths do not fit it.", CACHE_NAME)
         else:
-            if columns is None and not isinstance(self.cache, StaticCache):  # others get copies
+            if padding is None and not isinstance(self.cache, StaticCache):  # others get copies
                 pack_if_mostly_free(session.cache)
-            bring_up_to_date(self.cache, session.cache, columns)
+            bring_up_to_date(self.cache, session.cache, padding)
 
     def returned(self, cache: SpeculativeCache) -> Any:
         return self.cache
@@ -342,11 +343,11 @@ class UserCaches(SpecialCase):
         return why_not_stored(None, implementation)
 
     def why_not(self, call: Call) -> Iterator[str]:
-        cache, limit = call.model_kwargs[CACHE_NAME], call.target.rotary_limit
+        cache = call.model_kwargs[CACHE_NAME]
         if reason := why_not_stored(cache, call.config.cache_implementation) or why_too_short(cache, call):
             yield reason
-        if call.columns_apart and (call.inputs or limit < call.max_length):
-            cause = (
-                f"with {', '.join(call.inputs)}" if call.inputs else f"as rotary frequencies change at {limit} tokens"
+        if call.columns_apart and call.inputs:
+            yield (
+                f"input_ids lacks {call.columns_apart} tokens of {CACHE_NAME}, with {', '.join(call.inputs)}. Pass the "
+                "whole conversation."
             )
-            yield f"input_ids lacks {call.columns_apart} tokens of {CACHE_NAME}, {cause}. Pass the whole conversation."
