@@ -107,7 +107,7 @@ def test_texts_and_steps_are_those_of_generate_alone(kind, name, mix, rows):
 
 OTHERS_OF = [(kind, {}) for kind in DRAFTS]
 OTHERS_OF += [("longspec_assistant", NGRAMS | {"tree_widths": [4]}), ("longspec_eagle3", {"num_hidden_layers": 2})]
-OTHERS_OF += [("tokenswift", PARTIAL | NGRAMS), ("longspec_quest", {"acceptance": "rejection"})]
+OTHERS_OF += [("tokenswift", PARTIAL | NGRAMS)]
 
 
 @pytest.mark.soak

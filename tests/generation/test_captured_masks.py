@@ -2,13 +2,14 @@
 
 import pytest
 
-from hf_longspec import TokenRecyclingDraftModel
+from hf_longspec import Eagle3DraftModel
 from hf_longspec.generation.special_cases import masked
 from hf_longspec.generation.target import TargetView
 from tests.generation.drafted_calls import drafted, generated
 from tests.generation.test_masked import TYPES as MASKED_TYPES
 from tests.pairwise import few, pairwise, soaked
 from tests.robustness.enumeration import build, with_capturable_experts
+from tests.tiny_targets import random_draft
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 
@@ -79,7 +80,7 @@ def test_choices_in_the_middle_of_a_text_and_positions_that_layers_count(name, i
 def test_launches_and_reads(name, monkeypatch):
     """Of a tree in ragged rows: outside of graphs they are as many as those of other targets."""
     model = made(name)
-    draft = TokenRecyclingDraftModel.from_target(model, num_nodes=8, max_depth=3, gate=False)
+    draft = random_draft(Eagle3DraftModel, model, tree_widths=[4, 3], gate=False)
     with on_device(model, draft) as (cuda, placed):
         iterations = watch(cuda, monkeypatch)
         inputs = {name: cuda.place(value) for name, value in inputs_of(RAGGED).items()}

@@ -156,8 +156,8 @@ def test_launches_of_a_commit_do_not_grow_with_layers(made, name, monkeypatch):
     few(
         [
             ("qwen3_5_text", "specattn", RAGGED),
-            ("falcon_h1", "quest", ONE),
-            pytest.param("granitemoehybrid", "quest", RAGGED, marks=pytest.mark.soak),
+            ("falcon_h1", "specattn", ONE),
+            pytest.param("granitemoehybrid", "specattn", RAGGED, marks=pytest.mark.soak),
             pytest.param("jamba", "specattn", ONE, marks=pytest.mark.soak),
         ],
         1,
@@ -165,8 +165,7 @@ def test_launches_of_a_commit_do_not_grow_with_layers(made, name, monkeypatch):
 )
 def test_the_target_drafts_for_itself_on_copies_of_its_states(made, name, kind, lengths):
     """With all entries everything is accepted."""
-    settings = {"sparse_ratio": 1.0} | ({"page_size": 1} if kind == "quest" else {})
-    stats = check(made(name), make_draft(kind, made(name), **settings), lengths)
+    stats = check(made(name), make_draft(kind, made(name), sparse_ratio=1.0), lengths)
     assert stats.num_spec_steps == len(lengths) * -(-(NEW - 1) // 4)
 
 

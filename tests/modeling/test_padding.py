@@ -83,7 +83,6 @@ CHATS = [
     (["longspec_assistant"] * 3, "gpt_oss", "own"),
     pytest.param(["longspec_eagle3"] * 3, "cohere2", "without config", **SOAK),
     (["tokenswift"] * 3, "gemma3", "without config"),
-    pytest.param(["longspec_token_recycling"] * 3, "llama", "own", **SOAK),
     (["longspec_ngram"] * 3, "mistral", None),
     (["longspec_ngram", None, "specattn", None], "mistral", "with config"),
     (["longspec_ngram", None, "specattn", None], "gemma3", "without config"),

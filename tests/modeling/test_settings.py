@@ -16,9 +16,7 @@ from hf_longspec import (
     MtpDraftModel,
     NgramDraftModel,
     PlainDraftModel,
-    QuestDraftModel,
     SpecAttnDraftModel,
-    TokenRecyclingDraftModel,
     TokenSwiftDraftModel,
 )
 from hf_longspec.generation.target import TargetView
@@ -27,7 +25,7 @@ from hf_longspec.modeling.register_draft import DRAFTS
 from tests.tiny_targets import made_for, tiny_target
 
 A, E, L, N = AssistantDraftModel, Eagle3DraftModel, LongSpecDraftModel, NgramDraftModel
-Q, R, S, T = QuestDraftModel, TokenRecyclingDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel
+S, T = SpecAttnDraftModel, TokenSwiftDraftModel
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +75,6 @@ RANGES = {
         "score": (["probabilities"], ["logits", "weights"]),
         "granularity": (["head"], ["layer", "kv_head"]),
     },
-    Q: SPARSE | {"page_size": COUNT, "num_dense_layers": FROM_0},
     N: {"num_assistant_tokens": COUNT, "ngram_candidates": COUNT, "ngram_memory": ([-1, 2**24 + 1, "all"], [0, 2**24])},
     T: {
         "self_draft": (["hidden"], ["verify_hidden", "partial_kv"]),
@@ -86,7 +83,6 @@ RANGES = {
         "partial_kv_budget": ([0, 72, True], [73]),
         "partial_kv_recent": (FROM_0[0], [0, 4000]),
     },
-    R: {"num_nodes": ([0, 1, 513], [2, 512]), "max_depth": ([0, 33], [1, 32]), "num_candidates": ([0, 17], [1, 16])},
     A: {"num_assistant_tokens": COUNT, "tree_widths": (WIDTHS[0], [None, [3, 2]]), "window": MAYBE_COUNT}
     | {"sinks": FROM_0, "acceptance": SPARSE["acceptance"], "prefill_chunk_size": COUNT},
     PlainDraftModel: {},
@@ -156,8 +152,7 @@ def test_refused_facts_of_a_new_draft(model, cls, facts, message):
         (S, {"num_assistant_tokens": 2, "ngram_candidates": 3, "ngram_num_tokens": 5}, 3 + 15),
         (S, {"num_assistant_tokens": 2, "selection": "window"}, 3),
         (N, {"num_assistant_tokens": 3, "ngram_candidates": 7}, 22),
-        (Q, {"num_assistant_tokens": 6, "ngram_candidates": 2, "ngram_num_tokens": 5}, 7 + 10),
-        (R, {"num_nodes": 9}, 9),
+        (S, {"num_assistant_tokens": 6, "ngram_candidates": 2, "ngram_num_tokens": 5}, 7 + 10),
         (T, {}, 40),
         (T, {"self_draft": "partial_kv"}, 41),
         (T, {"num_heads": 1}, 4),

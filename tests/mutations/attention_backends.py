@@ -33,7 +33,4 @@ ROWS = (
      "key_products(grouped.clamp_min(0), highest) + key_products(grouped.clamp_max(0), lowest)",
      "key_products(grouped.clamp_min(0), lowest) + key_products(grouped.clamp_max(0), highest)",
      "tests/attention_backends/test_pages.py::test_bounds"),
-    ("Every drafting step chooses pages by its own query", "attention_backends/scores.py", "page_bounds(query, *",
-     'page_bounds(vars(self.pages).setdefault(f"{layer_idx} {self.full.tolist()}", query), *',
-     "tests/modeling/quest/test_generation_quest.py::test_every_step_reads_the_pages_that_fit_its_own_query"),
 )
