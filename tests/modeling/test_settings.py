@@ -20,7 +20,6 @@ from hf_longspec import (
     TokenSwiftDraftModel,
 )
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling import loading
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.tiny_targets import made_for, tiny_target
 
@@ -197,32 +196,6 @@ def test_default_widths_follow_the_device(model, tmp_path):
         loaded = AutoModel.from_pretrained(tmp_path / name)
         assert loaded.generation_config.tree_widths == one.generation_config.tree_widths
     assert other.setting("tree_widths") == draft.to("meta").setting("tree_widths") == [4, 4, 4, 3]
-
-
-# As the version before the settings `on_unsupported` and without `tree_choices` wrote it.
-EARLIER = """{"check_target": true, "compile": "auto", "gate": true, "ngram_candidates": 0, "ngram_num_tokens": 8,
-"ngram_preload": true, "ngram_size": 3, "ngram_source": "both", "norm_output": null, "rope_theta": null, "sinks": 4,
-"target_layer_ids": null, "transformers_version": "5.23.0", "tree_choices": %s, "tree_widths": [2, 1],
-"window": "trained"}"""
-
-
-@pytest.mark.parametrize(("tree_choices", "warnings"), [("null", 0), ("[[1, 1], [4, 4]]", 1)])
-def test_a_draft_that_an_earlier_version_saved(model, tmp_path, monkeypatch, tree_choices, warnings):
-    """With a removed setting, of which one warning tells unless it is null, and the old name of a field."""
-    said = []
-    monkeypatch.setattr(loading.logger, "warning", lambda text, *values: said.append(text % values))
-    E.from_target(model).save_pretrained(tmp_path)
-    config, settings = tmp_path / "config.json", tmp_path / "generation_config.json"
-    config.write_text(config.read_text().replace('"num_aux_hidden_states"', '"num_taps"'))
-    settings.write_text(EARLIER % tree_choices)
-    draft = AutoModel.from_pretrained(tmp_path)
-    ids = torch.tensor([[5, 6, 7]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(model.generate(**inputs, assistant_model=draft), model.generate(**inputs))
-    assert draft.last_speculation.num_forwards > 0 and draft.setting("tree_widths") == [2, 1]
-    assert len(said) == warnings and all("tree_choices=[[1, 1], [4, 4]]" in line for line in said)
-    draft.save_pretrained(tmp_path)
-    assert "tree_choices" not in settings.read_text() and "num_taps" not in config.read_text()
 
 
 def test_settings_that_are_not_given_are_the_defaults(model, tmp_path):

@@ -1,6 +1,6 @@
 """DFlashDraftModel: a few layers on states of the target's layers fill in a block of tokens in one forward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,6 @@ from ...generation.target import TargetView
 from ..settings import Setting
 from ..shared.aux_hidden_states import AuxDraftModel
 from ..shared.aux_layers import Attend, Rotary
-from ..shared.texts import ends_of
 from .configuration_dflash import DFlashConfig
 from .generation_dflash import DFlashDrafter
 from .layers_dflash import CandidateSelector, ConfidenceHead, DFlashLayer, MarkovHead, query_positions, slot_mask
@@ -103,43 +102,6 @@ class DFlashDraftModel(AuxDraftModel):
         states = self.run(states, angles, BlockAttention(self, anchors, entries, (window, sinks)))
         states = states.unflatten(0, anchors.shape)
         return states if score is None else score(states)
-
-    @torch.no_grad()
-    def draft_logits(
-        self,
-        aux_hidden_states: torch.Tensor,
-        tokens: torch.LongTensor,
-        lengths: Sequence[int],
-        embed_tokens: Any = None,
-        lm_head: Any = None,
-    ) -> list[torch.Tensor]:
-        """Return the logits of the blocks that are drafted after the first entries of whole texts.
-
-        Args:
-            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
-                the target's layers `target_layer_ids` at each position, joined.
-            tokens (`torch.LongTensor` of shape `(B, T)`): Tokens of the texts.
-            lengths (`Sequence[int]`): For each block, how many entries it follows. Its first slot holds the token at
-                this position.
-            embed_tokens (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's embedding, for
-                drafts without one of their own.
-            lm_head (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's head, likewise.
-
-        Returns:
-            `list[torch.Tensor]`: For each length, logits `(B, block_size, draft vocabulary)` of all slots: with a
-            Markov head those along the chain of the most likely tokens, with a selector those that it chooses from.
-        """
-        target, window = ends_of(embed_tokens, lm_head), self.prompt_tokens
-        anchors = torch.as_tensor(lengths, device=tokens.device).expand(len(tokens), -1)
-        states = self(aux_hidden_states, tokens, anchors, target, window, self.setting("sinks"))
-        logits, before = self.logits(states, target), tokens.gather(1, anchors)
-        if self.markov_head is not None:
-            memory = self.first_memory(before)
-            for slot in range(self.config.first_slot, self.config.block_size):
-                row, memory = self.next_logits(logits[:, :, slot], states[:, :, slot], before, memory)
-                logits[:, :, slot] = row
-                before = self.token_ids[row.argmax(-1)]
-        return list(logits.unbind(1))
 
     def context(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Project auxiliary hidden states `(B, T, layers * hidden)` to what all layers read, `(B, T, hidden)`."""

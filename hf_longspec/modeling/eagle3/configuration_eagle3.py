@@ -12,7 +12,6 @@ class Eagle3Config(AuxConfig):
     """
 
     model_type = "longspec_eagle3"
-    attribute_map = {"num_taps": "num_aux_hidden_states"}  # the name in files of earlier versions
 
     fc_bias: bool = False  # whether the projection of the auxiliary hidden states has a bias
     norm_before_residual: bool = False  # whether the residual of the first layer is the normalised state

@@ -12,7 +12,7 @@ from ...attention_backends.interface import AUTOMATIC
 from ...attention_backends.lengths import SeqLens
 from ...attention_backends.registry import AttentionState
 from ...generation.target import TargetView
-from ...generation.target_modules import TargetEnds, attention_of, decoder_of, final_norm_of, refuse_compiled_forward
+from ...generation.target_modules import attention_of, decoder_of, final_norm_of, refuse_compiled_forward
 from ..base import DraftModel
 from ..configuration_base import refuse_other_sizes
 from ..settings import WIDTHS
@@ -131,39 +131,6 @@ class Gemma4AssistantDraftModel(DraftModel):
         tokens = self.token_ordering.view(self.config.num_centroids, -1)[best].flatten(-2)
         logits = (rows[tokens] @ hidden[..., None]).squeeze(-1)
         return logits.new_full((*hidden.shape[:2], len(rows)), -torch.inf).scatter(-1, tokens, logits)
-
-    @torch.no_grad()
-    def chain_logits(
-        self,
-        hidden_states: torch.Tensor,
-        tokens: torch.Tensor,
-        steps: int,
-        shared_kv_states: SharedStates,
-        target: PreTrainedModel,
-    ) -> list[torch.Tensor]:
-        """Return the logits of a greedy chain after texts of equal length.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(B, 1, hidden)`): Output of the target's final norm at the last
-                token of the texts.
-            tokens (`torch.LongTensor` of shape `(B, 1)`): The token after them.
-            steps (`int`): Number of chained steps after the first.
-            shared_kv_states (`dict`): Keys and values `(B, K, T, D)` of the texts, see `SharedStates`.
-            target (`PreTrainedModel`): The target, whose embedding is used.
-
-        Returns:
-            `list[torch.Tensor]`: Logits `(B, 1, vocab)` of each step. Its token is the most likely one of the step
-            before.
-        """
-        length = next(iter(shared_kv_states.values()))[0].shape[2]
-        lengths, positions = SeqLens.equal(length, len(tokens)), torch.full_like(tokens, length)
-        ends, rotary, states, found = TargetEnds(target), self.rotary_embedding(tokens.device), hidden_states, []
-        for _ in range(steps + 1):
-            embedded = ends.embed(tokens).to(self.dtype)
-            logits, states = self(embedded, states, positions, rotary, shared_kv_states, lengths)
-            tokens = logits.argmax(-1)
-            found.append(logits)
-        return found
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets of other sizes, and those whose keys and values the draft cannot read."""

@@ -137,34 +137,6 @@ class MtpDraftModel(DraftModel):
             results.append(parts.head(states) if score is None else score(step, states))
         return results
 
-    @torch.no_grad()
-    def chain_logits(
-        self, hidden_states: torch.Tensor, tokens: torch.Tensor, steps: int, target: PreTrainedModel | None = None
-    ) -> list[torch.Tensor]:
-        """Return the logits of the entries of a text, and those of a greedy chain after it.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at T tokens.
-            tokens (`torch.LongTensor` of shape `(B, T)`): These tokens. State p is joined with token p + 1.
-            steps (`int`): Number of chained steps, less than the number of layers if there are several.
-            target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
-
-        Returns:
-            `list[torch.Tensor]`: Logits `(B, T - 1, vocab)` of the entries of the text, then of each chained step
-            `(B, 1, vocab)`. Its token is the most likely one of the step before.
-        """
-        if 1 < len(self.layers) <= steps:
-            raise ValueError(
-                f"steps={steps}: this draft has {len(self.layers)} layers, each of which drafts one token. Pass at "
-                f"most {len(self.layers) - 1}."
-            )
-        states, tokens = hidden_states[:, :-1], tokens[:, 1:]
-        logits: list[torch.Tensor] = self(states, tokens, target=target)
-        for step in range(1, steps + 1):
-            tokens = torch.cat([tokens, logits[-1][:, -1:].argmax(-1)], 1)
-            logits.append(self(states, tokens, step + 1, target)[-1][:, -1:])
-        return logits
-
     def parts_of(self, target: PreTrainedModel | None = None) -> TargetParts:
         """Return embedding, head and rotary embedding of the target; by default of the one that was checked last.
 

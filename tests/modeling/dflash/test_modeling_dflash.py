@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hf_longspec import DFlashDraftModel
 from hf_longspec.modeling.dflash import layers_dflash, modeling_dflash
-from hf_longspec.modeling.shared.texts import ends_of
+from tests.modeling.dflash.block_logits import block_logits, ends_of
 from tests.rounding import rounding, share
 from tests.tiny_targets import random_draft, randomize, tiny_target
 
@@ -31,9 +31,8 @@ def load(name, **options):
 def logits_of(draft, expected, **changes):
     """The logits of the three blocks, those that the publisher computed at the same place of the lists."""
     given = expected | changes
-    ends = given.get("target_embed_tokens"), given.get("target_lm_head")
-    lengths = expected["context_lengths"].tolist()
-    return draft.draft_logits(given["taps"][None], given["ids"][None], lengths, *ends)
+    target = ends_of(given.get("target_embed_tokens"), given.get("target_lm_head"))
+    return block_logits(draft, target, given["taps"][None], given["ids"][None], expected["context_lengths"].tolist())
 
 
 def error_of(draft, expected, **changes):

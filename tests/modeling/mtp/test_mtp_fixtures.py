@@ -27,6 +27,20 @@ SETTINGS = {"tree_widths": [12, 6], "window": 8, "sinks": 2, "gate": False, "on_
 CLOSE = {"atol": 1e-4, "rtol": 0}
 
 
+@torch.no_grad()
+def chain_logits(draft, states, tokens, steps, target):
+    """Logits `(1, T - 1, V)` of the entries of a text, and `(1, 1, V)` of each step of the greedy chain after it.
+
+    State p is joined with token p + 1.
+    """
+    states, tokens = states[:, :-1], tokens[:, 1:]
+    logits = draft(states, tokens, target=target)
+    for step in range(1, steps + 1):
+        tokens = torch.cat([tokens, logits[-1][:, -1:].argmax(-1)], 1)
+        logits.append(draft(states, tokens, step + 1, target)[-1][:, -1:])
+    return logits
+
+
 def target_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
@@ -42,13 +56,13 @@ def test_logits_are_those_of_the_publisher(family):
     for number in (0, 1):
         wanted = expected[f"round_{number}_logits"].view(-1, target.config.vocab_size)
         rows += len(wanted)
-        got = draft.chain_logits(states[:, : rows + 1], ids[:, : rows + 1], 2)
+        got = chain_logits(draft, states[:, : rows + 1], ids[:, : rows + 1], 2, target)
         torch.testing.assert_close(got[0][0, -len(wanted) :], wanted, **CLOSE)
         for step in (1, 2):
             chained = expected[f"round_{number}_chain_{step}_logits"].view(-1)
             torch.testing.assert_close(got[step].view(-1), chained, **CLOSE)
     wrong = expected["target_before_norm"].view_as(states)
-    assert not torch.allclose(draft.chain_logits(wrong, ids, 0)[0][0, : len(wanted)], wanted, **CLOSE)
+    assert not torch.allclose(chain_logits(draft, wrong, ids, 0, target)[0][0, : len(wanted)], wanted, **CLOSE)
 
 
 WAYS = ({}, {"do_sample": True, "lengths": (21,)})
@@ -83,7 +97,7 @@ def test_drafting_is_a_forward_over_the_text(family, count, widths, tmp_path, mo
             known = ends[row] + 2  # with the root, whose state is not read
             if known >= ids.shape[1]:  # the row has ended
                 continue
-            expected = draft.chain_logits(states[:, :known], ids[:, :known], len(levels) - 1)
+            expected = chain_logits(draft, states[:, :known], ids[:, :known], len(levels) - 1, target)
             for (logits, *_), wanted in zip(levels, expected, strict=True):
                 torch.testing.assert_close(logits[row, 0], wanted[0, -1], **CLOSE)
                 compared += 1
