@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longspec import DFlashDraftModel
-from hf_longspec.modeling.dflash import layers_dflash, modeling_dflash
+from hf_longspec.modeling.dflash import modeling_dflash
 from tests.modeling.dflash.block_logits import block_logits, ends_of
 from tests.rounding import rounding, share
 from tests.tiny_targets import random_draft, randomize, tiny_target
@@ -91,12 +91,12 @@ def states_before_the_norm(draft, expected, patch):
 
 def causal_block(draft, expected, patch):
     size = draft.config.block_size
-    patch.setattr(modeling_dflash, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool).tril())
+    patch.setattr(DFlashDraftModel, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool).tril())
 
 
 def bidirectional_block(draft, expected, patch):
     size = draft.config.block_size
-    patch.setattr(modeling_dflash, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool))
+    patch.setattr(DFlashDraftModel, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool))
 
 
 def later_entries(draft, expected, patch):
@@ -118,7 +118,7 @@ def other_rule_of_windows(draft, expected, patch):
 
 def reversed_taps(draft, expected, patch):
     for module in draft.modules():
-        if isinstance(module, layers_dflash.BlockConvolution):
+        if isinstance(module, modeling_dflash.BlockConvolution):
             module.base_kernel.data = module.base_kernel.flip(1)
 
 

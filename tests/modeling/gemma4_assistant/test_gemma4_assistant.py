@@ -24,8 +24,7 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.cli.models import open_draft
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target_modules import LayerInputs
-from hf_longspec.modeling.gemma4_assistant.configuration_gemma4_assistant import layers_read
-from hf_longspec.modeling.gemma4_assistant.generation_gemma4_assistant import Gemma4AssistantDrafter
+from hf_longspec.modeling.gemma4_assistant.modeling_gemma4_assistant import Gemma4AssistantDrafter, layers_read
 from tests.modeling.calls import LENGTHS, check_text, generate, watch_levels
 from tests.pairwise import few
 from tests.robustness.peaked_weights import peak

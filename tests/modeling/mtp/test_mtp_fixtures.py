@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import MtpDraftModel
-from hf_longspec.modeling.mtp import layers_mtp
+from hf_longspec.modeling.mtp import modeling_mtp
 from hf_longspec.modeling.mtp.generation_mtp import MtpDrafter
 from tests.modeling.calls import LENGTHS, check_text, generate, watch_levels
 from tests.robustness.shrunk_configs import shrunk_config
@@ -183,7 +183,7 @@ def test_a_class_that_cannot_be_built_of_its_config_is_refused(monkeypatch):
         raise TypeError("sizes per layer")
 
     target = target_of(FIXTURES / "glm4_moe")
-    monkeypatch.setattr(layers_mtp.AutoModel, "from_config", fails)
+    monkeypatch.setattr(modeling_mtp.AutoModel, "from_config", fails)
     with pytest.raises(ValueError, match=r"cannot be built of config alone \(TypeError: sizes per layer\)"):
         MtpDraftModel.from_target(target)
 
