@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from hf_longspec import DFlashDraftModel, Eagle3DraftModel
 from hf_longspec.modeling.dflash.generation_dflash import DFlashDrafter
@@ -222,22 +221,6 @@ def test_published_layouts_draft_from_a_folder(target, name):
     if name != "spec_dflash2":  # whose selector chooses after the token before; see the tree's test
         assert candidates[0, 15:].tolist() == draft.token_ids[chain].tolist()
     assert candidates.shape[1] == 15 + len(chain)
-
-
-@pytest.mark.parametrize(("family", "nodes", "least"), [("qwen3_next", 60, 1), ("qwen3_5", None, 0)])
-def test_targets_with_recurrent_layers(family, nodes, least):
-    """Text as without a draft, of ragged rows and of one, with refused and accepted nodes of a chain and a tree."""
-    model = AutoModelForCausalLM.from_pretrained(HYBRID / family).eval()
-    settings = {"num_aux_hidden_states": 2, "target_layer_ids": [0, 1], "num_hidden_layers": 2, "block_size": 4}
-    settings |= {"window": 8, "num_tree_nodes": nodes, "gate": False, "on_unsupported": "error"}
-    draft, accepted = random_draft(DFlashDraftModel, model, **settings), 0
-    for lengths in (LENGTHS, (21,)):
-        assert torch.equal(generate(model, draft, lengths), generate(model, None, lengths))
-        stats = draft.last_speculation
-        assert stats.num_accepted_draft_tokens < stats.num_draft_tokens
-        accepted += stats.num_accepted_draft_tokens
-    assert accepted >= least
-    check_sampled_text(model, draft)
 
 
 def test_the_final_state_of_the_target_is_refused():

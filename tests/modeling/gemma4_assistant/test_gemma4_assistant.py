@@ -259,14 +259,6 @@ def test_a_folder_given_by_its_name(gemma, monkeypatch):
     assert len(loaded) == 2 and loaded[1].last_speculation.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("gemma", ["shared"], indirect=True)
-def test_half_precision(gemma):
-    draft = Gemma4AssistantDraftModel.from_pretrained(FIXTURE / "assistant", dtype="bfloat16")
-    assert draft.dtype == torch.bfloat16
-    draft.generation_config.tree_widths = TREE
-    check_text(gemma, draft)
-
-
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -68,12 +67,6 @@ def test_logits_are_those_of_the_publisher(family):
 WAYS = ({}, {"do_sample": True, "lengths": (21,)})
 
 
-@pytest.mark.parametrize(("family", "options"), zip(FAMILIES, cycle(WAYS)))
-def test_text_of_ragged_rows_and_of_one(family, options):
-    target = target_of(FIXTURES / family)
-    check_text(target, MtpDraftModel.from_target(target, **SETTINGS), **options)
-
-
 @pytest.mark.parametrize(
     ("family", "count", "widths"),
     [("qwen3_5", 1, [1, 1, 1]), ("mimo_derived", 1, [2, 2]), ("deepseek_v3", 2, [2, 2])],
@@ -113,16 +106,6 @@ def test_a_target_with_an_adapter(family):
     assert not torch.equal(generate(lora, None), plain)
     check_text(lora, draft)
     check_text(lora, MtpDraftModel.from_target(lora, **SETTINGS))
-
-
-def test_a_target_on_a_disk(tmp_path):
-    folder = FIXTURES / "qwen3_5"
-    places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
-    places |= {f"model.layers.{index}": "disk" for index in range(target_of(folder).config.num_hidden_layers)}
-    target = AutoModelForCausalLM.from_pretrained(
-        folder, device_map=places, offload_folder=tmp_path, dtype=torch.float32
-    )
-    check_text(target.eval(), MtpDraftModel.from_target(target, **SETTINGS))
 
 
 def test_a_saved_draft_needs_no_files_of_the_target(tmp_path):
