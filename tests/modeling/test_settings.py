@@ -104,6 +104,11 @@ def test_refused_facts_of_a_new_draft(model, cls, facts, message):
         cls.from_target(model, **facts)
 
 
+def test_one_latent_for_all_heads_is_not_selected_per_head():
+    with pytest.raises(ValueError, match="granularity='kv_head': .*MLA"):
+        S.from_target(tiny_target("deepseek_v3"), granularity="kv_head")
+
+
 @pytest.mark.parametrize(
     ("cls", "settings", "nodes"),
     [

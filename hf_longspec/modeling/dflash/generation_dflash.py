@@ -61,7 +61,7 @@ class DFlashDrafter(AuxDrafter):
             root, *entries, end = changing
             self.remember(*entries)
             hidden = self._block(root, end[:, 0] + 1)
-            logits, tokens = draft.logits(hidden, self.binding.target.model), root[:, None]
+            logits, tokens = self.head(hidden), root[:, None]
             memory = draft.first_memory(tokens)
         slot = slice(draft.config.first_slot + depth, draft.config.first_slot + depth + 1)
         row, memory = draft.next_logits(logits[:, slot], hidden[:, slot], tokens, memory)

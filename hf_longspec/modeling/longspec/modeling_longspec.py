@@ -14,6 +14,7 @@ from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, attention_of, decoder_of, last_full_layer, shape_of
 from ..configuration_base import text_config
 from ..settings import WIDTHS, Setting
+from ..shared.aux_hidden_states import Rotary
 from ..shared.vocabulary import VocabularyConfig, VocabularyDraftModel
 from .generation_longspec import LongSpecDrafter
 
@@ -76,9 +77,6 @@ def _intermediate_size(layer: Any, index: int) -> int:
     """Return the width of a target's feed-forward layer, or the usual one of a gated layer if it has experts only."""
     size = getattr(layer, "intermediate_size", None) or 8 * layer.hidden_size // 3  # arXiv:2002.05202, section 3.2
     return int(size[index] if isinstance(size, list | tuple) else size)
-
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class LongSpecDraftModel(VocabularyDraftModel):

@@ -49,6 +49,12 @@ class MtpDrafter(AuxDrafter):
     def make_rotary(self) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         return lambda like, positions: self.parts.rotary(positions, like)
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.parts.embed(tokens).to(self.device, self.dtype)
+
+    def head(self, outputs: torch.Tensor) -> torch.Tensor:
+        return self.parts.head(outputs)
+
     @cached_property
     def rings(self) -> list[WindowRing]:  # type: ignore[override]
         size, batch = self.draft.config.layer.hidden_size, self.binding.cache.batch_size
@@ -64,11 +70,7 @@ class MtpDrafter(AuxDrafter):
         (_, heads, _, key_dim), (*_, value_dim) = shapes
         room = self.most_new if self.depth == 1 else max(self.most_new, PIECE)
         shape = self.window, self.num_nodes, batch, heads, key_dim, self.dtype, self.device, self.sinks, room, value_dim
-        rings = [
-            self.binding.part((WindowRing, index, *shape), partial(WindowRing, *shape)) for index in range(self.depth)
-        ]
-        for ring in rings:
-            ring.clear()
+        rings = [self.make_ring(index, *shape) for index in range(self.depth)]
         state = torch.zeros(batch, 1, size, dtype=self.dtype, device=self.device)
         self._carried = [(state, torch.full((batch, 1), -2, device=self.device)) for _ in rings[1:]]
         return rings
@@ -87,7 +89,7 @@ class MtpDrafter(AuxDrafter):
     ) -> torch.Tensor:
         """Store entries in the rings; return outputs `(B, depth, hidden)` of all layers at the place of each row."""
         states = self.norm(aux_hidden_states).to(self.device, self.dtype)
-        embedded = self.parts.embed(tokens).to(self.device, self.dtype)
+        embedded = self.embed(tokens)
         shown, places, newest = positions.clamp_min(0), positions, []
         angles = self.rotary(states, shown)
         for index, layer in enumerate(self.draft.layers):
@@ -140,13 +142,13 @@ class MtpDrafter(AuxDrafter):
         if not depth:
             outputs, (_, _, positions, last) = self._enter(*changing), changing
             further = outputs if self.depth > 1 else self.seen(self.rings[0], positions.gather(1, last))
-            return self.parts.head(outputs[:, :1]), outputs[:, :1], further
+            return self.head(outputs[:, :1]), outputs[:, :1], further
         if self.depth == 1:
             states = self._next(0, Nodes(*changing))
-            return self.parts.head(states), states
+            return self.head(states), states
         *nodes, newest, outputs = changing
         states = self._next(depth, Nodes(*nodes))
-        logits = self.parts.head(states[:, -newest.shape[1] :])
+        logits = self.head(states[:, -newest.shape[1] :])
         return logits, torch.cat([outputs[:, depth : depth + 1], states], 1), outputs
 
     def _next(self, index: int, nodes: Nodes) -> torch.Tensor:
@@ -159,7 +161,7 @@ class MtpDrafter(AuxDrafter):
             size = mask.shape[2]
             return ring.keys[:, :, :size], ring.values[:, :, :size], mask
 
-        embedded = self.parts.embed(nodes.tokens).to(self.device, self.dtype)
+        embedded = self.embed(nodes.tokens)
         shown = nodes.positions.expand(-1, count)
         return self.draft.layers[index](nodes.states, embedded, shown, (nodes.cos, nodes.sin), stage)
 
