@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ from hf_longspec.bench.runner import Method, rotated
 from hf_longspec.modeling.register_draft import weightless_drafts
 
 WARM_UP_TOKENS = 8
+# Drafts outside of the package, by their names in the suite.
+EXAMPLES = {
+    "quest": "examples.drafts.quest:QuestDraftModel",
+    "token_recycling": "examples.drafts.token_recycling:TokenRecyclingDraftModel",
+}
 # Drafts that only comparisons use: trained with one thing left out, or other heads.
 VARIANTS = Path(__file__).parent / "drafts"
 
@@ -68,6 +74,8 @@ def systems(model: PreTrainedModel, cards: Path) -> tuple[list[Method], list[str
     @lru_cache(None)
     def opened(name: str) -> Any:
         folder = (cards if name.startswith("tiny-") else VARIANTS) / name
+        if name in EXAMPLES:
+            return resolve_name(EXAMPLES[name]).from_target(model)
         if name in weightless_drafts():
             return harness.open_draft(name, model)
         return harness.open_draft(str(folder), model) if (folder / "config.json").is_file() else None

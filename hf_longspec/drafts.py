@@ -11,10 +11,8 @@ from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
 from .modeling.mtp import MtpConfig, MtpDraftModel
 from .modeling.ngram import NgramConfig, NgramDraftModel
 from .modeling.plain import PlainConfig, PlainDraftModel
-from .modeling.quest import QuestConfig, QuestDraftModel
 from .modeling.register_draft import register_draft
 from .modeling.specattn import SpecAttnConfig, SpecAttnDraftModel
-from .modeling.token_recycling import TokenRecyclingConfig, TokenRecyclingDraftModel
 from .modeling.tokenswift import TokenSwiftConfig, TokenSwiftDraftModel
 
 __all__ = [
@@ -38,12 +36,8 @@ __all__ = [
     "NgramDraftModel",
     "PlainConfig",
     "PlainDraftModel",
-    "QuestConfig",
-    "QuestDraftModel",
     "SpecAttnConfig",
     "SpecAttnDraftModel",
-    "TokenRecyclingConfig",
-    "TokenRecyclingDraftModel",
     "TokenSwiftConfig",
     "TokenSwiftDraftModel",
     "register_draft",

@@ -21,7 +21,7 @@ from tests.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("hf_longspec", "tests")
-LINKED = ("benchmarks", "hub_cards", "pyproject.toml", "LICENSE")
+LINKED = ("benchmarks", "examples", "hub_cards", "pyproject.toml", "LICENSE")
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from hf_longspec import AutoDraft, NgramDraftModel, PlainDraftModel, TokenRecyclingDraftModel, auto
+from hf_longspec import AutoDraft, NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, auto
 from tests.modeling.calls import LENGTHS, generate
 from tests.tiny_targets import tiny_target
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 def target(tmp_path):
     """A target in a folder, beside a saved draft."""
     model = tiny_target("llama")
-    TokenRecyclingDraftModel.from_target(model).save_pretrained(tmp_path / "draft")
+    SpecAttnDraftModel.from_target(model, acceptance="coupled").save_pretrained(tmp_path / "draft")
     model.save_pretrained(tmp_path / "target")
     return type(model).from_pretrained(tmp_path / "target")
 
@@ -44,7 +44,7 @@ def speeds(monkeypatch):
     return told, asked
 
 
-@pytest.mark.parametrize("best", ["ngram", "token_recycling"])
+@pytest.mark.parametrize("best", ["ngram", "specattn"])
 def test_the_fastest_draft_decodes_all_calls(named, tmp_path, speeds, best):
     told, asked = speeds
     told |= {best: 3.0, "plain": 2.0}
@@ -58,9 +58,9 @@ def test_the_fastest_draft_decodes_all_calls(named, tmp_path, speeds, best):
         assert torch.equal(*texts)
         assert draft.last_speculation.method == draft.chosen.config.short_name() == best
         assert draft.last_speculation.num_spec_steps > 0
-    assert [name for name, *_ in asked] == ["plain", "token_recycling", "ngram"]  # once
-    names = {"ngram": "ngram", "token_recycling": str(tmp_path / "draft")}
-    other = names["ngram" if best == "token_recycling" else "token_recycling"]
+    assert [name for name, *_ in asked] == ["plain", "specattn", "ngram"]  # once
+    names = {"ngram": "ngram", "specattn": str(tmp_path / "draft")}
+    other = names["ngram" if best == "specattn" else "specattn"]
     assert lines == [draft.choice]
     assert draft.choice == (f"draft: {names[best]}, 3 tokens/s on this text (1 with {other}, 2 without a draft)")
 
@@ -104,7 +104,7 @@ def test_a_target_without_more_has_ngrams_without_a_trial(target, speeds, tmp_pa
 def test_without_a_text_the_first_candidate_decodes(named, speeds):
     draft = AutoDraft.from_target(named)
     draft.choose(named, torch.empty(1, 0, dtype=torch.long))
-    assert draft.chosen.config.short_name() == "token_recycling" and "without a comparison" in draft.choice
+    assert draft.chosen.config.short_name() == "specattn" and "without a comparison" in draft.choice
     assert not speeds[1]
 
 
@@ -118,7 +118,7 @@ def test_a_slower_draft_is_left_to_the_gate(named, speeds):
 @pytest.mark.parametrize(
     ("card", "kinds"),
     [
-        ("---\ndraft_model: ../draft\n---\n", ["token_recycling", "ngram"]),
+        ("---\ndraft_model: ../draft\n---\n", ["specattn", "ngram"]),
         ("---\ndraft_model: 7\n---\n", ["ngram"]),
         ("---\ndraft_model: [\n---\n", ["ngram"]),
         ("---\n- 3\n---\n", ["ngram"]),

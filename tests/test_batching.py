@@ -99,7 +99,7 @@ def check_requests(model, draft, mix, rows):
 CASES = few(pairwise(KINDS, ("llama", "gemma3"), ("greedy", "mixed", "sampled"), (1, 3)), 9)
 OTHERS_OF = [(kind, {}) for kind in DRAFTS]
 OTHERS_OF += [("longspec_assistant", NGRAMS | {"tree_widths": [4]}), ("longspec_eagle3", {"num_hidden_layers": 2})]
-OTHERS_OF += [("tokenswift", PARTIAL | NGRAMS), ("longspec_quest", {"acceptance": "rejection"})]
+OTHERS_OF += [("tokenswift", PARTIAL | NGRAMS)]
 CASES += soaked((kind, name, "mixed", 2) for kind in OTHERS_OF for name in ("gemma3", "llama"))
 
 

@@ -2,12 +2,12 @@
 
     modeling -> generation -> attention_backends -> torch, transformers
     training -> modeling        bench, auditing -> generation        cli, drafts, the package itself -> everything
-    modeling/*/training_*.py, convert_*.py, formats/ -> training, registry -> modeling
+    modeling/*/training_*.py, convert_*.py -> training, registry -> modeling
 
 Arrows are transitive. A room is a part of the package; the registry (`register_draft.py` and each draft's
-`__init__.py`), the `training_` and `convert_` files that it names, and formats/, which these share, are rooms of their
-own. Within modeling/, nothing imports the folder of a draft but this folder itself: what several drafts share stands in
-shared/ and formats/. Optional packages are imported inside `try`.
+`__init__.py`), and the `training_` and `convert_` files that it names, are rooms of their own. Within modeling/,
+nothing imports the folder of a draft but this folder itself: what several drafts share stands in shared/. Optional
+packages are imported inside `try`.
 """
 
 import ast
@@ -21,7 +21,7 @@ PACKAGE = "hf_longspec"
 ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 
 # Room -> rooms it may import besides itself. A room is a folder or a module directly below the package, or one of two.
-METHODS = "modeling/*/training_*, convert_*, modeling/formats"
+METHODS = "modeling/*/training_*, convert_*"
 REGISTRY = "modeling/register_draft"
 ARROWS = {
     "attention_backends": set(),
@@ -44,7 +44,7 @@ ARROWS = {
 }
 
 # Folders of modeling/ that drafts share. Every other one is that of a draft.
-SHARED = {"shared", "formats"}
+SHARED = {"shared"}
 DRAFT_FOLDERS = {path.parent.name for path in ROOT.glob("modeling/*/__init__.py")} - SHARED
 
 # Packages that `pip install transformers torch` installs.
@@ -87,7 +87,7 @@ def violations(source: str, path: str) -> list[str]:
 
 def _room(parts: list[str]) -> str:
     """The room of a module, given the parts of its name below the package."""
-    if parts[0] == "modeling" and (parts[-1].startswith(("training_", "convert_")) or parts[1:2] == ["formats"]):
+    if parts[0] == "modeling" and parts[-1].startswith(("training_", "convert_")):
         return METHODS
     if parts == ["modeling", "register_draft"] or (parts[1:-1] and parts[-1] == "__init__"):
         return REGISTRY
@@ -122,7 +122,7 @@ def _other_draft(module: list[str], target: list[str]) -> list[str]:
     folder = target[2] if inside and len(target) > 2 else ""
     if folder not in DRAFT_FOLDERS or folder == module[1]:
         return []
-    return [f"{'.'.join(target)} is part of the draft {folder}: what drafts share stands in shared/ or formats/"]
+    return [f"{'.'.join(target)} is part of the draft {folder}: what drafts share stands in shared/"]
 
 
 def _at_import_time(node: ast.AST) -> Iterator[ast.AST]:
@@ -154,10 +154,10 @@ def test_arrows():
         ("modeling/base.py", "from .register_draft import x", "modeling may not import"),
         ("modeling/longspec/training_longspec.py", "from ...bench.timing import x", "may not import"),
         ("training/trainer.py", "from ..modeling.longspec import training_longspec", "training may not import"),
-        ("modeling/dflash/layers_dflash.py", "from ..eagle3.layers_eagle3 import x", "is part of the draft eagle3"),
+        ("modeling/dflash/layers_dflash.py", "from ..eagle3.modeling_eagle3 import x", "is part of the draft eagle3"),
         ("modeling/dflash/convert_dflash.py", "from ..eagle3.convert_eagle3 import x", "is part of the draft eagle3"),
         ("modeling/base.py", "from .longspec.generation_longspec import x", "is part of the draft longspec"),
-        ("modeling/shared/aux_drafter.py", "from ..formats.speculators import x", "modeling may not import"),
+        ("modeling/shared/aux_drafter.py", "from ..shared.convert_speculators import x", "modeling may not import"),
         ("hub.py", "from . import generation", "hub may not import"),
         ("kitchen/sink.py", "", "no row in ARROWS"),
         ("attention_backends/flash.py", "try:\n    pass\nfinally:\n    import flash_attn", "flash_attn is optional"),

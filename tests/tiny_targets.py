@@ -22,8 +22,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.base import DraftModel
 from hf_longspec.modeling.eagle3.modeling_eagle3 import Eagle3DraftModel
 from hf_longspec.modeling.longspec.modeling_longspec import LongSpecDraftModel
-from hf_longspec.modeling.mtp.configuration_mtp import MtpConfig
-from hf_longspec.modeling.mtp.modeling_mtp import MtpDraftModel
+from hf_longspec.modeling.mtp.modeling_mtp import MtpConfig, MtpDraftModel
 from hf_longspec.modeling.plain.modeling_plain import PlainConfig
 from hf_longspec.modeling.tokenswift.modeling_tokenswift import TokenSwiftDraftModel
 

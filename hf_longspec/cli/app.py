@@ -172,7 +172,7 @@ def tune(
     target: options.Target,
     file: Annotated[Path | None, typer.Argument(help="Sample text of your use; - for standard input.")] = None,
     prompt: options.Prompt = None,
-    draft: Annotated[str, options.named("Hub id or folder of a draft, or specattn or quest.")] = "specattn",
+    draft: Annotated[str, options.named("Hub id or folder of a draft, or specattn.")] = "specattn",
     output: Annotated[Path | None, output("New folder for the tuned draft.", options.require_writable_folder)] = None,
     results: Annotated[Path, output("File for results until the command is done.", suffix=".jsonl")] = Path(
         "tune.jsonl"
@@ -193,7 +193,7 @@ def tune(
 ) -> None:
     """Find the fastest settings of a draft for your text and machine, and save them in the draft.
 
-    SpecAttn and Quest: sparse_ratio and num_assistant_tokens, in the three steps of SpecAttn's paper. LongSpec: the
+    SpecAttn: sparse_ratio and num_assistant_tokens, in the three steps of SpecAttn's paper. LongSpec: the
     widths of its tree. TokenSwift: the branching of its tree. EAGLE-3: rope_theta and target_layer_ids, which
     checkpoints may declare wrongly, then the widths of its tree. Prompts are taken from the text and prefilled once.
 

@@ -31,7 +31,7 @@ from .models import LoadedModels, Progress, PromptProgress, describe_device, loa
 
 Settings = dict[str, Any]
 
-# SpecAttn and Quest. The ratios reach from below the paper's plateau (3 %) to well above its choice (7 %).
+# SpecAttn. The ratios reach from below the paper's plateau (3 %) to well above its choice (7 %).
 RATIOS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.25)
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 LARGE_GAMMA = 12
@@ -147,7 +147,7 @@ def fastest(trials: Sequence[Trial]) -> Settings:
 
 
 def tune_self_draft(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
-    """Tune SpecAttn or Quest in the three steps of SpecAttn's paper.
+    """Tune SpecAttn in the three steps of SpecAttn's paper.
 
     Source: https://huggingface.co/papers/2602.07223, section 3.4.
     """

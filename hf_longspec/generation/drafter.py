@@ -216,6 +216,25 @@ class RootDrafter(Drafter):
         return DraftTree.root_only(root)
 
 
+class DrafterAround:
+    """Base of drafters around another one. All that a subclass does not define is that of the other drafter.
+
+    A subclass that changes trees sets `_proposed` to the changed tree and the other drafter's own.
+    """
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+        self._proposed: tuple[DraftTree | None, DraftTree | None] = None, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def capture(self, tree: DraftTree) -> Any:
+        """Return the capture of the other drafter for its own tree."""
+        changed, own = self._proposed
+        return self.inner.capture(tree if own is None or tree is not changed else own)
+
+
 def noise_of_chain(binding: Binding, count: int, is_drawn: bool) -> torch.Tensor | None:
     """Return the noise `(count, B, vocab)` that decides the next `count` tokens of a chain; `None` if it is greedy.
 

@@ -156,8 +156,8 @@ class DraftModel(PreTrainedModel):
         """Drop the buffers and CUDA graphs that calls of `generate` left for the next call."""
         release_workspaces(self)
 
-    def drafter(self, binding: Binding) -> Drafter:
-        """Return the drafter of one call, with n-grams if the settings enable them."""
+    def drafter(self, binding: Binding) -> Any:
+        """Return the [`Drafter`] of one call, with n-grams if the settings enable them."""
         drafter = self.make_drafter(binding)
         return JoinedDrafter(drafter, NgramDrafter(binding, self.setting)) if self._num_ngram_nodes else drafter
 

@@ -14,11 +14,8 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationConfig, PreTrainedModel
-from transformers.utils import logging
 
 from .saved_config import UNEXPECTED, described, read_config, readable, shortened
-
-logger = logging.get_logger(__name__)
 
 # Arguments of `from_pretrained` that determine the source of files.
 HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}
@@ -76,10 +73,6 @@ def refuse_missing_weights(model: PreTrainedModel, info: Mapping[str, Any]) -> N
             )
 
 
-# Settings of earlier versions that saved drafts may hold.
-REMOVED_SETTINGS = ("tree_choices",)
-
-
 def read_settings(draft: Any, path: Any, **hub: Any) -> None:
     """Set the settings of a draft to the saved ones, with defaults for missing settings."""
     try:
@@ -91,13 +84,6 @@ def read_settings(draft: Any, path: Any, **hub: Any) -> None:
     for name, value in draft.initial_settings().items():
         if not hasattr(draft.generation_config, name):  # published before the setting existed
             setattr(draft.generation_config, name, value)
-    removed = {name: vars(draft.generation_config).pop(name, None) for name in REMOVED_SETTINGS}
-    if ignored := [f"{name}={value!r}" for name, value in removed.items() if value is not None]:
-        logger.warning(
-            "%s was saved with %s, which is no longer used. Save the draft again to silence this warning.",
-            path,
-            ", ".join(ignored),
-        )
 
 
 _SNAPSHOT_KWARGS = HUB_KWARGS - {"subfolder", "proxies"}

@@ -186,7 +186,7 @@ def test_the_preset_measures_every_draft_without_training_at_the_lengths_that_fi
     (here / "short.txt").write_text("one two three four " * 80, encoding="utf-8")
     target = save_byte_target(here / "target", max_position_embeddings=2048)
     arguments = ["--target", target, "--max-new-tokens", "4", "--repeats", "1", "--no-plots", "--data", "short.txt"]
-    result = run_command("bench", *arguments, "--preset", "all", "--draft", "quest")
+    result = run_command("bench", *arguments, "--preset", "all", "--draft", "specattn")
     assert result.exit_code == 0, result.output
     calls = of_kind(read_records(Path("bench.jsonl")), "run")
     assert {(call["context"], call["decoding"].get("temperature")) for call in calls} == {(1024, None), (1024, 1.0)}

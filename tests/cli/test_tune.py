@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_longspec import Eagle3DraftModel, QuestDraftModel, SpecAttnDraftModel
+from hf_longspec import Eagle3DraftModel, SpecAttnDraftModel
 from hf_longspec.cli import tune as module
 from hf_longspec.cli.tune import LARGE_GAMMA, Trial, plan_for, update_settings
 from hf_longspec.generation.target import TargetView
@@ -91,7 +91,7 @@ def test_eagle3_takes_the_reading_with_the_highest_tau():
     assert best["rope_theta"] is None and best["target_layer_ids"] is None and len(asked[0][1]) == 3
 
 
-@pytest.mark.parametrize("kind", [SpecAttnDraftModel, QuestDraftModel])
+@pytest.mark.parametrize("kind", [SpecAttnDraftModel])
 def test_self_drafts_take_the_three_steps_of_the_paper(kind):
     """Acceptance saturates at a ratio of 5 %; speed peaks at gamma 6, and there at the next smaller ratio."""
     model = tiny_target("llama")
@@ -237,7 +237,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp
     assert "--output FOLDER" in tune().stderr
     assert "--output FOLDER" in tune("--draft", "org/draft").stderr
     other = tune("--draft", "ngram", "--dry-run")
-    assert other.exit_code == 2 and "or longspec or quest or specattn or tokenswift" in other.stderr
+    assert other.exit_code == 2 and "or longspec or specattn or tokenswift" in other.stderr
     short = tune("--draft", drafts["longspec"], "--context", 100_000)
     assert short.exit_code == 2 and "exceed the 16384 positions" in short.stderr
 

@@ -18,14 +18,11 @@ from hf_longspec import (
     Eagle3DraftModel,
     LongSpecDraftModel,
     NgramDraftModel,
-    QuestDraftModel,
     SpecAttnDraftModel,
-    TokenRecyclingDraftModel,
     TokenSwiftDraftModel,
 )
 from hf_longspec.generation import sampling, verification
 from hf_longspec.modeling.assistant.generation_assistant import AssistantDrafter
-from hf_longspec.modeling.quest.generation_quest import QuestDrafter
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from tests.distributions import p_value
 from tests.pairwise import few, soaked
@@ -43,7 +40,6 @@ RIGHT, WRONG = 1e-4, 1e-6  # a right sampler is below the first once in 10,000 c
 FACTOR = 0.6
 
 SPARSE = {"num_assistant_tokens": 2, "sparse_ratio": 0.3, "sparse_min_tokens": 2}
-PAGES = SPARSE | {"page_size": 2, "num_dense_layers": 0}
 DRAWN = {"num_assistant_tokens": 2, "acceptance": "rejection"}
 PENALTY = ContextualPenaltyLogitsProcessor(1.5, 2)
 OPTIONS = {
@@ -62,7 +58,6 @@ def assistant(model, small, **settings):
 # Drafter, tokens of the prompt with which a wrong distribution shows most, and maker.
 REJECTION = {
     "specattn": (SpecAttnDrafter, 7, lambda model, small: SpecAttnDraftModel.from_target(model, **SPARSE | DRAWN)),
-    "quest": (QuestDrafter, 7, lambda model, small: QuestDraftModel.from_target(model, **PAGES | DRAWN)),
     "window": (AssistantDrafter, 5, lambda model, small: assistant(model, small, **DRAWN, window=3, sinks=1)),
     "PARD": (AssistantDrafter, 5, lambda model, small: assistant(model, small, **DRAWN, pard_token=VOCAB - 1)),
 }
@@ -70,11 +65,9 @@ COUPLED = {
     "random trees": lambda model, small: RandomTreeDraftModel.from_target(model),
     "assistant, tree": lambda model, small: assistant(model, small, tree_widths=[3, 4]),
     "specattn": lambda model, small: SpecAttnDraftModel.from_target(model, **SPARSE, acceptance="coupled"),
-    "quest": lambda model, small: QuestDraftModel.from_target(model, **PAGES, acceptance="coupled"),
     "longspec": lambda model, small: random_draft(LongSpecDraftModel, model, tree_widths=[3, 3], window=8),
     "eagle3": lambda model, small: random_draft(Eagle3DraftModel, model, tree_widths=[3, 3], draft_vocab_size=5),
     "tokenswift": lambda model, small: random_draft(TokenSwiftDraftModel, model, tree_branching=[1, 3, 2]),
-    "recycling": lambda model, small: TokenRecyclingDraftModel.from_target(model, num_nodes=8, max_depth=2),
     "n-grams": lambda model, small: NgramDraftModel.from_target(model, ngram_size=1, num_assistant_tokens=2),
 }
 
@@ -171,10 +164,10 @@ def test_coupled_drafts(kind, name, rows, monkeypatch):
     check(lambda: scale_races(monkeypatch), COUPLED[kind], 7, name, rows)
 
 
-@pytest.mark.parametrize(("target", "kind"), few([("qwen3_5_text", "quest"), ("granitemoehybrid", "specattn")], 1))
-def test_rejection_sampling_with_recurrent_states(target, kind, monkeypatch):
+@pytest.mark.parametrize("target", few(["granitemoehybrid", "qwen3_5_text"], 1))
+def test_rejection_sampling_with_recurrent_states(target, monkeypatch):
     """Of the gated delta rule and of Mamba-2, whose copies the drafting steps change."""
-    drafter, length, make = REJECTION[kind]
+    drafter, length, make = REJECTION["specattn"]
     check(lambda: scale_q(monkeypatch, drafter), make, length, "free", FEW_ROWS, target)
 
 

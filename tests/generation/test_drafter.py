@@ -5,11 +5,11 @@ from itertools import product
 import pytest
 import torch
 
-from hf_longspec import QuestDraftModel, SpecAttnDraftModel
+from hf_longspec import SpecAttnDraftModel
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.special_cases.gate import PLAIN, gate_of
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling.shared.self_drafter import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
+from hf_longspec.modeling.shared.self_drafts import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
 from tests.tiny_targets import tiny_prompts, tiny_target
 
 NEW_TOKENS = 21
@@ -105,19 +105,17 @@ def gated(monkeypatch):
     monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", gate_of)
 
 
-@pytest.mark.parametrize("cls", [QuestDraftModel, SpecAttnDraftModel])
-def test_speculation_that_reads_the_whole_context_is_not_tried(cls, plain_run, gated):
-    """Below `sparse_min_tokens` a drafting step reads the whole context, in pages of one token too."""
+def test_speculation_that_reads_the_whole_context_is_not_tried(plain_run, gated):
+    """Below `sparse_min_tokens` a drafting step reads the whole context."""
     run = plain_run("llama", (21, 30), max_new_tokens=40, eos_token_id=None)
-    settings = {"page_size": 1, "num_dense_layers": 0} if cls is QuestDraftModel else {}
-    draft = cls.from_target(run.model, sparse_min_tokens=256, **settings)
+    draft = SpecAttnDraftModel.from_target(run.model, sparse_min_tokens=256)
     out = run.again(draft, return_dict_in_generate=True)
     assert out.sequences.tolist() == run.sequences.tolist()
     assert out.speculation.num_spec_steps == 0 and out.speculation.num_plain_steps == 2 * 39
     (decision,) = out.speculation.gate_decisions
     assert (decision.choice, decision.tau) == (PLAIN, 0.0)
     assert decision.draft_tokens_per_second == pytest.approx(decision.plain_tokens_per_second)
-    again = cls.from_target(run.model, sparse_min_tokens=6, **settings)
+    again = SpecAttnDraftModel.from_target(run.model, sparse_min_tokens=6)
     run.again(again)
     assert again.last_speculation.num_spec_steps > 0
 

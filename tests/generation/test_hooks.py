@@ -215,7 +215,7 @@ def steered_text(hook, draft_class=None, **options):
 def test_steering_everywhere_is_served_with_every_draft(kind):
     """Greedy, and at equal seed; the steering changes the text."""
     model = steered(STEERS)
-    draft = make_draft(kind, model, **({"acceptance": "coupled"} if kind in ("specattn", "quest") else {}))
+    draft = make_draft(kind, model, **({"acceptance": "coupled"} if kind == "specattn" else {}))
     assert generate(model, draft).tolist() == steered_text(everywhere) != steered_text(declared(nowhere))
     assert draft.last_speculation.num_spec_steps > 0
     sampled = steered_text(STEERS, PlainDraftModel, do_sample=True)

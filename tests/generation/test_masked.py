@@ -10,7 +10,6 @@ from transformers import DynamicCache
 from hf_longspec import (
     AssistantDraftModel,
     NgramDraftModel,
-    QuestDraftModel,
     SpecAttnDraftModel,
     SpeculativeCache,
     TokenSwiftDraftModel,
@@ -159,7 +158,6 @@ class TestRefusals:
         "make",
         [
             SpecAttnDraftModel.from_target,
-            QuestDraftModel.from_target,
             AssistantDraftModel.from_target,
             lambda target: TokenSwiftDraftModel.from_target(target, num_heads=2, **PARTIAL),
             lambda target: AssistantDraftModel.from_model(target, tiny_target("llama")),

@@ -29,17 +29,12 @@ DRAFTERS = {
     "plain": ("longspec_plain", {}),
     "n-grams": ("longspec_ngram", {"num_assistant_tokens": 4}),
     "specattn": ("specattn", {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}),
-    "quest": (
-        "longspec_quest",
-        {"num_assistant_tokens": 2, "sparse_ratio": 0.1, "sparse_min_tokens": 4, "page_size": 3, "num_dense_layers": 0},
-    ),
     "longspec": ("longspec", {"window": 8, "tree_widths": [6, 4]}),
     "longspec, n-grams": ("longspec", {"window": 8, "tree_widths": [2, 2], "ngram_candidates": 2}),
     "eagle3": ("longspec_eagle3", {"window": 8, "tree_widths": [12, 9]}),
     "gemma 4 assistant": ("longspec_gemma4_assistant", {"tree_widths": [9, 6]}),
     "tokenswift": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 3, 2]}),
     "partial_kv": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 2, 2], "self_draft": "partial_kv"}),
-    "token recycling": ("longspec_token_recycling", {"num_nodes": 8, "max_depth": 3}),
     "draft model": ("longspec_assistant", {"num_assistant_tokens": 3}),
     "draft model, tree": ("longspec_assistant", {"tree_widths": [4, 3]}),
     "draft model, rejection": (

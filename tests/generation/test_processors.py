@@ -87,7 +87,7 @@ def test_constraints_are_asked_what_plain_decoding_asks(target, kind, settings):
             assert constrained(model, draft, lengths, after_end, do_sample=True, top_k=0) == sampled
 
 
-REJECTION = [("specattn", {}), ("longspec_quest", {}), ("longspec_assistant", {})]
+REJECTION = [("specattn", {}), ("longspec_assistant", {})]
 
 
 @pytest.mark.parametrize(("kind", "settings"), REJECTION, ids=str)

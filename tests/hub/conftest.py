@@ -18,8 +18,6 @@ SETTINGS = {
     "tokenswift": {"num_heads": 2, "tree_branching": [1, 2, 2]},
     "specattn": {"num_assistant_tokens": 3, "sparse_min_tokens": 8},
     "longspec_ngram": {"num_assistant_tokens": 5},
-    "longspec_token_recycling": {"num_nodes": 12, "num_candidates": 4},
-    "longspec_quest": {"num_assistant_tokens": 3, "sparse_min_tokens": 8, "page_size": 4, "num_dense_layers": 0},
     "longspec_assistant": {"num_assistant_tokens": 2, "window": 16},
 }
 DRAFTS = {kind: (draft.model, SETTINGS.get(kind, {})) for kind, draft in register_draft.DRAFTS.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from hf_longspec import AssistantDraftModel, SpecAttnDraftModel
+from hf_longspec import SpecAttnDraftModel
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.tiny_targets import tiny_target
 
@@ -58,10 +58,3 @@ def test_only_a_loaded_model_is_a_target(kind):
             draft.from_target(given)
     with pytest.raises(ValueError, match="got 'org/model'"):
         draft.from_pretrained("org/draft", target="org/model")
-
-
-def test_only_a_loaded_model_drafts():
-    model = tiny_target("llama")
-    for models in (("org/model", model), (model, "org/model")):
-        with pytest.raises(ValueError, match="got 'org/model'"):
-            AssistantDraftModel.from_model(*models)

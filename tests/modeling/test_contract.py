@@ -1,4 +1,7 @@
-"""The contract of every registered draft, with settings with which something is drafted, accepted and refused."""
+"""The contract of every draft, with settings with which something is drafted, accepted and refused.
+
+The drafts are those of the registry, and those of examples/drafts, which are registered as a user's are.
+"""
 
 from itertools import cycle, product, zip_longest
 
@@ -10,13 +13,15 @@ from hf_longspec import SpeculativeCache
 from hf_longspec.auditing import NOT_LOSSLESS, audit
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling.register_draft import DRAFTS
+from hf_longspec.modeling import register_draft
+from tests.example_drafts import EXAMPLES
 from tests.generation.tiny_models import ATTENTION
 from tests.modeling.calls import GREEDY, LENGTHS, NEVER, check_sampled_text, generate, reference
 from tests.pairwise import few
 from tests.rounding import rounding
 from tests.tiny_targets import TINY_TARGETS, made_for, randomize, tiny_prompts, tiny_target
 
+DRAFTS = register_draft.DRAFTS | EXAMPLES
 SETTINGS = {
     "longspec_eagle3": {"tree_widths": [6, 4], "window": 8, "sinks": 2, "fc_norm": True},
     "longspec": {"window": 8, "tree_widths": [6, 4]},

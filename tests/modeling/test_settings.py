@@ -10,24 +10,18 @@ from hf_longspec import (
     AssistantDraftModel,
     DFlashDraftModel,
     Eagle3DraftModel,
-    Gemma4AssistantDraftModel,
-    GrammarDraftModel,
     LongSpecDraftModel,
-    MtpDraftModel,
     NgramDraftModel,
-    PlainDraftModel,
-    QuestDraftModel,
     SpecAttnDraftModel,
-    TokenRecyclingDraftModel,
     TokenSwiftDraftModel,
 )
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling import loading
 from hf_longspec.modeling.register_draft import DRAFTS
+from hf_longspec.modeling.settings import COMMON, NGRAMS
 from tests.tiny_targets import made_for, tiny_target
 
 A, E, L, N = AssistantDraftModel, Eagle3DraftModel, LongSpecDraftModel, NgramDraftModel
-Q, R, S, T = QuestDraftModel, TokenRecyclingDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel
+S, T = SpecAttnDraftModel, TokenSwiftDraftModel
 
 
 @pytest.fixture(scope="module")
@@ -35,89 +29,46 @@ def model():
     return tiny_target("llama")
 
 
-# For each setting, values that are refused, and those next to them that are not.
-COUNT = [0, -1, True, 2.5, "four"], [1, 400]
-MAYBE_COUNT = [0, True, "four"], [None, 1]
-FROM_0 = [-1, False, "four"], [0, 7]
-WIDTHS = [[], [3, 0], [2, 2.5], [True], 5, "4"], [[1], (2, 3)]
-BOOL, WINDOW = (["auto", 1, 0], [True, False]), ([0, "all", True], [1, "trained"])
-OF_ALL = {"compile": (["fast", True], ["auto", "graph", "fused", "compile", "off"]), "gate": BOOL, "check_target": BOOL}
-OF_ALL |= {"on_unsupported": (["warn", True], ["plain", "error"]), "ngram_candidates": FROM_0}
-OF_ALL |= {"forced_tokens": FROM_0}
-OF_ALL |= {"ngram_num_tokens": COUNT, "ngram_size": ([0, 17, True], [1, 16])}
-OF_ALL |= {"ngram_source": (["all", "web", 3], ["both", "pool", "lookup"]), "ngram_preload": BOOL}
-SPARSE = {"num_assistant_tokens": COUNT}
-SPARSE |= {"sparse_ratio": ([0.0, -0.1, 1.01, 7, True, "all", float("nan")], [0.001, 1, 1.0])}
-SPARSE |= {"draft_weights": (["int2", 4], [None, "int8"])}
-SPARSE |= {"sparse_min_tokens": COUNT, "acceptance": (["typical", 1], ["rejection", "coupled"])}
-RANGES = {
-    E: {
-        "tree_widths": WIDTHS,
-        "window": WINDOW,
-        "sinks": FROM_0,
-        "rope_theta": ([0, -1.0, True, "10000"], [None, 5000, 0.5]),
-        "target_layer_ids": ([[1, 2], [1, 2, 3], [0, 1, "2"], 3], []),
-        "norm_output": (["yes", 1], [None, True, False]),
-    },
-    DFlashDraftModel: {
-        "num_tree_nodes": ([0, 1, True, "16"], [None, 2, 40]),
-        "confidence_threshold": ([0, 1.5, True], []),
-        "causal": ([2, "yes"], [True, False]),
-        "window": WINDOW,
-        "sinks": FROM_0,
-        "rope_theta": ([0, True], [None, 5000]),
-        "target_layer_ids": ([[1, 2], 3], []),
-    },
-    MtpDraftModel: {"tree_widths": WIDTHS, "window": ([0, "some", True], [1, "all"]), "sinks": FROM_0},
-    Gemma4AssistantDraftModel: {"tree_widths": WIDTHS},
-    L: {"tree_widths": (WIDTHS[0] + [[1] * 511], WIDTHS[1]), "cross_attention_window": MAYBE_COUNT},
-    S: SPARSE
-    | {
-        "selection": (["pages", "best"], ["two_rows", "all_rows", "accepted_rows", "last_accepted", "window", "all"]),
-        "score": (["probabilities"], ["logits", "weights"]),
-        "granularity": (["head"], ["layer", "kv_head"]),
-    },
-    Q: SPARSE | {"page_size": COUNT, "num_dense_layers": FROM_0},
-    N: {"num_assistant_tokens": COUNT, "ngram_candidates": COUNT, "ngram_memory": ([-1, 2**24 + 1, "all"], [0, 2**24])},
-    T: {
-        "self_draft": (["hidden"], ["verify_hidden", "partial_kv"]),
-        "tree_branching": (WIDTHS[0] + [[1, 129], [1], [1, 2, 2, 2, 2]], [[1, 128], [1, 1, 1, 1]]),
-        "partial_kv_policy": (["sliding"], ["dynamic", "static", "full"]),
-        "partial_kv_budget": ([0, 72, True], [73]),
-        "partial_kv_recent": (FROM_0[0], [0, 4000]),
-    },
-    R: {"num_nodes": ([0, 1, 513], [2, 512]), "max_depth": ([0, 33], [1, 32]), "num_candidates": ([0, 17], [1, 16])},
-    A: {"num_assistant_tokens": COUNT, "tree_widths": (WIDTHS[0], [None, [3, 2]]), "window": MAYBE_COUNT}
-    | {"sinks": FROM_0, "acceptance": SPARSE["acceptance"], "prefill_chunk_size": COUNT},
-    PlainDraftModel: {},
-    GrammarDraftModel: {},
-}
-CASES = [(cls, name, *values) for cls, table in RANGES.items() for name, values in table.items()]
-CASES += [(T, name, *values) for name, values in OF_ALL.items()]
+# Values next to the bounds of a setting, by its kind.
+LISTS = [[], [3, 0], [2, 2.5], [True], 5, "4"], [[1], (2, 3)]
 
 
-def test_every_setting_of_every_draft_has_a_row():
-    assert RANGES.keys() == {draft.model for draft in DRAFTS.values()}
-    for cls, table in RANGES.items():
-        others = {name for name in OF_ALL if cls.takes_ngrams or not name.startswith("ngram") or cls is N}
-        others -= set() if cls.takes_ngrams else {"ngram_num_tokens"}
-        assert cls.declared.keys() == cls.settings.keys() == table.keys() | others
+def values_of(setting):
+    """Values that are refused, and values that are not."""
+    refused, allowed = {
+        None: ([True, "none of them"], [*setting.choices]),
+        bool: (["auto", 1, 0], [True, False]),
+        int: ([setting.least - 1, True, 2.5, "four"], [setting.least, *setting.choices]),
+        float: ([setting.above, -1.0, True, "all", float("nan")], [setting.above + 1e-3, *setting.choices]),
+        list: LISTS,
+    }[setting.kind]
+    if setting.most is not None:
+        refused, allowed = [*refused, setting.most + 1], [*allowed, setting.most]
+    return ([*refused, None], allowed) if setting.default is not None else (refused, [*allowed, None])
 
 
-@pytest.mark.parametrize(("cls", "name", "refused", "allowed"), CASES, ids=str)
-def test_ranges(model, cls, name, refused, allowed):
+CASES = [
+    (draft.model, name)
+    for draft in DRAFTS.values()
+    for name, setting in draft.model.declared.items()
+    # those of all drafts, of one of them; a setting that declares nothing is the draft's to check
+    if (name not in COMMON | NGRAMS or draft.model is T) and (setting.kind or setting.choices)
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), CASES, ids=str)
+def test_ranges(model, cls, name):
     """When the draft is made, and, if the setting is changed later, before anything runs."""
-    draft = made_for(cls, model)
+    draft, (refused, allowed) = made_for(cls, model), values_of(cls.declared[name])
     for value in refused:
-        rule = rf"(^|\W){name}( has|=).*(expected|at most)|layer 3: .* has 2 layers"
-        with pytest.raises(ValueError, match=rule):
-            made_for(cls, model, **{name: value})
-        setattr(draft.generation_config, name, value)
-        with pytest.raises(ValueError, match=rule):
-            model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=4)
-        assert draft.last_speculation is None
-    for value in allowed:
-        made_for(cls, model, **({"ngram_candidates": 0} | {name: value} if cls.takes_ngrams else {name: value}))
+        if value is not None:  # which stands for the default
+            with pytest.raises(ValueError, match=rf"(^|\W){name}=.*expected .*"):
+                made_for(cls, model, **{name: value})
+            setattr(draft.generation_config, name, value)
+            with pytest.raises(ValueError, match=rf"(^|\W){name}=.*expected .*"):
+                model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=4)
+            assert draft.last_speculation is None
+    assert not any(map(cls.declared[name].allows, refused)) and all(map(cls.declared[name].allows, allowed))
 
 
 def test_a_default_alone_is_a_setting_that_takes_anything():
@@ -139,11 +90,23 @@ def test_a_default_alone_is_a_setting_that_takes_anything():
         (T, {"num_heads": 0}, "num_heads=0.*expected at least 1"),
         (T, {"heads": 3}, r"unknown settings \['heads'\]"),
         (T, {"chained": False, "sequential": True}, "chained=False with sequential=True"),
+        (T, {"tree_branching": [1, 129]}, "tree_branching=.* at most 128 children"),
+        (T, {"tree_branching": [1]}, "has 1 entries, expected 2 to 4"),
+        (T, {"tree_branching": [1, 2, 2, 2, 2]}, "has 5 entries, expected 2 to 4"),
+        (T, {"partial_kv_budget": 72}, "partial_kv_budget=72: expected an integer of at least 73"),
+        (L, {"tree_widths": [1] * 511}, "tree_widths has 511 levels, .*window=512"),
+        (DFlashDraftModel, {"confidence_threshold": 0.5}, "confidence_threshold=0.5: this draft has no confidence"),
+        (E, {"target_layer_ids": [0, 1, "2"]}, "target_layer_ids=.*expected a list of 3 integers"),
     ],
 )
 def test_refused_facts_of_a_new_draft(model, cls, facts, message):
     with pytest.raises(ValueError, match=message):
         cls.from_target(model, **facts)
+
+
+def test_one_latent_for_all_heads_is_not_selected_per_head():
+    with pytest.raises(ValueError, match=r"granularity='kv_head': .*MLA"):
+        S.from_target(tiny_target("deepseek_v3"), granularity="kv_head")
 
 
 @pytest.mark.parametrize(
@@ -156,8 +119,7 @@ def test_refused_facts_of_a_new_draft(model, cls, facts, message):
         (S, {"num_assistant_tokens": 2, "ngram_candidates": 3, "ngram_num_tokens": 5}, 3 + 15),
         (S, {"num_assistant_tokens": 2, "selection": "window"}, 3),
         (N, {"num_assistant_tokens": 3, "ngram_candidates": 7}, 22),
-        (Q, {"num_assistant_tokens": 6, "ngram_candidates": 2, "ngram_num_tokens": 5}, 7 + 10),
-        (R, {"num_nodes": 9}, 9),
+        (S, {"num_assistant_tokens": 6, "ngram_candidates": 2, "ngram_num_tokens": 5}, 7 + 10),
         (T, {}, 40),
         (T, {"self_draft": "partial_kv"}, 41),
         (T, {"num_heads": 1}, 4),
@@ -202,32 +164,6 @@ def test_default_widths_follow_the_device(model, tmp_path):
         loaded = AutoModel.from_pretrained(tmp_path / name)
         assert loaded.generation_config.tree_widths == one.generation_config.tree_widths
     assert other.setting("tree_widths") == draft.to("meta").setting("tree_widths") == [4, 4, 4, 3]
-
-
-# As the version before the settings `on_unsupported` and without `tree_choices` wrote it.
-EARLIER = """{"check_target": true, "compile": "auto", "gate": true, "ngram_candidates": 0, "ngram_num_tokens": 8,
-"ngram_preload": true, "ngram_size": 3, "ngram_source": "both", "norm_output": null, "rope_theta": null, "sinks": 4,
-"target_layer_ids": null, "transformers_version": "5.23.0", "tree_choices": %s, "tree_widths": [2, 1],
-"window": "trained"}"""
-
-
-@pytest.mark.parametrize(("tree_choices", "warnings"), [("null", 0), ("[[1, 1], [4, 4]]", 1)])
-def test_a_draft_that_an_earlier_version_saved(model, tmp_path, monkeypatch, tree_choices, warnings):
-    """With a removed setting, of which one warning tells unless it is null, and the old name of a field."""
-    said = []
-    monkeypatch.setattr(loading.logger, "warning", lambda text, *values: said.append(text % values))
-    E.from_target(model).save_pretrained(tmp_path)
-    config, settings = tmp_path / "config.json", tmp_path / "generation_config.json"
-    config.write_text(config.read_text().replace('"num_aux_hidden_states"', '"num_taps"'))
-    settings.write_text(EARLIER % tree_choices)
-    draft = AutoModel.from_pretrained(tmp_path)
-    ids = torch.tensor([[5, 6, 7]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(model.generate(**inputs, assistant_model=draft), model.generate(**inputs))
-    assert draft.last_speculation.num_forwards > 0 and draft.setting("tree_widths") == [2, 1]
-    assert len(said) == warnings and all("tree_choices=[[1, 1], [4, 4]]" in line for line in said)
-    draft.save_pretrained(tmp_path)
-    assert "tree_choices" not in settings.read_text() and "num_taps" not in config.read_text()
 
 
 def test_settings_that_are_not_given_are_the_defaults(model, tmp_path):

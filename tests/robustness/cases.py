@@ -155,8 +155,6 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy]] = {
         "partial_kv_budget": st.integers(20, 40),
         "partial_kv_recent": st.integers(0, 8),
     },
-    "quest": SPARSE | {"page_size": st.integers(1, 8), "num_dense_layers": st.integers(0, 2)},
-    "recycling": {"num_nodes": st.integers(2, 20), "max_depth": NUMBERS, "num_candidates": st.integers(1, 16)},
     "assistant": BOTH_RULES
     | {
         "window": st.sampled_from([None, 3, 16]),

@@ -16,7 +16,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dflash": {"num_tree_nodes": 24, "block_size": 4},
     "mtp": {"tree_widths": [12, 11]},
     "gemma4_assistant": {"tree_widths": [12, 11]},
-    "quest": SPECATTN | {"sparse_ratio": 0.3, "page_size": 3, "num_dense_layers": 0},
     # the target drafts for itself over a window
     "assistant": {"num_assistant_tokens": 3, "window": 16, "sinks": 2},
 }

@@ -38,9 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tokenswift": {"tree_branching": [1, 12, 2]},
     "partial": {},
     "eagle3": {},
-    "recycling": {},
     "assistant": {},
-    "quest": {},
 }
 DRAFTS: tuple[str, ...] = tuple(SETTINGS)
 

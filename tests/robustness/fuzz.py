@@ -103,9 +103,7 @@ class Call:
     def refusal(self) -> str | None:
         """Pattern of the message, if the call is to be refused."""
         settings = self.settings
-        if self.target[0] == "deepseek_v3" and (
-            self.kind in ("longspec", "quest") or settings.get("granularity") == "kv_head"
-        ):
+        if self.target[0] == "deepseek_v3" and (self.kind == "longspec" or settings.get("granularity") == "kv_head"):
             return "MLA"
         if not self.text_is_fixed:
             if settings.get("tree_widths"):
@@ -235,8 +233,7 @@ from tests.robustness.user_processors import PROCESSORS
 from tests.tiny_targets import *
 from tests.tiny_tokenizers import character_tokenizer
 """
-NAMES = {"plain": "Plain", "ngram": "Ngram", "specattn": "SpecAttn", "quest": "Quest"}
-NAMES |= {"recycling": "TokenRecycling", "assistant": "Assistant"}
+NAMES = {"plain": "Plain", "ngram": "Ngram", "specattn": "SpecAttn", "assistant": "Assistant"}
 MAKERS = {kind: f"{name}DraftModel.from_target(model" for kind, name in NAMES.items()}
 MAKERS |= {kind: f"random_{kind}_draft(model" for kind in ("longspec", "tokenswift", "eagle3")}
 

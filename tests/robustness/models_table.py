@@ -27,9 +27,8 @@ MARKS = "<!-- {}:start -->", "<!-- {}:end -->"
 
 # Column: the drafts that it is about.
 COLUMNS = {
-    "n-grams": ("tree", "ngram", "recycling"),
+    "n-grams": ("tree", "ngram"),
     "SpecAttn": ("specattn",),
-    "Quest": ("quest",),
     "draft model": ("assistant",),
     "EAGLE-3": ("eagle3",),
     "LongSpec": ("longspec",),

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_longspec.modeling.mtp.configuration_mtp import MtpConfig
 from hf_longspec.modeling.mtp.convert_mtp import FAMILIES, REFUSED
-from hf_longspec.modeling.mtp.layers_mtp import decoder_like
+from hf_longspec.modeling.mtp.modeling_mtp import MtpConfig, decoder_like
 from tests.robustness.enumeration import outcome_of, quiet, stock_of
 from tests.robustness.models_table import between, lists
 from tests.robustness.shrunk_configs import shrunk_config

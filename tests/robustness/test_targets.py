@@ -140,7 +140,7 @@ MODULES = [["q_proj", "v_proj", "down_proj"], ["o_proj", "embed_tokens", "lm_hea
 def test_an_adapter_for_each_row(kind, modules, monkeypatch):
     """Greedy, and at equal seed; every check and trial of the target runs anew under these rows."""
     peft = pytest.importorskip("peft")
-    settings = {"acceptance": "coupled"} if kind in ("specattn", "quest") else {}
+    settings = {"acceptance": "coupled"} if kind == "specattn" else {}
     bare = tiny_target("llama")
     draft, plain = make_draft(kind, bare, **settings), PlainDraftModel.from_target(bare)
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ CALLS = {"single": ((13,), None), "batch": ((13, 3, 9), ENDS)}
 NEW = 10
 # Drafts that propose nothing of their own in calls without a structure.
 SILENT = ("plain", "grammar")
-REJECTING = ("specattn", "quest")  # whose sampled text differs from that of the plain loop, in its distribution alone
+REJECTING = ("specattn",)  # whose sampled text differs from that of the plain loop, in its distribution alone
 COUPLED = [kind for kind in ALL_KINDS if kind not in (*REJECTING, "plain")]
 _configs = itertools.count()
 WAYS = [(how, do_sample) for how in CALLS for do_sample in (False, True)]

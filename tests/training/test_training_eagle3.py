@@ -19,23 +19,15 @@ from tests.training.first_step import (
 from tests.watching import before
 
 
-@torch.no_grad()
-def levels(draft, target, aux, tokens, steps, window):
-    """Logits `(1, entries, vocabulary)` of every step; those of P-EAGLE from one forward after every entry."""
-    if draft.mask_hidden is None:
-        return draft(aux, tokens, steps, target=target, window=window, sinks=4)
-    ends = target.get_input_embeddings(), target.get_output_embeddings()
-    drafted = draft.draft_logits(aux, tokens, range(1, tokens.shape[1] + 1), *ends)
-    return torch.stack(drafted, 2)[:, :steps].unbind(1)
-
-
 def definition(draft, target, rows, loss, window=None):
     """The weighted losses, and the share of hits of every step."""
 
     def logits_of(tokens):
         states, wanted = residual_stream(target, tokens[None])
         aux = torch.cat([states[j] for j in draft.layers_of(target.config)], -1)[:, :-1]
-        drafted = levels(draft, target, aux, tokens[None, 1:], min(3, len(tokens) - 1), window)
+        steps = min(3, len(tokens) - 1)
+        with torch.no_grad():
+            drafted = draft(aux, tokens[None, 1:], steps, target=target, window=window, sinks=4)
         return [logits[0] for logits in drafted], wanted[0]
 
     return discounted(*losses_of_steps(rows, logits_of, loss, 3, draft.token_ids.tolist()))

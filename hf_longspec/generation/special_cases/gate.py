@@ -23,7 +23,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..draft_tree import DraftTree
-from ..drafter import Drafter, Verification
+from ..drafter import Drafter, DrafterAround, Verification
 from ..sequences import GateDecision, SpeculationStats
 from ..special_case import GATE, SpecialCase
 
@@ -226,12 +226,12 @@ class SpeculationGate:
             self._plain.restart()
 
 
-class GatedDrafter:
-    """Propose the root alone while speculation is not possible or does not pay, else the tree of another drafter.
+class GatedDrafter(DrafterAround):
+    """Propose the root alone while speculation does not pay, else the tree of another drafter.
 
     Plain steps are hidden from the other drafter: it neither captures nor observes them. Before it proposes again, it
     is resumed with the text so far and the verification of one more root. So the first step after a pause is plain.
-    All that is not defined here is that of the other drafter. `keep` is called when the text is complete.
+    `keep` is called when the text is complete.
     """
 
     def __init__(
@@ -241,16 +241,13 @@ class GatedDrafter:
         stats: SpeculationStats,
         keep: Callable[[], None],
     ):
-        self.inner = inner
+        super().__init__(inner)
         self.gate = gate
         self._stats = stats
         self._keep = keep
         self._is_open = self._was_open = True
         self._prompts: list[torch.Tensor] = []
         self._emitted: list[array[int]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     @property
     def wants_hidden(self) -> bool | tuple[int, ...]:
@@ -286,7 +283,7 @@ class GatedDrafter:
 
     def capture(self, tree: DraftTree) -> Any:
         """Return the other drafter's capture while the gate is open."""
-        return self.inner.capture(tree) if self._is_open else None
+        return super().capture(tree) if self._is_open else None
 
     def observe(self, verification: Verification) -> None:
         """Pass the verification on while the gate is open, and measure the step."""

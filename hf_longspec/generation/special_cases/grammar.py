@@ -16,7 +16,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from ...attention_backends.lengths import on_device
 from ..call import GRAMMAR, Call
 from ..draft_tree import DraftTree
-from ..drafter import Drafter
+from ..drafter import Drafter, DrafterAround
 from ..sampling import TokenRule, declared, is_history_free, warped
 from ..special_case import SpecialCase
 from ..verification import Acceptance, along_path
@@ -98,11 +98,10 @@ def make_room(drafter: Any, count: int) -> None:
         drafter = vars(drafter).get("inner")
 
 
-class ForcedDrafter:
+class ForcedDrafter(DrafterAround):
     """Append the tokens that a grammar forces to the trees of another drafter.
 
-    All that is not defined here is that of the other drafter, whose nodes keep their places. Trees that carry a
-    distribution `q` stay as they are.
+    The nodes of the other drafter keep their places. Trees that carry a distribution `q` stay as they are.
 
     Args:
         inner ([`Drafter`]): The other drafter.
@@ -112,13 +111,10 @@ class ForcedDrafter:
     """
 
     def __init__(self, inner: Drafter, rule: Any, grammar: Any, count: int):
-        self.inner, self._rule, self._grammar, self._count = inner, rule, grammar, count
+        super().__init__(inner)
+        self._rule, self._grammar, self._count = rule, grammar, count
         self.num_nodes, self.max_depth = inner.num_nodes + count, inner.max_depth + count
         make_room(inner, count)
-        self._proposed: tuple[DraftTree | None, DraftTree | None] = None, None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def grammar_of(self, row: int) -> tuple[Any, Any, int] | None:
         """Return the rule and the grammar of a row, and the number of the row there; `None` if it has none."""
@@ -184,11 +180,6 @@ class ForcedDrafter:
                         values.append(value)
                 node = places[node, token]
         return new, deepest
-
-    def capture(self, tree: DraftTree) -> Any:
-        """Return the capture of the other drafter for its own nodes."""
-        joined, inner = self._proposed
-        return self.inner.capture(inner if tree is joined and inner is not None else tree)
 
 
 class Grammars(SpecialCase):

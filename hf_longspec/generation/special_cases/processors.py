@@ -25,7 +25,7 @@ from ...attention_backends.lengths import SeqLens, on_device
 from ..call import PROCESSORS, Call
 from ..decoding import Session
 from ..draft_tree import DraftTree
-from ..drafter import Verification
+from ..drafter import DrafterAround, Verification
 from ..sampling import TokenRule, declared, is_history_free, is_of_transformers
 from ..special_case import SpecialCase
 from ..target import Step
@@ -131,15 +131,12 @@ def _drawn_by_rejection(tree: DraftTree, scores: list[torch.Tensor], uniforms: A
     ).tokens[:, 0]
 
 
-class PaddingDrafter:
+class PaddingDrafter(DrafterAround):
     """Replace the trees of rows that have ended by chains of padding. All else is that of another drafter."""
 
     def __init__(self, inner: Any, sequences: Any):
-        self.inner, self._sequences = inner, sequences
-        self._proposed: tuple[DraftTree | None, DraftTree | None] = None, None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        super().__init__(inner)
+        self._sequences = sequences
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the tree of the other drafter after `root` `(batch,)`, in rows that grow."""
@@ -154,11 +151,6 @@ class PaddingDrafter:
             self._proposed = padded, tree
             return padded
         return tree
-
-    def capture(self, tree: DraftTree) -> Any:
-        """Return the capture of the other drafter for its own tree."""
-        padded, inner = self._proposed
-        return self.inner.capture(inner if tree is padded else tree)
 
 
 class ColumnSession(Session):

@@ -1,8 +1,7 @@
 """DFlash and its kin: a draft of a few layers fills in a block of tokens in one forward."""
 
 from ..register_draft import register_draft
-from .configuration_dflash import DFlashConfig
-from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash import DFlashConfig, DFlashDraftModel
 
 __all__ = ["DFlashConfig", "DFlashDraftModel"]
 

@@ -12,7 +12,10 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..configuration_base import text_config
-from ..formats.speculators import (
+from ..loading import Checkpoint
+from ..register_draft import Converter
+from ..shared.aux_hidden_states import default_layer_ids
+from ..shared.convert_speculators import (
     LAYER_FIELDS,
     draft_of,
     fields_of,
@@ -22,10 +25,7 @@ from ..formats.speculators import (
     renamed,
     write_speculators,
 )
-from ..loading import Checkpoint
-from ..register_draft import Converter
-from ..shared.aux_hidden_states import default_layer_ids
-from .configuration_dflash import DFlashConfig
+from .modeling_dflash import DFlashConfig
 
 # Draft -> target it was trained for.
 DFLASH_TARGETS = {

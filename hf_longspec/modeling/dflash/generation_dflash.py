@@ -14,7 +14,6 @@ from ...generation.draft_tree import Beam, DraftTree
 from ...generation.drafter import Binding
 from ..shared.aux_drafter import AuxDrafter
 from ..shared.beams import Tensors
-from .layers_dflash import query_positions, slot_mask
 
 
 class DFlashDrafter(AuxDrafter):
@@ -62,7 +61,7 @@ class DFlashDrafter(AuxDrafter):
             root, *entries, end = changing
             self.remember(*entries)
             hidden = self._block(root, end[:, 0] + 1)
-            logits, tokens = draft.logits(hidden, self.binding.target.model), root[:, None]
+            logits, tokens = self.head(hidden), root[:, None]
             memory = draft.first_memory(tokens)
         slot = slice(draft.config.first_slot + depth, draft.config.first_slot + depth + 1)
         row, memory = draft.next_logits(logits[:, slot], hidden[:, slot], tokens, memory)
@@ -101,14 +100,13 @@ class DFlashDrafter(AuxDrafter):
 
     def _block(self, root: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Return the states `(B, S, hidden)` of blocks that begin with `root` `(B,)` at `anchors` `(B,)`."""
-        draft, config = self.draft, self.draft.config
-        windows, causal = config.window_of_layers, draft.effective("causal")
+        draft = self.draft
 
         def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            ring, window = self.rings[index], windows[index]
+            ring = self.rings[index]
             ring.stage(key, value, 0)
-            entries = ring.visible(query_positions(config, window, anchors))
-            slots = slot_mask(config, window, anchors.device, causal).expand(len(anchors), -1, -1)
+            entries = ring.visible(draft.query_positions(index, anchors))
+            slots = draft.slot_mask(index, anchors.device).expand(len(anchors), -1, -1)
             mask, sinks = torch.cat([entries, slots], -1), draft.layers[index].self_attn.attention_sink_bias
             return self.attend(query, ring.keys, ring.values, mask, sinks)
 

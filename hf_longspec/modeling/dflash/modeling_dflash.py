@@ -1,20 +1,233 @@
 """DFlashDraftModel: a few layers on states of the target's layers fill in a block of tokens in one forward."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from ...generation.target import TargetView
+from ...generation.target_modules import rotated
+from ..configuration_base import text_config
 from ..settings import Setting
-from ..shared.aux_hidden_states import AuxDraftModel
-from ..shared.aux_layers import Attend, Rotary
-from ..shared.texts import ends_of
-from .configuration_dflash import DFlashConfig
+from ..shared.aux_hidden_states import Attend, Attention, AuxConfig, AuxDraftModel, Rotary, default_layer_ids
 from .generation_dflash import DFlashDrafter
-from .layers_dflash import CandidateSelector, ConfidenceHead, DFlashLayer, MarkovHead, query_positions, slot_mask
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+class DFlashConfig(AuxConfig):
+    """Configuration of [`DFlashDraftModel`].
+
+    Layers whose entry in `layer_windows` is a number w see the last entries only. The slot at position q sees those
+    after q - w, or if `block_window` is true, all slots see what the position before the block sees.
+    """
+
+    model_type = "longspec_dflash"
+    sizes: ClassVar[dict[str, tuple[int, int]]] = AuxConfig.sizes | {
+        "block_size": (1, 2**10),
+        "markov_rank": (0, 2**14),
+        "selector_rank": (0, 2**14),
+        "conv_kernel_size": (0, 2**6),
+        "conv_group_size": (1, 2**17),
+        "selector_top_k": (1, 2**14),
+        "training_blocks": (1, 2**16),
+    }
+
+    block_size: int = 8  # number of slots of a block: the last emitted token and masks
+    # Whether slot 0, that of the last emitted token, predicts the token after it. Otherwise the other slots predict the
+    # token at their own position, and slot 0 nothing.
+    sample_from_anchor: bool = False
+    block_window: bool = False  # whether the windows of the entries stay with the block
+    causal_windows: bool = False  # whether slots of layers with a window see only earlier slots
+    causal: bool | None = None  # whether slots of all layers do, in place of `causal_windows`
+    attention_sink_bias: bool = False  # whether heads have a learned logit that enters the softmax denominator
+    markov_rank: int = 0  # rank of the head that corrects a slot's logits by the token before it (DSpark); 0 without
+    markov_head_type: str = "vanilla"  # or "gated" or "rnn"
+    # "hidden" or "markov" for a head that says how likely a slot's token is accepted, from the slot's state or also
+    # from the token before it. A setting cuts blocks by it.
+    confidence_head: str | None = None
+    conv_kernel_size: int = 0  # taps of the convolutions inside a block (DFlash2); 0 without
+    conv_group_size: int = 16  # features that share a kernel
+    selector_rank: int = 0  # rank of the scores of pairs of neighbouring tokens (DFlash2); 0 without
+    selector_top_k: int = 16  # candidates of a slot that are scored
+    training_blocks: int = 64  # number of blocks of a row in training
+    qk_norm: bool = True
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
+        """Return the configuration of a draft of the target's width; its mask is the last row of the embedding."""
+        text = text_config(target)
+        layers = [min(layer, text.num_hidden_layers - 1) for layer in default_layer_ids(text.num_hidden_layers)]
+        values = {"mask_token_id": text.vocab_size - 1, "target_layer_ids": layers}
+        return super().from_target(target, **(values | overrides))
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that predicts a token."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_drafted(self) -> int:
+        return self.block_size - self.first_slot
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.num_drafted < 1:
+            yield f"block_size={self.block_size}: expected at least {self.first_slot + 1}, as slot 0 drafts nothing"
+        if self.vocab_size and self.mask_token_id is None:
+            yield "mask_token_id is missing: expected the token of the slots that are filled in"
+        if self.markov_head_type not in MARKOV_HEADS:
+            yield f"markov_head_type={self.markov_head_type!r}: expected one of {', '.join(MARKOV_HEADS)}"
+        if self.markov_rank and self.markov_head_type == "rnn" and not self.sample_from_anchor:
+            yield "markov_head_type='rnn' with sample_from_anchor=False: no published draft defines its first state"
+        if self.confidence_head not in (None, "hidden", "markov"):
+            yield f"confidence_head={self.confidence_head!r}: expected 'hidden' or 'markov'"
+        if self.confidence_head == "markov" and not self.markov_rank:
+            yield "confidence_head='markov' with markov_rank=0: expected a Markov head"
+        if self.conv_kernel_size and self.hidden_size % max(1, self.conv_group_size):
+            yield f"conv_group_size={self.conv_group_size}: expected a divisor of hidden_size={self.hidden_size}"
+        if self.selector_rank and (size := self.draft_vocab_size):
+            yield f"selector_rank={self.selector_rank} with draft_vocab_size={size}: expected all of the vocabulary"
+
+
+class DFlashLayer(GradientCheckpointingLayer):
+    """One layer: attention and SwiGLU, each between two convolutions in DFlash2."""
+
+    def __init__(self, config: DFlashConfig, index: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.index = index
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.self_attn = Attention(config, size)
+        sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sink_bias else None
+        self.self_attn.register_parameter("attention_sink_bias", sinks)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.mlp = LlamaMLP(config)
+        self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
+        self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
+
+    def entries(self, context: torch.Tensor, angles: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values `(B, K, T, D)` of the target's projected states `(B, T, hidden)`."""
+        key, value = self.self_attn.project_entries(context)
+        return rotated(apply_rotary_pos_emb, key, key[:, :0], *angles)[0], value
+
+    def forward(self, states: torch.Tensor, angles: Rotary, attend: Attend) -> torch.Tensor:
+        """Return the residual stream of the slots after this layer; see [`DFlashDraftModel.run`]."""
+
+        def attended(normed: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.self_attn.project(normed)
+            query, key = apply_rotary_pos_emb(query, key, *angles)
+            return self.self_attn.output(attend(self.index, query, key, value))
+
+        for norm, part, convolution in (
+            (self.input_layernorm, attended, self.attention_conv),
+            (self.post_attention_layernorm, self.mlp, self.mlp_conv),
+        ):
+            normed = norm(states)
+            states = states + (part(normed) if convolution is None else convolution(normed, part))
+        return states
+
+
+class BlockConvolution(nn.Module):
+    """Convolutions before and after a part of a layer, over a slot and those before it in its block (DFlash2).
+
+    Both kernels are computed from the input of the first. Features in groups share what is added to `base_kernel`.
+    """
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        size, taps = config.hidden_size, config.conv_kernel_size
+        self.group_size = config.conv_group_size
+        kernel = torch.zeros(2, taps, size)
+        kernel[:, 0] = 1  # a new draft's convolutions change nothing but for the projections
+        self.base_kernel = nn.Parameter(kernel)
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // self.group_size), bias=False)
+
+    def forward(self, normed: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return `part` of `normed` `(N, S, hidden)` between the two convolutions."""
+        taps = self.base_kernel.shape[1]
+        kernels = self.kernel_projection(normed).unflatten(-1, (2, taps, -1)).repeat_interleave(self.group_size, -1)
+        before, after = (kernels + self.base_kernel).unbind(2)
+        return _convolved(part(_convolved(normed, before)), after)
+
+
+def _convolved(states: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+    """Return the sum of states `(N, S, hidden)` at slot j - t, times `kernels` `(N, S, taps, hidden)`."""
+    slots = states.shape[1]
+    shifted = (nn.functional.pad(states, (0, 0, tap, 0))[:, :slots] for tap in range(kernels.shape[2]))
+    return torch.stack([kernel * part for kernel, part in zip(kernels.unbind(2), shifted, strict=True)]).sum(0)
+
+
+class MarkovHead(nn.Module):
+    """Features of the token before a slot, which correct the slot's logits (DSpark)."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        rank, size = config.markov_rank, config.hidden_size
+        self.kind = config.markov_head_type
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)  # of the target's ids
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(size + rank, rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
+
+    def forward(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return features and the next state `(..., rank)`.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(..., hidden)`): State of a slot.
+            tokens (`torch.LongTensor` of shape `(...)`): The token before it.
+            state (`torch.Tensor` of shape `(..., rank)`): State after the slot before it, for `"rnn"`; zeros at first.
+        """
+        before = self.markov_w1(tokens)
+        if self.kind == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden, before], -1))) * before, state
+        if self.kind == "rnn":
+            gate, update, out = self.joint_proj(torch.cat([state, before, hidden], -1)).chunk(3, -1)
+            gate = torch.sigmoid(gate)
+            return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(update)
+        return before, state
+
+
+class ConfidenceHead(nn.Module):
+    """Weights of a head that says how likely a slot's token is accepted (DSpark)."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        rank = config.markov_rank if config.confidence_head == "markov" else 0
+        self.proj = nn.Linear(config.hidden_size + rank, 1)
+
+
+class CandidateSelector(nn.Module):
+    """Scores of the best tokens of a slot by the token before it (DFlash2)."""
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def forward(self, logits: torch.Tensor, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return scores `(B, n, vocab)` of the candidates, and -inf elsewhere.
+
+        Args:
+            logits (`torch.Tensor` of shape `(B, 1, vocab)`): Logits of the slot.
+            hidden (`torch.Tensor` of shape `(B, 1, hidden)`): State of the slot.
+            tokens (`torch.LongTensor` of shape `(B, n)`): Tokens before it.
+        """
+        best, candidates = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
+        features = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)
+        scores = best + features @ self.successor_codebook[candidates[:, 0]].transpose(1, 2)
+        everywhere = logits.new_full((*tokens.shape, logits.shape[-1]), -torch.inf)
+        return everywhere.scatter(2, candidates.expand(-1, tokens.shape[1], -1), scores.to(logits.dtype))
 
 
 class DFlashDraftModel(AuxDraftModel):
@@ -104,43 +317,6 @@ class DFlashDraftModel(AuxDraftModel):
         states = states.unflatten(0, anchors.shape)
         return states if score is None else score(states)
 
-    @torch.no_grad()
-    def draft_logits(
-        self,
-        aux_hidden_states: torch.Tensor,
-        tokens: torch.LongTensor,
-        lengths: Sequence[int],
-        embed_tokens: Any = None,
-        lm_head: Any = None,
-    ) -> list[torch.Tensor]:
-        """Return the logits of the blocks that are drafted after the first entries of whole texts.
-
-        Args:
-            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
-                the target's layers `target_layer_ids` at each position, joined.
-            tokens (`torch.LongTensor` of shape `(B, T)`): Tokens of the texts.
-            lengths (`Sequence[int]`): For each block, how many entries it follows. Its first slot holds the token at
-                this position.
-            embed_tokens (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's embedding, for
-                drafts without one of their own.
-            lm_head (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's head, likewise.
-
-        Returns:
-            `list[torch.Tensor]`: For each length, logits `(B, block_size, draft vocabulary)` of all slots: with a
-            Markov head those along the chain of the most likely tokens, with a selector those that it chooses from.
-        """
-        target, window = ends_of(embed_tokens, lm_head), self.prompt_tokens
-        anchors = torch.as_tensor(lengths, device=tokens.device).expand(len(tokens), -1)
-        states = self(aux_hidden_states, tokens, anchors, target, window, self.setting("sinks"))
-        logits, before = self.logits(states, target), tokens.gather(1, anchors)
-        if self.markov_head is not None:
-            memory = self.first_memory(before)
-            for slot in range(self.config.first_slot, self.config.block_size):
-                row, memory = self.next_logits(logits[:, :, slot], states[:, :, slot], before, memory)
-                logits[:, :, slot] = row
-                before = self.token_ids[row.argmax(-1)]
-        return list(logits.unbind(1))
-
     def context(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Project auxiliary hidden states `(B, T, layers * hidden)` to what all layers read, `(B, T, hidden)`."""
         return self.hidden_norm(self.fc(aux_hidden_states))
@@ -153,6 +329,26 @@ class DFlashDraftModel(AuxDraftModel):
     def block_positions(self, anchors: torch.Tensor) -> torch.Tensor:
         """Return the positions `(N, S)` of the slots of blocks at `anchors` `(N,)`."""
         return anchors[:, None] + torch.arange(self.config.block_size, device=anchors.device)
+
+    def slot_mask(self, index: int, device: torch.device) -> torch.Tensor:
+        """Return which slots a slot sees in a layer, `(S, S)`: all or those near it, maybe no later ones."""
+        config, causal = self.config, self.effective("causal")
+        window, slots = config.window_of_layers[index], torch.arange(config.block_size, device=device)
+        distance = slots[:, None] - slots
+        seen = distance.abs() < (config.block_size if window is None or config.block_window else window)
+        if causal is None:
+            causal = window is not None and config.causal_windows
+        return seen & (distance >= 0) if causal else seen
+
+    def query_positions(self, index: int, anchors: torch.Tensor) -> torch.Tensor:
+        """Return the positions `(..., S)` by which a layer's window is measured, of blocks at `anchors` `(...)`.
+
+        They are those of the slots in layers whose windows move with them, and else that of the last entry.
+        """
+        slots = torch.arange(self.config.block_size, device=anchors.device)
+        if self.config.window_of_layers[index] is None or self.config.block_window:
+            return anchors[..., None] - 1 + 0 * slots
+        return anchors[..., None] + slots
 
     def run(self, states: torch.Tensor, angles: Rotary, attend: Attend) -> torch.Tensor:
         """Run the layers over blocks.
@@ -263,8 +459,7 @@ class BlockAttention:
         entries, apart = self._entries(index, entry_key.shape[2]), query.unflatten(0, (rows, blocks))
         scores = torch.einsum("bahsd,bhtd->bahst", apart, entry_key).flatten(0, 1)
         scores = scores.masked_fill(~entries.flatten(0, 1)[:, None], -torch.inf)
-        window, causal = self.draft.config.window_of_layers[index], self.draft.effective("causal")
-        own = slot_mask(self.draft.config, window, query.device, causal)
+        own = self.draft.slot_mask(index, query.device)
         own_scores = (query @ key.transpose(2, 3)).masked_fill(~own, -torch.inf)
         scores = torch.cat([scores, own_scores], -1).float().mul(query.shape[-1] ** -0.5)
         if (sinks := self.draft.layers[index].self_attn.attention_sink_bias) is not None:
@@ -281,6 +476,6 @@ class BlockAttention:
         entries = torch.arange(length, device=self.anchors.device)
         mask = (entries < self.anchors[..., None])[:, :, None]
         if window is not None:
-            near = entries > query_positions(self.draft.config, own, self.anchors)[..., None] - window
+            near = entries > self.draft.query_positions(index, self.anchors)[..., None] - window
             mask = mask & (near | (entries < sinks))
         return mask

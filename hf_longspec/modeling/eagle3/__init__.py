@@ -1,8 +1,7 @@
 """EAGLE-3: a draft of one layer that reads states of three layers of the target."""
 
 from ..register_draft import register_draft
-from .configuration_eagle3 import Eagle3Config
-from .modeling_eagle3 import Eagle3DraftModel
+from .modeling_eagle3 import Eagle3Config, Eagle3DraftModel
 
 __all__ = ["Eagle3Config", "Eagle3DraftModel"]
 

@@ -13,7 +13,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration_base import text_config
-from ..formats.speculators import (
+from ..loading import Checkpoint
+from ..register_draft import Converter
+from ..shared.convert_speculators import (
     LAYER_FIELDS,
     OF_TARGET,
     USUAL_LENGTH,
@@ -25,9 +27,7 @@ from ..formats.speculators import (
     renamed,
     write_speculators,
 )
-from ..loading import Checkpoint
-from ..register_draft import Converter
-from .configuration_eagle3 import Eagle3Config
+from .modeling_eagle3 import Eagle3Config
 
 logger = logging.get_logger(__name__)
 

@@ -43,7 +43,7 @@ class Eagle3Drafter(AuxDrafter):
         """
         outputs, states = self._enter(aux_hidden_states, tokens, positions, last)
         seen = (self.seen(ring, positions.gather(1, last)) for ring in self.rings)
-        return self.draft.logits(outputs, self.binding.target.model), states, *seen
+        return self.head(outputs), states, *seen
 
     def next_level(
         self,
@@ -70,9 +70,9 @@ class Eagle3Drafter(AuxDrafter):
             ring.stage(key, value, ancestor_mask.shape[2] - ancestor_mask.shape[1])
             return self.attend(query, ring.keys, ring.values, self.seen_by_nodes(seen[index], ancestor_mask))
 
-        embedded = self.draft.embed(tokens.to(self.device), self.binding.target.model).to(self.device, self.dtype)
+        embedded = self.embed(tokens)
         outputs, states = self.draft.run(states, embedded, (cos, sin), attend)
-        return self.draft.logits(outputs, self.binding.target.model), states
+        return self.head(outputs), states
 
     def _enter(
         self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, query_places: torch.Tensor
@@ -93,7 +93,7 @@ class Eagle3Drafter(AuxDrafter):
                 query, ring.keys, ring.values, ring.visible(query_positions if index == last_layer else positions)
             )
 
-        embedded = self.draft.embed(tokens, self.binding.target.model).to(self.device, self.dtype)
+        embedded = self.embed(tokens)
         states = self.draft.features(aux_hidden_states.to(self.device, self.dtype))
         angles = self.rotary(states, positions.clamp_min(0))
         return self.draft.run(states, embedded, angles, attend, query_places)
@@ -113,7 +113,7 @@ class ParallelEagle3Drafter(Eagle3Drafter):
 
     def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits `(B, 1, draft vocabulary)` of a level, and those of all `(B, levels, draft vocabulary)`."""
-        logits = changing[0] if depth else self.draft.logits(self._rows(*changing), self.binding.target.model)
+        logits = changing[0] if depth else self.head(self._rows(*changing))
         return logits[:, depth : depth + 1], logits
 
     def _rows(

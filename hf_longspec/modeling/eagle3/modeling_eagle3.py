@@ -1,23 +1,82 @@
 """Eagle3DraftModel: one decoder layer on states of three layers of the target, run once per drafted token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.deprecation import deprecate_kwarg
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from ...generation.drafter import Binding
 from ..settings import WIDTHS, Setting
 from ..shared.aux_drafter import AuxDrafter
-from ..shared.aux_hidden_states import AuxDraftModel
-from ..shared.aux_layers import Attend, Rotary
-from ..shared.texts import ends_of, up_to
-from .configuration_eagle3 import Eagle3Config
+from ..shared.aux_hidden_states import Attend, Attention, AuxConfig, AuxDraftModel, Rotary, up_to
 from .generation_eagle3 import Eagle3Drafter, ParallelEagle3Drafter
-from .layers_eagle3 import Eagle3Layer
+
+
+class Eagle3Config(AuxConfig):
+    """Configuration of [`Eagle3DraftModel`]. The first layer reads an embedding with each hidden state.
+
+    A P-EAGLE draft is one with a `mask_token_id`.
+    """
+
+    model_type = "longspec_eagle3"
+
+    fc_bias: bool = False  # whether the projection of the auxiliary hidden states has a bias
+    norm_before_residual: bool = False  # whether the residual of the first layer is the normalised state
+    norm_before_fc: bool = False  # whether the auxiliary hidden states are normalised together
+    fc_norm: bool = False  # whether each of them is normalised alone
+    norm_output: bool = False  # whether the next step reads the normalised state instead of the residual stream
+    training_steps: int = 3  # number of chained steps in training; of a P-EAGLE draft, of levels
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.norm_before_fc and self.fc_norm:
+            yield "norm_before_fc=True and fc_norm=True: auxiliary hidden states are normalised only once"
+
+
+class Eagle3Layer(GradientCheckpointingLayer):
+    """One layer: attention and SwiGLU. The first one attends with the normalised embedding and state concatenated."""
+
+    def __init__(self, config: Eagle3Config, index: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.index = index
+        self.norm_before_residual = config.norm_before_residual
+        if index == 0:
+            self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.self_attn = Attention(config, 2 * size if index == 0 else size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        embedded: torch.Tensor | None,
+        angles: Rotary,
+        attend: Attend,
+        query_places: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the residual stream after this layer; see [`Eagle3DraftModel.run`]."""
+        residual = states
+        if embedded is None:
+            normed = self.input_layernorm(states)
+        else:
+            normed = self.hidden_norm(states)
+            residual = normed if self.norm_before_residual else states
+            normed = torch.cat([self.input_layernorm(embedded), normed], -1)
+        query, key, value = self.self_attn.project(normed)
+        query, key = apply_rotary_pos_emb(query, key, *angles)
+        if query_places is not None:
+            residual = residual.gather(1, query_places[..., None].expand(-1, -1, residual.shape[-1]))
+            columns = query_places[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[-1])
+            query = query.gather(2, columns)
+        states = residual + self.self_attn.output(attend(self.index, query, key, value))
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Eagle3DraftModel(AuxDraftModel):
@@ -57,7 +116,6 @@ class Eagle3DraftModel(AuxDraftModel):
         self.mask_hidden = None if mask_hidden is None else nn.Parameter(mask_hidden)
         self.add_ends(config)
 
-    @deprecate_kwarg("taps", version="1.0", new_name="aux_hidden_states")  # the name in earlier versions
     def forward(
         self,
         aux_hidden_states: torch.Tensor,
@@ -110,61 +168,6 @@ class Eagle3DraftModel(AuxDraftModel):
             outputs, states = self.run(states[:, :count], embedded[:, step:], angles, partial(attention, step))
             logits.append(self.logits(outputs, target) if score is None else score(step, outputs))
         return logits
-
-    @torch.no_grad()
-    def draft_logits(
-        self,
-        aux_hidden_states: torch.Tensor,
-        tokens: torch.LongTensor,
-        lengths: Sequence[int],
-        embed_tokens: Any = None,
-        lm_head: Any = None,
-    ) -> list[torch.Tensor]:
-        """Return the logits that a P-EAGLE draft computes in one forward after the first entries of whole texts.
-
-        Args:
-            aux_hidden_states (`torch.Tensor` of shape `(B, T, num_aux_hidden_states * target_hidden_size)`): Inputs of
-                the target's layers `target_layer_ids` at each entry, joined.
-            tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the states.
-            lengths (`Sequence[int]`): For each draft, how many entries it follows.
-            embed_tokens (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's embedding, for
-                drafts without one of their own.
-            lm_head (`torch.Tensor` of shape `(vocab, hidden)` or module, *optional*): The target's head, likewise.
-
-        Returns:
-            `list[torch.Tensor]`: For each length, logits `(B, levels, draft vocabulary)`.
-
-        Raises:
-            ValueError: If the draft is not one of P-EAGLE.
-        """
-        if self.mask_hidden is None:
-            raise ValueError(
-                "this EAGLE-3 draft has no mask_token_id, so that it drafts one token in a forward: call "
-                "draft(aux_hidden_states, tokens, steps) for the logits of its steps."
-            )
-        target = ends_of(embed_tokens, lm_head)
-        return [self._parallel_logits(aux_hidden_states[:, :size], tokens[:, :size], target) for size in lengths]
-
-    def _parallel_logits(self, aux_hidden_states: torch.Tensor, tokens: torch.Tensor, target: Any) -> torch.Tensor:
-        """Return the logits `(B, levels, draft vocabulary)` after whole texts of T entries."""
-        last, count = tokens.shape[1] - 1, len(self.setting("tree_widths")) - 1
-        places = torch.arange(last + 1 + count, device=tokens.device)
-        queries, windows = places[:, None], self.config.window_of_layers
-
-        def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            window, sinks, ends = windows[index], 0, queries
-            if window is None:  # that of inference does not move with the rows
-                window, sinks, ends = (
-                    min(self.prompt_tokens, len(places)),
-                    self.setting("sinks"),
-                    queries.clamp_max(last),
-                )
-            mask = (places <= queries) & ((places > ends - window) | (places < sinks) | (places >= last))
-            return nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
-
-        embedded, states = self.with_mask_rows(aux_hidden_states.to(self.dtype), tokens, count, target)
-        angles = self.rotary_embedding(tokens.device)(states, places.expand(len(tokens), -1))
-        return self.logits(self.run(states, embedded, angles, attend)[0][:, last:], target)
 
     def features(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Project auxiliary hidden states `(B, T, layers * hidden)` to the width of the draft, `(B, T, hidden)`."""

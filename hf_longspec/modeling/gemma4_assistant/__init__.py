@@ -1,8 +1,7 @@
 """Gemma 4 assistants: small models without keys of their own, which attend to the cache of their target."""
 
 from ..register_draft import register_draft
-from .configuration_gemma4_assistant import Gemma4AssistantDraftConfig
-from .modeling_gemma4_assistant import Gemma4AssistantDraftModel
+from .modeling_gemma4_assistant import Gemma4AssistantDraftConfig, Gemma4AssistantDraftModel
 
 __all__ = ["Gemma4AssistantDraftConfig", "Gemma4AssistantDraftModel"]
 

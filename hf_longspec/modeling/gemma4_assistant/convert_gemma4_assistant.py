@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..formats.speculators import draft_of, refuse
 from ..loading import Checkpoint
 from ..register_draft import Converter
-from .configuration_gemma4_assistant import Gemma4AssistantDraftConfig
+from ..shared.convert_speculators import draft_of, refuse
+from .modeling_gemma4_assistant import Gemma4AssistantDraftConfig
 
 FORMS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 FORMATS = ("model.safetensors.index.json", "model.safetensors")

@@ -1,23 +1,193 @@
 """Gemma4AssistantDraftModel: a few layers without keys of their own attend to the target's cache from one position."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
 from ...attention_backends.contexts import LayerAttention, StepContext
 from ...attention_backends.interface import AUTOMATIC
 from ...attention_backends.lengths import SeqLens
 from ...attention_backends.registry import AttentionState
+from ...generation.draft_tree import Beam
+from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target import TargetView
-from ...generation.target_modules import TargetEnds, attention_of, decoder_of, final_norm_of, refuse_compiled_forward
+from ...generation.target_modules import (
+    TargetEnds,
+    attention_of,
+    decoder_of,
+    final_norm_of,
+    last_layer,
+    refuse_compiled_forward,
+    shape_of,
+)
 from ..base import DraftModel
-from ..configuration_base import refuse_other_sizes
+from ..configuration_base import DraftConfig, check_sizes, refuse_other_sizes, text_config
+from ..saved_config import readable
 from ..settings import WIDTHS
-from .configuration_gemma4_assistant import SLIDING, Gemma4AssistantDraftConfig, layers_read
-from .generation_gemma4_assistant import Gemma4AssistantDrafter
+from ..shared.aux_drafter import Angles
+from ..shared.beams import CacheReader, PrefixStates, Tensors
+
+# Parts of Gemma 4 that no assistant has, and the values of their fields that leave them out.
+WITHOUT = {"hidden_size_per_layer_input": 0, "enable_moe_block": False, "use_double_wide_mlp": False}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class SharedLayersConfig(Gemma4TextConfig):
+    """Configuration of layers without keys and values of their own.
+
+    The class of transformers 5.23 wants some layers to have them, and refuses every assistant.
+    """
+
+    @property
+    def kv_sharing_modes(self) -> list[str | None]:
+        return ["reuse"] * self.num_hidden_layers
+
+
+class Gemma4AssistantDraftConfig(DraftConfig):
+    """Configuration of [`Gemma4AssistantDraftModel`]."""
+
+    model_type = "longspec_gemma4_assistant"
+    sizes: ClassVar[dict[str, tuple[int, int]]] = {"backbone_hidden_size": (0, 2**17), "num_centroids": (0, 2**24)}
+
+    layer_config: dict[str, Any] | None = None  # the `text_config` of an assistant in transformers
+    backbone_hidden_size: int = 0  # width of the target
+    use_ordered_embeddings: bool = False  # whether the head computes the logits of the tokens of some clusters only
+    num_centroids: int = 2048  # number of clusters
+    centroid_intermediate_top_k: int = 32  # number of clusters whose tokens have logits
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
+        """Return the configuration of one layer of each type that the target has, half as wide as the target."""
+        text = text_config(target)
+        layers = {kind: text.per_layer_config[index] for kind, index in layers_read(text).items()}
+        full, sliding = layers[FULL], layers.get(SLIDING, layers[FULL])
+        default_size = text.hidden_size // full.num_attention_heads
+        layer_config = {
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.hidden_size // 2,
+            "intermediate_size": text.hidden_size,
+            "num_hidden_layers": len(layers),
+            "layer_types": [*layers],
+            "num_attention_heads": full.num_attention_heads,
+            "num_key_value_heads": getattr(full, "num_key_value_heads", None) or full.num_attention_heads,
+            "head_dim": getattr(sliding, "head_dim", None) or default_size,
+            "global_head_dim": getattr(full, "head_dim", None) or default_size,
+            "sliding_window": getattr(text, "sliding_window", None) or Gemma4TextConfig.sliding_window,
+        }
+        values = {"layer_config": layer_config | WITHOUT, "backbone_hidden_size": text.hidden_size}
+        return super().from_target(target, **(values | overrides))
+
+    @property
+    def layer(self) -> SharedLayersConfig:
+        fields = WITHOUT | (self.layer_config or {})
+        layers = fields.get("num_hidden_layers", 1)
+        return SharedLayersConfig.from_dict(fields | {"num_kv_shared_layers": layers})
+
+    @property
+    def head_dim(self) -> int:
+        """Size of the largest heads."""
+        size = shape_of(self.layer, "head_dim")
+        return int(max(size) if isinstance(size, list) else size)
+
+    def check_types(self) -> None:
+        super().check_types()
+        fields = self.layer_config or {}
+        check_sizes("layer_config in the draft's config.json", fields)
+        with readable("layer_config in the draft's config.json", fields, SharedLayersConfig.from_dict):
+            self.layer  # noqa: B018
+        for name, value in WITHOUT.items():
+            if fields.get(name, value) not in (None, value):
+                raise ValueError(
+                    f"layer_config has {name}={fields[name]!r}: expected {value!r}, as assistants of Gemma 4 have. "
+                    "Use another draft."
+                )
+        if other := sorted(set(fields.get("layer_types") or ()) - {FULL, SLIDING}):
+            raise ValueError(f"layer_config has layers of types {other}: expected {FULL} and {SLIDING}.")
+        most = self.num_centroids
+        if self.use_ordered_embeddings and not (
+            most and self.vocab_size % most == 0 and 1 <= self.centroid_intermediate_top_k <= most
+        ):
+            raise ValueError(
+                f"num_centroids={most}, centroid_intermediate_top_k={self.centroid_intermediate_top_k}: expected a "
+                f"divisor of vocab_size={self.vocab_size}, as all clusters have the same size, and at most as many. "
+                "Correct the draft's config.json."
+            )
+
+
+def layers_read(text: Any) -> dict[str, int]:
+    """Return the target's layer whose keys and values are read, for each type of the draft's layers.
+
+    It is the last layer of its type that has a cache of its own.
+    """
+    has_windows = SLIDING in (getattr(text, "layer_types", None) or ())
+    return {kind: last_layer(text, kind) for kind in ((SLIDING, FULL) if has_windows else (FULL,))}
+
+
+class Gemma4AssistantDrafter(CacheReader):
+    """Draft a tree of fixed size."""
+
+    wants_hidden = True
+
+    def __init__(self, binding: Binding, draft: Any):
+        super().__init__(binding, draft)
+        target, self.rings = binding.target.model, []
+        self.ends, self.norm = TargetEnds(target), final_norm_of(target)
+        self.kinds, self.read_layers = zip(*layers_read(binding.target.config).items(), strict=True)
+        self.angles: Angles = binding.part((Angles, self.device), lambda: Angles(draft.rotary_embedding(self.device)))
+        size = binding.cache.batch_size, 1, draft.config.backbone_hidden_size
+        # output of the target's final norm at the last committed tokens
+        self.state = torch.zeros(size, dtype=self.dtype, device=self.device)
+
+    @property
+    def state_bytes(self) -> int:
+        return self.state.nbytes
+
+    @property
+    def _holder(self) -> Any:
+        return self.binding.cache if self.draft is self._owner else self.draft
+
+    def row_states(self) -> Sequence[torch.Tensor]:
+        return (self.state,)
+
+    def observe(self, verification: Verification) -> None:
+        assert verification.hidden is not None
+        path, counts = verification.path, verification.num_nodes
+        self.state = self.run(self.newest, verification.hidden, path, counts.on(path.device), self.state)
+
+    def newest(
+        self, hidden: torch.Tensor, path: torch.Tensor, counts: torch.Tensor, before: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the states of the last kept nodes; rows that kept none keep their earlier state."""
+        last = last_of(path, counts).to(hidden.device)[:, None, None]
+        states = self.norm(hidden.gather(1, last.expand(-1, 1, hidden.shape[2]))).to(before)
+        return torch.where(counts.to(before.device)[:, None, None] > 0, states, before)
+
+    def inputs(self, root: torch.Tensor) -> Tensors:
+        """Return the roots `(B,)`, and the states before them."""
+        return root, self.state
+
+    def begin(self, inputs: Tensors, prefix: PrefixStates) -> Tensors:
+        """Return the states before the roots, and the position of all nodes `(B, 1)`."""
+        return inputs[1], prefix.lengths.on(self.device)[:, None]
+
+    def level_inputs(self, beam: Beam, depth: int, shared: Tensors, states: Sequence[torch.Tensor]) -> Tensors:
+        before, positions = shared
+        return beam.tokens, self.of_parents(beam, states[0]) if depth else before, positions
+
+    def level(self, changing: Tensors, depth: int, prefix: PrefixStates) -> Tensors:
+        """Return logits `(B, n, V)` after the newest level of a beam, and states `(B, n, hidden)`."""
+        tokens, states, positions = changing
+        embedded = self.ends.embed(tokens).to(self.device, self.dtype)
+        used = slice(prefix.lengths.longest)
+        layers = zip(self.kinds, prefix.layers, strict=True)
+        shared = {kind: (keys[:, :, used], values[:, :, used]) for kind, (keys, values) in layers}
+        return self.draft(embedded, states, positions, self.angles.rotary, shared, prefix.lengths)
+
 
 # Keys and values `(B, K, S, D)` of the target, by the type of the draft's layers that read them.
 SharedStates = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -131,39 +301,6 @@ class Gemma4AssistantDraftModel(DraftModel):
         tokens = self.token_ordering.view(self.config.num_centroids, -1)[best].flatten(-2)
         logits = (rows[tokens] @ hidden[..., None]).squeeze(-1)
         return logits.new_full((*hidden.shape[:2], len(rows)), -torch.inf).scatter(-1, tokens, logits)
-
-    @torch.no_grad()
-    def chain_logits(
-        self,
-        hidden_states: torch.Tensor,
-        tokens: torch.Tensor,
-        steps: int,
-        shared_kv_states: SharedStates,
-        target: PreTrainedModel,
-    ) -> list[torch.Tensor]:
-        """Return the logits of a greedy chain after texts of equal length.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(B, 1, hidden)`): Output of the target's final norm at the last
-                token of the texts.
-            tokens (`torch.LongTensor` of shape `(B, 1)`): The token after them.
-            steps (`int`): Number of chained steps after the first.
-            shared_kv_states (`dict`): Keys and values `(B, K, T, D)` of the texts, see `SharedStates`.
-            target (`PreTrainedModel`): The target, whose embedding is used.
-
-        Returns:
-            `list[torch.Tensor]`: Logits `(B, 1, vocab)` of each step. Its token is the most likely one of the step
-            before.
-        """
-        length = next(iter(shared_kv_states.values()))[0].shape[2]
-        lengths, positions = SeqLens.equal(length, len(tokens)), torch.full_like(tokens, length)
-        ends, rotary, states, found = TargetEnds(target), self.rotary_embedding(tokens.device), hidden_states, []
-        for _ in range(steps + 1):
-            embedded = ends.embed(tokens).to(self.dtype)
-            logits, states = self(embedded, states, positions, rotary, shared_kv_states, lengths)
-            tokens = logits.argmax(-1)
-            found.append(logits)
-        return found
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets of other sizes, and those whose keys and values the draft cannot read."""

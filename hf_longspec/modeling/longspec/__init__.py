@@ -1,8 +1,7 @@
 """LongSpec: a draft of one block that reads the cache of its target."""
 
 from ..register_draft import register_draft
-from .configuration_longspec import LongSpecConfig
-from .modeling_longspec import LongSpecDraftModel
+from .modeling_longspec import LongSpecConfig, LongSpecDraftModel
 
 __all__ = ["LongSpecConfig", "LongSpecDraftModel"]
 

@@ -11,8 +11,7 @@ from transformers import PreTrainedConfig
 
 from ..loading import Checkpoint
 from ..register_draft import Converter
-from .configuration_longspec import LongSpecConfig
-from .modeling_longspec import LongSpecDraftModel
+from .modeling_longspec import LongSpecConfig, LongSpecDraftModel
 
 # Draft -> target it was trained for.
 LONGSPEC_TARGETS = {

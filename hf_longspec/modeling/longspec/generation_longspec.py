@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ...generation.draft_tree import Beam
 from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target_modules import PartOfHead, TargetParts
-from ..shared.beams import CacheReader, PrefixStates, Tensors, WindowRing
+from ..shared.beams import CacheReader, PrefixStates, Tensors
 
 logger = logging.get_logger(__name__)
 
@@ -36,8 +36,7 @@ class LongSpecDrafter(CacheReader):
         self.read_layers, self.read_window = (self.parts.kv_layer,), draft.setting("cross_attention_window")
         sizes = (config.num_key_value_heads, config.head_dim)
         shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)
-        self.ring: WindowRing = binding.part((WindowRing, *shape), lambda: WindowRing(*shape))
-        self.ring.clear()
+        self.ring = self.make_ring(0, *shape)
         self.rings = [self.ring]
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:

@@ -1,8 +1,7 @@
 """MTP: the layers for multi-token prediction that lie in the target's own checkpoint, as a draft."""
 
 from ..register_draft import register_draft
-from .configuration_mtp import MtpConfig
-from .modeling_mtp import MtpDraftModel
+from .modeling_mtp import MtpConfig, MtpDraftModel
 
 __all__ = ["MtpConfig", "MtpDraftModel"]
 

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from ...generation.target_modules import layer_at
 from ..configuration_base import text_config
 from ..loading import Checkpoint, refuse_integers, refuse_other_shapes
-from .configuration_mtp import MtpConfig
-from .layers_mtp import decoder_like
+from .modeling_mtp import MtpConfig, decoder_like
 
 
 @dataclass(frozen=True)

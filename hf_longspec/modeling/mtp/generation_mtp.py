@@ -10,7 +10,7 @@ to level j, and entries of a text continue from the last output of the verificat
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,18 @@ from ..shared.beams import Tensors, WindowRing
 
 # Entries of a prompt that several layers run at a time.
 PIECE = 256
+
+
+class Nodes(NamedTuple):
+    """The nodes of a tree that a layer runs on."""
+
+    states: torch.Tensor  # `(B, n, hidden)`: state of each node's parent
+    tokens: torch.Tensor  # `(B, n)`
+    ancestor_mask: torch.Tensor  # `(B, n, N)`: ancestors of each node among the N nodes so far
+    positions: torch.Tensor  # `(B, 1)` or `(B, n)`
+    cos: torch.Tensor  # `(B, 1, D)` or `(B, n, D)`: cosines of the positions
+    sin: torch.Tensor  # likewise, sines
+    seen: torch.Tensor  # `(B, 1, slots + 1)`: what nodes see of the ring, and of the root
 
 
 class MtpDrafter(AuxDrafter):
@@ -36,6 +48,12 @@ class MtpDrafter(AuxDrafter):
 
     def make_rotary(self) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
         return lambda like, positions: self.parts.rotary(positions, like)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.parts.embed(tokens).to(self.device, self.dtype)
+
+    def head(self, outputs: torch.Tensor) -> torch.Tensor:
+        return self.parts.head(outputs)
 
     @cached_property
     def rings(self) -> list[WindowRing]:  # type: ignore[override]
@@ -52,11 +70,7 @@ class MtpDrafter(AuxDrafter):
         (_, heads, _, key_dim), (*_, value_dim) = shapes
         room = self.most_new if self.depth == 1 else max(self.most_new, PIECE)
         shape = self.window, self.num_nodes, batch, heads, key_dim, self.dtype, self.device, self.sinks, room, value_dim
-        rings = [
-            self.binding.part((WindowRing, index, *shape), partial(WindowRing, *shape)) for index in range(self.depth)
-        ]
-        for ring in rings:
-            ring.clear()
+        rings = [self.make_ring(index, *shape) for index in range(self.depth)]
         state = torch.zeros(batch, 1, size, dtype=self.dtype, device=self.device)
         self._carried = [(state, torch.full((batch, 1), -2, device=self.device)) for _ in rings[1:]]
         return rings
@@ -75,7 +89,7 @@ class MtpDrafter(AuxDrafter):
     ) -> torch.Tensor:
         """Store entries in the rings; return outputs `(B, depth, hidden)` of all layers at the place of each row."""
         states = self.norm(aux_hidden_states).to(self.device, self.dtype)
-        embedded = self.parts.embed(tokens).to(self.device, self.dtype)
+        embedded = self.embed(tokens)
         shown, places, newest = positions.clamp_min(0), positions, []
         angles = self.rotary(states, shown)
         for index, layer in enumerate(self.draft.layers):
@@ -113,64 +127,43 @@ class MtpDrafter(AuxDrafter):
             return shared[:4]
         _, _, _, _, positions, *angles = shared
         if self.depth == 1:
-            column = slice(depth, depth + 1)
-            of_level = positions[:, column], angles[0][:, column], angles[1][:, column], states[1]
-            return self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, *of_level
+            place, cos, sin = (part[:, depth : depth + 1] for part in (positions, *angles))
+            return Nodes(self.of_parents(beam, states[0]), beam.tokens, beam.ancestor_mask, place, cos, sin, states[1])
         tokens, parents, _, depths, masks = (part[:, 1:] for part in beam.fields())
         depths = depths.to(self.device)
-        of_nodes = [part.gather(1, depths[..., None].expand(-1, -1, part.shape[2])) for part in angles]
-        above = parents.to(self.device)[..., None].expand(-1, -1, states[0].shape[2])
-        of_nodes = [positions.gather(1, depths), *of_nodes, self.seen(self.rings[depth], positions[:, :1])]
-        return states[0].gather(1, above), tokens, masks, *of_nodes, beam.tokens, states[1]
+        cos, sin = (part.gather(1, depths[..., None].expand(-1, -1, part.shape[2])) for part in angles)
+        above = states[0].gather(1, parents.to(self.device)[..., None].expand(-1, -1, states[0].shape[2]))
+        seen = self.seen(self.rings[depth], positions[:, :1])
+        nodes = Nodes(above, tokens, masks, positions.gather(1, depths), cos, sin, seen)
+        return *nodes, beam.tokens, states[1]
 
     def level(self, changing: Tensors, depth: int, prefix: None) -> Tensors:
         """Return logits `(B, n, V)` after the newest level of a beam, and states."""
         if not depth:
             outputs, (_, _, positions, last) = self._enter(*changing), changing
             further = outputs if self.depth > 1 else self.seen(self.rings[0], positions.gather(1, last))
-            return self.parts.head(outputs[:, :1]), outputs[:, :1], further
+            return self.head(outputs[:, :1]), outputs[:, :1], further
         if self.depth == 1:
-            states = self._next(0, *changing)
-            return self.parts.head(states), states
-        *inputs, newest, outputs = changing
-        states = self._next(depth, *inputs)
-        logits = self.parts.head(states[:, -newest.shape[1] :])
+            states = self._next(0, Nodes(*changing))
+            return self.head(states), states
+        *nodes, newest, outputs = changing
+        states = self._next(depth, Nodes(*nodes))
+        logits = self.head(states[:, -newest.shape[1] :])
         return logits, torch.cat([outputs[:, depth : depth + 1], states], 1), outputs
 
-    def _next(
-        self,
-        index: int,
-        states: torch.Tensor,
-        tokens: torch.Tensor,
-        ancestor_mask: torch.Tensor,
-        positions: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        seen: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return outputs `(B, n, hidden)` of a layer at nodes.
-
-        Args:
-            index (`int`): The layer.
-            states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
-            tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the nodes.
-            ancestor_mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
-            positions (`torch.LongTensor` of shape `(B, 1)` or `(B, n)`): Positions of the nodes.
-            cos (`torch.Tensor` of shape `(B, 1, D)` or `(B, n, D)`): Cosines of the positions.
-            sin (`torch.Tensor` of shape `(B, 1, D)` or `(B, n, D)`): Sines of the positions.
-            seen (`torch.BoolTensor` of shape `(B, 1, slots + 1)`): What nodes see of the ring, and of the root.
-        """
-        ring, (count, nodes) = self.rings[index], ancestor_mask.shape[1:]
-        mask = self.seen_by_nodes(seen, ancestor_mask)
+    def _next(self, index: int, nodes: Nodes) -> torch.Tensor:
+        """Return outputs `(B, n, hidden)` of a layer at nodes."""
+        ring, (count, total) = self.rings[index], nodes.ancestor_mask.shape[1:]
+        mask = self.seen_by_nodes(nodes.seen, nodes.ancestor_mask)
 
         def stage(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            ring.stage(keys, values, nodes - count)
+            ring.stage(keys, values, total - count)
             size = mask.shape[2]
             return ring.keys[:, :, :size], ring.values[:, :, :size], mask
 
-        embedded = self.parts.embed(tokens).to(self.device, self.dtype)
-        shown = positions.expand(-1, count)
-        return self.draft.layers[index](states, embedded, shown, (cos, sin), stage)
+        embedded = self.embed(nodes.tokens)
+        shown = nodes.positions.expand(-1, count)
+        return self.draft.layers[index](nodes.states, embedded, shown, (nodes.cos, nodes.sin), stage)
 
     def _run(self, *args: Any) -> Any:
         """Return `None` with several layers, whose steps are neither compiled nor captured."""

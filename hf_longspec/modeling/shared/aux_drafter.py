@@ -6,7 +6,7 @@ position p + 1, for drafts that read one. The states of the last verification wa
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +114,15 @@ class AuxDrafter(BeamDrafter):
         key = Angles, self.draft.effective("rope_theta"), self.device
         return self.binding.part(key, lambda: Angles(self.draft.rotary_embedding(self.device)))
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return embeddings `(B, T, hidden)` of tokens, on the draft's device."""
+        embedded = self.draft.embed(tokens.to(self.device), self.binding.target.model)
+        return embedded.to(self.device, self.dtype)
+
+    def head(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return logits `(B, n, draft vocabulary)` of normalised outputs `(B, n, hidden)`."""
+        return self.draft.logits(outputs, self.binding.target.model)
+
     @property
     def tree_slots(self) -> int:
         """Most drafted entries that are staged in a ring at a time."""
@@ -153,10 +162,7 @@ class AuxDrafter(BeamDrafter):
         sizes = self.binding.cache.batch_size, config.num_key_value_heads, config.head_dim, self.dtype, self.device
         for index, layer_window in enumerate(config.window_of_layers):
             window, sinks = (self.window, self.sinks) if layer_window is None else (min(layer_window, self.window), 0)
-            shape = window, self.tree_slots, *sizes, sinks, self.most_new
-            ring: WindowRing = self.binding.part((WindowRing, index, *shape), partial(WindowRing, *shape))
-            ring.clear()
-            rings.append(ring)
+            rings.append(self.make_ring(index, window, self.tree_slots, *sizes, sinks, self.most_new))
         return rings
 
     @property

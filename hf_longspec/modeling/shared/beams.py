@@ -174,6 +174,12 @@ class BeamDrafter(Drafter):
         """The object that graphs go with. They hold the addresses of weights: those of a copy are dropped with it."""
         return self.rings[0] if self.draft is self._owner else self.draft
 
+    def make_ring(self, layer: int, *shape: Any) -> WindowRing:
+        """Return an empty ring of a layer of the draft, with the arguments of [`WindowRing`]; kept for later calls."""
+        ring: WindowRing = self.binding.part((WindowRing, layer, *shape), lambda: WindowRing(*shape))
+        ring.clear()
+        return ring
+
     def shape_of(self, draft: Any) -> tuple[list[int], int]:
         """Return the widths of all levels, and how many of the best nodes are verified, root included."""
         widths: list[int] = draft.setting("tree_widths")

@@ -13,13 +13,13 @@ same tokens share nodes.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from math import inf
 from typing import Any
 
 import torch
 
 from ...generation.draft_tree import DraftTree, merge_trees, trie_of, trie_table
-from ...generation.drafter import Binding, Drafter, Verification
+from ...generation.drafter import Binding, Drafter, DrafterAround, Verification
 
 BYTES_PER_ENTRY = array("i").itemsize
 # Occurrences of a key that are compared or counted, the most recent ones, and tokens to which a match is followed back.
@@ -298,7 +298,7 @@ class NgramDrafter(Drafter):
         return TextIndex(self.longest_key, min(CAPACITY, self.binding.max_length), memory)
 
 
-class JoinedDrafter(Drafter):
+class JoinedDrafter(DrafterAround):
     """Propose the candidates of another drafter together with n-grams.
 
     The nodes of the other drafter keep their indices, so that its state per node stays valid. N-gram nodes follow.
@@ -309,30 +309,24 @@ class JoinedDrafter(Drafter):
         ngrams ([`NgramDrafter`]): Drafter of the n-grams.
     """
 
+    # for loops that are not this package's, which get the joined trees, too
+    get_candidates, _follow = Drafter.get_candidates, Drafter._follow
+
     def __init__(self, inner: Drafter, ngrams: NgramDrafter):
-        super().__init__(inner.binding)
-        self.inner = inner
+        super().__init__(inner)
         self.ngrams = ngrams
         self.num_nodes = inner.num_nodes + ngrams.num_nodes - 1
         self.max_depth = max(inner.max_depth, ngrams.max_depth)
-        self.wants_hidden = inner.wants_hidden
         inner.ngram_depth = ngrams.max_depth
         self.first_ngram_node = inner.num_nodes
-        self._proposed: tuple[DraftTree, DraftTree] | None = None
 
-    @property
-    def seed_tokens(self) -> int:
-        return self.inner.seed_tokens
+    def speedup_bound(self) -> float:
+        """Return no bound, as n-grams cost nothing that the bound of the other drafter counts."""
+        return inf
 
     @property
     def state_bytes(self) -> int:
         return self.inner.state_bytes + self.ngrams.state_bytes
-
-    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
-        return self.inner.watch_prefill(lengths, starts)
-
-    def attention(self) -> AbstractContextManager[None]:
-        return self.inner.attention()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         self.inner.start(texts, verification)
@@ -341,6 +335,11 @@ class JoinedDrafter(Drafter):
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         self.inner.resume(texts, verification)
         self.ngrams.resume(texts, verification)
+
+    def observe(self, verification: Verification) -> None:
+        """Update both drafters. The path may contain nodes that the other drafter did not propose."""
+        self.inner.observe(verification)
+        self.ngrams.observe(verification)
 
     def take(self, row: int, other: Any) -> None:
         """Let both drafters take a row."""
@@ -356,15 +355,6 @@ class JoinedDrafter(Drafter):
         tree = DraftTree.of_fields(fields, max(depths.values()))
         self._proposed = tree, inner_tree
         return tree
-
-    def capture(self, tree: DraftTree) -> Any:
-        joined, inner_tree = self._proposed or (None, tree)
-        return self.inner.capture(inner_tree if tree is joined else tree)
-
-    def observe(self, verification: Verification) -> None:
-        """Update both drafters. The path may contain nodes that the other drafter did not propose."""
-        self.inner.observe(verification)
-        self.ngrams.observe(verification)
 
 
 def _trie(table: torch.Tensor, root: torch.Tensor, max_depth: int) -> tuple[torch.Tensor, ...]:

@@ -1,18 +1,30 @@
-"""Drafts without weights, whose chains the target drafts by itself on a part of its cache: SpecAttn, Quest."""
+"""The target as its own draft: it drafts chains by itself on a part of its cache, or with cheaper weights."""
 
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ...generation.draft_tree import DraftTree
+from ...generation.drafter import Binding, Drafter, drafted_tokens, noise_of_chain
 from ...generation.target import TargetView
 from ..base import DraftModel, refuse_masked
 from ..configuration_base import DraftConfig
 from ..settings import ACCEPTANCE, Setting
-from .draft_weights import BITS, rounded_copy, state_of_weights, why_not_rounded
+from .draft_weights import BITS, LowBitLinear, rounded_copy, state_of_weights, why_not_rounded
+from .sparse_caches import budget
 
 logger = logging.get_logger(__name__)
+
+# Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
+# small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
+KV_FACTOR = 16
 
 
 class SelfDraftModel(DraftModel):
@@ -107,3 +119,105 @@ class SelfDraftModel(DraftModel):
                 )
         if reasons := TargetView(copied).why_not():
             raise ValueError(f"draft_weights={type(copied).__name__} cannot draft: {'; '.join(reasons)}.")
+
+
+class SelfDrafter(Drafter):
+    """Draft chains on a part of the target's cache, `sparse`, with the target itself or a copy with cheaper weights.
+
+    Subclasses set `sparse` and implement `observe`.
+    """
+
+    sparse: Any
+    steps_have_one_shape: bool = True
+    """Whether a drafting step has the shapes of the one before, so that it may be compiled or captured."""
+
+    def __init__(self, binding: Binding, draft: Any):
+        super().__init__(binding)
+        copied = draft.weights_for(binding.target.model)
+        self.stepper = binding.target if copied is None else TargetView(copied, binding.target.steps.runner)
+        self.gamma = self.max_depth = draft.setting("num_assistant_tokens")
+        self.num_nodes = self.gamma + 1
+        self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
+        self._is_drawn = draft.setting("acceptance") == "rejection"
+
+    @property
+    def state_bytes(self) -> int:
+        return int(self.sparse.nbytes)
+
+    def num_selected(self, length: int) -> int:
+        """Return how many of `length` committed tokens a drafting step reads in a sparse layer, or fewer."""
+        return budget(length, self.sparse_ratio, self.sparse_min_tokens)
+
+    def speedup_bound(self) -> float:
+        lengths = self.binding.cache.lengths.host
+        share = sum(map(self.num_selected, lengths)) / max(1, sum(lengths))
+        layers = [self.binding.cache.layers[index] for index in self.sparse.sparse_layers]
+        weights, drafting = self._weight_bytes
+        return speedup_bound(self.max_depth, share, weights, entry_bytes(layers) * sum(lengths), drafting)
+
+    @cached_property
+    def _weight_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights that the target and a drafting step read, counted once per call."""
+        return weight_bytes(self.binding.target), weight_bytes(self.stepper)
+
+    def attention(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.stepper is self.binding.target else self.stepper.attention()
+
+    def captured_chain(self, root: torch.Tensor, noise: torch.Tensor | None, with_q: bool) -> Any:
+        """Return the result of `drafted_tokens` by one graph; `None` if there is none, as by default."""
+        return None
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """Return a chain of gamma tokens after `root` `(batch,)`, drafted in one graph if that is possible."""
+        rule = self.binding.rule
+        noise = noise_of_chain(self.binding, self.gamma, self._is_drawn)
+        with_q = self._is_drawn and noise is not None
+        drafted = self.captured_chain(root, noise, with_q)
+        if drafted is None:
+            drafted = drafted_tokens(rule, root, self.gamma, lambda _, token: self._draft_step(token), noise, with_q)
+        return DraftTree.chain(drafted[0], q=drafted[1])
+
+    def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
+        """Run one token per row over what a drafting step reads, and return logits `(batch, vocab)`."""
+        limit, is_fixed = self.binding.max_length, self.steps_have_one_shape
+        logits: torch.Tensor = self.sparse.step(self.stepper, token, limit, fixed_shape=is_fixed)[0]
+        self.sparse.advance()
+        return logits
+
+
+def speedup_bound(gamma: int, share: float, weights: float, kv: float, drafting: float) -> float:
+    """Return an upper bound on the tokens per second of speculation, relative to plain steps.
+
+    A plain step reads `weights` bytes of weights, and `kv` bytes of keys and values for all rows together. A drafting
+    step reads `drafting` bytes of weights, and of the keys and values the `share` from 0 to 1.
+
+    >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0, drafting=1.0), speedup_bound(4, 1.0, 1.0, 1e9, 1.0)
+    (1.0, 1.0)
+    >>> speedup_bound(gamma=4, share=0.0, weights=0.0, kv=1.0, drafting=0.0)
+    5.0
+    >>> speedup_bound(gamma=4, share=1.0, weights=1.0, kv=0.0, drafting=0.25)
+    2.5
+    """
+    if not weights and not kv:
+        return float(gamma + 1)
+    kv *= KV_FACTOR
+    return (gamma + 1) * (weights + kv) / (weights + gamma * drafting + kv * (1 + gamma * share))
+
+
+def weight_bytes(target: TargetView) -> int:
+    """Return a lower bound on the bytes of weights that every step reads in this process.
+
+    Only linear layers outside of experts count, since a step reads some of the experts only.
+    """
+    total = sum(
+        (module.packed if isinstance(module, LowBitLinear) else module.weight).nbytes
+        for name, module in target.model.named_modules()
+        if isinstance(module, nn.Linear | LowBitLinear) and "expert" not in name
+    )
+    return total // (1 if target.ranks is None else target.ranks.size)
+
+
+def entry_bytes(layers: Sequence[Any]) -> int:
+    """Return the bytes of the keys and values of one token in the given layers of a cache."""
+    parts = [part for layer in layers for part in (layer.keys, layer.values)]
+    return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)

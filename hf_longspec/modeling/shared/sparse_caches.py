@@ -35,7 +35,7 @@ class CompactCache(Cache):
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int]):
         self.cache = cache
         self.keyed_layers = frozenset(i for i, layer in enumerate(cache.layers) if hasattr(layer, "capacity"))
-        self.dense_layers = self._other_layers = dense_layers & self.keyed_layers
+        self.dense_layers = dense_layers & self.keyed_layers
         self.used = Rows(cache.batch_size)
         self.dense_used = Rows(cache.batch_size)
         self.used.staged = self.dense_used.staged = True
@@ -49,7 +49,7 @@ class CompactCache(Cache):
     @property
     def sparse_layers(self) -> list[int]:
         """Indices of the layers whose entries are selected, without layers that share the cache of another layer."""
-        others = self.keyed_layers - self._other_layers
+        others = self.keyed_layers - self.dense_layers
         return sorted(index for index in others if self.cache.layers[index].is_initialized)
 
     @property

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from ...attention_backends.contexts import SparseContext, StepContext
+from ...attention_backends.contexts import SparseContext
 from ...attention_backends.lengths import SeqLens
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Verification
-from ...generation.target import FixedStep
-from ..shared.self_drafter import Chain, ChainSteps, SelfDrafter
+from ...generation.drafter import Binding, Verification, drafted_tokens
+from ...generation.sampling import TokenRule
+from ...generation.target import FixedStep, Forward, Forwards
+from ..shared.self_drafts import SelfDrafter
 from ..shared.sparse_caches import SelectedCache, select_window
 
 # Query rows whose scores the verification collects, for each selection.
@@ -46,9 +47,14 @@ class SpecAttnDrafter(SelfDrafter):
         """Number of nodes of the longest chain, so that the first phase has scores to select by."""
         return self.num_nodes
 
-    def chain(self, root: torch.Tensor, steps: ChainSteps) -> tuple[Chain, Any, tuple[torch.Tensor, ...]]:
-        chain = SparseChain(steps, self.sparse.dense_layers)
-        return chain, self.sparse, (self.sparse.dense_used.lengths.on(root.device),)
+    def captured_chain(self, root: torch.Tensor, noise: torch.Tensor | None, with_q: bool) -> Any:
+        rule, cache, target = self.binding.rule, self.sparse, self.stepper
+        at_places = self.binding.cache.rows.offsets is None  # a graph computes positions from lengths alone
+        if not at_places or not (rule is None or rule.fits_graphs):
+            return None
+        chain = SparseChain(rule, self.gamma, self.binding.max_length, with_q, target.windows, cache.dense_layers)
+        inputs = (root, cache.dense_used.lengths.on(root.device), *(() if noise is None else (noise,)))
+        return target.steps.forwards(chain, cache, self.gamma, *inputs, may_compile=True)
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
         if self.selection not in CAPTURED_ROWS:
@@ -103,18 +109,35 @@ def _sum_of_path(scores: torch.Tensor, path: torch.Tensor, num_nodes: torch.Tens
 
 
 @dataclass(eq=False)
-class SparseChain(Chain):
-    """A chain in one graph."""
+class SparseChain(Forwards):
+    """The drafting steps of a chain, in one graph."""
 
+    rule: TokenRule | None
+    count: int
+    limit: int  # positions are clamped below it
+    with_q: bool  # whether the distributions of the tokens are wanted
+    windows: tuple[int | None, ...]  # of all layers
     dense_layers: frozenset[int]
 
     @property
     def key(self) -> tuple:
-        return *super().key, self.dense_layers
+        rule = () if self.rule is None else self.rule.key
+        return self.count, self.limit, self.with_q, self.windows, rule, self.dense_layers
 
-    def context(self, ends: Sequence[SeqLens], positions: torch.Tensor, *inputs: torch.Tensor) -> StepContext:
-        sparse, dense = (ends[-1], ends[0]) if 0 in self.dense_layers else (ends[0], ends[-1])
-        return SparseContext(sparse, positions, dense, self.dense_layers, windows=self.steps.windows)
+    def run(self, forward: Forward, starts: Sequence[SeqLens], *inputs: torch.Tensor) -> Any:
+        """Draft after the roots and their positions `(B,)`, which noise follows if tokens are drawn."""
+        root, first, *noise = inputs
+        mask = root.new_ones(len(root), 1, 1, 1, dtype=torch.bool)
+
+        def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
+            positions = (first + depth)[:, None].clamp_max(self.limit - 1)
+            here = [start.plus(depth) for start in starts]
+            ends = [start.plus(1) for start in here]
+            sparse, dense = (ends[-1], ends[0]) if 0 in self.dense_layers else (ends[0], ends[-1])
+            context = SparseContext(sparse, positions, dense, self.dense_layers, windows=self.windows)
+            return forward(token[:, None], positions, mask, context, *here)[:, 0]
+
+        return drafted_tokens(self.rule, root, self.count, logits_after, noise[0] if noise else None, self.with_q)
 
 
 @dataclass(eq=False)

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from hf_longspec import DFlashDraftModel, Eagle3DraftModel
 from hf_longspec.modeling.dflash.generation_dflash import DFlashDrafter
 from hf_longspec.modeling.eagle3.generation_eagle3 import ParallelEagle3Drafter
 from tests.modeling.calls import LENGTHS, check_sampled_text, generate, reference, watch_levels
+from tests.modeling.dflash.block_logits import block_logits
 from tests.modeling.dflash.test_modeling_dflash import FIXTURES, NAMES
 from tests.modeling.eagle3.residual_stream import residual_stream
 from tests.pairwise import few
@@ -26,9 +26,21 @@ def texts_of(sequences, vocab_size):
     return [row[mask.shape[1] - int(keep.sum()) :] for row, keep in zip(sequences, mask, strict=True)]
 
 
-def auxiliary(model, draft, text):
+@torch.no_grad()
+def logits_after(draft, model, text, lengths):
+    """Logits `(1, levels, draft vocabulary)` after so many entries of a text, by the forward of training."""
     states, _ = residual_stream(model, text[None])
-    return torch.cat([states[layer] for layer in draft.layers_of(model.config)], -1)
+    aux = torch.cat([states[layer] for layer in draft.layers_of(model.config)], -1)
+    if isinstance(draft, DFlashDraftModel):
+        return block_logits(draft, model, aux, text[None], lengths)
+    count, window = len(draft.setting("tree_widths")), draft.prompt_tokens
+    # the rows after the last entries hold masks, whatever the text is
+    entries = (
+        torch.nn.functional.pad(aux[:, :-1], (0, 0, 0, count)),
+        torch.nn.functional.pad(text[None, 1:], (0, count)),
+    )
+    steps = draft(*entries, count, target=model, window=window, sinks=draft.setting("sinks"))
+    return [torch.stack([level[:, length - 1] for level in steps], 1) for length in lengths]
 
 
 SLIDING = {"layer_windows": [4, None], "num_hidden_layers": 2}
@@ -60,16 +72,13 @@ def test_drafting_is_a_forward_over_the_text(target, monkeypatch, cls, name, set
         drafted = watch_levels(monkeypatch, ParallelEagle3Drafter)
     sequences = generate(model, draft, prefill_chunk_size=chunk, max_new_tokens=12)
     assert 0 < draft.last_speculation.num_accepted_draft_tokens < draft.last_speculation.num_draft_tokens
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if scale := getattr(ends[0], "embed_scale", None):
+    if scale := getattr(model.get_input_embeddings(), "embed_scale", None):
         assert scale != 1  # gemma3, whose table is read as it is
     compared = 0
     for row, text in enumerate(texts_of(sequences, 12)):
-        aux = auxiliary(model, draft, text)
-        own = aux, text[None] if cls is DFlashDraftModel else text[None, 1:]
         # the last token of the text is never a root
         places = {end[row]: levels[0][1][row] for end, levels in drafted if end[row] < len(text) - 2}
-        wanted = draft.draft_logits(*own, [end + 1 for end in places], *ends)
+        wanted = logits_after(draft, model, text, [end + 1 for end in places])
         for (end, logits), expected in zip(places.items(), wanted, strict=True):
             layers = model.config.num_hidden_layers + 2 * draft.config.num_hidden_layers
             torch.testing.assert_close(logits, expected[0], **rounding(expected, layers), msg=f"row {row}, {end}")
@@ -207,29 +216,11 @@ def test_published_layouts_draft_from_a_folder(target, name):
     assert draft.last_speculation.num_draft_tokens > 0
     text = tiny_prompts(97, (15,))[0]
     candidates, _ = draft.candidate_generator(model, max_length=64).get_candidates(text)
-    ends, aux = (model.get_input_embeddings(), model.get_output_embeddings()), auxiliary(model, draft, text[0])
-    tokens = text if cls is DFlashDraftModel else text[:, 1:]
-    (logits,) = draft.draft_logits(aux[:, :-1], tokens, [14], *ends)
+    (logits,) = logits_after(draft, model, text[0], [14])
     chain = logits[0, getattr(draft.config, "first_slot", 0) :].argmax(-1)
     if name != "spec_dflash2":  # whose selector chooses after the token before; see the tree's test
         assert candidates[0, 15:].tolist() == draft.token_ids[chain].tolist()
     assert candidates.shape[1] == 15 + len(chain)
-
-
-@pytest.mark.parametrize(("family", "nodes", "least"), [("qwen3_next", 60, 1), ("qwen3_5", None, 0)])
-def test_targets_with_recurrent_layers(family, nodes, least):
-    """Text as without a draft, of ragged rows and of one, with refused and accepted nodes of a chain and a tree."""
-    model = AutoModelForCausalLM.from_pretrained(HYBRID / family).eval()
-    settings = {"num_aux_hidden_states": 2, "target_layer_ids": [0, 1], "num_hidden_layers": 2, "block_size": 4}
-    settings |= {"window": 8, "num_tree_nodes": nodes, "gate": False, "on_unsupported": "error"}
-    draft, accepted = random_draft(DFlashDraftModel, model, **settings), 0
-    for lengths in (LENGTHS, (21,)):
-        assert torch.equal(generate(model, draft, lengths), generate(model, None, lengths))
-        stats = draft.last_speculation
-        assert stats.num_accepted_draft_tokens < stats.num_draft_tokens
-        accepted += stats.num_accepted_draft_tokens
-    assert accepted >= least
-    check_sampled_text(model, draft)
 
 
 def test_the_final_state_of_the_target_is_refused():

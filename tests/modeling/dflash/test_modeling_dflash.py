@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longspec import DFlashDraftModel
-from hf_longspec.modeling.dflash import layers_dflash, modeling_dflash
-from hf_longspec.modeling.shared.texts import ends_of
+from hf_longspec.modeling.dflash import modeling_dflash
+from tests.modeling.dflash.block_logits import block_logits, ends_of
 from tests.rounding import rounding, share
 from tests.tiny_targets import random_draft, randomize, tiny_target
 
@@ -31,9 +31,8 @@ def load(name, **options):
 def logits_of(draft, expected, **changes):
     """The logits of the three blocks, those that the publisher computed at the same place of the lists."""
     given = expected | changes
-    ends = given.get("target_embed_tokens"), given.get("target_lm_head")
-    lengths = expected["context_lengths"].tolist()
-    return draft.draft_logits(given["taps"][None], given["ids"][None], lengths, *ends)
+    target = ends_of(given.get("target_embed_tokens"), given.get("target_lm_head"))
+    return block_logits(draft, target, given["taps"][None], given["ids"][None], expected["context_lengths"].tolist())
 
 
 def error_of(draft, expected, **changes):
@@ -92,12 +91,12 @@ def states_before_the_norm(draft, expected, patch):
 
 def causal_block(draft, expected, patch):
     size = draft.config.block_size
-    patch.setattr(modeling_dflash, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool).tril())
+    patch.setattr(DFlashDraftModel, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool).tril())
 
 
 def bidirectional_block(draft, expected, patch):
     size = draft.config.block_size
-    patch.setattr(modeling_dflash, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool))
+    patch.setattr(DFlashDraftModel, "slot_mask", lambda *_: torch.ones(size, size, dtype=torch.bool))
 
 
 def later_entries(draft, expected, patch):
@@ -119,7 +118,7 @@ def other_rule_of_windows(draft, expected, patch):
 
 def reversed_taps(draft, expected, patch):
     for module in draft.modules():
-        if isinstance(module, layers_dflash.BlockConvolution):
+        if isinstance(module, modeling_dflash.BlockConvolution):
             module.base_kernel.data = module.base_kernel.flip(1)
 
 

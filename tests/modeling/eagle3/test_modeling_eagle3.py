@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longspec import Eagle3DraftModel
-from hf_longspec.modeling.eagle3.configuration_eagle3 import Eagle3Config
 from tests.rounding import rounding, share
 from tests.tiny_targets import randomize, tiny_target
 
@@ -40,6 +39,17 @@ def test_logits_of_three_chained_steps(name):
     shapes = [tuple(level.shape) for level in logits_of(draft, expected)]
     assert shapes == [tuple(expected[f"level_{step}"].shape) for step in range(3)]
     assert error_of(draft, expected) < TOLERANCE
+
+
+def test_logits_of_p_eagle():
+    """Of the entry and the masks after it, at three places of a text."""
+    folder = FIXTURES.with_name("peagle_llama")
+    expected, draft = load_file(folder / "expected.safetensors"), Eagle3DraftModel.from_pretrained(folder)
+    with torch.no_grad():
+        steps = draft(expected["taps"][None], expected["tokens_after"][None], 4)
+    for block, length in enumerate(expected["context_lengths"].tolist()):
+        found, wanted = torch.stack([level[0, length - 1] for level in steps]), expected[f"block_{block}_logits"]
+        assert float((found - wanted).abs().max() / wanted.abs().max()) < TOLERANCE
 
 
 def test_settings_override_the_checkpoint():
@@ -89,12 +99,3 @@ def test_embedding_and_head_of_the_target():
         torch.testing.assert_close(left, right, **rounding(right, layers=2))
     with pytest.raises(ValueError, match="no embedding of its own and uses the target's: pass target="):
         draft(aux, tokens)
-
-
-def test_names_of_earlier_versions():
-    expected, draft = expected_of("llama_plain"), Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain")
-    arguments = {"taps": expected["taps"][None], "tokens": expected["tokens_after"][None], "steps": 3}
-    with torch.no_grad():
-        logits = draft(**arguments)
-    assert all(torch.equal(level[0], new) for level, new in zip(logits, logits_of(draft, expected), strict=True))
-    assert Eagle3Config.from_dict({"num_taps": 5}).num_aux_hidden_states == 5

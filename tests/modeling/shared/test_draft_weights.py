@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hf_longspec import QuestDraftModel, SpecAttnDraftModel
+from hf_longspec import SpecAttnDraftModel
 from hf_longspec.modeling.shared import draft_weights
 from hf_longspec.modeling.shared.draft_weights import LowBitLinear, rounded_copy
 from tests.pairwise import few
@@ -93,7 +93,6 @@ def test_a_copy_shares_all_but_rounded_weights(target):
 CASES = [
     (SpecAttnDraftModel, {"draft_weights": "int4"}, "llama", False),
     (SpecAttnDraftModel, {"draft_weights": "int8", "selection": "all"}, "gemma3", True),
-    (QuestDraftModel, {"draft_weights": "int8"}, "llama", True),
     (SpecAttnDraftModel, {"draft_weights": "int8"}, "qwen3_5_text", False),
     (SpecAttnDraftModel, {"draft_weights": "int8", "selection": "all"}, "mixtral", False),
 ]

@@ -67,19 +67,3 @@ def test_a_single_file_beside_its_target(target, config, tmp_path):
     torch.save(target.state_dict() | published_heads(), tmp_path / "pytorch_model.bin")
     draft = convert(str(tmp_path), config)
     assert torch.equal(draft.heads.layers[1].linear.weight, published_heads()["model.medusa_layers.1.linear.weight"])
-
-
-def test_missing_and_unknown_tensors_are_listed(merged, config):
-    heads = published_heads()
-    del heads["model.medusa_layers.1.linear.weight"]
-    heads["model.medusa_layers.1.linear.bias"] = torch.ones(WIDTH)
-    heads["model.medusa_layers.x.scale"] = torch.ones(1)
-    missing = r"missing tensors \['1\.linear\.weight'\]"
-    unknown = r"unknown tensors \['1\.linear\.bias', 'x\.scale'\]"
-    with pytest.raises(ValueError, match=f"has no TokenSwift heads: {missing}, {unknown}"):
-        convert(merged(heads), config)
-
-
-def test_shapes_of_another_target_are_refused(merged, config):
-    with pytest.raises(ValueError, match=r"has shape \(32, 32\) in .* expected \(64, 64\).*Pass the tar"):
-        convert(merged(published_heads(width=32)), config)

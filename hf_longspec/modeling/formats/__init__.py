@@ -1,1 +1,0 @@
-"""Formats of other projects that several drafts are read from and written in."""
