@@ -38,13 +38,23 @@ STYLES = {IDENTICAL: "green", "exact": "green", REFERENCE: "dim", NEAR_TIE: "yel
 
 def run(args: SimpleNamespace) -> bool:
     """Measure and show; returns whether a text is wrong."""
+    if args.draft == options.AUTO:
+        raise CommandError(f"--draft {args.draft} chooses a draft, and here drafts are compared. Name one.")
+    if args.whole and args.context is not None:
+        raise CommandError(f"--whole and --context {args.context} are two lengths. Pass one of them.")
     console = Console(highlight=False)
     target, context = models.find_target(args.target), args.context
-    name, document = read_document() if args.text is None else (args.file.name, args.text)
+    options.require_target(target)
+    name, document = read_document() if args.file is None else options.read_text(args.file, None)
+    name = name if args.file is None else args.file.name
     with ExitStack() as stack:
         stack.enter_context(models.quiet(progress_bars=not Path(target).is_dir()))
+        config = models.load_config(target)
+        names = draft_names(target, args.draft)
+        for draft in names:
+            models.check_draft(draft, config)
         tokenizer = models.load_tokenizer(target)
-        room = models.max_positions(target) - args.max_new_tokens
+        room = models.positions_of(config) - args.max_new_tokens
         if room < SHORTEST_PROMPT:
             raise CommandError(
                 f"--max-new-tokens {args.max_new_tokens} leave less than {SHORTEST_PROMPT} of the "
@@ -61,7 +71,7 @@ def run(args: SimpleNamespace) -> bool:
             context = room
         if context is None and model.dtype == torch.bfloat16 and native_bfloat16(model.device) is False:
             context = EMULATED_CONTEXT
-        drafts = load_drafts(draft_names(target, args.draft), model)
+        drafts = load_drafts(names, model)
         stack.enter_context(models.noticing_others(one_thread=True))
         text, ids = make_prompt(tokenizer, name, document, min(context or options.DEMO_CONTEXT, room))
         if (read := ids.shape[1]) > PIECE:

@@ -268,21 +268,3 @@ def test_texts_with_a_structure(command, tiny, target, tmp_path):
         rows = tmp_path / f"texts{option}.jsonl"
         assert command("generate", "--data", tmp_path / "rows.jsonl", "--output", rows, *common).exit_code == 0
         assert json.loads(rows.read_text().splitlines()[0])["text"] == text
-
-
-@pytest.mark.parametrize(
-    ("content", "arguments", "message"),
-    [
-        ("{", (), "schema.json is not JSON"),
-        ("{}", ("--regex", "a"), "--json-schema and --regex cannot be combined"),
-        ('{"type": "x"}', (), "--json-schema .*schema.json cannot be followed: Invalid type: x. Correct"),
-        (None, (), "schema.json' does not exist"),
-    ],
-)
-def test_structures_that_are_refused(command, tiny, tmp_path, content, arguments, message):
-    if content is not None:
-        (tmp_path / "schema.json").write_text(content)
-    result = command(
-        "generate", "--prompt", "a", "--target", tiny.target, "--json-schema", tmp_path / "schema.json", *arguments
-    )
-    assert result.exit_code == 2 and re.search(message, " ".join(result.stderr.split())), result.stderr
