@@ -333,9 +333,6 @@ def demo(
     context: Annotated[
         int | None, number(1, f"Maximum tokens of the prompt. Default: {options.DEMO_CONTEXT}, or what fits.")
     ] = None,
-    whole: Annotated[
-        bool, flag("--whole", "Read all of the text that fits, even if that takes more than a minute.")
-    ] = False,
     max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
     dtype: options.Dtype = options.DtypeName.float32,
 ) -> None:

@@ -40,8 +40,6 @@ def run(args: SimpleNamespace) -> bool:
     """Measure and show; returns whether a text is wrong."""
     if args.draft == options.AUTO:
         raise CommandError(f"--draft {args.draft} chooses a draft, and here drafts are compared. Name one.")
-    if args.whole and args.context is not None:
-        raise CommandError(f"--whole and --context {args.context} are two lengths. Pass one of them.")
     console = Console(highlight=False)
     target, context = models.find_target(args.target), args.context
     options.require_target(target)
@@ -60,15 +58,8 @@ def run(args: SimpleNamespace) -> bool:
                 f"--max-new-tokens {args.max_new_tokens} leave less than {SHORTEST_PROMPT} of the "
                 f"{room + args.max_new_tokens} positions of the model for the prompt. Pass fewer."
             )
-        if (context or 0) > room:
-            raise CommandError(
-                f"--context {context} and {args.max_new_tokens} new tokens exceed the {room + args.max_new_tokens} "
-                f"positions of the model: use at most --context {room}, or fewer --max-new-tokens."
-            )
         console.print(f"Loading {target}.", markup=False)
         model = models.load_target(target, models.dtype_of(args.dtype, models.default_device()))
-        if args.whole:
-            context = room
         if context is None and model.dtype == torch.bfloat16 and native_bfloat16(model.device) is False:
             context = EMULATED_CONTEXT
         drafts = load_drafts(names, model)
@@ -78,9 +69,9 @@ def run(args: SimpleNamespace) -> bool:
             with console.status("Estimating the time"):
                 needed, fitting = estimate(model, ids, args.max_new_tokens, 2 + len(drafts))
             models.say(f"{read:,} tokens of {name} take about {models.duration(needed)} or more.")
-            if args.context is None and not args.whole and fitting < read:
+            if args.context is None and fitting < read:
                 text, ids = make_prompt(tokenizer, name, document, fitting)
-                models.say("The prompt is shortened to what takes about a minute; --whole or --context read more.")
+                models.say("The prompt is shortened to what takes about a minute; --context reads more.")
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         console.print(
             f"{type(model).__name__}, {size:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, "

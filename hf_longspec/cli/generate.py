@@ -2,11 +2,11 @@
 
 import json
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from jinja2 import Environment
@@ -72,8 +72,7 @@ def run(args: SimpleNamespace) -> int:
             if stats.interrupted:
                 print("Interrupted.", file=sys.stderr)
         else:
-            if args.samples == 1:
-                print()
+            print("" if args.samples == 1 else "\n\n".join(texts))
             if args.show_drafts:
                 coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
                 piped = "Drafted tokens are coloured only in a terminal; --html FILE writes them to a page."
@@ -164,52 +163,6 @@ class DraftedTextStreamer(BaseStreamer):
             self._report(VerifiedText("".join(pieces[:-1]), pieces[-1], count - 1, proposed))
 
 
-class TextsStreamer(BaseStreamer):
-    """Write the texts of several rows one after another, each line as soon as it is known, with a free line between.
-
-    Args:
-        rows (`int`): Number of texts.
-        ends (`Collection[int]`): Tokens that end a text; padding follows them.
-        file (`TextIO`): Where to write.
-    """
-
-    def __init__(self, tokenizer: Any, rows: int, ends: Collection[int], file: TextIO):
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
-        self._ends, self._file = ends, file
-        self._waiting: list[list[int]] = [[] for _ in range(rows)]  # tokens of each row that were not decoded
-        self._has_ended = [False] * rows
-        self._row, self._line = 0, ""  # the row that is being written, and its line so far
-        self._expects_prompt = True
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._expects_prompt:
-            self._expects_prompt = False
-            return
-        for row, token in enumerate(value.flatten().tolist()):
-            if not self._has_ended[row]:
-                self._waiting[row].append(token)
-                self._has_ended[row] = token in self._ends
-        self._write()
-
-    def end(self) -> None:
-        self._has_ended = [True] * len(self._waiting)
-        self._write()
-
-    def _write(self) -> None:
-        """Write the lines that are complete. While a bar is shown, a part of one would end with a new line."""
-        while self._row < len(self._waiting):
-            tokens, self._waiting[self._row] = self._waiting[self._row], []
-            self._line += "".join(map(self._decoder.feed, tokens))
-            if not self._has_ended[self._row]:
-                break
-            self._row += 1
-            self._line += self._decoder.end() + ("\n\n" if self._row < len(self._waiting) else "\n")
-        lines, newline, self._line = self._line.rpartition("\n")
-        if newline:
-            self._file.write(lines + newline)
-            self._file.flush()
-
-
 def html_page(title: str, prompt: str, steps: Sequence[VerifiedText], facts: dict[str, str]) -> str:
     """The text as a page that needs no other file."""
     verified = [(step.num_drafted, step.num_accepted) for step in steps if step.num_drafted]
@@ -239,12 +192,10 @@ def decode(
         elif not quiet:  # as it is: rich would expand tabs
             print(step.drafted + step.own, end="", flush=True)
 
-    text: BaseStreamer | None = None if quiet else FileStreamer(tokenizer, sys.stdout)
+    text: BaseStreamer | None = None if quiet or args.samples > 1 else FileStreamer(tokenizer, sys.stdout)
     if steps is not None:
         text = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, report)
     with PromptProgress(loaded.model, ids.shape[1], "Reading the prompt") as progress:
-        if args.samples > 1 and not quiet:
-            text = TextsStreamer(tokenizer, args.samples, loaded.end_tokens, sys.stdout)
 
         def arrived(tokens: int) -> None:
             if tokens == 1 and is_seen:  # the prefill is over

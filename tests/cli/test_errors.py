@@ -13,8 +13,7 @@ import pytest
 import torch
 import typer
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_longspec import LongSpecDraftModel, __version__
 from hf_longspec.cli import app, audit, generate, options, tune
@@ -118,7 +117,6 @@ ERRORS = [
     ("generate TARGET --data data.jsonl --output out.jsonl --prompt x", "cannot be combined"),
     ("generate TARGET --output out.jsonl --prompt x", "are for --data"),
     ("audit TARGET notes.txt --samples 49 --max-new-tokens 4", "--samples 49"),
-    ("demo TARGET --whole --context 64", "--whole and --context 64 are two lengths."),
     ("demo TARGET --draft auto", "--draft auto chooses a draft"),
     ("serve TARGET --port PORT --max-length 8", "--max-length 8 is for several --rows."),
     ("serve TARGET --port PORT --rows 2 --max-length 20000", "the model has 16384 positions. Pass at most 16384."),
@@ -152,7 +150,6 @@ ERRORS = [
     ("generate TARGET notes.txt --set num_assistant_tokens=0", "num_assistant_tokens=0: expected an integer of at"),
     ("generate TARGET notes.txt --draft DRAFT --set window=x", "unknown key 'window' in --set for the draft"),
     ("generate TARGET notes.txt --max-new-tokens 20000", "exceed the 16384 positions of the model"),
-    ("demo TARGET --context 16380", "use at most --context"),
     ("demo TARGET --max-new-tokens 16384", "16384 positions"),
     ("generate TARGET notes.txt --chat", "has no chat template"),
     ("generate TARGET notes.txt --device warp9", "--device warp9 is not available. Pass cpu"),
@@ -275,29 +272,6 @@ def test_another_model_type_does_not_run_on_random_weights(fails, copy_of, other
     assert complaint in fails("generate", target=copy_of("target", model_type=other))
 
 
-def test_a_small_model_with_other_tokens(fails, tmp_path):
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    LlamaForCausalLM(LlamaConfig(vocab_size=12, **sizes)).save_pretrained(tmp_path)
-    assert "was not found to translate" in fails("generate", "--draft", tmp_path)
-
-
-def test_weights_without_a_use_are_noted(command, tiny, copy_of):
-    """A tensor that the architecture has no place for: it runs, with a note."""
-    target = copy_of("target")
-    tensors = load_file(target / "model.safetensors")
-    extra = {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)}
-    save_file(tensors | extra, target / "model.safetensors", metadata={"format": "pt"})
-    result = command("generate", tiny.notes, "--target", target, *SMALL["generate"])
-    assert result.exit_code == 0
-    assert "model_type='llama'; 1 unused weights, for example model.layers.0.self_attn.q_norm" in result.stderr
-
-
-def test_missing_folders_of_an_output_are_made(command, tiny, tmp_path):
-    page = tmp_path / "new" / "pages" / "page.html"
-    arguments = ["--target", tiny.target, "--draft", "ngram", "--max-new-tokens", 2, "--html", page]
-    assert command("generate", tiny.notes, *arguments).exit_code == 0 and page.is_file()
-
-
 @pytest.mark.parametrize(
     ("name", "error", "status", "output"),
     [
@@ -328,13 +302,6 @@ def test_a_missing_package_is_named_in_one_line(monkeypatch, capsys):
         runpy.run_module("hf_longspec.cli.app")
     expected = "error: hf-longspec needs typer, which is not installed: pip install typer rich\n"
     assert (exit_of.value.code, *capsys.readouterr()) == (2, "", expected)
-
-
-def test_a_missing_package_of_a_command_is_named_in_one_line(main, tiny, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.text", None)
-    monkeypatch.delitem(sys.modules, "hf_longspec.cli.generate")
-    status, _, errors = main("generate", tiny.notes, "--target", tiny.target)
-    assert (status, errors) == (2, "error: rich is not installed: pip install rich\n")
 
 
 def test_version_help_and_tracebacks(main, tmp_path):

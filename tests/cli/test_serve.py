@@ -1,9 +1,7 @@
 """`serve`: a server with a draft, asked by the client of OpenAI, against plain `generate`."""
 
 import json
-import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -55,29 +53,6 @@ def test_answers_are_those_of_generate_and_the_draft_drafts(server, expected):
     assert new["reused_tokens_total"] >= len(QUESTION)  # the second request has the same prompt
 
 
-def test_two_clients_at_once(server, expected):
-    questions = [QUESTION, "four five, four five, four"]
-    with ThreadPoolExecutor(2) as threads:
-        answers = list(threads.map(lambda text: streamed(server, text), questions))
-    assert answers == list(map(expected, questions))
-
-
-def test_a_further_turn_reads_the_new_tokens_only(server, expected, monkeypatch):
-    document = "one two three four five six seven eight nine ten. " * 4
-    lengths = []
-
-    def see(model, *args, **kwargs):
-        if model is server.target.model:
-            lengths.append(kwargs.get("input_ids", kwargs.get("inputs_embeds")).shape[1])
-
-    called_before(monkeypatch, type(server.target.model), "forward", see)
-    for question in ("one two", "nine ten, nine ten, nine"):
-        lengths.clear()
-        assert streamed(server, document + question) == expected(document + question)
-        longest = max(lengths)
-    assert longest < 50 < len(document)
-
-
 def test_agents_that_alternate_reread_nothing(server, expected, monkeypatch):
     """Three conversations with system prompts of their own, each of which reads its new tokens alone."""
     documents = [f"{word} is the number of this agent. " * 4 for word in ("one", "two", "three")]
@@ -116,31 +91,6 @@ def test_the_script_of_three_agents(server, tmp_path, capsys):
     assert all(prompt - reused < 60 < prompt for _, prompt, reused in rows[3:])
 
 
-def test_a_client_that_disconnects_ends_its_request(server, expected):
-    before = metrics(server)["hf_longspec_requests_total"]
-    stream = ask(server, QUESTION, new=4000, stream=True)
-    next(iter(stream))
-    next(iter(stream))
-    stream.close()
-    assert streamed(server, QUESTION) == expected(QUESTION)
-    assert metrics(server, before + 2)["hf_longspec_requests_total"] == before + 2
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"model": "org/other"}, "pinned to"),
-        ({"text": "x" * POSITIONS}, f"{POSITIONS} positions"),
-        ({"text": "x" * POSITIONS, "stream": True}, f"{POSITIONS} positions"),
-    ],
-    ids=["model", "prompt", "prompt of a stream"],
-)
-def test_wrong_requests(server, wrong, message):
-    with pytest.raises(openai.BadRequestError) as error:
-        ask(server, **{"text": QUESTION} | wrong)
-    assert message in error.value.response.read().decode()
-
-
 def test_new_tokens_end_with_the_positions(server):
     """As for every server, a prompt that leaves less room than is asked for gets a shorter answer."""
     answer = ask(server, "x" * (POSITIONS - 24))
@@ -149,12 +99,6 @@ def test_new_tokens_end_with_the_positions(server):
 
 
 class TestCommand:
-    def test_a_port_in_use(self, main, tiny):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            status, _, error = main("serve", "--target", tiny.target, "--port", port)
-        assert status == 2 and error.startswith(f"error: cannot listen on 127.0.0.1:{port}: Address already in use.")
-
     def test_without_the_packages(self, main, tiny, monkeypatch):
         monkeypatch.setitem(sys.modules, "fastapi", None)
         for name in [name for name in sys.modules if name.startswith("hf_longspec.cli.serv")]:
