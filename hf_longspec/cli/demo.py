@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ..auditing import NEAR_TIE, audit
 from ..bench.calls import Call, Decoding, HfMethod, run_call
-from ..bench.machine import native_bfloat16
 from ..bench.report import DIFFERS, FAILED, IDENTICAL, REFERENCE
 from ..bench.sources import BUILTIN, read_source
 from ..cli import CommandError, models, options
@@ -25,8 +24,6 @@ from .bench import load_drafts
 from .models import PromptProgress
 
 GENERATE, NO_DRAFT = "generate", "no draft"
-# Without bfloat16 instructions reading a prompt takes 10 times as long as in float32, and every method reads it.
-EMULATED_CONTEXT = 2048
 WARM_UP_PROMPT, WARM_UP_TOKENS, SHORTEST_PROMPT = 64, 8, 32
 # A prompt is shortened to what takes so many seconds in all, estimated from a call with a piece of so many tokens.
 MOST_SECONDS, PIECE = 60, 512
@@ -60,8 +57,6 @@ def run(args: SimpleNamespace) -> bool:
             )
         console.print(f"Loading {target}.", markup=False)
         model = models.load_target(target, models.dtype_of(args.dtype, models.default_device()))
-        if context is None and model.dtype == torch.bfloat16 and native_bfloat16(model.device) is False:
-            context = EMULATED_CONTEXT
         drafts = load_drafts(names, model)
         stack.enter_context(models.noticing_others(one_thread=True))
         text, ids = make_prompt(tokenizer, name, document, min(context or options.DEMO_CONTEXT, room))

@@ -110,17 +110,7 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
 
 def load_tokenizer(target: str) -> Any:
     with loading(target, "tokenizer of"):
-        try:
-            return AutoTokenizer.from_pretrained(target)
-        except (ImportError, OSError):
-            raise  # names the package or the file
-        except Exception as error:  # of formats, which lists ways to read one, or names a key
-            if not Path(target).is_dir():
-                raise
-            files = sorted(file.name for file in Path(target).glob("*token*"))
-            what = f"{' and '.join(files)} cannot be read ({one_line(error).rstrip('.')})"
-            what = what if files else "it has no file of one, such as tokenizer.json"
-            raise ValueError(f"{what}. Save the tokenizer of the model there, with save_pretrained") from error
+        return AutoTokenizer.from_pretrained(target)
 
 
 def load_config(target: str) -> Any:
