@@ -33,9 +33,10 @@ _LAZY = {
     "Verification": "generation.drafter",
 }
 
-# The script `hf-longspec` shows its version and help without torch and transformers; a command that runs imports them.
-# Processes that it starts have its `argv`, and other words in `orig_argv`.
-if "hf-longspec" not in [Path(word).stem for word in sys.orig_argv[:2]]:
+# The script `hf-longspec` (on Windows a file in hf-longspec.exe) shows its version and help without torch and
+# transformers; a command that runs imports them. In processes that it starts, `__main__` is another module.
+_MAIN = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+if _MAIN.name != "hf-longspec" and _MAIN.parent.name != "hf-longspec.exe":
     from .drafts import *  # noqa: F403
     from .drafts import __all__ as _DRAFTS
 

@@ -240,6 +240,14 @@ def draft_named_by(target: PreTrainedModel) -> Any:
     return name
 
 
+def class_of(config: dict[str, Any]) -> Any:
+    """Return the class of the draft that reads a config.json: a saved one, of another project, or a small model's."""
+    kind = config.get("model_type")
+    draft = DRAFTS[kind].model if kind in DRAFTS else reader_of(config)
+    is_model = draft is None and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return DRAFTS[ASSISTANT].model if is_model else draft
+
+
 def load_named(name: Any, target: PreTrainedModel) -> tuple[str, DraftModel]:
     """Return the draft of a folder or Hub id: a saved one, a checkpoint of another project, or a small model.
 
@@ -251,10 +259,6 @@ def load_named(name: Any, target: PreTrainedModel) -> tuple[str, DraftModel]:
     inner = os.path.normpath(Path(place) / name)
     name = inner if place and Path(inner).exists() else name
     config = read_config(name)
-    kind = config.get("model_type")
-    draft: Any = DRAFTS[kind].model if kind in DRAFTS else reader_of(config)
-    if draft is None and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        draft = DRAFTS[ASSISTANT].model
-    if draft is None:
-        raise ValueError(f"{name} has model_type={kind!r} and is not a draft")
+    if (draft := class_of(config)) is None:
+        raise ValueError(f"{name} has model_type={config.get('model_type')!r} and is not a draft")
     return name, draft.from_pretrained(name, target=target)

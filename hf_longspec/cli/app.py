@@ -1,7 +1,7 @@
-"""The command `hf-longspec`: the options of each command and their checks.
+"""The command `hf-longspec`: the options of each command.
 
 The work of a command is the function `run` of the module with its name. That module imports torch and transformers, so
-it is imported when the options have been checked: `--help`, `--version`, wrong options and wrong prompts do without.
+it is imported when Typer has checked the options: `--help` and `--version` do without.
 """
 
 import inspect
@@ -39,7 +39,7 @@ app = typer.Typer(
 def command(check: Callable[[SimpleNamespace], None] | None = None) -> Callable[..., Any]:
     """Register a command. `run` of the module with its name gets the options as one object, returns the exit status.
 
-    `check` gets them first, before torch and transformers are imported.
+    `check` gets them first, before the module is imported.
     """
 
     def register(signature: Callable[..., None]) -> Callable[..., None]:
@@ -49,9 +49,9 @@ def command(check: Callable[[SimpleNamespace], None] | None = None) -> Callable[
         def run(debug: bool = False, **values: Any) -> None:
             args = SimpleNamespace(**values)
             with options.one_line_errors(debug):
+                import_module("hf_longspec.drafts")  # registers them
                 if check is not None:
                     check(args)
-                import_module("hf_longspec.drafts")  # registers them
                 status = import_module(f"{__package__}.{name}").run(args)
             raise typer.Exit(status or 0)
 
@@ -65,27 +65,23 @@ def command(check: Callable[[SimpleNamespace], None] | None = None) -> Callable[
     return register
 
 
-@command(checks.generate)
+@command()
 def generate(
     target: options.Target,
     file: Annotated[Path | None, typer.Argument(help="Text to continue; - for standard input.")] = None,
     prompt: options.Prompt = None,
     draft: options.Draft = "ngram",
     max_new_tokens: Annotated[int, number(1, "Tokens to generate.")] = 256,
-    temperature: Annotated[float, number(0, "0 is greedy decoding.", float)] = 0.0,
+    temperature: Annotated[float, number(0, "0 is greedy decoding.")] = 0.0,
     top_p: Annotated[
-        float, number(0, "Sample from the most likely tokens of this total probability.", float, 1, above=True)
+        float, number(0, "Sample from the most likely tokens of this total probability.", most=1, above=True)
     ] = 1.0,
     top_k: Annotated[int, number(0, "Sample from the k most likely tokens; 0 for all.")] = 0,
-    repetition_penalty: Annotated[
-        float, number(0, "Values above 1 penalise tokens of the text.", float, above=True)
-    ] = 1.0,
+    repetition_penalty: Annotated[float, number(0, "Values above 1 penalise tokens of the text.", above=True)] = 1.0,
     json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema. The text is JSON that follows it.", show_default=False)
+        Path | None, text("File with a JSON schema. The text is JSON that follows it.", show_default=False)
     ] = None,
-    regex: Annotated[
-        str | None, typer.Option(help="Regular expression that the whole text matches.", show_default=False)
-    ] = None,
+    regex: Annotated[str | None, text("Regular expression that the whole text matches.", show_default=False)] = None,
     samples: Annotated[int, number(1, "Texts to sample, as one batch.", most=options.MOST_ROWS)] = 1,
     chat: Annotated[bool, flag("--chat", "Apply the chat template to the text.")] = False,
     setting: options.Setting = None,
@@ -99,6 +95,9 @@ def generate(
     output: Annotated[Path | None, output("File for the texts of --data.", suffix=".jsonl")] = None,
     batch: Annotated[int, number(1, "Rows of --data that are continued at once.", most=options.MOST_ROWS)] = 8,
     resume: Annotated[bool, flag("--resume", "Continue the --output of an interrupted run.")] = False,
+    shard: Annotated[
+        Any, text("Of --data, the rows whose number modulo n is i, for one of n processes.", **options.SHARD)
+    ] = None,
     show_drafts: Annotated[bool, flag("--show-drafts", "Colour the drafted tokens.")] = False,
     html: Annotated[Path | None, output("Write an HTML page with the drafted tokens marked.")] = None,
     overwrite: options.Overwrite = False,
@@ -111,8 +110,8 @@ def generate(
     With --show-drafts, accepted drafted tokens are blue and underlined. --html FILE writes the same as a web page.
 
     With --data, --batch rows are continued at once, the longest prompts first; one that ends gives its place to the
-    next. --output has one line per row, in order. The seed of a row is --seed plus its number.
-    Under `torchrun` or `accelerate launch`, each process takes a share of the rows.
+    next, and its line is appended to --output. The seed of a row is --seed plus its number.
+    Several processes take a --shard each: 0/2 and 1/2, with an --output each.
 
     Examples:
 
@@ -127,7 +126,7 @@ def generate(
     """
 
 
-@command(checks.audit)
+@command()
 def audit(
     target: options.Target,
     files: Annotated[list[Path] | None, typer.Argument(help="Texts to continue; - for standard input.")] = None,
@@ -135,12 +134,10 @@ def audit(
     draft: options.Draft = "ngram",
     max_new_tokens: Annotated[int, number(1, "Tokens per prompt.")] = 64,
     context: Annotated[int, number(1, "Use at most this many tokens from the end of each text.")] = 2048,
-    eps: Annotated[
-        float | None, number(0, "Tolerance of near-ties, in logits; by default from the dtype.", float)
-    ] = None,
+    eps: Annotated[float | None, number(0, "Tolerance of near-ties, in logits; by default from the dtype.")] = None,
     samples: Annotated[int, number(0, "Also test sampling with this many samples; 0 skips this test.")] = 0,
     sample_tokens: Annotated[int, number(2, "Tokens per sample.")] = 4,
-    temperature: Annotated[float, number(0, "Temperature of the samples.", float, above=True)] = 1.0,
+    temperature: Annotated[float, number(0, "Temperature of the samples.", above=True)] = 1.0,
     batch: Annotated[int, number(1, "Samples per batch.", most=options.MOST_ROWS)] = 32,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
@@ -210,7 +207,7 @@ def tune(
     """
 
 
-@command(checks.serve)
+@command()
 def serve(
     target: options.Target,
     draft: options.Draft = "ngram",
@@ -295,8 +292,8 @@ def bench(
     ] = None,
     max_new_tokens: Annotated[int, number(2, "Tokens per row and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
-    temperature: Annotated[float, number(0, "0 is greedy.", float)] = 0.0,
-    minutes: Annotated[float | None, number(0, "Limit: start no call that would end later.", float, above=True)] = None,
+    temperature: Annotated[float, number(0, "0 is greedy.")] = 0.0,
+    minutes: Annotated[float | None, number(0, "Limit: start no call that would end later.", above=True)] = None,
     output: Annotated[Path, output("Result file; the table and plots are written next to it.", suffix=".jsonl")] = Path(
         "bench.jsonl"
     ),
@@ -321,7 +318,7 @@ def bench(
     """
 
 
-@command(checks.demo)
+@command()
 def demo(
     target: Annotated[
         str | None, options.named("Hub id or folder of the model. Default: the tiny target of the repository.")
@@ -336,9 +333,6 @@ def demo(
     context: Annotated[
         int | None, number(1, f"Maximum tokens of the prompt. Default: {options.DEMO_CONTEXT}, or what fits.")
     ] = None,
-    whole: Annotated[
-        bool, flag("--whole", "Read all of the text that fits, even if that takes more than a minute.")
-    ] = False,
     max_new_tokens: Annotated[int, number(2, "Tokens to generate.")] = 128,
     dtype: options.Dtype = options.DtypeName.float32,
 ) -> None:
@@ -357,7 +351,7 @@ def demo(
     """
 
 
-@command(checks.train)
+@command()
 def train(
     config: Annotated[Path, text("YAML recipe, such as recipes/longspec_pretrain.yaml.")],
     data: Annotated[
@@ -373,7 +367,7 @@ def train(
         Path | None, output("Folder for checkpoints and the draft.", options.require_writable_folder)
     ] = None,
     max_steps: Annotated[int | None, number(1, "Optimizer steps.")] = None,
-    learning_rate: Annotated[float | None, number(0, "Peak learning rate.", float, above=True)] = None,
+    learning_rate: Annotated[float | None, number(0, "Peak learning rate.", above=True)] = None,
     setting: Annotated[list[str] | None, flag("--set", "Any other key of the recipe, such as training.seed=1.")] = None,
     resume: Annotated[bool, flag("--resume", "Continue from the last complete checkpoint.")] = False,
     overwrite: options.Overwrite = False,
@@ -393,7 +387,7 @@ def train(
     """
 
 
-@command(checks.convert)
+@command()
 def convert(
     source: Annotated[str, options.named("Hub id, folder or weight file of the authors' draft.", make=typer.Argument)],
     output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
@@ -415,33 +409,21 @@ def convert(
     """
 
 
-@command(checks.publish)
+@command()
 def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
-    repo: Annotated[str | None, options.repository("Repository to upload to, owner/name.")] = None,
+    repo: Annotated[str | None, text("Repository to upload to, owner/name.")] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Write to a folder instead of uploading.")] = False,
     output: Annotated[Path | None, text("Folder of a dry run. Default: DIR-hub.")] = None,
     overwrite: options.Overwrite = False,
     results: Annotated[Path | None, text("Result file of benchmarks/acceptance.py for the draft.")] = None,
     name: Annotated[str | None, text("Name of the draft in --results. Default: that of DIR.")] = None,
-    base_model: Annotated[
-        str | None,
-        options.matching(options.HUB_ID, "a Hub id, such as Qwen/Qwen3-8B", "Hub id of the target."),
-    ] = None,
-    license: Annotated[
-        str | None,
-        options.matching(
-            r"[a-z0-9.+-]+", "the id of a license on the Hub, such as mit or other", "License of the weights."
-        ),
-    ] = None,
+    base_model: Annotated[str | None, text("Hub id of the target, such as Qwen/Qwen3-8B.")] = None,
+    license: Annotated[str | None, text("License of the weights, by its id on the Hub, such as mit.")] = None,
     private: Annotated[bool, flag("--private", "Make a new repository private.")] = False,
     engine: Annotated[
         str | None,
-        options.matching(
-            rf"{options.REPOSITORY}(@[0-9a-f]{{40}})?",
-            "owner/name or owner/name@commit, with all 40 digits of the commit",
-            "Repository for the code, owner/name@commit. Default: the newest of one for all drafts of --repo's owner.",
-        ),
+        text("Repository for the code, owner/name@commit. Default: one for all drafts of --repo's owner."),
     ] = None,
     self_contained: Annotated[
         bool, flag("--self-contained", "Put the code into the draft's repository, as without --repo.")

@@ -15,6 +15,7 @@ from transformers import set_seed
 from ..auditing import (
     EXACT,
     FOLLOWS,
+    MIN_EXPECTED,
     NEAR_TIE,
     NOT_LOSSLESS,
     Comparison,
@@ -23,18 +24,28 @@ from ..auditing import (
     compare,
 )
 from ..bench.calls import TokenClock
+from ..cli import CommandError, options
 from .models import LoadedModels, Progress, PromptProgress, load_models, say
 
+# Tokens that are drawn at least: the variance of a count is a quarter of them at most.
+FEWEST_DRAWN = 4 * MIN_EXPECTED
 # From best to worst.
 STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}
 
 
 def run(args: SimpleNamespace) -> bool:
     """Audit; returns whether the draft is not lossless."""
+    if 0 < args.samples * args.sample_tokens < FEWEST_DRAWN:
+        raise CommandError(
+            f"--samples {args.samples} with {args.sample_tokens} tokens each are too few for a test. Pass at least "
+            f"{math.ceil(FEWEST_DRAWN / args.sample_tokens)}, better several hundred, or 0 to skip this check."
+        )
+    texts = [options.read_text(file, None) for file in args.files or []]
+    texts += [options.read_text(None, args.prompt)] if args.prompt is not None or not texts else []
     with load_models(args) as loaded:
-        loaded.draft.generation_config.on_unsupported = "error"  # plain text would be compared with itself
         room = max(args.max_new_tokens, args.sample_tokens)
-        prompts = [(name, loaded.encode(name, text, last=args.context, room=room)) for name, text in args.texts]
+        prompts = [(name, loaded.encode(name, text, last=args.context, room=room)) for name, text in texts]
+        loaded.draft.generation_config.on_unsupported = "error"  # plain text would be compared with itself
         audits = [(name, *audit_prompt(loaded, name, ids, args.max_new_tokens, args.eps)) for name, ids in prompts]
         sampling = None
         if args.samples:

@@ -1,13 +1,18 @@
 """`hf-longspec convert`: a checkpoint of another project as a draft of this package."""
 
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+from ..cli import options
 from ..modeling.register_draft import convert
+from .outputs import claim
 
 
 def run(args: SimpleNamespace) -> None:
-    print(f"Reading {args.source}.", file=sys.stderr)
+    options.require_existing("checkpoint", args.source)
+    if args.target is not None and not Path(args.target).is_file():
+        options.require_target(args.target)
+    claim([args.output], [args.source, args.target], overwrite=args.overwrite)
     draft = convert(args.source, args.target)
     draft.save_pretrained(args.output)
     parameters = sum(weight.numel() for weight in draft.parameters()) / 1e6

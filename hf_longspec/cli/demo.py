@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ..auditing import NEAR_TIE, audit
 from ..bench.calls import Call, Decoding, HfMethod, run_call
-from ..bench.machine import native_bfloat16
 from ..bench.report import DIFFERS, FAILED, IDENTICAL, REFERENCE
 from ..bench.sources import BUILTIN, read_source
 from ..cli import CommandError, models, options
@@ -25,8 +24,6 @@ from .bench import load_drafts
 from .models import PromptProgress
 
 GENERATE, NO_DRAFT = "generate", "no draft"
-# Without bfloat16 instructions reading a prompt takes 10 times as long as in float32, and every method reads it.
-EMULATED_CONTEXT = 2048
 WARM_UP_PROMPT, WARM_UP_TOKENS, SHORTEST_PROMPT = 64, 8, 32
 # A prompt is shortened to what takes so many seconds in all, estimated from a call with a piece of so many tokens.
 MOST_SECONDS, PIECE = 60, 512
@@ -38,39 +35,38 @@ STYLES = {IDENTICAL: "green", "exact": "green", REFERENCE: "dim", NEAR_TIE: "yel
 
 def run(args: SimpleNamespace) -> bool:
     """Measure and show; returns whether a text is wrong."""
+    if args.draft == options.AUTO:
+        raise CommandError(f"--draft {args.draft} chooses a draft, and here drafts are compared. Name one.")
     console = Console(highlight=False)
     target, context = models.find_target(args.target), args.context
-    name, document = read_document() if args.text is None else (args.file.name, args.text)
+    options.require_target(target)
+    name, document = read_document() if args.file is None else options.read_text(args.file, None)
+    name = name if args.file is None else args.file.name
     with ExitStack() as stack:
         stack.enter_context(models.quiet(progress_bars=not Path(target).is_dir()))
+        config = models.load_config(target)
+        names = draft_names(target, args.draft)
+        for draft in names:
+            models.check_draft(draft, config)
         tokenizer = models.load_tokenizer(target)
-        room = models.max_positions(target) - args.max_new_tokens
+        room = models.positions_of(config) - args.max_new_tokens
         if room < SHORTEST_PROMPT:
             raise CommandError(
                 f"--max-new-tokens {args.max_new_tokens} leave less than {SHORTEST_PROMPT} of the "
                 f"{room + args.max_new_tokens} positions of the model for the prompt. Pass fewer."
             )
-        if (context or 0) > room:
-            raise CommandError(
-                f"--context {context} and {args.max_new_tokens} new tokens exceed the {room + args.max_new_tokens} "
-                f"positions of the model: use at most --context {room}, or fewer --max-new-tokens."
-            )
         console.print(f"Loading {target}.", markup=False)
         model = models.load_target(target, models.dtype_of(args.dtype, models.default_device()))
-        if args.whole:
-            context = room
-        if context is None and model.dtype == torch.bfloat16 and native_bfloat16(model.device) is False:
-            context = EMULATED_CONTEXT
-        drafts = load_drafts(draft_names(target, args.draft), model)
+        drafts = load_drafts(names, model)
         stack.enter_context(models.noticing_others(one_thread=True))
         text, ids = make_prompt(tokenizer, name, document, min(context or options.DEMO_CONTEXT, room))
         if (read := ids.shape[1]) > PIECE:
             with console.status("Estimating the time"):
                 needed, fitting = estimate(model, ids, args.max_new_tokens, 2 + len(drafts))
             models.say(f"{read:,} tokens of {name} take about {models.duration(needed)} or more.")
-            if args.context is None and not args.whole and fitting < read:
+            if args.context is None and fitting < read:
                 text, ids = make_prompt(tokenizer, name, document, fitting)
-                models.say("The prompt is shortened to what takes about a minute; --whole or --context read more.")
+                models.say("The prompt is shortened to what takes about a minute; --context reads more.")
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         console.print(
             f"{type(model).__name__}, {size:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, "

@@ -2,11 +2,11 @@
 
 import json
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from jinja2 import Environment
@@ -23,8 +23,8 @@ from ..generation.sequences import SpeculationStats
 from ..generation.special_cases.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
 from .models import LoadedModels, PromptProgress, load_models, say
+from .outputs import claim
 from .rows import continue_rows
-from .structure import processors
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.
@@ -33,12 +33,15 @@ TAIL_CHARACTERS = 300  # of the prompt, shown on a page
 
 
 def run(args: SimpleNamespace) -> int:
+    refuse_contradictions(args)
     how: dict[str, Any] = {"do_sample": bool(args.temperature), "repetition_penalty": args.repetition_penalty}
     if args.temperature:
         how |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    structure = structure_of(args)
     if args.data is not None:
-        return continue_rows(args, how, args.structure)
-    name, text = args.name, args.text
+        return continue_rows(args, how, structure)
+    claim([args.html] if args.html is not None else [], [args.file], overwrite=args.overwrite)
+    name, text = options.read_text(args.file, args.prompt)
     with load_models(args) as loaded:
         if args.chat and not getattr(loaded.tokenizer, "chat_template", None):
             raise CommandError(f"--chat: the tokenizer of {args.target} has no chat template. Drop --chat.")
@@ -46,7 +49,7 @@ def run(args: SimpleNamespace) -> int:
             message = [{"role": "user", "content": text}]
             text = loaded.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         ids = loaded.encode(name, text, room=args.max_new_tokens)
-        how |= processors(args.structure, loaded.tokenizer, loaded.model)
+        how |= loaded.processors(structure)
         seed = torch.seed() % 2**32 if args.seed is None else args.seed
         if isinstance(loaded.draft, AutoDraft):
             with Console(stderr=True).status("Trying drafts"):
@@ -69,8 +72,7 @@ def run(args: SimpleNamespace) -> int:
             if stats.interrupted:
                 print("Interrupted.", file=sys.stderr)
         else:
-            if args.samples == 1:
-                print()
+            print("" if args.samples == 1 else "\n\n".join(texts))
             if args.show_drafts:
                 coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
                 piped = "Drafted tokens are coloured only in a terminal; --html FILE writes them to a page."
@@ -81,6 +83,27 @@ def run(args: SimpleNamespace) -> int:
         if args.html is not None:
             replace_file(args.html, page_of(loaded, text, steps or [], stats))
     return options.INTERRUPTED if stats.interrupted else 0
+
+
+def refuse_contradictions(args: SimpleNamespace) -> None:
+    """Refuse options that need or exclude others."""
+    if not args.temperature and (args.top_p, args.top_k, args.samples) != (1.0, 0, 1):
+        raise CommandError("--top-p, --top-k and --samples need sampling. Pass a --temperature above 0, such as 1.")
+    if args.samples > 1 and (args.show_drafts or args.html is not None):
+        raise CommandError("--samples cannot be combined with --show-drafts or --html. Drop one of them.")
+    if args.data is None and (args.output is not None or args.resume or args.column is not None or args.shard):
+        raise CommandError("--output, --resume, --column and --shard are for --data. Pass --data, or drop them.")
+    if args.data is not None and args.output is None:
+        raise CommandError("--data needs --output FILE.jsonl for the texts.")
+    of_one_text = args.file, args.prompt, args.as_json, args.show_drafts, args.html, args.samples > 1
+    if args.data is not None and any(of_one_text):
+        raise CommandError("--data cannot be combined with a text, --samples, --json, --show-drafts or --html.")
+
+
+def structure_of(args: SimpleNamespace) -> dict[str, Any]:
+    """The structure of the text, as arguments of `StructuredOutput`; empty without one."""
+    given = {"regex": args.regex, "json_schema": args.json_schema and options.read_json(args.json_schema)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -140,52 +163,6 @@ class DraftedTextStreamer(BaseStreamer):
             self._report(VerifiedText("".join(pieces[:-1]), pieces[-1], count - 1, proposed))
 
 
-class TextsStreamer(BaseStreamer):
-    """Write the texts of several rows one after another, each line as soon as it is known, with a free line between.
-
-    Args:
-        rows (`int`): Number of texts.
-        ends (`Collection[int | None]`): Tokens that end a text; padding follows them.
-        file (`TextIO`): Where to write.
-    """
-
-    def __init__(self, tokenizer: Any, rows: int, ends: Collection[int | None], file: TextIO):
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
-        self._ends, self._file = ends, file
-        self._waiting: list[list[int]] = [[] for _ in range(rows)]  # tokens of each row that were not decoded
-        self._has_ended = [False] * rows
-        self._row, self._line = 0, ""  # the row that is being written, and its line so far
-        self._expects_prompt = True
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._expects_prompt:
-            self._expects_prompt = False
-            return
-        for row, token in enumerate(value.flatten().tolist()):
-            if not self._has_ended[row]:
-                self._waiting[row].append(token)
-                self._has_ended[row] = token in self._ends
-        self._write()
-
-    def end(self) -> None:
-        self._has_ended = [True] * len(self._waiting)
-        self._write()
-
-    def _write(self) -> None:
-        """Write the lines that are complete. While a bar is shown, a part of one would end with a new line."""
-        while self._row < len(self._waiting):
-            tokens, self._waiting[self._row] = self._waiting[self._row], []
-            self._line += "".join(map(self._decoder.feed, tokens))
-            if not self._has_ended[self._row]:
-                break
-            self._row += 1
-            self._line += self._decoder.end() + ("\n\n" if self._row < len(self._waiting) else "\n")
-        lines, newline, self._line = self._line.rpartition("\n")
-        if newline:
-            self._file.write(lines + newline)
-            self._file.flush()
-
-
 def html_page(title: str, prompt: str, steps: Sequence[VerifiedText], facts: dict[str, str]) -> str:
     """The text as a page that needs no other file."""
     verified = [(step.num_drafted, step.num_accepted) for step in steps if step.num_drafted]
@@ -215,13 +192,10 @@ def decode(
         elif not quiet:  # as it is: rich would expand tabs
             print(step.drafted + step.own, end="", flush=True)
 
-    text: BaseStreamer | None = None if quiet else FileStreamer(tokenizer, sys.stdout)
+    text: BaseStreamer | None = None if quiet or args.samples > 1 else FileStreamer(tokenizer, sys.stdout)
     if steps is not None:
         text = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, report)
     with PromptProgress(loaded.model, ids.shape[1], "Reading the prompt") as progress:
-        if args.samples > 1 and not quiet:
-            ends = loaded.model.generation_config.eos_token_id
-            text = TextsStreamer(tokenizer, args.samples, ends if isinstance(ends, list) else [ends], sys.stdout)
 
         def arrived(tokens: int) -> None:
             if tokens == 1 and is_seen:  # the prefill is over

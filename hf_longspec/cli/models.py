@@ -5,10 +5,10 @@ Progress is shown on standard error, so that standard output holds results only.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Event, Thread
 from traceback import walk_tb
@@ -16,8 +16,6 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -31,18 +29,19 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 from rich.text import Text
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
 
-from ..auto import AutoDraft
+from ..auto import AutoDraft, class_of, load_named
 from ..cli import CommandError, one_line, options
 from ..generation.sequences import busy_machine
 from ..generation.target import TargetView
-from ..modeling.assistant.modeling_assistant import AssistantDraftModel
+from ..modeling.configuration_base import DraftConfig, refuse_other_sizes, text_config
 from ..modeling.loading import refuse_missing_weights
-from ..modeling.register_draft import preset_of, reader_of, weightless_drafts
+from ..modeling.register_draft import DRAFTS, preset_of, weightless_drafts
 from ..modeling.saved_config import read_config
+from ..modeling.shared.aux_hidden_states import AuxDraftModel
+from ..structured_output import StructuredOutput
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The folder that holds the package, which in a checkout holds the tiny models too.
@@ -50,8 +49,6 @@ HOME = Path(__file__).resolve().parents[2]
 TINY_TARGET, TINY_DRAFTS = "tiny-target", ("tiny-tokenswift", "tiny-longspec")
 # Between two lines about progress where there is no terminal; a step that takes longer has no estimate of its time.
 LINE_SECONDS, SLOWEST_STEP = 10, 600
-# Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
-NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
 def tiny_model(name: str) -> Path:
@@ -73,43 +70,21 @@ def find_target(name: str | None) -> str:
 
 
 @contextmanager
-def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
-    """Turn every error while loading into one line; each format and architecture raises its own.
-
-    With `from_hub`, `name` is that of a model. If the first request for it fails, the error comes at once; transformers
-    would repeat the request five times for each of its files.
-    """
+def loading(name: str, what: str) -> Iterator[None]:
+    """Turn every error while loading into one line; each format and architecture raises its own."""
     options.require_existing(what, name)
     try:
-        if from_hub and not (Path(name).exists() or constants.HF_HUB_OFFLINE):
-            _request(name)
         yield
     except CommandError:
         raise
     except Exception as error:
         *_, (frame, _) = walk_tb(error.__traceback__)
-        remedy = " Check the name; offline, only what is cached can be loaded."
+        remedy = (
+            " Check its files." if Path(name).exists() else " Check the name; offline, the cache alone is searched."
+        )
         if frame.f_globals["__name__"].startswith("hf_longspec."):
             remedy = ""  # our errors have their own
-        elif Path(name).exists():
-            remedy = " Check its files."
-        elif (parent := Path(name).parent).name and parent.is_dir():
-            remedy = f" The folder {parent} has no {Path(name).name}.{remedy}"
         raise CommandError(f"cannot load the {what} {name!r}: {one_line(error).rstrip('.')}.{remedy}") from error
-
-
-def _request(name: str) -> None:
-    """Raise the error of the first request for a model that is not in the cache."""
-    if isinstance(try_to_load_from_cache(name, CONFIG_NAME), str):
-        return
-    try:
-        get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME))
-    except EntryNotFoundError:
-        pass  # the repository exists; adapters have another configuration
-    except HfHubHTTPError:
-        raise
-    except NetworkError as error:
-        raise ValueError(f"the Hub was not reached ({error}). Check the name and the connection") from error
 
 
 def default_device() -> torch.device:
@@ -123,8 +98,8 @@ def find_device(name: str | None) -> torch.device:
     try:
         one = torch.ones(1, device=name)
         one.item()  # a meta device has no values
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CommandError(f"--device {name} is not available. Pass cpu, or leave it out.") from error
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # the first also of a name that is none
+        raise CommandError(f"--device {name} is not available. Pass cpu, cuda:1 or so, or leave it out.") from error
     return one.device
 
 
@@ -134,23 +109,13 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(target: str) -> Any:
-    with loading(target, "tokenizer of", from_hub=True):
-        try:
-            return AutoTokenizer.from_pretrained(target)
-        except (ImportError, OSError):
-            raise  # names the package or the file
-        except Exception as error:  # of formats, which lists ways to read one, or names a key
-            if not Path(target).is_dir():
-                raise
-            files = sorted(file.name for file in Path(target).glob("*token*"))
-            what = f"{' and '.join(files)} cannot be read ({one_line(error).rstrip('.')})"
-            what = what if files else "it has no file of one, such as tokenizer.json"
-            raise ValueError(f"{what}. Save the tokenizer of the model there, with save_pretrained") from error
+    with loading(target, "tokenizer of"):
+        return AutoTokenizer.from_pretrained(target)
 
 
-def max_positions(target: str) -> int:
-    with loading(target, "configuration of", from_hub=True):
-        return positions_of(AutoConfig.from_pretrained(target))
+def load_config(target: str) -> Any:
+    with loading(target, "configuration of"):
+        return AutoConfig.from_pretrained(target)
 
 
 def positions_of(config: Any) -> int:
@@ -160,7 +125,7 @@ def positions_of(config: Any) -> int:
 
 def load_target(target: str, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
     """The model in eval mode on `device`, by default the first GPU, or the CPU."""
-    with loading(target, "model of", from_hub=True):
+    with loading(target, "model of"):
         model, info = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, output_loading_info=True)
         _refuse_other_weights(model, info)
     if reasons := TargetView(model).why_not():
@@ -174,30 +139,38 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
     return model.to(device or default_device()).eval()
 
 
-def find_draft(name: str) -> None:
-    """Refuse, before anything is loaded, a name that no draft has."""
+def check_draft(name: str, target: Any, settings: Mapping[str, Any] | None = None) -> None:
+    """Refuse a draft of another target, and settings that it does not have, before any weights are loaded.
+
+    Args:
+        name (`str`): Name of a draft without weights, folder or Hub id.
+        target (`PreTrainedConfig`): Configuration of the target.
+        settings (`Mapping[str, Any]`, *optional*): Values of `--set`, by name.
+    """
     options.require_draft(name)
-    if name not in weightless_drafts() and name != options.AUTO:
-        with loading(name, "draft", from_hub=True):
-            pass
+    kind: Any = AutoDraft if name == options.AUTO else weightless_drafts().get(name)
+    if kind is None:
+        with loading(name, "draft"):
+            fields = read_config(name)
+            kind = class_of(fields)
+            if kind is None:
+                raise ValueError(f"{name} has model_type={fields.get('model_type')!r} and is not a draft")
+            if fields.get("model_type") in DRAFTS:
+                config: DraftConfig = kind.config_class.from_dict(fields)
+                config.refuse_other_target(target)
+            elif issubclass(kind, AuxDraftModel):  # EAGLE-3 or DFlash, as other projects publish them
+                layer = fields.get("transformer_layer_config") or fields
+                size = text_config(target).vocab_size
+                refuse_other_sizes({"vocab_size": (layer.get("vocab_size") or size, size)})
+    options.check_names(f"--set for the draft {name}", settings or {}, kind.declared)
+    for key, value in (settings or {}).items():
+        kind.declared[key].check(key, value)
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
     """A published draft for `model`: one of this package, of another project, or an ordinary language model."""
-    find_draft(name)
     with loading(name, "draft"):
-        config = read_config(name)
-        reader: Any = reader_of(config)  # of checkpoints of other projects
-        if reader is None and config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            reader = AssistantDraftModel
-        if reader is not None:
-            return reader.from_pretrained(name, target=model)
-        draft, info = AutoModel.from_pretrained(name, dtype=model.dtype, output_loading_info=True)
-        if not getattr(draft, "_is_longspec_draft", False):
-            raise ValueError(f"it is a {type(draft).__name__}, not a draft. Pass one for --draft")
-        _refuse_other_weights(draft, info)
-        draft.check(TargetView(model))
-    return draft
+        return load_named(name, model)[1]
 
 
 def _refuse_other_weights(model: PreTrainedModel, info: dict[str, Any]) -> None:
@@ -259,20 +232,52 @@ def describe_device(device: torch.device) -> str:
     return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''})"
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadedModels:
-    """A target with its tokenizer and a draft for it, ready to generate."""
+    """A target with its tokenizer and a draft for it, ready to generate.
+
+    Their weights are loaded when `model` and `draft` are first used, so that a prompt can be refused before.
+    """
 
     target: str  # Hub id or folder, as it was given
     draft_name: str  # likewise, or one of [`weightless_drafts`]
-    model: PreTrainedModel
+    config: Any  # of the target
     tokenizer: Any
-    draft: Any
+    device: torch.device
+    wanted_dtype: torch.dtype  # of the weights
     settings: dict[str, Any] = field(default_factory=dict)  # those of its settings that were given with `--set`
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        with loading_spinner(self.target):
+            return load_target(self.target, self.wanted_dtype, self.device)
+
+    @cached_property
+    def draft(self) -> Any:
+        model = self.model
+        with loading_spinner(f"the draft {self.draft_name}"):
+            return open_draft(self.draft_name, model, self.settings)
 
     @property
     def dtype(self) -> str:
         return str(self.model.dtype).removeprefix("torch.")
+
+    @cached_property
+    def end_tokens(self) -> list[int]:
+        """Tokens that end a text of the target."""
+        try:
+            ends = GenerationConfig.from_pretrained(self.target).eos_token_id
+        except OSError:  # the target has no such file
+            ends = GenerationConfig.from_model_config(self.config).eos_token_id
+        return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+    def processors(self, structure: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `generate` that make a text follow a structure; none without one."""
+        if not structure:
+            return {}
+        return {
+            "logits_processor": [StructuredOutput(self.tokenizer, **structure, eos_token_id=self.end_tokens or None)]
+        }
 
     def record(self) -> dict[str, str]:
         device = str(self.model.device)
@@ -285,11 +290,11 @@ class LoadedModels:
         if not ids:
             raise CommandError(f"{name} has no tokens under the tokenizer of {self.target}. Pass another text.")
         self.require_room(name, len(ids), room)
-        return torch.tensor([ids], device=self.model.device)
+        return torch.tensor([ids], device=self.device)
 
     def require_room(self, name: str, prompt_tokens: int, new_tokens: int) -> None:
         """Refuse a prompt that does not fit into the positions of the target."""
-        limit = positions_of(self.model.config)
+        limit = positions_of(self.config)
         if new_tokens and prompt_tokens + new_tokens > limit:
             raise CommandError(
                 f"{name} has {prompt_tokens} tokens; with {new_tokens} new ones they exceed the {limit} positions of "
@@ -297,19 +302,24 @@ class LoadedModels:
             )
 
 
+def loading_spinner(what: str) -> Any:
+    """A spinner on standard error, on a terminal alone."""
+    return Console(stderr=True).status(escape(f"Loading {what}"))
+
+
 @contextmanager
 def load_models(args: SimpleNamespace) -> Iterator[LoadedModels]:
-    """Load what the options --target, --draft, --set, --dtype and --device name, with a spinner and no warnings."""
+    """Load what the options --target, --draft, --set, --dtype and --device name, without warnings.
+
+    Names, settings and configurations are checked at once.
+    """
     settings, device = options.read_settings(args.setting), find_device(args.device)
-    console = Console(stderr=True)  # a spinner, on a terminal alone
+    options.require_target(args.target)
     with quiet(progress_bars=not Path(args.target).is_dir()):
-        find_draft(args.draft)
-        with console.status(escape(f"Loading {args.target}")):
-            tokenizer = load_tokenizer(args.target)
-            model = load_target(args.target, dtype_of(args.dtype, device), device)
-        with console.status(escape(f"Loading the draft {args.draft}")):
-            draft = open_draft(args.draft, model, settings)
-        yield LoadedModels(args.target, args.draft, model, tokenizer, draft, settings)
+        config = load_config(args.target)
+        check_draft(args.draft, config, settings)
+        tokenizer = load_tokenizer(args.target)
+        yield LoadedModels(args.target, args.draft, config, tokenizer, device, dtype_of(args.dtype, device), settings)
 
 
 def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | None = None) -> Any:
@@ -320,9 +330,6 @@ def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | Non
     else:
         draft = load_draft(name, model) if known is None else known.from_target(model, **preset_of(name))
     for key, value in (settings or {}).items():
-        if key not in draft.settings:
-            had = ", ".join(sorted(draft.settings)) or "none"
-            raise ValueError(f"--set {key}: not a setting of the draft {name}. Its settings are {had}.")
         setattr(draft.generation_config, key, value)
     draft.check(TargetView(model))
     return draft

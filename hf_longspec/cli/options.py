@@ -1,11 +1,11 @@
 """Options that several commands share, the checks of their values, and how a command ends.
 
-Values are checked while the arguments are parsed. torch and transformers are not imported for that, nor for the help.
+Typer checks numbers and choices while it parses the arguments, and `--help` shows them. Nothing here imports torch or
+transformers when it is imported, as the help does without.
 """
 
-import ast
 import codecs
-import itertools
+import json
 import math
 import re
 import sys
@@ -27,42 +27,10 @@ INPUT_ERROR, INTERRUPTED = 2, 130
 DtypeName = StrEnum("DtypeName", ["auto", "float32", "bfloat16", "float16"])
 Preset = StrEnum("Preset", ["all"])
 DEMO_CONTEXT = 6144
-MODELING = Path(__file__).parents[1] / "modeling"
-REGISTRY = "hf_longspec.modeling.register_draft"
-
 # One batch may have so many rows.
 MOST_ROWS = 1024
-
-
-def _registrations() -> Iterator[tuple[list[str], set[str]]]:
-    """Yield all names of each draft and the parts that it registers, read as importing them imports torch."""
-    for file in sorted(MODELING.glob("*/__init__.py")):
-        calls = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
-        parts = {part.arg: part.value for call in calls for part in call.keywords if part.arg is not None}
-        others = (ast.literal_eval(parts[part]) for part in ("aliases", "presets") if part in parts)
-        yield [file.parent.name, *itertools.chain(*others)], set(parts)
-
-
-def training_free() -> list[str]:
-    """Return the names of `weightless_drafts`."""
-    return [
-        name
-        for names, parts in _registrations()
-        if "card" in parts and not parts & {"training", "reads"}
-        for name in names
-    ]
-
-
-def drafts_with(part: str) -> list[list[str]]:
-    """Return all names of each draft that registers a part, such as `"tune"`."""
-    if (registry := sys.modules.get(REGISTRY)) is not None:  # has those that the user registered
-        return [list(draft.names) for draft in registry.DRAFTS.values() if getattr(draft, part) is not None]
-    return [names for names, parts in _registrations() if part in parts]
-
-
-BY_NAME = ", ".join(training_free())
-# A repository of the Hub, and the id of a model there; a few models have no owner.
-REPOSITORY, HUB_ID = r"\w[\w.-]*/\w[\w.-]*", r"(\w[\w.-]*/)?\w[\w.-]*"
+# Names of the package's `weightless_drafts`, for the help, which does not import them.
+BY_NAME = "assistant, grammar, ngram, plain, quest, magicdec, specattn, vegas, self-int4, token_recycling, recycling"
 # The draft that chooses another one.
 AUTO = "auto"
 # Prompts of their own length, in a list of lengths.
@@ -74,24 +42,15 @@ PACKED = {".parquet", ".arrow", ".gz", ".zip"}
 FILE_SUFFIXES |= {".html", ".pdf", ".yaml", ".yml", ".safetensors", ".bin", ".pt", ".pth", ".npy"}
 
 
-def number(
-    least: float, help: str, kind: type[int] | type[float] = int, most: float = math.inf, above: bool = False
-) -> Any:
-    """An option for finite numbers from `least` to `most`; others are refused with the value and the rule."""
-    upper = "" if most == math.inf else f" and at most {most}"
-    rule = f"{'an integer' if kind is int else 'a number'} {'above' if above else 'of at least'} {least}{upper}"
+def number(least: float, help: str, most: float | None = None, above: bool = False) -> Any:
+    """An option for numbers from `least` to `most`, or from above `least`."""
 
-    def parse(text: Any) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan  # refused as a number outside of the bounds is
-        if not (math.isfinite(value) and least <= value <= most and not (above and value == least)):
-            raise typer.BadParameter(f"{text} is not {rule}.")
+    def checked(value: float | None) -> float | None:
+        if value is not None and not value > least:  # as NaN is not
+            raise typer.BadParameter(f"{value} is not above {least}.")
         return value
 
-    bounds = f"{'>' if above else '>='} {least}{upper and f', <= {most}'}"
-    return typer.Option(help=help, parser=parse, metavar=f"<{kind.__name__} {bounds}>")
+    return typer.Option(help=help, min=least, max=most, callback=checked if above else None)
 
 
 def text(help: str, **how: Any) -> Any:
@@ -99,25 +58,20 @@ def text(help: str, **how: Any) -> Any:
     return typer.Option(help=help, **how)
 
 
-def matching(pattern: str, rule: str, help: str) -> Any:
-    """An option whose value matches a regular expression, which `rule` says in words."""
-
-    def checked(value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(pattern, value, re.ASCII):
-            raise typer.BadParameter(f"{value!r}: expected {rule}.")
-        return value
-
-    return typer.Option(help=help, callback=checked)
-
-
-def repository(help: str) -> Any:
-    """An option for a repository of the Hub, with its owner."""
-    return matching(REPOSITORY, "owner/name, with letters, digits, -, _ and . only", help)
-
-
 def flag(name: str, help: str, **how: Any) -> Any:
     """An option of this name, such as one without a value."""
     return typer.Option(name, help=help, **how)
+
+
+def parse_shard(text: Any) -> tuple[int, int]:
+    """Number and count of a share of rows, such as `0/2`."""
+    number, _, count = str(text).partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise typer.BadParameter(f"{text}: expected i/n with i from 0 to n - 1, such as 0/2 and 1/2.")
+    return int(number), int(count)
+
+
+SHARD: dict[str, Any] = {"parser": parse_shard, "metavar": "<i/n>"}
 
 
 def require_writable_file(file: Path, suffix: str = "") -> None:
@@ -161,9 +115,9 @@ def output(help: str, check: Callable[..., None] = require_writable_file, **how:
 
 
 def require_sources(option: str, names: Iterable[str]) -> None:
-    """Refuse missing files, whose names have a suffix or lie in a folder, and files without a text.
+    """Refuse files without a text, missing files, whose names have a suffix or lie in a folder, and missing datasets.
 
-    The Hub is not asked for them.
+    The Hub is not asked for files.
     """
     remedy = "Check the path; datasets of the Hub are named owner/name."
     for name in names:
@@ -176,6 +130,8 @@ def require_sources(option: str, names: Iterable[str]) -> None:
             raise CommandError(f"{option}the file {name!r} does not exist. {remedy}")
         if path.parent.name and path.parent.is_dir():
             raise CommandError(f"{option}the folder {str(path.parent)!r} has no {path.name!r}. {remedy}")
+        if "/" in name:  # names without an owner are also those of formats
+            require_repository("dataset", str(path), "dataset")
 
 
 def _require_content(option: str, file: Path) -> None:
@@ -199,17 +155,44 @@ def require_existing(what: str, name: str) -> None:
 
 
 def require_target(name: str) -> None:
-    """Refuse what is no folder of a model, and no Hub id."""
-    require_model("model of", name, "Pass the folder of a saved model, or a Hub id.")
+    """Refuse what is no folder of a model, and no repository of the Hub."""
+    require_model("model of", name)
 
 
-def require_model(what: str, name: str, remedy: str) -> None:
-    """Refuse a folder without a configuration, and a file."""
+def require_model(what: str, name: str) -> None:
+    """Refuse a folder without a configuration, a file, and a name that the Hub does not have."""
     require_existing(what, name)
     if Path(name).is_file():
-        raise CommandError(f"cannot load the {what} {name!r}: it is a file. {remedy}")
-    if Path(name).is_dir() and not list(Path(name).glob("*config.json")):
-        raise CommandError(f"cannot load the {what} {name!r}: it has no config.json. {remedy}")
+        raise CommandError(f"cannot load the {what} {name!r}: it is a file. Pass the folder of a model, or a Hub id.")
+    if not Path(name).is_dir():
+        require_repository(what, name)
+    elif not list(Path(name).glob("*config.json")):  # an adapter has adapter_config.json
+        raise CommandError(f"cannot load the {what} {name!r}: it has no config.json. Pass the folder of a saved model.")
+
+
+def require_repository(what: str, name: str, kind: str = "model") -> None:
+    """Refuse a repository that is neither in the cache nor on the Hub, by one request.
+
+    transformers and datasets repeat the request five times for each file, which takes minutes without a connection.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    file = "config.json" if kind == "model" else "README.md"
+    no_connection: Any = HfHubHTTPError.__bases__[0]  # of httpx in version 1, of httpx2 in version 2
+    try:
+        if not constants.HF_HUB_OFFLINE and try_to_load_from_cache(name, file, repo_type=kind) is None:
+            get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind))
+    except EntryNotFoundError:
+        pass  # the repository exists; adapters have another configuration
+    except (HFValidationError, HfHubHTTPError, no_connection) as error:
+        parent = Path(name).parent
+        place = f"the folder {parent} has no {Path(name).name}" if parent.is_dir() and parent.name else "no such folder"
+        where = "the Hub has none" if isinstance(error, HfHubHTTPError) else "the Hub was not reached"
+        raise CommandError(
+            f"cannot load the {what} {name!r}: {place}, and {where} ({one_line(error).rstrip('.')}). Check the name; "
+            "with HF_HUB_OFFLINE=1, the cache alone is searched."
+        ) from error
 
 
 def name_of(model: str) -> str:
@@ -218,18 +201,18 @@ def name_of(model: str) -> str:
 
 
 def require_draft(name: str) -> None:
-    """Refuse a name that no draft has, as far as it is known without the Hub."""
-    registry = sys.modules.get(REGISTRY)
-    known = training_free() if registry is None else list(registry.weightless_drafts())
-    if name in (*known, AUTO):
+    """Refuse a name that no draft has."""
+    from ..modeling.register_draft import weightless_drafts
+
+    if name in (known := [*weightless_drafts(), AUTO]):
         return
-    require_model("draft", name, "Pass the folder of a saved draft, or a Hub id.")
     if "/" not in name and not Path(name).exists():
         near = get_close_matches(name, known, 1)
         raise CommandError(
             f"cannot load the draft {name!r}: there is no such folder, Hub ids have the form owner/name, and the "
             f"training-free drafts are {', '.join(known)}.{f' Did you mean {near[0]!r}?' if near else ''}"
         )
+    require_model("draft", name)
 
 
 def named(
@@ -265,12 +248,7 @@ Setting = Annotated[
 ]
 Dtype = Annotated[DtypeName, text("Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
 Device = Annotated[
-    str | None,
-    matching(
-        r"(?!meta)[a-z]+(:\d+)?",
-        "the name of a device, such as cpu or cuda:1",
-        "cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.",
-    ),
+    str | None, text("cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.", show_default=False)
 ]
 Seed = Annotated[int | None, number(0, "Seed of sampling.", most=2**32 - 1)]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace files that exist, in place of an error.")]
@@ -335,6 +313,16 @@ def read_settings(texts: list[str] | None, example: str = "num_assistant_tokens=
     return settings
 
 
+def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse names that do not exist, with the nearest that does."""
+    known = sorted(known)
+    for name in names:
+        if name not in known:
+            near = get_close_matches(str(name), known, 1)
+            choices = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+            raise CommandError(f"unknown key {str(name)!r} in {what}: {choices}")
+
+
 def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
     """Numbers such as `512,2k`; `own` is 0.
 
@@ -392,3 +380,14 @@ def read_text(file: Path | None, prompt: str | None) -> tuple[str, str]:
     if not text or not text.strip():
         raise CommandError(f"{name} is empty. Pass a text.")
     return name, text
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CommandError(f"{file} is not JSON: {one_line(error).rstrip('.')}. Correct it.") from error
+    if not isinstance(content, dict):
+        raise CommandError(f"{file} holds a {type(content).__name__}, expected a JSON object. Correct it.")
+    return content

@@ -12,25 +12,44 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import AutoModel
 
 from ..bench.report import acceptance_section
-from ..cli import CommandError, one_line
+from ..bench.results import records_of_draft
+from ..cli import CARD_FACTS, CommandError, one_line, options
 from ..hub import Card, push, write_repository
 from ..hub.code import PACKAGE, STUB
 from ..hub.repository import engine_of, write_engine
-from .models import NetworkError, loading, quiet
+from .models import loading, quiet
+from .outputs import claim
 
+# Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
+NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
 # The engine's repository, below the folder that a dry run writes.
 ENGINE_FOLDER = Path("engine")
 
 
 def run(args: SimpleNamespace) -> None:
+    if not args.dry_run and args.repo is None:
+        raise CommandError("no repository to upload to. Pass --repo, or --dry-run.")
+    if not args.dry_run and args.output is not None:
+        raise CommandError(f"--output {args.output} needs --dry-run. Without it, the draft is uploaded.")
+    if args.name is not None and args.results is None:
+        raise CommandError(f"--name {args.name} names a draft in --results. Pass --results, or drop it.")
     engine = engine_of(args.repo, args.engine, args.self_contained)
-    options = {"repo": args.repo, "base_model": args.base_model, "license": args.license}
-    card = Card.read(args.facts | {name: value for name, value in options.items() if value is not None})
-    if args.measured:
-        card = replace(card, acceptance=acceptance_section(args.measured))
+    name = args.source.resolve().name
+    output = args.output or args.source.resolve().with_name(f"{name}-hub")
+    if args.dry_run:
+        options.require_writable_folder(output)
+        claim([output], overwrite=args.overwrite)
+    file = args.source / CARD_FACTS
+    facts = options.read_json(file) if file.is_file() else {}
+    given = {"repo": args.repo, "base_model": args.base_model, "license": args.license}
+    card = Card.read(facts | {name: value for name, value in given.items() if value is not None})
+    if args.results is not None:
+        measured = records_of_draft(args.results, args.name or name)
+        card = replace(card, acceptance=acceptance_section(measured))
+    options.require_model("draft", str(args.source))
     draft = load(args.source)
     if args.dry_run:
-        write(draft, args.output, card, args.repo, engine)
+        write(draft, output, card, args.repo, engine)
     else:
         with errors_of_the_hub():
             where = {"engine": args.engine, "self_contained": args.self_contained}

@@ -1,9 +1,14 @@
-"""`hf-longspec generate --data`: continue every prompt of a file, many at once, in one process or several."""
+"""`hf-longspec generate --data`: continue every prompt of a file, many at once, and write a line of JSON for each.
 
-import os
+A line is appended to the output when its row ends. It has a digest of the prompt and of all settings that decide the
+text, by which `--resume` recognises what is done.
+"""
+
+import hashlib
+import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from queue import Queue
@@ -15,36 +20,52 @@ from transformers import set_seed
 
 from ..auto import AutoDraft
 from ..batching import Batcher, Request
-from ..bench.prompts import around_a_message, left_padded
-from ..cli import CommandError, one_line
-from .models import LoadedModels, Progress, default_device, dtype_of, find_device, load_models, say
-from .structure import processors
-from .work import Work
+from ..bench.prompts import around_a_message
+from ..bench.results import Record, replace_file
+from ..bench.sources import prompts_of
+from ..cli import CommandError, one_line, options
+from .models import LoadedModels, Progress, dtype_of, find_device, load_models, say
+from .outputs import claim
+
+# A line of the output begins so. The last one may be cut off.
+BEGINNING = '{"row": '
+Row = tuple[int, torch.Tensor]  # number, and token ids `(length,)` of the prompt
+Ended = tuple[int, torch.Tensor, list[int] | Exception]  # a row, and its new tokens or its error
 
 
 def continue_rows(args: SimpleNamespace, how: dict[str, Any], structure: dict[str, Any]) -> int:
     """Continue all rows of `--data`; returns the exit status."""
-    state = processes()
-    if state.num_processes > 1 and args.device is None:
-        args.device = str(state.device)
-    prompts = args.prompts
-    work = Work(args.output, args.data, prompts, settings_of(args, how | structure))
-    done = work.finished() if args.resume else {}
+    options.require_sources("--data: ", [args.data])
+    claim([args.output], [args.data], overwrite=args.overwrite, resume=args.resume)
+    how = how | {"max_new_tokens": args.max_new_tokens}
+    settings = settings_of(args, how | structure)
+    share, count = args.shard or (0, 1)
+    prompts = {row: text for row, text in enumerate(prompts_of(args.data, args.column)) if row % count == share}
+    digests = {row: digest_of(text, settings) for row, text in prompts.items()}
+    done = finished_rows(args.output, digests) if args.resume else {}
+    num_failed, tokens, started = 0, 0, time.perf_counter()
     with load_models(args) as loaded:
-        rows = RowDecoder(loaded, args, how | processors(structure, loaded.tokenizer, loaded.model))
-        batches = rows.batches([(row, prompt) for row, prompt in enumerate(prompts) if row not in done])
-        state.wait_for_everyone()  # all have read what is finished before anyone writes
-        if state.is_main_process:
-            work.begin(done)
-        state.wait_for_everyone()
-        rows.run(batches[state.process_index :: state.num_processes], work.writer(state.process_index))
-    state.wait_for_everyone()
-    if not state.is_main_process:
-        return 0
-    records = work.end()
-    failed = [record for record in records if "error" in record]
-    say(f"{len(records)} rows in {args.output}, {len(failed)} failed. {rows.speed()}", stderr=True)
-    return 1 if failed else 0
+        how |= loaded.processors(structure)
+        rows = encode_rows(loaded, args, {row: text for row, text in prompts.items() if row not in done})
+        if rows:
+            _ = loaded.draft  # nothing is replaced before the models are loaded
+        ended = continued(loaded, rows, args.batch, args.seed or 0, how)
+        with open_output(args, done) as file, closing(ended), Progress(len(rows), "Generating") as progress:
+            for row, ids, result in ended:
+                record: Record = {"row": row}
+                if isinstance(result, Exception):
+                    record["error"] = one_line(result)
+                    num_failed += 1
+                else:
+                    stop = next((n for n, token in enumerate(result, 1) if token in loaded.end_tokens), len(result))
+                    record["text"] = loaded.tokenizer.decode(result[:stop], skip_special_tokens=True)
+                    record |= {"prompt_tokens": len(ids), "new_tokens": stop}
+                    tokens += stop
+                file.write(json.dumps(record | {"digest": digests[row]}) + "\n")
+                progress.step()
+                progress.say(f"Generating, {tokens / (time.perf_counter() - started):.1f} tokens/s")
+    say(f"{len(prompts)} rows in {args.output}, {len(rows)} of them new, {num_failed} failed.", stderr=True)
+    return 1 if num_failed else 0
 
 
 def settings_of(args: SimpleNamespace, how: dict[str, Any]) -> dict[str, Any]:
@@ -55,153 +76,134 @@ def settings_of(args: SimpleNamespace, how: dict[str, Any]) -> dict[str, Any]:
         "dtype": str(dtype_of(args.dtype, find_device(args.device))),
         "set": sorted(args.setting or []),
         "chat": args.chat,
-        "max_new_tokens": args.max_new_tokens,
         "seed": (args.seed or 0) if args.temperature else None,
     }
 
 
-def processes() -> Any:
-    """The processes among which `accelerate launch` or `torchrun` divides the rows, or this one alone."""
-    if "WORLD_SIZE" not in os.environ:
-        alone = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True)
-        alone.wait_for_everyone = lambda: None
-        return alone
-    from accelerate import PartialState
-
-    return PartialState(cpu=default_device().type == "cpu")
+def digest_of(prompt: str | None, settings: Mapping[str, Any]) -> str:
+    """Digest of a prompt and of the settings."""
+    return hashlib.sha256(json.dumps([prompt, settings]).encode()).hexdigest()[:16]
 
 
-Write = Callable[..., object]  # adds a row to the file of this process, given its number and values
+def finished_rows(output: Path, digests: Mapping[int, str]) -> dict[int, Record]:
+    """The lines of an output whose rows have a text, by the number of the row.
+
+    Raises:
+        CommandError: If a line is none of this command, or belongs to another prompt or other settings.
+    """
+    if not output.exists():
+        return {}
+    remedy = "Pass the same data and settings, another --output, or --overwrite."
+    *lines, last = output.read_text(encoding="utf-8", errors="replace").split("\n")
+    if not BEGINNING.startswith(last[: len(BEGINNING)]):
+        lines.append(last)  # of somebody else
+    done = {}
+    for number, line in enumerate(lines, 1):
+        record: Any = None
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+        if not isinstance(record, dict) or not {"row", "digest"} <= record.keys():
+            raise CommandError(f"--resume {output}, line {number}: not a row of this command. {remedy}")
+        if "error" not in record:
+            done[record["row"]] = record
+    if other := [str(row) for row, record in sorted(done.items()) if record["digest"] != digests.get(row)]:
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        raise CommandError(
+            f"--resume {output}: rows {', '.join(other[:3])}{more} have another prompt, other settings or another "
+            f"--shard. {remedy}"
+        )
+    return done
 
 
-class RowDecoder:
-    """Continue rows, each of which takes the place of one that has ended; the seed of a row is its own."""
+def open_output(args: SimpleNamespace, done: Mapping[int, Record]) -> Any:
+    """Open the output for further lines, which are written one by one. Without `--resume` it begins anew."""
+    if args.resume:  # without the rows that failed, and a line that was cut off
+        replace_file(args.output, "".join(json.dumps(record) + "\n" for record in done.values()))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    mode = "a" if args.resume else "w" if args.output.exists() else "x"  # not that of a process beside this one
+    return args.output.open(mode, encoding="utf-8", buffering=1)
 
-    def __init__(self, loaded: LoadedModels, args: SimpleNamespace, how: dict[str, Any]):
-        self.loaded = loaded
-        self.batch, self.seed = args.batch, args.seed or 0
-        self.how = how | {"max_new_tokens": args.max_new_tokens}
-        self.around = around_a_message(loaded.tokenizer) if args.chat else ("", "")
-        ids = loaded.tokenizer.pad_token_id, loaded.tokenizer.eos_token_id, 0
-        self.pad = next(token for token in ids if token is not None)
-        self.tokens, self.seconds = 0, 0.0
 
-    def batches(self, rows: Sequence[tuple[int, str | None]]) -> list[list[tuple[int, Any]]]:
-        """Return rows and token ids in batches, the longest first, so that too little memory shows early.
+def encode_rows(
+    loaded: LoadedModels, args: SimpleNamespace, prompts: Mapping[int, str | None]
+) -> list[tuple[int, torch.Tensor | Exception]]:
+    """Return token ids `(length,)` of all rows, the longest first, so that too little memory shows early.
 
-        A row without a prompt, or whose prompt is too long or has no tokens, comes with the error instead of ids.
-        """
-        encoded = [(row, self._ids(row, text)) for row, text in rows]
-        encoded.sort(key=lambda entry: len(entry[1]) if torch.is_tensor(entry[1]) else 0, reverse=True)
-        return [encoded[start : start + self.batch] for start in range(0, len(encoded), self.batch)]
+    A row without a prompt, or whose prompt is too long or has no tokens, comes with the error instead of ids.
+    """
+    around = around_a_message(loaded.tokenizer) if args.chat else ("", "")
 
-    def _ids(self, row: int, text: str | None) -> torch.Tensor | Exception:
+    def encoded(row: int, text: str | None) -> torch.Tensor | Exception:
         if text is None:
             return CommandError("the row has no prompt. Pass a text.")
         try:
-            written = text.join(self.around)
-            return self.loaded.encode(f"row {row}", written, room=self.how["max_new_tokens"])[0]
+            return loaded.encode(f"row {row}", text.join(around), room=args.max_new_tokens)[0]
         except Exception as error:  # of tokenizers, for example about lone surrogates
             return error
 
-    def run(self, batches: Sequence[list[tuple[int, Any]]], write: Write) -> None:
-        """Continue all rows, and write each as soon as it is done.
+    rows = [(row, encoded(row, text)) for row, text in prompts.items()]
+    return sorted(rows, key=lambda row: len(row[1]) if torch.is_tensor(row[1]) else 0, reverse=True)
 
-        Where rows cannot be replaced in a batch, batches of similar lengths are continued one after another.
-        """
-        with Progress(sum(map(len, batches)), "Generating") as progress:
 
-            def step(rows: int) -> None:
-                progress.step(rows)
-                progress.say(f"Generating, {self.speed()}")
+def continued(
+    loaded: LoadedModels,
+    rows: Sequence[tuple[int, torch.Tensor | Exception]],
+    batch: int,
+    seed: int,
+    how: dict[str, Any],
+) -> Generator[Ended, None, None]:
+    """Yield every row when it ends, `batch` of them at once. The seed of a row is `seed` plus its number.
 
-            for row, error in (entry for batch in batches for entry in batch):
-                if not torch.is_tensor(error):
-                    write(row, error=one_line(error))
-                    step(1)
-            batches = [[(row, ids) for row, ids in batch if torch.is_tensor(ids)] for batch in batches]
-            rows = [entry for batch in batches for entry in batch]
-            batcher = None
-            with suppress(ValueError):
-                batcher = self.batcher(rows)
-            if batcher is not None:
-                batches = [[entry] for entry in self.continue_together(batcher, rows, write, step)]  # those that failed
-            for batch in batches:
-                self.decode(batch, write)
-                step(len(batch))
+    A row that fails in a batch, and every row of a model or of settings that a [`Batcher`] refuses, is continued alone.
+    """
+    none = torch.tensor([], dtype=torch.long)
+    yield from ((row, none, ids) for row, ids in rows if isinstance(ids, Exception))
+    waiting = [(row, ids) for row, ids in rows if isinstance(ids, torch.Tensor)]
+    if not waiting:
+        return
+    model, draft, longest = loaded.model, loaded.draft, waiting[0][1]
+    if isinstance(draft, AutoDraft):
+        draft.choose(model, longest[None], do_sample=how["do_sample"])
+    known = (loaded.tokenizer.pad_token_id, *loaded.end_tokens, 0)
+    how = how | {"pad_token_id": next(token for token in known if token is not None)}
+    try:
+        batcher = Batcher(model, draft, batch, max(3, len(longest) + how["max_new_tokens"]))
+    except ValueError:
+        alone = waiting
+    else:
+        alone = yield from continued_together(batcher, waiting, seed, how)
+    for row, ids in alone:
+        set_seed(seed + row)
+        try:
+            mask = torch.ones_like(ids[None])
+            out = model.generate(ids[None], attention_mask=mask, assistant_model=draft, **how)
+        except Exception as error:  # of memory, of processors
+            yield row, ids, error
+        else:
+            yield row, ids, out[0, len(ids) :].tolist()
 
-    def batcher(self, rows: Sequence[tuple[int, torch.Tensor]]) -> Batcher | None:
-        """Return what continues these rows together."""
-        if not rows:
-            return None
-        model, draft = self.loaded.model, self.loaded.draft
-        if isinstance(draft, AutoDraft):
-            draft.choose(model, rows[0][1][None], do_sample=self.how["do_sample"])
-        return Batcher(model, draft, self.batch, max(3, len(rows[0][1]) + self.how["max_new_tokens"]))
 
-    def continue_together(
-        self, batcher: Batcher, rows: Sequence[tuple[int, torch.Tensor]], write: Write, step: Callable[[int], None]
-    ) -> list[tuple[int, torch.Tensor]]:
-        """Continue rows at once, and return those that failed. Rows that have ended are written in this order."""
-        ended: Queue[Request] = Queue()
-        waiting, running, failed = (
-            iter(rows),
-            dict[Request, tuple[int, torch.Tensor]](),
-            list[tuple[int, torch.Tensor]](),
-        )
-        started = time.perf_counter()
-        with batcher:
-            while True:
-                for row, ids in islice(waiting, 2 * self.batch - len(running)):
-                    try:
-                        request = batcher.submit(ids, seed=self.seed + row, pad_token_id=self.pad, **self.how)
-                    except Exception:  # of memory, of processors
-                        failed.append((row, ids))
-                        continue
-                    running[request] = row, ids
-                    request.add_done_callback(ended.put)  # type: ignore[arg-type]
-                if not running:
-                    return failed
-                request = ended.get()
-                row, ids = running.pop(request)
-                if request.exception() is not None:
+def continued_together(
+    batcher: Batcher, rows: Sequence[Row], seed: int, how: dict[str, Any]
+) -> Generator[Ended, None, list[Row]]:
+    """Yield the rows that end well, and return those that failed."""
+    waiting, running, failed = iter(rows), dict[Request, Row](), list[Row]()
+    ended: Queue[Request] = Queue()
+    with batcher:
+        while True:
+            for row, ids in islice(waiting, 2 * batcher.rows - len(running)):
+                try:
+                    request = batcher.submit(ids, seed=seed + row, **how)
+                except Exception:  # of memory, of processors
                     failed.append((row, ids))
                     continue
-                self.finish(row, ids, request.result()[0, len(ids) :].tolist(), write)
-                self.seconds = time.perf_counter() - started
-                step(1)
-
-    def decode(self, batch: Sequence[tuple[int, torch.Tensor]], write: Write) -> None:
-        """Continue the rows of one batch, one by one if the batch fails; a row that fails alone is written as such."""
-        if not batch:
-            return
-        started = time.perf_counter()
-        ids, mask = left_padded([prompt for _, prompt in batch], self.pad)
-        set_seed(self.seed + batch[0][0])
-        try:
-            out = self.loaded.model.generate(
-                ids, attention_mask=mask, assistant_model=self.loaded.draft, pad_token_id=self.pad, **self.how
-            )
-        except Exception as error:  # of memory, of processors
-            if len(batch) > 1:
-                for entry in batch:
-                    self.decode([entry], write)
+                running[request] = row, ids
+                request.add_done_callback(ended.put)  # type: ignore[arg-type]
+            if not running:
+                return failed
+            request = ended.get()
+            row, ids = running.pop(request)
+            if request.exception() is not None:
+                failed.append((row, ids))
             else:
-                write(batch[0][0], error=one_line(error))
-            return
-        self.seconds += time.perf_counter() - started
-        for (row, prompt), tokens in zip(batch, out[:, ids.shape[1] :].tolist(), strict=True):
-            self.finish(row, prompt, tokens, write)
-
-    def finish(self, row: int, prompt: torch.Tensor, tokens: list[int], write: Write) -> None:
-        """Write the text of a row, up to its end."""
-        ends = self.loaded.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        count = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
-        self.tokens += count
-        text = self.loaded.tokenizer.decode(tokens[:count], skip_special_tokens=True)
-        write(row, text=text, prompt_tokens=len(prompt), new_tokens=count)
-
-    def speed(self) -> str:
-        """Tokens per second, with the time to read prompts."""
-        return f"{self.tokens / self.seconds:.1f} tokens/s" if self.seconds else "no tokens yet"
+                yield row, ids, request.result()[0, len(ids) :].tolist()

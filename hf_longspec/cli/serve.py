@@ -1,5 +1,6 @@
 """`hf-longspec serve`: the handlers of `transformers serve` for one model, with a draft in every request."""
 
+import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,14 @@ try:
     import uvicorn
     from transformers.cli.serving.model_manager import ModelManager
 
-    from .serving.decoding import BatchDecoder, Decoder
+    from .serving.answers import BatchDecoder, Decoder
     from .serving.metrics import Metrics
     from .serving.routes import MIB, Limits, Routes
 except ModuleNotFoundError as error:
     remedy = "pip install -U 'transformers[serving]' 'starlette>=1.6' prometheus-client"
     raise CommandError(f"serve needs {error.name}, which is not installed: {remedy}") from error
 
-from .models import dtype_of, find_device, find_draft, loading, open_draft, positions_of, quiet
+from .models import check_draft, dtype_of, find_device, load_config, loading, open_draft, positions_of, quiet
 
 # Seconds after Ctrl-C that running requests have to end.
 GRACE = 2
@@ -25,9 +26,16 @@ GRACE = 2
 
 def run(args: SimpleNamespace) -> int:
     settings, device = options.read_settings(args.setting), find_device(args.device)
+    require_free(args.host, args.port)
+    options.require_target(args.target)
+    if args.max_length is not None and args.rows == 1:
+        raise CommandError(f"--max-length {args.max_length} is for several --rows. Pass --rows, or drop it.")
     with quiet(progress_bars=True):
-        find_draft(args.draft)
-        with loading(args.target, "model of", from_hub=True):
+        config = load_config(args.target)
+        if (args.max_length or 0) > (most := positions_of(config)):
+            raise CommandError(f"--max-length {args.max_length}: the model has {most} positions. Pass at most {most}.")
+        check_draft(args.draft, config, settings)
+        with loading(args.target, "model of"):
             dtype = str(dtype_of(args.dtype, device)).removeprefix("torch.")
             models = ModelManager(device=str(device), dtype=dtype, force_model=args.target)
         limits = Limits(args.max_body, args.max_tokens, args.max_waiting, args.cache_memory)
@@ -35,6 +43,15 @@ def run(args: SimpleNamespace) -> int:
         routes = make_routes(models, lambda model: open_draft(args.draft, model, settings), limits, *rows)
         make_server(routes, args.host, args.port).run()
     return 0
+
+
+def require_free(host: str, port: int) -> None:
+    """Refuse an address on which something else listens; the server would say so after the model is loaded."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]
+        raise CommandError(f"cannot listen on {host}:{port}: {reason}. Pass another --host or --port.") from error
 
 
 def make_routes(
@@ -57,8 +74,6 @@ def make_routes(
     model, draft, metrics = loaded.model, open_draft(loaded.model), Metrics()
     if rows == 1:
         return Routes(models, Decoder(model, draft, metrics, limits.cache * MIB), limits)
-    if (max_length or 0) > (most := positions_of(model.config)):
-        raise CommandError(f"--max-length {max_length}: the model has {most} positions. Pass at most {most}.")
     try:
         decoder = BatchDecoder(model, draft, metrics, rows, max_length, limits.waiting, limits.cache * MIB)
     except ValueError as error:

@@ -27,13 +27,20 @@ from transformers import (
 from ..bench.machine import command, git_commit, without_folders
 from ..bench.results import replace_file
 from ..cli import CARD_FACTS, CommandError, one_line, options
-from .models import load_tokenizer, loading
-from .recipe import Recipe, check_names
+from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
+from ..training.data import DocumentEncoder, most_frequent
+from ..training.methods import trained_drafts
+from ..training.trainer import last_complete_checkpoint
+from .models import check_draft, load_config, load_tokenizer, loading
+from .outputs import claim
+from .recipe import Recipe, recipe_of
 
 
 def run(args: SimpleNamespace) -> int:
+    recipe = recipe_of(args)
+    claim_folder(recipe, [args.config, *(args.data or [])], args.resume, args.overwrite)
     try:
-        return train(args.recipe, args.resume)
+        return train(recipe, args.resume)
     except FloatingPointError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
@@ -42,12 +49,36 @@ def run(args: SimpleNamespace) -> int:
         return options.INTERRUPTED
 
 
-def train(recipe: Recipe, resume: bool) -> int:
-    from ..training import DraftTrainer, DraftTrainingArguments
-    from ..training.data import DocumentEncoder, most_frequent
-    from ..training.trainer import last_complete_checkpoint
+def claim_folder(recipe: Recipe, inputs: list[Any], resume: bool, overwrite: bool) -> None:
+    """Refuse an output folder that holds something, unless this is to be continued or replaced."""
+    if recipe.training.get("output_dir") is None:
+        raise CommandError("training has no output_dir. Set it, or pass --output-dir.")
+    folder = Path(recipe.training["output_dir"])
+    options.require_writable_folder(folder)
+    if resume and not list(folder.glob("checkpoint-*/trainer_state.json")):
+        raise CommandError(f"{str(folder)!r} has no complete checkpoint to resume from: start without --resume.")
+    read = [*inputs, recipe.target, recipe.draft if isinstance(recipe.draft, str) else None]
+    claim([folder], read, overwrite=overwrite, resume=resume, kept=[CARD_FACTS])
 
-    check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
+
+def refuse_misspelt(recipe: Recipe) -> None:
+    """Refuse names in the recipe that do not exist, and a draft of another target, before anything is loaded."""
+    options.check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
+    options.require_target(recipe.target)
+    for data in (recipe.dataset, recipe.eval_dataset):
+        if data is not None and "path" in data:
+            options.require_sources("", [str(data["path"])])
+    config = load_config(recipe.target)
+    if isinstance(recipe.draft, str):
+        check_draft(recipe.draft, config)
+    else:
+        kind, settings = find_kind(recipe)
+        options.check_names("draft", settings, {*kind.settings, *vars(kind.config_class())})
+
+
+def train(recipe: Recipe, resume: bool) -> int:
+    refuse_misspelt(recipe)
+    lora = lora_config(recipe.lora)
     args = DraftTrainingArguments(**recipe.training)
     checkpoint = last_complete_checkpoint(args.output_dir) if resume else None
     sources = [recipe.dataset, recipe.eval_dataset]
@@ -56,7 +87,7 @@ def train(recipe: Recipe, resume: bool) -> int:
     with args.main_process_first(desc="loading of the dataset"):  # the others find it in the cache
         train_rows, eval_rows = (load_rows(source, recipe.pack, tokenizer, args) for source in sources)
     extra = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-    with loading(recipe.target, "model of", from_hub=True):
+    with loading(recipe.target, "model of"):
         target = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=recipe.dtype, **extra)
     set_seed(args.seed)  # a new draft is drawn: the same in every run and every process
     draft = make_draft(recipe, target)
@@ -71,7 +102,7 @@ def train(recipe: Recipe, resume: bool) -> int:
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
-        peft_config=lora_config(recipe.lora),
+        peft_config=lora,
     )
     if checkpoint is None and trainer.is_world_process_zero():
         remove_checkpoints(Path(str(args.output_dir)))
@@ -131,8 +162,6 @@ class SaveAtInterrupt(TrainerCallback):
 
 
 def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: Any) -> Any:
-    from ..training import TokenWindows, pack
-
     if data is None:
         return None
     if "tokens" in data:
@@ -144,10 +173,7 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
             with loading(file, "tokens of"):
                 windows.append(TokenWindows(np.load(file, mmap_mode="r"), length))
         return torch.utils.data.ConcatDataset(windows)
-    try:
-        from datasets import DatasetDict, IterableDatasetDict, load_dataset
-    except ImportError as error:
-        raise CommandError("datasets is not installed: pip install datasets") from error
+    from datasets import DatasetDict, IterableDatasetDict, load_dataset
 
     name = str(data.get("path"))
     with loading(name, "dataset"):
@@ -168,21 +194,19 @@ def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
 
 def find_kind(recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     """The class of a new draft, and its settings; those of a saved draft are not read."""
-    from ..training.methods import trained_drafts
-
     settings = {"kind": "longspec"} | (recipe.draft if isinstance(recipe.draft, dict) else {})
     kinds = {draft.config_class.short_name(): draft for draft in trained_drafts().values()}
-    return kinds[settings.pop("kind")], settings
+    if (kind := settings.pop("kind")) not in kinds:
+        raise CommandError(f"draft.kind={kind!r}: expected one of {', '.join(kinds)}.")
+    return kinds[kind], settings
 
 
 def lora_config(settings: dict[str, Any] | None) -> Any:
     if settings is None:
         return None
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise CommandError("lora needs peft, which is not installed: pip install peft") from error
-    check_names("lora", settings, {field.name for field in fields(LoraConfig)})
+    from peft import LoraConfig
+
+    options.check_names("lora", settings, {field.name for field in fields(LoraConfig)})
     return LoraConfig(**settings)
 
 

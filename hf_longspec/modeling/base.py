@@ -221,13 +221,7 @@ class DraftModel(PreTrainedModel):
 
     def check(self, target: TargetView) -> None:
         """Refuse a target that this draft was not made for, and settings that do not exist or contradict each other."""
-        shapes = self.config.describe(target.model)
-        for name, recorded in (self.config.target or {}).items():
-            if recorded != shapes.get(name):
-                raise ValueError(
-                    f"the draft was made for a target with {name}={recorded}, and this target has "
-                    f"{name}={shapes.get(name)}. Load the draft of this target, or make one with from_target(target)."
-                )
+        self.config.refuse_other_target(target.model)
         names = set(vars(GenerationConfig())) | set(self.settings)
         present = {name for name in vars(self.generation_config) if not name.startswith("_")}
         if unknown := sorted(present - names):

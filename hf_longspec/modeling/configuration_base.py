@@ -116,6 +116,16 @@ class DraftConfig(PreTrainedConfig):
         # pipelines read these fields from the assistant's config
         return facts | {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
+    def refuse_other_target(self, target: PreTrainedModel | PreTrainedConfig) -> None:
+        """Refuse a target that this draft was not made for, by the target's configuration."""
+        shapes = self.describe(target)
+        for name, recorded in (self.target or {}).items():
+            if recorded != shapes.get(name):
+                raise ValueError(
+                    f"the draft was made for a target with {name}={recorded}, and this target has "
+                    f"{name}={shapes.get(name)}. Load the draft of this target, or make one with from_target(target)."
+                )
+
     def check_types(self) -> None:
         """Refuse fields of a wrong type, out of range, or that do not fit together: a config.json may hold anything."""
         of_all = {field.name for field in fields(PreTrainedConfig)}

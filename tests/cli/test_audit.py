@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import hf_longspec.generation.sampling as rules
-from hf_longspec import auditing
-from hf_longspec.cli import checks
 from hf_longspec.generation.verification import Acceptance, accept_greedy, accept_rejection, accept_sampled
 from tests.cli.conftest import HUB_CARDS
 
@@ -127,8 +125,3 @@ def test_several_prompts_are_named(command, tiny, tmp_path):
     rows = [line for line in result.stdout.splitlines() if line.count("exact") == 1 and "none" in line]
     assert result.exit_code == 0 and result.stdout.rstrip().endswith("\nexact")
     assert [row.split()[1] for row in rows] == [str(tiny.notes), str(other), "--prompt"]
-
-
-def test_the_fewest_samples_are_those_of_which_a_count_can_be_judged():
-    """The check, which runs without torch, repeats the number."""
-    assert checks.FEWEST_DRAWN == 4 * auditing.MIN_EXPECTED

@@ -18,9 +18,3 @@ def test_a_trainer_file_becomes_a_draft(command, tmp_path):
         assert result.exit_code == 0 and "0.0M parameters" in result.output
     draft = AutoModel.from_pretrained(tmp_path / "out")
     assert torch.equal(draft.block.mlp.up_proj.weight, tensors["mlp.up_proj.weight"])
-
-
-def test_errors_take_one_line(command, tmp_path):
-    result = command("convert", tmp_path, "--output", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "error: the target of" in result.output and "Traceback" not in result.output

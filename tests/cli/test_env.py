@@ -55,15 +55,3 @@ def test_the_commit_is_that_of_this_project_or_none(monkeypatch, command, tmp_pa
     (tmp_path / ("own" if in_checkout else "other") / ".git").mkdir()
     monkeypatch.setattr(env, "__file__", str(package / "hf_longspec" / "cli" / "env.py"))
     assert json.loads(command("env", "--json").stdout)["commit"] == ("abc" if in_checkout else None)
-
-
-def test_gpus_are_named(monkeypatch, command):
-    properties = type("Properties", (), {"name": "Accelerator", "major": 9, "minor": 0, "total_memory": 80 * 2**30,
-                                         "multi_processor_count": 132})  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    asked = []
-    monkeypatch.setattr(registry, "why_not", lambda name, call: asked.append(call.device.type))
-    assert command("env").stdout.count("Accelerator, capability 9.0, 80.0 GiB") == 2
-    assert set(asked) == {"cuda"}

@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from transformers.generation.streamers import BaseStreamer
 
-from hf_longspec import NgramDraftModel, SpeculationStats, StructuredOutput
+from hf_longspec import NgramDraftModel, StructuredOutput
 from hf_longspec.bench.calls import TokenClock
 from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, VerifiedText, html_page
 from hf_longspec.modeling.shared.ngrams import NgramDrafter
@@ -198,21 +197,6 @@ def test_steps_agree_with_tokens_seen_between_drafter_and_loop(target, tiny, mon
     assert max(step.num_accepted for step in steps) > 1
 
 
-def test_an_interrupted_step_is_told_as_far_as_it_came(target):
-    """Tokens that were streamed and never recorded are shown as the target's own, none is lost."""
-    tokenizer, stats, steps = target[1], SpeculationStats(), []
-    ids = tokenizer("return self._width")["input_ids"]
-    streamer: BaseStreamer = DraftedTextStreamer(tokenizer, lambda: stats, steps.append)
-    streamer.put(torch.tensor([[5, 6]]))
-    streamer.put(torch.tensor(ids[:1]))
-    stats.record([2], [3], [0])
-    for token in ids[1:]:
-        streamer.put(torch.tensor([token]))
-    streamer.end()
-    assert "".join(step.drafted + step.own for step in steps) == "return self._width"
-    assert [step.num_accepted for step in steps] == [0, 1] + [0] * (len(ids) - 3)
-
-
 def test_chat_applies_the_template(command, tiny, tmp_path):
     folder = tmp_path / "chatty"
     folder.mkdir()
@@ -268,21 +252,3 @@ def test_texts_with_a_structure(command, tiny, target, tmp_path):
         rows = tmp_path / f"texts{option}.jsonl"
         assert command("generate", "--data", tmp_path / "rows.jsonl", "--output", rows, *common).exit_code == 0
         assert json.loads(rows.read_text().splitlines()[0])["text"] == text
-
-
-@pytest.mark.parametrize(
-    ("content", "arguments", "message"),
-    [
-        ("{", (), "schema.json is not JSON"),
-        ("{}", ("--regex", "a"), "--json-schema and --regex cannot be combined"),
-        ('{"type": "x"}', (), "--json-schema .*schema.json cannot be followed: Invalid type: x. Correct"),
-        (None, (), "schema.json' does not exist"),
-    ],
-)
-def test_structures_that_are_refused(command, tiny, tmp_path, content, arguments, message):
-    if content is not None:
-        (tmp_path / "schema.json").write_text(content)
-    result = command(
-        "generate", "--prompt", "a", "--target", tiny.target, "--json-schema", tmp_path / "schema.json", *arguments
-    )
-    assert result.exit_code == 2 and re.search(message, " ".join(result.stderr.split())), result.stderr

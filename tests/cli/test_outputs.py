@@ -11,15 +11,12 @@ from hf_longspec.cli import models
 # A command, and what its line of error names. TARGET is the option with the tiny target.
 REFUSED = [
     ("generate TARGET notes.txt --html notes.txt", ["notes.txt", "is read"]),
-    ("generate TARGET notes.txt --html full/../notes.txt --overwrite", ["notes.txt", "is read"]),
     ("generate TARGET notes.txt --html link.txt --overwrite", ["link.txt", "is read"]),
     ("generate TARGET notes.txt --html hard.txt --overwrite", ["hard.txt", "is read"]),
     ("generate TARGET notes.txt --html report.md", ["report.md exists", "--overwrite"]),
     ("generate TARGET --data data.jsonl --output data.jsonl", ["data.jsonl", "is read"]),
-    ("generate TARGET --data data.jsonl --output data.jsonl --resume", ["data.jsonl", "is read"]),
     ("generate TARGET --data data.jsonl --output one.jsonl", ["one.jsonl exists", "--resume", "--overwrite"]),
     ("generate TARGET --data data.jsonl --output one.jsonl --resume", ["one.jsonl, line 1", "--overwrite"]),
-    ("generate TARGET --data data.jsonl --output lines.jsonl --resume", ["lines.jsonl, line 1", "--overwrite"]),
     ("generate TARGET --data data.jsonl --output link.jsonl", ["link.jsonl exists"]),
     ("generate TARGET --data data.jsonl --output new.jsonl --resume --overwrite", ["Pass one of them"]),
     ("bench TARGET --output report.jsonl", ["report.md and report-tau.png exist", "--resume"]),

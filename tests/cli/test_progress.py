@@ -1,15 +1,11 @@
 """Long commands: a bar with tokens per second and the time left, or a line now and then; texts as they come."""
 
-import io
 import re
 
 import pytest
 import torch
-from rich.console import Console
-from transformers import AutoTokenizer
 
 from hf_longspec.cli import models
-from hf_longspec.cli.generate import TextsStreamer
 from tests.cli.conftest import run_command
 from tests.tiny_targets import tiny_target
 
@@ -30,15 +26,6 @@ def test_a_line_has_the_steps_the_speed_and_the_time_left():
     assert models.Progress(0, "Loading").line() == "Loading: 0"
 
 
-def test_the_bar_of_a_terminal_has_the_speed_and_the_time_left():
-    screen = io.StringIO()
-    progress = models.Progress(4000, "Reading", Console(file=screen, force_terminal=True, width=120), tokens=True)
-    progress.step(1000)
-    with clocked(progress, 20):
-        pass
-    assert "1000/4000" in screen.getvalue() and re.search(r"(49|50)\.\d tokens/s", screen.getvalue())
-
-
 def test_the_prompt_is_counted_in_tokens():
     model = tiny_target("llama")
     progress = models.PromptProgress(model, 48, "Reading")
@@ -54,7 +41,6 @@ def test_the_prompt_is_counted_in_tokens():
     ("name", "more", "shown"),
     [
         ("generate", ["--samples", 3, "--temperature", 1], r"Generating: [\d,]+ of 36 tokens"),
-        ("generate", ["--json"], r"Generating: [\d,]+ of 12 tokens"),
         ("generate", [], r"Generating: [\d,]+ of 12 tokens"),
         ("audit", [], r".+: [\d,]+ of 12 tokens"),
     ],
@@ -81,24 +67,3 @@ def test_a_busy_machine_is_noticed_once_and_used_with_one_thread(monkeypatch, ca
         assert "busy (load 9.0 on 2 cores): " in (err := capsys.readouterr().err) and "One thread is used." in err
         assert threads[-1] == 1
     assert threads[-1] == 2 and not capsys.readouterr().err
-
-
-def test_texts_of_several_rows_come_line_by_line_and_are_those_of_the_tokenizer(tiny):
-    tokenizer = AutoTokenizer.from_pretrained(tiny.target)
-    words = ["one\ntwo\nthree", "a", "caf\u00e9 \N{SNOWMAN}\n", "", "x" * 20]
-    end = max(token for token in tokenizer.get_vocab().values()) + 7
-    rows = [[*tokenizer(word, add_special_tokens=False)["input_ids"], end] if word else [end] for word in words]
-    rows[-1].pop()  # the length ends it
-    longest, file, seen = max(map(len, rows)), io.StringIO(), []
-    streamer = TextsStreamer(tokenizer, len(rows), [None, end], file)
-    streamer.put(torch.zeros(len(rows), 5, dtype=torch.long))
-    for place in range(longest):
-        streamer.put(torch.tensor([row[place] if place < len(row) else 0 for row in rows]))
-        seen.append(file.getvalue())
-    streamer.end()
-    streamer.end()
-    texts = [tokenizer.decode(row[: -1 if row[-1] == end else None]) for row in rows]
-    assert file.getvalue() == "\n\n".join(texts) + "\n" and texts == words
-    first = next(text for text in seen if text)
-    assert first == "one\n" and seen.index(first) < longest - 5
-    assert all(text.endswith("\n") for text in seen if text)

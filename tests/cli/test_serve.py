@@ -1,14 +1,16 @@
-"""`serve`: a server with a draft, asked by the client of OpenAI, against plain `generate`."""
+"""`serve`: a server with a draft, asked by the client of OpenAI, against plain `generate`.
+
+Requests are decoded one after the other, or at once in the rows of a batch.
+"""
 
 import json
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
-from hf_longspec import StructuredOutput
+from hf_longspec import PlainDraftModel, StructuredOutput
 from tests import scripts
 from tests.cli.served import (
     NEW,
@@ -20,11 +22,12 @@ from tests.cli.served import (
     metrics,
     serving,
     streamed,
+    wait_for,
     with_template,
 )
 from tests.watching import before as called_before
 
-QUESTION = "one two three, one two three, one two"
+QUESTIONS = ["one two three, one two three, one two", "four five, four five, four", "a", "the sea, the sea, the"]
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +35,12 @@ def target(tiny, tmp_path_factory):
     return with_template(tiny.target, tmp_path_factory.mktemp("target") / "tiny")
 
 
-@pytest.fixture(scope="module")
-def server(target):
-    with serving(target) as server:
+@pytest.fixture(scope="module", params=[1, 3], ids=["in turn", "at once"])
+def server(request, target):
+    with serving(target, rows=request.param) as server:
         yield server
+        if request.param > 1:
+            server.decoder.batcher.close(cancel=True)
 
 
 @pytest.fixture(scope="module")
@@ -43,45 +48,22 @@ def expected(target):
     return Reference(target)
 
 
-def test_answers_are_those_of_generate_and_the_draft_drafts(server, expected):
+def test_streams_and_answers_are_those_of_generate_and_the_draft_drafts(server, expected):
     before = metrics(server)
-    answer = ask(server, QUESTION)
-    assert answer.choices[0].message.content == expected(QUESTION) == streamed(server, QUESTION)
-    assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == NEW
-    after = metrics(server, before["hf_longspec_requests_total"] + 2)
+    with ThreadPoolExecutor(8) as threads:
+        streams = list(threads.map(lambda text: streamed(server, text), QUESTIONS))
+        answers = list(threads.map(lambda text: ask(server, text), QUESTIONS))
+    assert streams == [answer.choices[0].message.content for answer in answers] == list(map(expected, QUESTIONS))
+    assert answers[0].choices[0].finish_reason == "length" and answers[0].usage.completion_tokens == NEW
+    after = metrics(server, before["hf_longspec_requests_total"] + 8)
     new = {name.removeprefix("hf_longspec_"): after[name] - before[name] for name in after if name.endswith("_total")}
-    assert new["requests_total"] == 2 and new["generated_tokens_total"] == 2 * (NEW - 1)
+    assert new["requests_total"] == 8 and new["generated_tokens_total"] == 8 * (NEW - 1)
     assert new["accepted_tokens_total"] > 0 and new["plain_requests_total"] == 0 and new["decode_seconds_total"] > 0
-    assert new["reused_tokens_total"] >= len(QUESTION)  # the second request has the same prompt
-
-
-def test_two_clients_at_once(server, expected):
-    questions = [QUESTION, "four five, four five, four"]
-    with ThreadPoolExecutor(2) as threads:
-        answers = list(threads.map(lambda text: streamed(server, text), questions))
-    assert answers == list(map(expected, questions))
-
-
-def test_a_further_turn_reads_the_new_tokens_only(server, expected, monkeypatch):
-    document = "one two three four five six seven eight nine ten. " * 4
-    lengths = []
-
-    def see(model, *args, **kwargs):
-        if model is server.target.model:
-            lengths.append(kwargs.get("input_ids", kwargs.get("inputs_embeds")).shape[1])
-
-    called_before(monkeypatch, type(server.target.model), "forward", see)
-    for question in ("one two", "nine ten, nine ten, nine"):
-        lengths.clear()
-        assert streamed(server, document + question) == expected(document + question)
-        longest = max(lengths)
-    assert longest < 50 < len(document)
 
 
 def test_agents_that_alternate_reread_nothing(server, expected, monkeypatch):
-    """Three conversations with system prompts of their own, each of which reads its new tokens alone."""
+    """Three at once with prompts of their own: in later turns they read what follows the earlier ones."""
     documents = [f"{word} is the number of this agent. " * 4 for word in ("one", "two", "three")]
-    chats = [[{"role": "system", "content": document}] for document in documents]
     lengths = []
 
     def see(model, *args, **kwargs):
@@ -90,19 +72,15 @@ def test_agents_that_alternate_reread_nothing(server, expected, monkeypatch):
 
     called_before(monkeypatch, type(server.target.model), "forward", see)
     for turn in range(3):
-        for chat in chats:
-            chat.append({"role": "user", "content": ("nine ten", "four five", "six")[turn]})
-            lengths.clear()
-            answer = server.client.chat.completions.create(
-                model=server.model, messages=chat, temperature=0, max_tokens=NEW
-            )
-            text = answer.choices[0].message.content
-            inputs = expected.tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-            )
-            assert max(lengths) < 60 < len(documents[0]) if turn else max(lengths) > 60
-            assert text == expected.continued(inputs)
-            chat.append({"role": "assistant", "content": text})
+        known, before = sum(map(len, documents)), metrics(server)  # a token is a character
+        lengths.clear()
+        documents = [document + ("nine ten", "four five", "six")[turn] for document in documents]
+        with ThreadPoolExecutor(3) as threads:
+            assert list(threads.map(lambda text: answered(server, text), documents)) == list(map(expected, documents))
+        after = metrics(server, before["hf_longspec_requests_total"] + 3)
+        reused = after["hf_longspec_reused_tokens_total"] - before["hf_longspec_reused_tokens_total"]
+        assert reused >= known if turn else reused < known / 2
+        assert (max(lengths) < 60) == (turn > 0)
 
 
 def test_the_script_of_three_agents(server, tmp_path, capsys):
@@ -116,66 +94,57 @@ def test_the_script_of_three_agents(server, tmp_path, capsys):
     assert all(prompt - reused < 60 < prompt for _, prompt, reused in rows[3:])
 
 
-def test_a_client_that_disconnects_ends_its_request(server, expected):
-    before = metrics(server)["hf_longspec_requests_total"]
-    stream = ask(server, QUESTION, new=4000, stream=True)
-    next(iter(stream))
-    next(iter(stream))
-    stream.close()
-    assert streamed(server, QUESTION) == expected(QUESTION)
-    assert metrics(server, before + 2)["hf_longspec_requests_total"] == before + 2
+def test_a_seed_is_that_of_its_request(server, expected):
+    options = {"temperature": 1.0, "seed": 3}
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda text: answered(server, text, **options), [*QUESTIONS[:2], QUESTIONS[0]]))
+    options |= {"do_sample": True, "assistant_model": PlainDraftModel.from_target(expected.model)}
+    assert found[0] == found[2] == expected(QUESTIONS[0], **options)
+    assert found[1] == expected(QUESTIONS[1], **options)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"model": "org/other"}, "pinned to"),
-        ({"text": "x" * POSITIONS}, f"{POSITIONS} positions"),
-        ({"text": "x" * POSITIONS, "stream": True}, f"{POSITIONS} positions"),
-    ],
-    ids=["model", "prompt", "prompt of a stream"],
-)
-def test_wrong_requests(server, wrong, message):
-    with pytest.raises(openai.BadRequestError) as error:
-        ask(server, **{"text": QUESTION} | wrong)
-    assert message in error.value.response.read().decode()
-
-
-def test_new_tokens_end_with_the_positions(server):
+def test_answers_end_with_stop_strings_and_with_the_positions(server, expected):
     """As for every server, a prompt that leaves less room than is asked for gets a shorter answer."""
+    whole = expected(QUESTIONS[0])
+    stop = whole[4:6]
+    assert answered(server, QUESTIONS[0], stop=stop) == whole[: whole.index(stop) + len(stop)]
     answer = ask(server, "x" * (POSITIONS - 24))
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.total_tokens == POSITIONS and 0 < answer.usage.completion_tokens < NEW
+    with pytest.raises(openai.BadRequestError, match="positions"):
+        ask(server, "x" * POSITIONS)
 
 
-class TestCommand:
-    def test_a_port_in_use(self, main, tiny):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            status, _, error = main("serve", "--target", tiny.target, "--port", port)
-        assert status == 2 and error.startswith(f"error: cannot listen on 127.0.0.1:{port}: Address already in use.")
+def test_a_client_that_leaves_makes_room(server, expected):
+    stream = ask(server, QUESTIONS[0], new=500, stream=True)
+    next(iter(stream))
+    stream.close()
+    wait_for(lambda: not server.decoder.jobs)
+    assert answered(server, QUESTIONS[1]) == expected(QUESTIONS[1])
+    assert server.decoder.rows == 1 or not server.decoder.batcher.num_running
 
-    def test_without_the_packages(self, main, tiny, monkeypatch):
-        monkeypatch.setitem(sys.modules, "fastapi", None)
-        for name in [name for name in sys.modules if name.startswith("hf_longspec.cli.serv")]:
-            monkeypatch.delitem(sys.modules, name)
-        status, _, error = main("serve", "--target", tiny.target)
-        assert status == 2 and error.startswith("error: serve needs fastapi, which is not installed: pip install")
+
+def test_without_the_packages(main, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    for name in [name for name in sys.modules if name.startswith("hf_longspec.cli.serv")]:
+        monkeypatch.delitem(sys.modules, name)
+    status, _, error = main("serve", "--target", tiny.target)
+    assert status == 2 and error.startswith("error: serve needs fastapi, which is not installed: pip install")
 
 
 SHAPE = {"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}, "old": {"type": "boolean"}}}
 SHAPE |= {"required": ["kind", "old"], "additionalProperties": False}
 
 
-def test_answers_with_a_structure(server, expected):
-    """As plain `generate` with the same processor, at once and as a stream; later answers are free again."""
-    structure = StructuredOutput(expected.tokenizer, json_schema=SHAPE)
-    text = expected("a cat", 40, logits_processor=[structure])
-    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "shape", "schema": SHAPE}}, "new": 40}
-    assert answered(server, "a cat", **asked) == streamed(server, "a cat", **asked) == text
+def test_answers_with_a_structure_beside_others(server, expected):
+    """As plain `generate` with the same processor, at once and as a stream; other answers are free."""
+    text = expected("a cat", 40, logits_processor=[StructuredOutput(expected.tokenizer, json_schema=SHAPE)])
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "shape", "schema": SHAPE}}}
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda of: streamed(server, "a cat", new=40, **of), [asked, {}, asked, {}]))
+    assert found == 2 * [text, expected("a cat", 40)] and answered(server, "a cat", new=40, **asked) == text
     assert json.loads(text).keys() == {"kind", "old"}
     assert answered(server, "a cat", response_format={"type": "json_object"}).startswith("{")
-    assert answered(server, "a cat") == expected("a cat")
 
 
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + TEMPLATE

@@ -84,61 +84,35 @@ def test_only_the_one_model_is_loaded(server):
 
 
 WRONG_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "x"}}}
-TEXT_PART = {"type": "text", "text": "one"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+# One for each rule: of a value, of a type, of a name, of the model, of this server.
 REFUSED = [
     ({"n": 2}, "n=2"),
-    ({"logprobs": True}, "logprobs=True"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
+    ({"no_such_field": 1}, "no_such_field: this server has no such field"),
+    ({"\ud800" * 300: 1}, "unable to parse"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
     ({"response_format": WRONG_SCHEMA}, "cannot be followed"),
-    ({"guided_json": {}}, "guided_json: this server has no such field"),
-    ({"guided_regex": "a"}, "guided_regex: this server has no such field"),
     ({"tool_choice": "required"}, "tool_choice='required'"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: the chat template"),
-    ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
-    ({"frequency_penalty": -1}, "frequency_penalty=-1"),
-    ({"no_such_field": 1}, "no_such_field"),
-    ({"\ud800" * 300: 1}, "unable to parse"),
-    ({"user": "\ud800"}, "user"),
     ({"max_tokens": 0}, "max_tokens=0"),
-    ({"max_tokens": -1}, "max_tokens=-1"),
     ({"max_tokens": "ten"}, "max_tokens='ten'"),
-    ({"max_tokens": 1.5}, "max_tokens=1.5"),
-    ({"max_tokens": True}, "max_tokens=True"),
     ({"max_tokens": 101}, "this server allows 100"),
-    ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens=0"),
     ({"max_completion_tokens": 3}, "max_completion_tokens"),
     ({"generation_config": '{"max_new_tokens": 101}', "max_tokens": None}, "this server allows 100"),
     ({"generation_config": '{"num_beams": 2}'}, "generation_config.num_beams"),
-    ({"generation_config": "{"}, "generation_config"),
-    ({"temperature": -1}, "temperature=-1"),
     ({"temperature": 1e-9}, "temperature=1e-09"),
     ({"temperature": float("nan")}, "temperature=nan"),
-    ({"top_p": 0}, "top_p=0"),
-    ({"logit_bias": {"ten": 1}}, "logit_bias.ten"),
     ({"logit_bias": {"258": 1}}, "logit_bias names token 258"),
     ({"logit_bias": {"1": 1e9}}, "logit_bias.1"),
     ({"stop": [""]}, "stop"),
     ({"seed": 2**70}, "seed"),
-    ({"stream": "yes"}, "stream='yes'"),
-    ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking: the chat template"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template: the chat template"),
-    ({"messages": []}, "messages=[]"),
     ({"messages": [0] * 1000}, "messages.0=0"),
     ({"messages": [{"role": "user"}]}, ": a message needs `content`."),
-    ({"messages": [{"role": "nobody", "content": "one"}]}, "messages.0.role='nobody'"),
-    ({"messages": [{"role": "user", "content": "one", "name": "x"}]}, "messages.0.name"),
-    ({"messages": [{"role": "user", "content": [TEXT_PART, {"type": "input_audio"}]}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "request cannot be read"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
-        "reads no images",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
-        "messages.0.content",
-    ),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "reads no images"),
+    ({"messages": [{"role": "user", "content": [IMAGE | {"image_url": {"url": "/etc/x"}}]}]}, "messages.0.content"),
     ({"messages": MESSAGES * 50}, "positions. Shorten it."),
 ]  # fmt: skip
 
@@ -199,13 +173,6 @@ def test_a_model_without_a_template(server, expected, monkeypatch):
     status, text = chat(server)
     assert status == 400 and "no chat template. Save one" in text
     assert call(server, "/v1/completions", {"prompt": QUESTION, "max_tokens": 1})[0] == 200
-
-
-def test_an_error_of_the_template_is_said(server, monkeypatch):
-    (loaded,) = server.models.loaded_models.values()
-    monkeypatch.setattr(loaded.processor, "chat_template", "{{ raise_exception('roles must alternate') }}")
-    status, text = chat(server)
-    assert status == 400 and "roles must alternate" in text
 
 
 def test_transformers_chat(server, monkeypatch, capsys):
@@ -285,20 +252,14 @@ def test_a_long_prompt_does_not_hold_up_other_requests(server, monkeypatch):
 BODY = json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode()
 ABUSE = [
     (b"{", JSON),
-    (b"", JSON),
-    (b"\xff\xfe{}", JSON),
     (b'{"messages": "\xff"}', JSON),
-    (b"[" * 100_000, JSON),
     (b'{"messages":' + b"[" * 400_000 + b"]" * 400_000 + b"}", JSON),
     (b'{"max_tokens": ' + b"9" * 10_000 + b"}", JSON),
     (b"null", JSON),
-    (BODY, {"Content-Type": "text/plain"}),
     (BODY, {"Content-Type": "multipart/form-data; boundary=x"}),
-    (BODY, {"Content-Type": "application/x-www-form-urlencoded"}),
     (BODY, {"Content-Type": "\xe9" * 100}),
     # without a body: one that the server has not read when it hangs up would reset the connection with its answer
     (b"", JSON | {"Content-Length": "-1"}),
-    (b"", JSON | {"Content-Length": "9" * 30}),
 ]
 
 
@@ -307,24 +268,6 @@ def test_abuse_gets_4xx_and_the_server_goes_on(server, body, headers):
     status, text = call(server, "/v1/chat/completions", body, headers=headers)
     assert 400 <= status < 500 and "Traceback" not in text
     assert call(server, "/health", method="GET")[0] == 200
-
-
-def test_a_header_without_end_is_refused(server):
-    """The server answers, or hangs up while it is sent."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
-        try:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 2_000_000)
-            assert client.recv(100).startswith(b"HTTP/1.1 4")
-        except ConnectionError:
-            pass
-    assert call(server, "/health", method="GET")[0] == 200
-
-
-def test_strange_headers_are_ignored(server):
-    """None of them decides about an answer, or comes back."""
-    strange = JSON | {"X-Request-Id": "\xe9" * 1000, "X-Forwarded-For": "?" * 1000, "Accept": "\x01", "Cookie": ";=;"}
-    status, text = call(server, "/v1/chat/completions", BODY, headers=strange)
-    assert status == 200 and "\xe9" not in text
 
 
 def served_alone(*arguments):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_longspec import LongSpecDraftModel, training
-from hf_longspec.cli import options
+from hf_longspec import LongSpecDraftModel
+from hf_longspec.cli import options, train
 from hf_longspec.cli import recipe as recipes
 from hf_longspec.training import DraftTrainer
 from tests.cli.conftest import run_command
@@ -148,7 +148,7 @@ def test_texts_of_the_command_line_replace_the_dataset_and_are_tokenized_once(
         ids = [token for row in rows["input_ids"] for token in row]
         tokenized.append((rows.cache_files, ids.count(tokenizer.eos_token_id) - len(dataset)))
 
-    after(monkeypatch, training, "pack", count)
+    after(monkeypatch, train, "pack", count)
     old = tmp_path / "run" / "checkpoint-7"
     for again in ([], ["--overwrite"]):
         status, output = run("train", *sources[kind], "--config", recipe, "--max-steps", 1, *again)
@@ -212,32 +212,31 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--config", "missing.yaml"], "cannot read 'missing.yaml': No such file"),
         (["--set", "training.learning_rat=1"], "unknown key 'learning_rat' in training: did you mean learning_rate?"),
         (["--set", "datset={}"], "unknown key 'datset' in recipe: did you mean dataset?"),
+        (["--set", "draft.windw=3"], "unknown key 'windw' in draft: did you mean window?"),
+        (["--set", "lora={rank: 3}"], "unknown key 'rank' in lora"),
         (["--set", "training.output_dir=null"], "training has no output_dir"),
         (["--set", "dataset=null"], "has no dataset: a recipe needs target, training, dataset"),
-        (["--set", "training=3"], "training: 3 is not a mapping"),
-        (["--set", "seed"], "--set 'seed': expected key=value, such as training.seed=1."),
-        (["--set", "dtype=int8"], "dtype: 'int8' in the recipe: expected auto, float32, bfloat16, float16."),
-        (["--config", "hub_cards/tiny-longspec/model.safetensors"], "model.safetensors'"),
-        (["--set", "dataset={path: json, data_files: DATA}"], "has the splits train: add split"),
+        (["--set", "training=3"], "Field 'training' expected a dict, got int"),
+        (["--set", "dtype=int8"], "'dtype' expected one of ('auto', 'float32', 'bfloat16', 'float16'), got int8"),
         (["--set", "pack.size=3"], "pack is 25 in the recipe, not a mapping"),
+        (["--set", "pack=0"], "pack: 0 in the recipe: expected the number of tokens per row, at least 1."),
         (["--set", "pack=null"], "pack to the number of tokens"),
         (["--set", "pack=601"], "fewer than one row of length=601"),
-        (["--set", "pack=550"], "550 tokens, more than"),
+        (["--set", "eval_dataset={}"], "eval_dataset has neither path nor tokens."),
         (["--set", "dataset.tokens=none.npy"], "cannot load the tokens of 'none.npy'"),
-        (["--set", "draft.windw=3"], "unknown settings ['windw']"),
+        (["--set", "dataset={path: json, data_files: DATA}"], "has the splits train: add split"),
         (["--set", "draft.kind=medusa"], "expected one of dflash, eagle3, longspec, mtp, tokenswift."),
-        (["--draft", "examples"], "cannot load the draft 'examples'"),
-        (["--set", "lora={rank: 3}"], "unknown key 'rank' in lora"),
+        (["--config", "hub_cards/tiny-longspec/model.safetensors"], "model.safetensors is not UTF-8 text."),
         (["--resume"], "has no complete checkpoint to resume from"),
-        (["none.txt"], "the file 'none.txt' does not exist."),
         (["no-such-set"], "cannot load the dataset 'no-such-set'"),
         (["DATA", "--column", "body"], "the dataset has the columns ['text']"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_named_in_one_line(run, recipe, data, monkeypatch, arguments, complaint):
+    """Before weights are loaded."""
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(lambda *_, **__: pytest.fail("too late")))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # it would try to reach the Hub for 20 seconds
     arguments = [argument.replace("DATA", f"{data}/text.jsonl") for argument in arguments]
     config = [] if "--config" in arguments else ["--config", recipe]

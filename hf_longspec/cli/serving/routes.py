@@ -20,8 +20,8 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 
 from ...cli import PYDANTIC, one_line
-from ..structure import processors
-from .decoding import Cancelled, Decoder, Job
+from ...structured_output import StructuredOutput
+from .answers import Cancelled, Decoder, Job
 from .requests import ChatRequest, CompletionRequest, ImagePart, Sampling
 
 MIB = 2**20
@@ -56,7 +56,9 @@ class OneRequest:
     def _resolve_model(self, body: dict[str, Any]) -> Any:
         name, model, processor = super()._resolve_model(body)  # type: ignore[misc]
         tokenizer = getattr(processor, "tokenizer", processor)
-        self._job.processors = processors(self.request.structure, tokenizer, self._job.decoder.model)
+        if structure := self.request.structure:
+            ends = self._job.decoder.model.generation_config.eos_token_id
+            self._job.processors = {"logits_processor": [StructuredOutput(tokenizer, **structure, eos_token_id=ends)]}
         return name, model, processor
 
     def _validate_request(self, body: dict[str, Any]) -> None:
