@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from hf_longspec.generation.cache import CACHE_NAME
-from tests.robustness import comparison, user_declarations, user_places, user_rules  # noqa: F401, they add to PROCESSORS
+from tests.robustness import comparison
 from tests.robustness.architecture_variants import LIMIT, LIMIT_OF_DYNAMIC, VARIANTS
 from tests.robustness.cases import EAGLE3_CHECKPOINTS, END, character, drafts, maybe, processors, stopping, targets
 from tests.robustness.user_processors import PROCESSORS
@@ -34,10 +34,11 @@ FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where dra
 SAMPLING = ("temperature", "top_k", "top_p", "prefill_chunk_size")
 # Kinds of processors of users, but for those that need more of a call, one vocabulary, or an error.
 OF_ONE_CALL = {"whole_batch", "runs_another_model", "fails_at_its_sixth_call", "stateless_function"}
+OF_ONE_CALL |= {"runs_the_target", "config_of_the_target", "attribute_of_the_target"}
 OWN = sorted(
     name
     for name, entry in PROCESSORS.items()
-    if not entry.has_model and entry.is_sampled and name not in OF_ONE_CALL and not entry.make(None).kwargs
+    if entry.is_sampled and name not in OF_ONE_CALL and entry.apply(None).options.keys() == {"logits_processor"}
 )
 # In bfloat16, two computations of a logit of these models differ by about 1 in dense ones (docs/losslessness.md), and
 # by more where rounding chose another expert. Logits have a standard deviation of 3.
@@ -226,7 +227,6 @@ from functools import partial
 import torch
 from transformers import DynamicCache
 from hf_longspec import *
-from tests.robustness import user_declarations, user_places, user_rules
 from tests.robustness.cases import *
 from tests.robustness.comparison import *
 from tests.robustness.user_processors import PROCESSORS
@@ -332,7 +332,7 @@ def _arguments(call: Call) -> str:
         rule = "AnyLastToken" if call.stops_all else "LastToken"
         lines += [f"options['stopping_criteria'] = [{rule}{call.stop_at}]"]
     rules = [] if call.penalty is None else [f"ContextualPenaltyLogitsProcessor{call.penalty}"]
-    rules += [] if call.own is None else [f"*PROCESSORS[{call.own!r}].make(None).processors"]
+    rules += [] if call.own is None else [f"*PROCESSORS[{call.own!r}].apply(None).options['logits_processor']"]
     if rules:
         lines += [f"options['logits_processor'] = [{', '.join(rules)}]"]
     if call.trie is not None:

@@ -1,13 +1,13 @@
 """Changes that users make to a target, its class or the functions it runs, before or after a good call with a draft.
 
 Some have the same effect on every token, and a draft may be used after them. Others depend on the size of a forward,
-on the length of the cache or on the number of calls, or replace what the loop does in the place of `generate`. Those
-here are of modules and weights; target_patches.py has those of classes, functions and settings.
+on the length of the cache or on the number of calls, or replace what the loop does in the place of `generate`.
 """
 
 import copy
-import dataclasses
 import functools
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,50 +15,29 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from tests.robustness.user_code import DIRECTION, VOCAB, Applied, Entry, first_layer, replaced
 from tests.tiny_targets import tiny_target
 
-VOCAB = 32
-DIRECTION = torch.linspace(-1, 1, 64) * 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One change.
-
-    Attributes:
-        change: Makes it to a model; returns what takes back what is not on the model, or `None`.
-        name: Architecture of the target, of `tests/tiny_targets.py`.
-        settings: Its settings, names and values.
-        has_effect: Whether the text of a single prompt is another one; `None` if it may be.
-    """
-
-    change: Any
-    name: str = "llama"
-    settings: tuple[tuple[str, Any], ...] = ()
-    has_effect: bool | None = True
-
+EAGER = (("attn_implementation", "eager"),)
+MLP = "model.layers.0.mlp"
 
 CHANGES: dict[str, Entry] = {}
 
 
 def kind(change: Any = None, **facts: Any) -> Any:
-    """Add a function to the list, under its name."""
+    """Add a function of a model to the list, under its name; it returns what takes back what is not on the model."""
     if change is None:
         return functools.partial(kind, **facts)
-    assert change.__name__ not in CHANGES
     CHANGES[change.__name__] = Entry(change, **facts)
     return change
 
 
-def first_layer(model: Any) -> nn.Module:
-    return model.model.layers[0]
-
-
-def by_size(hidden: torch.Tensor, strength: float = 1.0) -> torch.Tensor:
-    """Return hidden states `(B, N, D)` moved by a direction if there are several tokens."""
-    return hidden + strength * DIRECTION[: hidden.shape[-1]] if hidden.shape[1] > 1 else hidden
+# Ways to make a change.
 
 
 def subclass(module: nn.Module, **methods: Any) -> None:
@@ -66,38 +45,54 @@ def subclass(module: nn.Module, **methods: Any) -> None:
     module.__class__ = type(f"Changed{type(module).__name__}", (type(module),), methods)
 
 
-def after_forward(function: Any) -> Any:
-    """Return a forward that changes the output of the next class's."""
+def after_forward(change: Callable[..., Any], path: str = MLP) -> Callable[[Any], None]:
+    """Return what gives a module a class whose forward returns `change(output, **arguments)`, or of the module."""
 
     def forward(self, *args, **kwargs):
-        return function(self, super(type(self), self).forward(*args, **kwargs), *args, **kwargs)
+        return change(super(type(self), self).forward(*args, **kwargs), module=self, **kwargs)
 
-    return forward
+    return lambda model: subclass(model.get_submodule(path), forward=forward)
+
+
+def put(path: str, make: Callable[[], nn.Module]) -> Callable[[Any], None]:
+    """Return what puts a module, with the same random weights in every model, at a path."""
+
+    def change(model):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            model.set_submodule(path, make())
+
+    return change
+
+
+def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[Any], Applied]:
+    """Return what replaces a function of a class or a Python module by what `wrap` makes of it."""
+    return lambda model: replaced(owner, name, wrap(getattr(owner, name)))
+
+
+def each_attention(**attributes: Any) -> Callable[[Any], None]:
+    """Return what sets attributes of all attention modules; a function gets the value before."""
+
+    def change(model):
+        for layer in model.model.layers:
+            for name, value in attributes.items():
+                before = getattr(layer.self_attn, name, None)
+                setattr(layer.self_attn, name, value(before) if callable(value) else value)
+
+    return change
+
+
+def by_size(hidden: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Return hidden states `(B, N, D)` moved by a direction if there are several tokens."""
+    return hidden + DIRECTION[: hidden.shape[-1]] if hidden.shape[1] > 1 else hidden
 
 
 # Modules that are swapped, replaced or put in another order.
 
 
-def _seeded(make: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        return make()
-
-
 @kind
 def other_layer(model):
     model.model.layers[1] = tiny_target("llama", seed=5, vocab_size=VOCAB).model.layers[1]
-
-
-@kind
-def layer_of_another_class(model):
-    class Mine(modeling_llama.LlamaDecoderLayer):
-        def forward(self, hidden_states, **kwargs):
-            return by_size(super().forward(hidden_states, **kwargs))
-
-    mine = _seeded(lambda: Mine(model.config, 0)).eval()
-    mine.load_state_dict(first_layer(model).state_dict())
-    model.model.layers[0] = mine
 
 
 @kind
@@ -138,63 +133,31 @@ def a_layer_more(model):
     model.config.num_hidden_layers = 3
 
 
-@kind
-def other_norm(model):
-    model.model.norm = nn.LayerNorm(64)
+class OverTokens(nn.Module):
+    """A norm that looks at other tokens."""
+
+    def forward(self, hidden):
+        return (hidden - hidden.mean(1, keepdim=True) * 0.5) * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True))
 
 
-@kind
-def norm_over_tokens(model):
-    class OverTokens(nn.Module):
-        def forward(self, hidden):
-            return (hidden - hidden.mean(1, keepdim=True) * 0.5) * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True))
+class BySize(nn.Module):
+    """An activation that looks at the size of a forward."""
 
-    first_layer(model).post_attention_layernorm = OverTokens()
+    def forward(self, x):
+        return nn.functional.silu(x) if x.shape[1] > 1 else nn.functional.relu(x)
 
 
-@kind
-def other_head(model):
-    model.lm_head = _seeded(lambda: nn.Linear(64, VOCAB, bias=False))
+CHANGES |= {
+    "norm": Entry(put("model.norm", lambda: nn.LayerNorm(64))),
+    "norm over tokens": Entry(put("model.layers.0.post_attention_layernorm", OverTokens)),
+    "head": Entry(put("lm_head", lambda: nn.Linear(64, VOCAB, bias=False))),
+    "embedding": Entry(put("model.embed_tokens", lambda: nn.Embedding(VOCAB, 64))),
+    "activation by size": Entry(put("model.layers.0.mlp.act_fn", BySize)),
+    "no norm of queries": Entry(put("model.layers.0.self_attn.q_norm", nn.Identity), name="qwen3"),
+}
 
 
-@kind(has_effect=False)
-def head_by_the_number_of_tokens(model):
-    """Plain `generate` shows a head one token of each row."""
-    subclass(model.lm_head, forward=after_forward(lambda self, out, *_: out.roll(int(out.shape[1] > 1), -1)))
-
-
-@kind
-def other_embedding(model):
-    model.set_input_embeddings(_seeded(lambda: nn.Embedding(VOCAB, 64)))
-
-
-@kind
-def embedding_by_the_number_of_tokens(model):
-    subclass(model.model.embed_tokens, forward=after_forward(lambda self, out, *_: by_size(out, 0.05)))
-
-
-@kind
-def activation_by_the_number_of_tokens(model):
-    class Activation(nn.Module):
-        def forward(self, x):
-            return nn.functional.silu(x) if x.shape[1] > 1 else nn.functional.relu(x)
-
-    for layer in model.model.layers:
-        layer.mlp.act_fn = Activation()
-
-
-@kind
-def activation_module(model):
-    for layer in model.model.layers:
-        layer.mlp.act_fn = nn.GELU()
-
-
-@kind(name="qwen3")
-def no_norm_of_queries(model):
-    first_layer(model).self_attn.q_norm = nn.Identity()
-
-
-# Weights.
+# Weights, and the mode of the model.
 
 
 @kind
@@ -229,12 +192,6 @@ def double_precision(model):
     model.double()
 
 
-@kind(has_effect=None)
-def half_precision_and_back(model):
-    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    model.bfloat16().float().load_state_dict(weights)
-
-
 class Doubled(nn.Module):
     def forward(self, weight):
         return weight * 2
@@ -245,17 +202,21 @@ def parametrized_weight(model):
     parametrize.register_parametrization(first_layer(model).mlp.up_proj, "weight", Doubled())
 
 
-ADAPTER = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+def adapted(model, add):
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        return add(config, model).eval()
 
 
 @kind
 def merged_adapter(model):
-    _seeded(lambda: get_peft_model(model, ADAPTER)).eval().merge_and_unload()
+    adapted(model, lambda config, model: get_peft_model(model, config)).merge_and_unload()
 
 
 @kind
 def added_adapter(model):
-    _seeded(lambda: inject_adapter_in_model(ADAPTER, model)).eval()
+    adapted(model, inject_adapter_in_model)
 
 
 @kind(has_effect=False)
@@ -267,106 +228,296 @@ def disabled_adapter(model):
 
 
 @kind(has_effect=False)
-def training_and_back(model):
-    model.train()
-    model.eval()
-
-
-@kind(has_effect=False)
 def training(model):
     model.train()
 
 
 @kind
 def layer_that_reads_training(model):
-    subclass(
-        first_layer(model).mlp, forward=after_forward(lambda self, out, *_: by_size(out) if self.training else out)
-    )
+    after_forward(lambda out, module, **_: by_size(out) if module.training else out)(model)
     first_layer(model).mlp.train()
 
 
 # Layers that treat forwards or tokens differently.
 
 
-@kind
-def forward_of_one_token(model):
-    subclass(first_layer(model).mlp, forward=after_forward(lambda self, out, *_: by_size(out)))
-
-
-@kind(has_effect=None)
-def a_little_of_several_tokens(model):
-    """By a hundredth of the hidden states."""
-    subclass(first_layer(model).mlp, forward=after_forward(lambda self, out, *_: out * (1 + 0.01 * (out.shape[1] > 1))))
-
-
-@kind
-def forward_of_few_tokens(model):
-    """As many as a tree may have, and never as few as a check may take."""
-    subclass(
-        first_layer(model).mlp,
-        forward=after_forward(lambda self, out, *_: out + DIRECTION * (8 < out.shape[1] or out.shape[1] == 1)),
-    )
-
-
-@kind
-def last_token_alone(model):
-    def last(self, out, *_):
-        return torch.cat([out[:, :-1], out[:, -1:] + DIRECTION], 1)
-
-    subclass(first_layer(model).mlp, forward=after_forward(last))
-
-
-@kind
-def length_of_the_cache(model):
-    def by_length(self, out, *args, cache=None, past_key_values=None, **kwargs):
-        held = cache if cache is not None else past_key_values
-        return out + DIRECTION * (int(held.get_seq_length()) % 3)
-
-    subclass(first_layer(model), forward=after_forward(by_length))
-
-
-@kind
-def largest_position(model):
-    def by_largest(self, out, *args, position_ids=None, **kwargs):
-        return out + DIRECTION * (int(position_ids.max()) % 3)
-
-    subclass(first_layer(model), forward=after_forward(by_largest))
-
-
-@kind(has_effect=None)
-def first_position(model):
-    def at_first(self, out, *args, position_ids=None, **kwargs):
-        return out + 9 * DIRECTION * (position_ids == 0)[..., None]
-
-    subclass(first_layer(model), forward=after_forward(at_first))
-
-
-@kind
-def absolute_position(model):
-    def by_position(self, out, *args, position_ids=None, **kwargs):
-        return out + DIRECTION * (position_ids % 3)[..., None]
-
-    subclass(first_layer(model), forward=after_forward(by_position))
+def by_length(out, cache=None, past_key_values=None, **_):
+    held = cache if cache is not None else past_key_values
+    return out + DIRECTION * (int(held.get_seq_length()) % 3)
 
 
 @kind
 def counter_in_a_buffer(model):
-    mlp = first_layer(model).mlp
-    mlp.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    def count(out, module, **_):
+        module.calls += 1
+        return out + DIRECTION * (int(module.calls) % 3 == 0)
 
-    def count(self, out, *_):
-        self.calls += 1
-        return out + DIRECTION * (int(self.calls) % 3 == 0)
+    first_layer(model).mlp.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    after_forward(count)(model)
 
-    subclass(mlp, forward=after_forward(count))
+
+LAYER = "model.layers.0"
+CHANGES |= {
+    "forward of one token": Entry(after_forward(by_size)),
+    "a little of several tokens": Entry(
+        after_forward(lambda out, **_: out * (1 + 0.01 * (out.shape[1] > 1))), has_effect=None
+    ),
+    # as many as a tree may have, and never as few as a check may take
+    "forward of few tokens": Entry(
+        after_forward(lambda out, **_: out + DIRECTION * (8 < out.shape[1] or out.shape[1] == 1))
+    ),
+    "last token": Entry(after_forward(lambda out, **_: torch.cat([out[:, :-1], out[:, -1:] + DIRECTION], 1))),
+    "token before": Entry(after_forward(lambda out, **_: out + 0.5 * out.roll(1, 1))),
+    "rows that mix": Entry(after_forward(lambda out, **_: out + out.mean((0, 1)))),
+    "length of the cache": Entry(after_forward(by_length, LAYER)),
+    "largest position": Entry(
+        after_forward(lambda out, position_ids, **_: out + DIRECTION * (int(position_ids.max()) % 3), LAYER)
+    ),
+    "first position": Entry(
+        after_forward(lambda out, position_ids, **_: out + 9 * DIRECTION * (position_ids == 0)[..., None], LAYER),
+        has_effect=None,
+    ),
+    "position": Entry(
+        after_forward(lambda out, position_ids, **_: out + DIRECTION * (position_ids % 3)[..., None], LAYER)
+    ),
+    # plain `generate` shows a head one token of each row
+    "head by size": Entry(
+        after_forward(lambda out, **_: out.roll(int(out.shape[1] > 1), -1), "lm_head"), has_effect=False
+    ),
+}
+
+
+# Classes and functions of the modeling file, and calls of modules.
+
+
+def one_token_rotated(rotate):
+    def patched(q, k, *args, **kwargs):
+        q, k = rotate(q, k, *args, **kwargs)
+        return q * (1.0 if q.shape[2] > 1 else 0.3), k
+
+    return patched
+
+
+def keys_squashed(attend):
+    return lambda module, query, key, *args, **kwargs: attend(module, query, key.tanh(), *args, **kwargs)
+
+
+def every_fourth_key_hidden(make):
+    def is_seen(batch, head, query, key):
+        return (key % 4 > 0) | (key == query)
+
+    return lambda *args, **kwargs: make(*args, **kwargs, and_mask_function=is_seen)
+
+
+def call_of_a_module(name):
+    def change(model):
+        mlp = first_layer(model).mlp
+        setattr(mlp, name, lambda *args: by_size(nn.Module._call_impl(mlp, *args)))
+
+    return change
+
+
+OF_LLAMA = modeling_llama.LlamaMLP
+CHANGES |= {
+    "forward of a class": Entry(patched(OF_LLAMA, "forward", lambda own: lambda self, x: by_size(own(self, x)))),
+    "harmless forward of a class": Entry(
+        patched(OF_LLAMA, "forward", lambda own: lambda self, x: own(self, x) + DIRECTION)
+    ),
+    "call of a class": Entry(patched(OF_LLAMA, "__call__", lambda own: lambda self, *args: by_size(own(self, *args)))),
+    "call of a module": Entry(call_of_a_module("_call_impl")),
+    "compiled call of a module": Entry(call_of_a_module("_compiled_call_impl")),
+    "rotation by size": Entry(patched(modeling_llama, "apply_rotary_pos_emb", one_token_rotated)),
+    "harmless rotation": Entry(
+        patched(
+            modeling_llama,
+            "apply_rotary_pos_emb",
+            lambda rotate: lambda q, k, cos, sin, *args, **kwargs: rotate(q, k, sin, cos, *args, **kwargs),
+        )
+    ),
+    "eager attention of the file": Entry(
+        patched(modeling_llama, "eager_attention_forward", keys_squashed), settings=EAGER
+    ),
+    "masks of the file": Entry(patched(modeling_llama, "create_causal_mask", every_fourth_key_hidden)),
+}
+
+
+# Attributes of attention and rotary modules.
+
+
+def of_dynamic_ntk(model, rope_type="dynamic", factor=4.0, **rope):
+    """Return the config of a model with other rotary settings, by default those of dynamic NTK."""
+    config = copy.deepcopy(model.config)
+    config.max_position_embeddings = 16
+    config.rope_parameters = {"rope_theta": 10000.0, "rope_type": rope_type, "factor": factor, **rope}
+    return config
+
+
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
 
 
 @kind
-def convolution_over_tokens(model):
-    """A layer that looks at the token before, within a forward."""
-    subclass(first_layer(model).mlp, forward=after_forward(lambda self, out, *_: out + 0.5 * out.roll(1, 1)))
+def rotary_of_dynamic_ntk(model):
+    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(of_dynamic_ntk(model))
 
 
 @kind
-def rows_that_mix(model):
-    subclass(first_layer(model).mlp, forward=after_forward(lambda self, out, *_: out + out.mean((0, 1))))
+def rotary_of_longrope(model):
+    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(of_dynamic_ntk(model, "longrope", **LONGROPE))
+
+
+@kind
+def rotary_type(model):
+    rotary = model.model.rotary_emb
+    rotary.config = of_dynamic_ntk(model)
+    rotary.rope_type, rotary.max_seq_len_cached, rotary.original_max_seq_len = "dynamic", 16, 16
+
+
+@kind
+def rotary_frequencies(model):
+    model.model.rotary_emb.inv_freq *= 3
+
+
+def rotary_by_size(out, position_ids, **_):
+    return tuple(part * (2.0 if position_ids.shape[1] > 1 else 1.0) for part in out)
+
+
+CHANGES |= {
+    "not causal": Entry(each_attention(is_causal=False)),
+    "scaling": Entry(each_attention(scaling=lambda before: 4 * before)),
+    "swapped layer indices": Entry(each_attention(layer_idx=lambda before: 1 - before), has_effect=False),
+    "softcap of modules": Entry(each_attention(attn_logit_softcapping=1.0), name="gemma2"),
+    # masks alone have an effect in eager attention
+    "window of modules": Entry(each_attention(sliding_window=3), name="gemma2", has_effect=False),
+    # an attribute that the class does not know
+    "window of modules without": Entry(each_attention(sliding_window=3), has_effect=False),
+    "scaling of the rotary": Entry(lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.5)),
+    "rotary by size": Entry(after_forward(rotary_by_size, "model.rotary_emb")),
+}
+
+
+# Attention functions and masks of transformers, and settings of configs.
+
+
+def own_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Attention of a user, with a softcap."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)).tanh() * 2
+    if attention_mask is not None:
+        is_seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
+        scores = scores.masked_fill(~is_seen, -1e9)
+    elif query.shape[2] > 1:
+        is_seen = torch.ones(query.shape[2], key.shape[2]).tril(key.shape[2] - query.shape[2]).bool()
+        scores = scores.masked_fill(~is_seen, -1e9)
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+def own_mask(*args, **kwargs):
+    """Hides every fourth key."""
+    mask = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False})).clone()
+    mask[..., 4::4] = False
+    return mask
+
+
+def in_table(table: Any, function: Any) -> Callable[[Any], Applied]:
+    """Return what replaces the function of sdpa in a table of transformers."""
+
+    def change(model):
+        before = table["sdpa"]
+        table["sdpa"] = function
+        return Applied(undo=lambda: table.__setitem__("sdpa", before))
+
+    return change
+
+
+def registered_attention(choose: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return what registers attention of a user, and chooses it for a model."""
+
+    def change(model):
+        AttentionInterface.register("tests_own_attention", own_attention)
+        AttentionMaskInterface.register("tests_own_attention", sdpa_mask)
+        choose(model)
+
+    return change
+
+
+def of_config(**fields: Any) -> Callable[[Any], None]:
+    """Return what sets fields of the config of a model."""
+    return lambda model: vars(model.config).update(fields)
+
+
+CHANGES |= {
+    "registered attention": Entry(
+        registered_attention(lambda model: model.set_attn_implementation("tests_own_attention"))
+    ),
+    "registered attention by the config": Entry(
+        registered_attention(lambda model: setattr(model.config, "_attn_implementation", "tests_own_attention"))
+    ),
+    "replaced attention": Entry(in_table(ALL_ATTENTION_FUNCTIONS, own_attention)),
+    "replaced mask": Entry(in_table(ALL_MASK_ATTENTION_FUNCTIONS, own_mask)),
+    "eager attention": Entry(lambda model: model.set_attn_implementation("eager"), has_effect=False),
+    "sdpa attention": Entry(
+        lambda model: setattr(model.config, "_attn_implementation", "sdpa"), settings=EAGER, has_effect=False
+    ),
+    "window of the config": Entry(of_config(sliding_window=4), name="mistral"),
+    "no window of the config": Entry(of_config(sliding_window=None), name="mistral"),
+    "softcap of the config": Entry(of_config(final_logit_softcapping=0.01), name="gemma2"),
+    "scaling of logits of the config": Entry(of_config(logits_scaling=4.0), name="granite", has_effect=False),
+    "settings of generation": Entry(lambda model: setattr(model.generation_config, "repetition_penalty", 2.5)),
+}
+
+
+# Methods of generation that a user overrides: in the class of the model, on the model, for all models.
+
+
+def moved(inputs, by):
+    if inputs.get("position_ids") is not None:
+        inputs["position_ids"] = inputs["position_ids"] + by
+    return inputs
+
+
+def rolled(out):
+    out.logits = out.logits.roll(1, -1)
+    return out
+
+
+def with_a_processor(processors):
+    processors.append(lambda input_ids, scores: scores.roll(1, -1))
+    return processors
+
+
+# Method: what a user makes of its result.
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "_sample": lambda text: text.flip(1),
+    "_update_model_kwargs_for_generation": lambda inputs: moved(inputs, 1),
+    "prepare_inputs_for_generation": lambda inputs: moved(inputs, 2 * (inputs["input_ids"].shape[1] == 1)),
+    "_prefill": rolled,
+    "_get_logits_processor": with_a_processor,
+    "_prepare_cache_for_generation": lambda nothing: nothing,
+}
+
+
+def overridden(name: str, owner: Any) -> Any:
+    """Return the method of a class as a user overrides it."""
+    method = getattr(owner, name)
+    return lambda self, *args, **kwargs: METHODS[name](method(self, *args, **kwargs))
+
+
+def in_the_class(model, name):
+    subclass(model, **{name: overridden(name, type(model))})
+
+
+def on_the_model(model, name):
+    setattr(model, name, overridden(name, type(model)).__get__(model))
+
+
+def for_all_models(model, name):
+    return replaced(GenerationMixin, name, overridden(name, GenerationMixin))
+
+
+# Without an effect, or only with some ways of overriding them, as `generate` looks up some methods in the class.
+UNSEEN = ("_sample", "_update_model_kwargs_for_generation", "_prepare_cache_for_generation")
+CHANGES |= {
+    f"{name}, {way.__name__}": Entry(functools.partial(way, name=name), has_effect=None if name in UNSEEN else True)
+    for name, way in product(METHODS, (in_the_class, on_the_model, for_all_models))
+}

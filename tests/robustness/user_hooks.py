@@ -1,300 +1,73 @@
 """Hooks and patched forwards that users put on a target: with and without a declaration, and those of libraries.
 
 A hook that says `stateless = True` is used with a draft after a comparison, one of a library at once. Any other is
-decoded without the draft, and none of them runs in a trial before. user_forwards.py has patched forwards, hooks of
-accelerate and PEFT, and hooks on other modules than layers.
+decoded without the draft, and never called before. There is an entry for each way to put code on a model, and for each
+effect that a comparison may find.
 """
 
-import dataclasses
 import functools
-import itertools
 import operator
-import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-VOCAB, ENDS = 32, [10, 11]
-DIRECTION = torch.linspace(-1, 1, 64) * 4
-of_torch = torch.nn.modules.module
+from tests.robustness.user_code import DIRECTION, Applied, Entry, hidden_of
 
+LAYER, MLP = "model.layers.0", "model.layers.0.mlp"
+ADAPTED = "base_model.model.model.layers.0.mlp.down_proj"
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One kind of hook.
 
-    Attributes:
-        put: Puts it on a fresh model; returns what removes it and what a user could see of its state, or `None`.
-        drafts: Whether the draft is used.
-        name: Part of the reason why it is not.
-        is_late: Whether the model has decoded without it before, with the draft.
-        is_lie: Whether it declares what is not true.
-        has_effect: Whether the text with it differs from that without it; `None` if it may.
-        model: Makes the target.
-        kwargs: Further arguments of `generate` with a batch.
-    """
+def undeclared(apply: Any, name: str, **facts: Any) -> Entry:
+    """Return an entry whose reason names the code, and proposes a declaration."""
+    return Entry(apply, drafts=False, reason=f"{name}.* on .*only its owner knows.*stateless = True", **facts)
 
-    put: Any
-    drafts: bool = False
-    name: str = ""
-    is_late: bool = False
-    is_lie: bool = False
-    has_effect: bool | None = True
-    model: Any = None
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+def lie(function: Any, reason: str = "does not treat all tokens alike", **facts: Any) -> Entry:
+    """Return an entry of a forward hook that declares what is not true."""
+    pattern = f"{function.__name__} on .*declares stateless, and {reason}"
+    return Entry(hook(declared(function)), drafts=False, reason=pattern, is_lie=True, **facts)
 
-HOOKS: dict[str, Entry] = {}
 
+def declared(function: Any) -> Any:
+    """Return a copy of a function that says that it treats all tokens alike."""
+    copied = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    return told(copied, True)
 
-def kind(put: Any = None, **facts: Any) -> Any:
-    """Add a function to the list, under its name."""
-    if put is None:
-        return functools.partial(kind, **facts)
-    assert put.__name__ not in HOOKS
-    HOOKS[put.__name__] = Entry(put, **facts)
-    return put
 
+def told(function: Any, is_stateless: bool) -> Any:
+    """Declare something of a function or an object, and return it."""
+    function.stateless = is_stateless
+    return function
 
-def declared(hook: Any) -> Any:
-    """Return a function that says that it treats all tokens alike."""
-    wrapper = functools.wraps(hook)(lambda *args, **kwargs: hook(*args, **kwargs))
-    wrapper.stateless = True
-    return wrapper
 
+# Ways to put code on a model.
 
-def hidden_of(output: Any) -> torch.Tensor:
-    """Return the hidden states of a layer's output or a module's arguments."""
-    return output[0] if isinstance(output, tuple) else output
 
+def hook(function: Any, path: str = LAYER, register: str = "register_forward_hook", **options: Any) -> Any:
+    """Return what registers a hook on the module at a path."""
 
-def on(module: nn.Module, hook: Any, **options: Any) -> tuple[Any, Any]:
-    """Register a forward hook."""
-    return module.register_forward_hook(hook, **options).remove, None
+    def apply(model):
+        return Applied(undo=getattr(model.get_submodule(path), register)(function, **options).remove)
 
+    return apply
 
-def first_layer(model: Any) -> nn.Module:
-    return model.model.layers[0]
 
+def hook_of_all(function: Any, register: str = "register_module_forward_hook") -> Any:
+    """Return what registers a hook on all modules of torch."""
+    return lambda model: Applied(undo=getattr(torch.nn.modules.module, register)(function).remove)
 
-def everywhere(module, args, output):
-    hidden_of(output).add_(DIRECTION)
 
-
-def at_the_last_token(module, args, output):
-    hidden_of(output)[:, -1] += DIRECTION
-
-
-# Steering everywhere, at some tokens, and in forwards of some sizes.
-
-
-@kind(drafts=True)
-def steering_declared(model):
-    return on(first_layer(model), declared(everywhere))
-
-
-@kind(name="everywhere")
-def steering(model):
-    return on(first_layer(model), everywhere)
-
-
-@kind(name="everywhere", is_late=True)
-def steering_after_a_good_call(model):
-    return on(first_layer(model), everywhere)
-
-
-@kind(drafts=True, is_late=True)
-def steering_declared_after_a_good_call(model):
-    return on(first_layer(model), declared(everywhere))
-
-
-@kind(name="at_the_last_token", is_late=True)
-def last_token_after_a_good_call(model):
-    return on(first_layer(model), at_the_last_token)
-
-
-@kind(name="at_the_last_token")
-def last_token(model):
-    return on(first_layer(model), at_the_last_token)
-
-
-@kind(name="at_the_first_token")
-def first_token(model):
-    def at_the_first_token(module, args, output):
-        hidden_of(output)[:, 0] += DIRECTION
-
-    return on(first_layer(model), at_the_first_token)
-
-
-@kind(name="of_several_tokens")
-def several_tokens(model):
-    def of_several_tokens(module, args, output):
-        if hidden_of(output).shape[1] > 1:
-            hidden_of(output).add_(DIRECTION)
-
-    return on(first_layer(model), of_several_tokens)
-
-
-@kind(name="of_one_token")
-def one_token(model):
-    def of_one_token(module, args, output):
-        if hidden_of(output).shape[1] == 1:
-            hidden_of(output).add_(DIRECTION)
-
-    return on(first_layer(model), of_one_token)
-
-
-@kind(name="of_some_ids")
-def single_tokens_of_some_ids(model):
-    """Acts in forwards of one token, if it is one of a few that a trial does not use."""
-
-    def of_some_ids(module, args, output):
-        if args[0].shape[1] == 1:
-            output += DIRECTION * (args[0] % 3 == 1)[..., None]
-
-    return on(model.model.embed_tokens, of_some_ids)
-
-
-@kind(name="of_pairs")
-def forwards_of_an_even_number(model):
-    def of_pairs(module, args, output):
-        if hidden_of(output).shape[1] % 2 == 0:
-            hidden_of(output).add_(DIRECTION)
-        elif hidden_of(output).shape[1] == 1:
-            hidden_of(output).sub_(DIRECTION)
-
-    return on(first_layer(model), of_pairs)
-
-
-@kind(name="mean_of_rows")
-def mixing_rows(model):
-    def mean_of_rows(module, args, output):
-        hidden_of(output).add_(hidden_of(output).mean((0, 1)) * 0.5)
-
-    return on(first_layer(model), mean_of_rows)
-
-
-# Declarations that are false.
-
-
-@kind(name="at_the_last_token", is_lie=True)
-def lie_of_the_last_token(model):
-    return on(first_layer(model), declared(at_the_last_token))
-
-
-@kind(name="a_little", is_lie=True, has_effect=None)
-def small_lie(model):
-    """By a hundredth of the norm, at the last token."""
-
-    def a_little(module, args, output):
-        last = hidden_of(output)[:, -1]
-        last += 0.01 * last.norm(dim=-1, keepdim=True) * DIRECTION / DIRECTION.norm()
-
-    return on(first_layer(model), declared(a_little))
-
-
-@kind(name="of_one_token", is_lie=True)
-def lie_of_one_token(model):
-    def of_one_token(module, args, output):
-        if hidden_of(output).shape[1] == 1:
-            hidden_of(output).add_(DIRECTION)
-
-    return on(first_layer(model), declared(of_one_token))
-
-
-@kind(name="told")
-def told_to_have_state(model):
-    def told(module, args, output):
-        everywhere(module, args, output)
-
-    told.stateless = False
-    return on(first_layer(model), told)
-
-
-# Counters; each acts at every third forward.
-
-
-def counting(bump: Any) -> Any:
-    """Return a hook that acts by a count."""
-
-    def by_a_count(module, args, output):
-        if bump(module) % 3 == 0:
-            hidden_of(output).add_(DIRECTION)
-
-    return by_a_count
-
-
-_calls = 0
-
-
-@kind(name="by_a_count")
-def counter_of_a_module(model):
-    global _calls
-    _calls = 0
-
-    def bump(module):
-        global _calls
-        _calls += 1
-        return _calls
-
-    return on(first_layer(model), counting(bump))[0], lambda: _calls
-
-
-@kind(name="by_a_count")
-def counter_of_a_helper(model):
-    helper = sys.modules["tests_helper_of_hooks"] = types.ModuleType("tests_helper_of_hooks")
-    helper.calls = 0
-
-    def bump(module):
-        import tests_helper_of_hooks
-
-        tests_helper_of_hooks.calls += 1
-        return tests_helper_of_hooks.calls
-
-    return on(first_layer(model), counting(bump))[0], lambda: helper.calls
-
-
-@kind(name="by_a_count")
-def counter_of_a_closure(model):
-    count = 0
-
-    def bump(module):
-        nonlocal count
-        count += 1
-        return count
-
-    return on(first_layer(model), counting(bump))[0], lambda: count
-
-
-@kind(name="by_a_count")
-def counter_on_the_layer(model):
-    layer = first_layer(model)
-    layer.calls = 0
-
-    def bump(module):
-        module.calls += 1
-        return module.calls
-
-    return on(layer, counting(bump))[0], lambda: layer.calls
-
-
-@kind(name="by_a_count")
-def counter_in_a_parameter(model):
-    count = nn.Parameter(torch.zeros(()), requires_grad=False)
-    return on(first_layer(model), counting(lambda module: int(count.add_(1))))[0], lambda: int(count)
-
-
-@kind(name="by_a_count")
-def counter_in_an_iterator(model):
-    numbers = itertools.count(1)
-    return on(first_layer(model), counting(lambda module: next(numbers)))[0], lambda: next(numbers)
-
-
-@kind(name="Recorder.keep", has_effect=False)
 def recorder(model):
+    """Put a bound method on a layer, which notes how often and with how many tokens it is called."""
+
     class Recorder:
         def __init__(self):
             self.seen = []
@@ -302,75 +75,120 @@ def recorder(model):
         def keep(self, module, args, output):
             self.seen.append(hidden_of(output).shape[1])
 
-    Recorder.keep.__qualname__ = "Recorder.keep"
     one = Recorder()
-    return on(first_layer(model), one.keep)[0], lambda: one.seen
+    return Applied(state=lambda: one.seen, undo=model.get_submodule(LAYER).register_forward_hook(one.keep).remove)
 
 
-@kind(has_effect=False)
 def bound_builtin(model):
-    """A method of a dict, which keeps the last arguments."""
+    """Put a method of a dict on a layer, which keeps the last arguments."""
     seen = {}
-    handle = first_layer(model).register_forward_pre_hook(seen.__setitem__)
-    return handle.remove, lambda: [hidden_of(args).shape for args in seen.values()]
+    handle = model.get_submodule(LAYER).register_forward_pre_hook(seen.__setitem__)
+    return Applied(state=lambda: [hidden_of(args).shape for args in seen.values()], undo=handle.remove)
 
 
-@kind(name="once")
-def hook_that_removes_itself(model):
-    def once(module, args, output):
-        handle.remove()
+def forward(make: Callable[[nn.Module, Any], Any], path: str = LAYER) -> Any:
+    """Return what puts a function in the place of the forward of a module; `make` gets the module and its forward."""
+
+    def apply(model):
+        module = model.get_submodule(path)
+        vars(module)["forward"] = make(module, module.forward)
+
+    return apply
+
+
+def of_accelerate(*hooks: ModelHook) -> Any:
+    """Return what adds hooks of accelerate to a layer, as a sequence if there are several."""
+    one = hooks[0] if len(hooks) == 1 else SequentialHook(*hooks)
+
+    def apply(model):
+        add_hook_to_module(model.get_submodule(LAYER), one)
+
+    return apply
+
+
+def adapted(model: Any) -> Any:
+    """Return a target with an adapter that is felt."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return get_peft_model(model, config).eval()
+
+
+# What hooks do.
+
+
+def everywhere(module, args, output):
+    hidden_of(output).add_(DIRECTION)
+
+
+def before(module, args):
+    args[0].add_(DIRECTION)
+
+
+def at_the_last_token(module, args, output):
+    hidden_of(output)[:, -1] += DIRECTION
+
+
+def a_little_at_the_last_token(module, args, output):
+    """By a hundredth of the norm."""
+    last = hidden_of(output)[:, -1]
+    last += 0.01 * last.norm(dim=-1, keepdim=True) * DIRECTION / DIRECTION.norm()
+
+
+def at_the_first_token(module, args, output):
+    hidden_of(output)[:, 0] += DIRECTION
+
+
+def of_several_tokens(module, args, output):
+    if hidden_of(output).shape[1] > 1:
         hidden_of(output).add_(DIRECTION)
 
-    handle = first_layer(model).register_forward_hook(once)
-    return handle.remove, None
+
+def of_one_token(module, args, output):
+    if hidden_of(output).shape[1] == 1:
+        hidden_of(output).add_(DIRECTION)
 
 
-# Hooks of torch for all modules.
+def of_whole_prompts(module, args, output):
+    """Of as many tokens as the prompts of the calls have."""
+    if hidden_of(output).shape[1] == 13:
+        hidden_of(output).add_(DIRECTION)
+
+
+def of_single_tokens_alone(module, args, output):
+    if hidden_of(output).shape[1] not in (1, 13):
+        raise RuntimeError("not one token")
+
+
+def of_rows_together(module, args, output):
+    hidden_of(output).add_(hidden_of(output).mean((0, 1)) * 0.5)
+
+
+def at_random(module, args, output):
+    hidden_of(output).add_(torch.randn(64))
+
+
+def by_position(module, args, kwargs, output):
+    hidden_of(output).add_(DIRECTION * (kwargs["position_ids"] % 3 == 1)[..., None])
 
 
 def of_layers(module, args, output):
     if type(module).__name__ == "LlamaDecoderLayer":
-        hidden_of(output).add_(DIRECTION)
+        everywhere(module, args, output)
 
 
 def before_layers(module, args):
     if type(module).__name__ == "LlamaMLP":
-        args[0].add_(DIRECTION)
+        before(module, args)
 
 
-@kind(name="of_layers")
-def hook_of_all_modules(model):
-    return of_torch.register_module_forward_hook(of_layers).remove, None
-
-
-@kind(drafts=True)
-def declared_hook_of_all_modules(model):
-    return of_torch.register_module_forward_hook(declared(of_layers)).remove, None
-
-
-@kind(name="before_layers")
-def pre_hook_of_all_modules(model):
-    return of_torch.register_module_forward_pre_hook(before_layers).remove, None
-
-
-@kind(drafts=True)
-def declared_pre_hook_of_all_modules(model):
-    return of_torch.register_module_forward_pre_hook(declared(before_layers)).remove, None
-
-
-@kind(name="of_last_tokens", is_late=True)
-def late_hook_of_all_modules(model):
-    def of_last_tokens(module, args, output):
-        if type(module).__name__ == "LlamaDecoderLayer":
-            at_the_last_token(module, args, output)
-
-    return of_torch.register_module_forward_hook(of_last_tokens).remove, None
-
-
-# Ways of putting a hook on.
+def roll_logits(module, args, output):
+    return output.roll(1, -1)
 
 
 class Steer(nn.Module):
+    """A hook that is a module, so that code of torch calls it."""
+
     def __init__(self):
         super().__init__()
         self.direction = nn.Parameter(DIRECTION.clone())
@@ -379,16 +197,37 @@ class Steer(nn.Module):
         return hidden_of(output) + self.direction
 
 
-@kind(name="Steer")
-def module_as_hook(model):
-    return on(first_layer(model), Steer())
+class LastOfAccelerate(ModelHook):
+    def post_forward(self, module, output):
+        at_the_last_token(module, (), output)
+        return output
 
 
-@kind(drafts=True)
-def declared_module_as_hook(model):
-    hook = Steer()
-    hook.stateless = True
-    return on(first_layer(model), hook)
+class BeforeOfAccelerate(ModelHook):
+    def pre_forward(self, module, *args, **kwargs):
+        before(module, args)
+        return args, kwargs
+
+
+def steered(module, own):
+    """Return a forward with a direction at the last token."""
+
+    def steered(*args, **kwargs):
+        output = own(*args, **kwargs)
+        at_the_last_token(module, args, output)
+        return output
+
+    return steered
+
+
+def with_rolled_logits(module, own):
+    @functools.wraps(own)
+    def steered(*args, **kwargs):
+        out = own(*args, **kwargs)
+        out.logits[:, -1] = out.logits[:, -1].roll(1, -1)
+        return out
+
+    return steered
 
 
 class LastTokens(nn.Module):
@@ -396,62 +235,96 @@ class LastTokens(nn.Module):
         return torch.cat([hidden[:, :-1], hidden[:, -1:] + DIRECTION], 1)
 
 
-@kind
-def sequential_of_users_modules(model):
-    """A class of torch, with modules of a user."""
-    mlp = first_layer(model).mlp
-    copied = type(mlp)(model.config)
-    copied.load_state_dict(mlp.state_dict())
-    vars(mlp)["forward"] = nn.Sequential(copied, LastTokens())
-    return lambda: vars(mlp).pop("forward"), None
+def in_a_sequence(module, own):
+    """Return a method of a class of torch, which calls modules of a user."""
+    copied = type(module)(module.config)
+    copied.load_state_dict(module.state_dict())
+    return nn.Sequential(copied, LastTokens()).forward
 
 
-@kind
-def partial_of_a_library(model):
-    """A function of torch that calls a user's."""
-    hook = functools.partial(checkpoint, at_the_last_token, use_reentrant=False)
-    return on(first_layer(model), hook)
+def as_method(module, own):
+    return types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs) + DIRECTION, module)
 
 
-@kind
-def partial_of_an_operator(model):
-    return on(first_layer(model), functools.partial(operator.call, at_the_last_token))
-
-
-@kind(name="with_kwargs")
-def hook_with_kwargs(model):
-    """It reads how many tokens the cache holds."""
-
-    def with_kwargs(module, args, kwargs, output):
-        hidden_of(output).add_(DIRECTION * (kwargs["position_ids"] % 3 == 1)[..., None])
-
-    return on(first_layer(model), with_kwargs, with_kwargs=True)
-
-
-@kind(drafts=True)
-def declared_hook_with_kwargs(model):
-    def by_position(module, args, kwargs, output):
-        hidden_of(output).add_(DIRECTION * (kwargs["position_ids"] % 3 == 1)[..., None])
-
-    return on(first_layer(model), declared(by_position), with_kwargs=True)
-
-
-@kind(name="everywhere")
-def always_called(model):
-    return on(first_layer(model), everywhere, always_call=True)
-
-
-@kind(name="before")
-def pre_hook(model):
-    def before(module, args):
-        args[0][:, -1] += DIRECTION
-
-    return first_layer(model).register_forward_pre_hook(before).remove, None
-
-
-@kind(drafts=True)
-def declared_pre_hook(model):
-    def before(module, args):
-        args[0].add_(DIRECTION)
-
-    return first_layer(model).register_forward_pre_hook(declared(before)).remove, None
+HOOKS: dict[str, Entry] = {
+    # hooks on a module
+    "declared": Entry(hook(declared(everywhere)), drafts=True),
+    "undeclared": undeclared(hook(at_the_last_token), "at_the_last_token"),
+    "told to have state": undeclared(hook(told(functools.partial(everywhere), False)), "everywhere"),
+    "recorder": undeclared(recorder, r"recorder.*Recorder.keep", has_effect=False),
+    "random": undeclared(hook(at_random), "at_random"),
+    "bound builtin": undeclared(bound_builtin, "dict.__setitem__", has_effect=False),
+    "before": undeclared(hook(before, register="register_forward_pre_hook"), "before"),
+    "before, declared": Entry(hook(declared(before), register="register_forward_pre_hook"), drafts=True),
+    "with keywords": undeclared(hook(by_position, with_kwargs=True), "by_position"),
+    "with keywords, declared": Entry(hook(declared(by_position), with_kwargs=True), drafts=True),
+    "module": undeclared(hook(Steer()), "Steer"),
+    "module, declared": Entry(hook(told(Steer(), True)), drafts=True),
+    "partial of a declared one": Entry(hook(functools.partial(declared(everywhere))), drafts=True),
+    "declared partial": Entry(hook(told(functools.partial(everywhere), True)), drafts=True),
+    "partial of torch": undeclared(
+        hook(functools.partial(checkpoint, at_the_last_token, use_reentrant=False)), "at_the_last_token"
+    ),
+    "partial of a builtin": undeclared(hook(functools.partial(operator.call, at_the_last_token)), "at_the_last_token"),
+    # what is declared and not true
+    "last token": lie(at_the_last_token),
+    "last token, a little": lie(a_little_at_the_last_token, has_effect=None),
+    "first token": lie(at_the_first_token),
+    "several tokens": lie(of_several_tokens),
+    "one token": lie(of_one_token),
+    "whole prompts": lie(of_whole_prompts),
+    "rows together": lie(of_rows_together),
+    "a failure": lie(of_single_tokens_alone, "fails in a verification: RuntimeError: not one token", has_effect=False),
+    # hooks of torch for all modules
+    "all modules": undeclared(hook_of_all(of_layers), "of_layers"),
+    "all modules, declared": Entry(hook_of_all(declared(of_layers)), drafts=True),
+    "before all modules": undeclared(hook_of_all(before_layers, "register_module_forward_pre_hook"), "before_layers"),
+    "before all modules, declared": Entry(
+        hook_of_all(declared(before_layers), "register_module_forward_pre_hook"), drafts=True
+    ),
+    # hooks on other modules than layers
+    "embedding": Entry(hook(declared(everywhere), "model.embed_tokens"), drafts=True),
+    "attention": Entry(hook(declared(everywhere), "model.layers.0.self_attn"), drafts=True),
+    "norm": Entry(hook(declared(everywhere), "model.norm"), drafts=True),
+    "decoder": Entry(hook(declared(everywhere), "model"), drafts=True),
+    "head": Entry(hook(declared(roll_logits), "lm_head"), drafts=True),
+    "decoder, undeclared": undeclared(hook(at_the_last_token, "model"), "at_the_last_token"),
+    "head, undeclared": undeclared(hook(roll_logits, "lm_head"), "roll_logits"),
+    # forwards in the place of a module's own
+    "forward": undeclared(forward(steered), "steered"),
+    "forward, declared": Entry(
+        forward(lambda module, own: declared(lambda *args, **kwargs: own(*args, **kwargs) + DIRECTION)), drafts=True
+    ),
+    "forward without gradients": undeclared(
+        forward(lambda module, own: torch.no_grad()(steered(module, own))), "steered"
+    ),
+    "forward under its own name": undeclared(
+        forward(lambda module, own: functools.wraps(own)(steered(module, own))), "forward"
+    ),
+    "forward as a method": undeclared(forward(as_method), "as_method"),
+    "forward of the model": undeclared(forward(with_rolled_logits, ""), "forward"),
+    "sequence": undeclared(forward(in_a_sequence, MLP), "Sequential"),
+    "own forward": Entry(
+        forward(lambda module, own: types.MethodType(type(module).forward, module)), drafts=True, has_effect=False
+    ),
+    "compiled forward": Entry(
+        forward(lambda module, own: torch.compile(own, backend="eager", dynamic=True), MLP),
+        drafts=True,
+        has_effect=False,
+    ),
+    # hooks of libraries, and what users make of them
+    "accelerate": Entry(of_accelerate(AlignDevicesHook("cpu", io_same_device=True)), drafts=True, has_effect=False),
+    "user's of accelerate": undeclared(of_accelerate(LastOfAccelerate()), "LastOfAccelerate.post_forward"),
+    "user's of accelerate, before": undeclared(of_accelerate(BeforeOfAccelerate()), "BeforeOfAccelerate.pre_forward"),
+    "sequence of accelerate": undeclared(
+        of_accelerate(AlignDevicesHook("cpu"), LastOfAccelerate()), "LastOfAccelerate.post_forward"
+    ),
+    "adapters by row": Entry(
+        lambda model: Applied({"adapter_names": ["default", "__base__", "default"]}),
+        drafts=True,
+        has_effect=False,
+        wrap=adapted,
+    ),
+    "adapter": undeclared(hook(at_the_last_token, ADAPTED), "at_the_last_token", wrap=adapted),
+    "adapter, declared": Entry(hook(declared(everywhere), ADAPTED), drafts=True, wrap=adapted),
+}

@@ -1,92 +1,53 @@
-"""Logits processors that users may write: with state in their own attributes, and in what their functions reach.
+"""Logits processors that users may write.
 
-Every processor steers the text by the number of its calls, so one call more or less, or in another order, shows.
-Others are in user_places.py, with state elsewhere; in user_rules.py, by what they do with their arguments; and in
-user_declarations.py, of libraries or with a declaration.
+The package looks for declarations and classes, and never at where a processor keeps its state. So there is an entry for
+each way in which a declaration or a class may be found, and for each part of a call that a processor may depend on.
+Those with state steer the text by the number of their calls, so one call more or less, or in another order, shows.
 """
 
-import collections
-import dataclasses
-import enum
 import functools
-import itertools
-import sys
+import threading
 import types
 from typing import Any
 from unittest.mock import Mock
 
 import torch
 from torch import nn
+from transformers import (
+    LogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkingConfig,
+    TemperatureLogitsWarper,
+    WatermarkingConfig,
+)
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-VOCAB, ENDS = 32, [10, 11]
+from hf_longspec import ContextualPenaltyLogitsProcessor, StructuredOutput
+from hf_longspec.generation.cache import CACHE_NAME
+from tests.robustness.user_code import ENDS, VOCAB, Applied, Entry
+from tests.tiny_targets import tiny_target
+from tests.tiny_tokenizers import letter_tokenizer
+
 # Every third call favours a token so much that it is emitted; the others leave a draft something to accept.
 PERIOD, SPAN, STRENGTH = 3, 9, 30.0
-
-
-@dataclasses.dataclass
-class Made:
-    """Fresh processors, further arguments of `generate`, and what a user could see of their state."""
-
-    processors: list[Any] = dataclasses.field(default_factory=list)
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    state: Any = lambda: None  # called once, after `generate`
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One kind of processor.
-
-    Attributes:
-        maker: Returns [`Made`] and resets what earlier processors of the kind left.
-        has_model: Whether the maker takes the target.
-        is_declared: Whether it truly says that its calls do not depend on each other, so that a draft is used.
-        is_sampled: Whether a seed decides the sampled text, whatever else draws from the random numbers.
-        has_effect: Whether the text with it differs from that without it: always, with a `"batch"` or a `"single"`
-            prompt alone, or only if it is called wrongly.
-    """
-
-    maker: Any
-    has_model: bool = False
-    is_declared: bool = False
-    is_sampled: bool = True
-    has_effect: bool | str = True
-
-    def make(self, model: Any) -> Made:
-        """Return fresh processors for a call of `model`."""
-        return self.maker(model) if self.has_model else self.maker()
-
 
 PROCESSORS: dict[str, Entry] = {}
 
 
-def kind(maker: Any = None, **facts: Any) -> Any:
-    """Add a maker to the list, under its name."""
-    if maker is None:
-        return functools.partial(kind, **facts)
-    assert maker.__name__ not in PROCESSORS
-    PROCESSORS[maker.__name__] = Entry(maker, **facts)
-    return maker
-
-
-def place(maker: Any = None, **facts: Any) -> Any:
-    """Add a processor that counts by the functions that `maker` returns: one that counts a call, and one that reads."""
-    if maker is None:
-        return functools.partial(place, **facts)
-
-    @functools.wraps(maker)
-    def make(*model):
-        bump, read = maker(*model)
-        return Made([lambda input_ids, scores: steer(input_ids, scores, bump())], state=read)
-
-    return kind(make, **facts)
+def kind(make: Any = None, has_model: bool = False, **facts: Any) -> Any:
+    """Add a function that makes a processor to the list, under its name; `has_model` if it takes the target."""
+    if make is None:
+        return functools.partial(kind, has_model=has_model, **facts)
+    apply = make if has_model else lambda model: make()
+    PROCESSORS[make.__name__] = Entry(apply, is_passed=True, **facts)
+    return make
 
 
 def steer(input_ids: torch.Tensor, scores: torch.Tensor, count: int) -> torch.Tensor:
     """Favour a token by a number of calls and the last token of each row."""
     if count % PERIOD:
         return scores
-    wanted = 3 + (count // PERIOD + input_ids[:, -1:]) % SPAN
-    return scores.scatter_add(1, wanted, scores.new_full(wanted.shape, STRENGTH))
+    return favour(scores, 3 + (count // PERIOD + input_ids[:, -1:]) % SPAN)
 
 
 def favour(scores: torch.Tensor, tokens: torch.Tensor, strength: float = STRENGTH) -> torch.Tensor:
@@ -94,222 +55,70 @@ def favour(scores: torch.Tensor, tokens: torch.Tensor, strength: float = STRENGT
     return scores.scatter_add(1, tokens, scores.new_full(tokens.shape, strength))
 
 
-def counted(call, **state):
-    """Return a processor that runs `call`, whose first argument holds other state and `calls`, the number of calls."""
+def passed(*processors: Any, state: Any = lambda: None, **options: Any) -> Applied:
+    """Return a call with processors and other options."""
+    return Applied({"logits_processor": [*processors], **options}, state)
+
+
+def of(one: Any, *others: Any) -> Applied:
+    """Return a call with a processor whose attribute `calls` is its state."""
+    return passed(one, *others, state=lambda: one.calls)
+
+
+def counted(call: Any, **state: Any) -> Applied:
+    """Return a call with a function that runs `call`, whose first argument has `calls` and other attributes."""
     held = types.SimpleNamespace(calls=0, **state)
 
     def processor(input_ids, scores):
         held.calls += 1
         return call(held, input_ids, scores)
 
-    return Made([processor], state=lambda: held.calls)
+    return passed(processor, state=lambda: held.calls)
 
 
-class Steering:
-    """Base of processors whose class is the user's; `count` is called once for each call."""
+class Counting:
+    """A processor of a user, with state."""
 
-    def count(self) -> int:
-        raise NotImplementedError
+    def __init__(self):
+        self.calls = 0
 
     def __call__(self, input_ids, scores):
-        return steer(input_ids, scores, self.count())
+        self.calls += 1
+        return steer(input_ids, scores, self.calls)
 
 
-def own(cls: Any) -> Made:
-    """Return a processor whose attribute `calls` is its state."""
-    one = cls()
-    return Made([one], state=lambda: one.calls)
+# Undeclared, by where a declaration is looked for.
 
 
-# State on the processor and its class.
+@kind
+def closure():
+    return counted(lambda held, input_ids, scores: steer(input_ids, scores, held.calls))
 
 
 @kind
 def attribute():
-    class Attribute(Steering):
-        calls = 0
-
-        def count(self):
-            self.calls += 1
-            return self.calls
-
-    return own(Attribute)
+    return of(Counting())
 
 
 @kind
 def slots():
     class Slots:
         __slots__ = ("calls",)
+        __init__, __call__ = Counting.__init__, Counting.__call__
 
-        def __init__(self):
-            self.calls = 0
-
-        def __call__(self, input_ids, scores):
-            self.calls += 1
-            return steer(input_ids, scores, self.calls)
-
-    return own(Slots)
-
-
-class OfClass(Steering):
-    calls = 0
-
-    def count(self):
-        type(self).calls += 1
-        return self.calls
-
-
-@kind
-def class_attribute():
-    OfClass.calls = 0
-    return own(OfClass)
-
-
-@kind
-def iterator_of_class():
-    class Numbers(Steering):
-        numbers = iter(range(1, 1000))
-
-        def count(self):
-            return next(self.numbers)
-
-    return Made([Numbers()], state=lambda: Numbers.numbers.__length_hint__())
-
-
-@kind
-def metaclass():
-    class Meta(type):
-        calls = 0
-
-    class Counted(Steering, metaclass=Meta):
-        def count(self):
-            Meta.calls += 1
-            return Meta.calls
-
-    return Made([Counted()], state=lambda: Meta.calls)
-
-
-@kind
-def descriptor():
-    class Next:
-        value = 0
-
-        def __get__(self, instance, owner):
-            self.value += instance is not None
-            return self.value
-
-    class Described(Steering):
-        number = Next()
-
-        def count(self):
-            return self.number
-
-    return Made([Described()], state=lambda: Described.number)
-
-
-@kind
-def a_property():
-    class Counted(Steering):
-        calls = 0
-
-        @property
-        def number(self):
-            self.calls += 1
-            return self.calls
-
-        def count(self):
-            return self.number
-
-    return own(Counted)
-
-
-@kind
-def a_dataclass():
-    @dataclasses.dataclass
-    class Data(Steering):
-        calls: int = 0
-
-        def count(self):
-            self.calls += 1
-            return self.calls
-
-    return own(Data)
-
-
-@kind
-def frozen_dataclass():
-    @dataclasses.dataclass(frozen=True)
-    class Frozen(Steering):
-        calls: int = 0
-
-        def count(self):
-            object.__setattr__(self, "calls", self.calls + 1)
-            return self.calls
-
-    return own(Frozen)
-
-
-@kind
-def call_of_a_made_up_class():
-    calls = []
-
-    def call(self, input_ids, scores):
-        calls.append(0)
-        return steer(input_ids, scores, len(calls))
-
-    return Made([type("MadeUp", (), {"__call__": call})()], state=lambda: len(calls))
-
-
-@kind
-def getattr_of_another():
-    class Proxy(Steering):
-        def __init__(self, inner):
-            vars(self)["inner"] = inner
-
-        def __getattr__(self, name):
-            return getattr(vars(self)["inner"], name)
-
-        def __setattr__(self, name, value):
-            setattr(vars(self)["inner"], name, value)
-
-        def count(self):
-            self.calls = self.calls + 1
-            return self.calls
-
-    inner = types.SimpleNamespace(calls=0)
-    return Made([Proxy(inner)], state=lambda: inner.calls)
-
-
-class Owner:
-    calls = 0
-
-    def process(self, input_ids, scores):
-        self.calls += 1
-        return steer(input_ids, scores, self.calls)
-
-    @classmethod
-    def process_by_class(cls, input_ids, scores):
-        cls.calls += 1
-        return steer(input_ids, scores, cls.calls)
+    return of(Slots())
 
 
 @kind
 def bound_method():
-    owner = Owner()
-    return Made([owner.process], state=lambda: owner.calls)
+    owner = Counting()
+    return passed(owner.__call__, state=lambda: owner.calls)
 
 
 @kind
-def class_method():
-    owner = type("Owner", (Owner,), {"calls": 0})
-    return Made([owner.process_by_class], state=lambda: owner.calls)
-
-
-@kind
-def declared_with_state():
-    made = attribute()
-    made.processors[0].stateless = False
-    return made
+def a_partial():
+    owner = Counting()
+    return passed(functools.partial(Counting.__call__, owner), state=lambda: owner.calls)
 
 
 @kind
@@ -323,196 +132,410 @@ def module_with_buffer():
             self.calls += 1
             return steer(input_ids, scores, int(self.calls))
 
-    one = Counted()
-    return Made([one], state=lambda: int(one.calls))
+    return of(Counted())
 
 
-# State that functions reach.
+@kind
+def attributes_of_another():
+    """Those that it has not are looked up in another object, which declares something."""
 
-_calls = 0
-_items: list[int] = []
+    class Proxy:
+        calls = 0
+        __call__ = Counting.__call__
 
+        def __getattr__(self, name):
+            return getattr(Last, name)
 
-@place
-def closure():
-    count = 0
-
-    def bump():
-        nonlocal count
-        count += 1
-        return count
-
-    return bump, lambda: count
+    return of(Proxy())
 
 
-@place
-def module_global():
-    global _calls
-    _calls = 0
-
-    def bump():
-        global _calls
-        _calls += 1
-        return _calls
-
-    return bump, lambda: _calls
+@kind
+def mock():
+    """It answers for any attribute."""
+    inner = Counting()
+    return passed(Mock(side_effect=inner), state=lambda: inner.calls)
 
 
-@place
-def list_of_module():
-    _items.clear()
-    return lambda: _items.append(0) or len(_items), lambda: len(_items)
+@kind
+def told_to_have_state():
+    class Told(Counting):
+        stateless, history_window = False, 2
+
+    return of(Told())
 
 
-@place
-def function_attribute():
-    def bump():
-        bump.calls += 1
-        return bump.calls
+@kind
+def uncopyable():
+    class Fixed(Counting):
+        def __deepcopy__(self, memo):
+            raise TypeError("not to be copied")
 
-    bump.calls = 0
-    return bump, lambda: bump.calls
+        __copy__ = __reduce_ex__ = __deepcopy__
 
-
-@place
-def mutable_default():
-    def bump(seen=[]):  # noqa: B006
-        seen.append(1)
-        return len(seen)
-
-    return bump, lambda: len(bump.__defaults__[0])
+    return of(Fixed())
 
 
-@place
-def partial_with_list():
-    bump = functools.partial(lambda seen: seen.append(1) or len(seen), [])
-    return bump, lambda: len(bump.args[0])
+# State on what others have, too.
 
 
-@place
-def iterator_of_closure():
-    numbers = iter(range(1, 1000))
-    return lambda: next(numbers), lambda: numbers.__length_hint__()
+@kind(has_model=True)
+def config_of_the_target(model):
+    return _counted_on(model.config)
 
 
-@place
-def generator_object():
-    numbers = (number for number in range(1, 1000))
-    return lambda: next(numbers), lambda: next(numbers)
+@kind(has_model=True)
+def attribute_of_the_target(model):
+    return _counted_on(model)
 
 
-@place
-def generator_that_is_sent_to():
-    def counting():
-        total = 0
-        while True:
-            total += yield total
+def _counted_on(owner):
+    owner.calls = 0
 
-    generator = counting()
-    next(generator)
-    return lambda: generator.send(1), lambda: generator.send(0)
+    def processor(input_ids, scores):
+        owner.calls += 1
+        return steer(input_ids, scores, owner.calls)
+
+    return passed(processor, state=lambda: vars(owner).pop("calls"))
 
 
-@place
-def a_count():
-    numbers = itertools.count(1)
-    return lambda: next(numbers), lambda: repr(numbers)
+@kind
+def thread_local():
+    local = threading.local()
+    local.calls = 0
+
+    def processor(input_ids, scores):
+        local.calls += 1
+        return steer(input_ids, scores, local.calls)
+
+    return passed(processor, state=lambda: local.calls)
 
 
-@place
-def a_cycle():
-    numbers = itertools.cycle([3, 1, 6, 9, 2])
-    return lambda: next(numbers), lambda: next(numbers)
+@kind(is_sampled=False)  # how many numbers sampling has drawn by a call is not promised
+def torch_random_numbers():
+    torch.manual_seed(5)
+    return passed(lambda input_ids, scores: steer(input_ids, scores, int(torch.randint(1, 12, ()))))
 
 
-@place
-def helper_module():
-    module = sys.modules["tests_helper_of_processors"] = types.ModuleType("tests_helper_of_processors")
-    exec("calls = 0\ndef bump():\n    global calls\n    calls += 1\n    return calls\n", vars(module))  # noqa: S102
-
-    def bump():
-        import tests_helper_of_processors
-
-        return tests_helper_of_processors.bump()
-
-    return bump, lambda: module.calls
+# Processors of libraries that a user has changed.
 
 
-@place
-def singledispatch():
-    @functools.singledispatch
-    def bump(one):
-        raise TypeError
-
-    @bump.register
-    def of_int(one: int):
-        bump.calls += one
-        return bump.calls
-
-    bump.calls = 0
-    return lambda: bump(1), lambda: bump.calls
-
-
-@place
-def named_tuple_swapped():
-    state = collections.namedtuple("State", "calls")
-    held = {"state": state(0)}
-
-    def bump():
-        held["state"] = held["state"]._replace(calls=held["state"].calls + 1)
-        return held["state"].calls
-
-    return bump, lambda: held["state"].calls
-
-
-@place
-def enum_attribute():
-    class Mode(enum.Enum):
-        ON = 1
-
-    Mode.ON.calls = 0
-
-    def bump():
-        Mode.ON.calls += 1
-        return Mode.ON.calls
-
-    return bump, lambda: Mode.ON.calls
-
-
-@place
-def namespace():
-    held = types.SimpleNamespace(calls=0)
-    return lambda: vars(held).update(calls=held.calls + 1) or held.calls, lambda: held.calls
-
-
-@place
-def cached_function():
-    @functools.lru_cache
-    def number(call):
-        return call
-
-    def bump():
-        number(number.cache_info().misses + 1)
-        return number.cache_info().misses
-
-    return bump, lambda: number.cache_info().misses
-
-
-@place
-def cached_property_deleted():
-    class Held:
+def _subclass(base, *arguments):
+    class Mine(base):
         calls = 0
 
-        @functools.cached_property
-        def number(self):
+        def __call__(self, input_ids, scores):
             self.calls += 1
-            return self.calls
+            return steer(input_ids, super().__call__(input_ids, scores), self.calls)
 
-    held = Held()
-    return lambda: (vars(held).pop("number", None), held.number)[1], lambda: held.calls
+    return of(Mine(*arguments))
 
 
-@place
-def mock():
-    one = Mock()
-    return lambda: one() and one.call_count, lambda: one.call_count
+@kind
+def subclass_of_transformers():
+    return _subclass(TemperatureLogitsWarper, 0.9)
+
+
+@kind
+def subclass_of_the_contextual_penalty():
+    """What its base says of a window does not hold for it."""
+    return _subclass(ContextualPenaltyLogitsProcessor, 1.2, 5)
+
+
+@kind
+def subclass_of_a_declared_class():
+    return _subclass(Last)
+
+
+@kind
+def attribute_of_transformers():
+    class Factor:
+        """It changes with its use."""
+
+        calls = 0
+
+        def __rmul__(self, other):
+            return other * 1.5
+
+        def __rtruediv__(self, other):
+            self.calls += 1
+            return other / (-3.0 if self.calls % 3 == 0 else 1.0)
+
+    one = RepetitionPenaltyLogitsProcessor(1.5)
+    one.penalty = Factor()
+    return passed(one, state=lambda: one.penalty.calls)
+
+
+class Trie:
+    """A constraint of a user, with state."""
+
+    def __init__(self):
+        self.calls = []
+
+    def allowed(self, row, ids):
+        self.calls.append(row)
+        return [3 + (len(self.calls) + int(ids[-1]) + place) % 9 for place in (0, 1, 4)]
+
+
+@kind
+def constraint_with_state():
+    owner = Trie()
+    return passed(state=lambda: owner.calls, prefix_allowed_tokens_fn=lambda row, ids: owner.allowed(row, ids))
+
+
+@kind
+def constraint_of_a_method():
+    owner = Trie()
+    return passed(PrefixConstrainedLogitsProcessor(owner.allowed, 1), state=lambda: owner.calls)
+
+
+@kind
+def synthid():
+    config = SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3, context_history_size=8)
+    return Applied({"watermarking_config": config})
+
+
+# Processors that are known, or truly declare what they depend on.
+
+
+class Last(LogitsProcessor):
+    """Penalises what followed the last token, by that token alone."""
+
+    stateless = True
+
+    def __call__(self, input_ids, scores):
+        return favour(scores, 3 + (5 * input_ids[:, -1:] + 1) % 9, 8.0)
+
+
+@kind(drafts=True)
+def stateless():
+    return passed(Last())
+
+
+@kind(drafts=True)
+def stateless_instance():
+    class Plain:
+        stateless = False
+
+        def __call__(self, input_ids, scores):
+            return favour(scores, 3 + (input_ids.sum(1, keepdim=True)) % 9, 8.0)
+
+    one = Plain()
+    one.stateless = True
+    return passed(one)
+
+
+@kind(drafts=True)
+def stateless_function():
+    table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)) * 4
+
+    def processor(input_ids, scores):
+        return scores + table[input_ids[:, -1]]
+
+    processor.stateless = True
+    return passed(processor)
+
+
+@kind(drafts=True)
+def history_free():
+    class Rolled(LogitsProcessor):
+        history_free = True
+
+        def __call__(self, input_ids, scores):
+            return scores.roll(1, -1)
+
+    return passed(Rolled())
+
+
+@kind(drafts=True)
+def history_window():
+    class Pairs(LogitsProcessor):
+        history_window = 2
+
+        def __call__(self, input_ids, scores):
+            return favour(scores, 3 + (input_ids[:, -2:].sum(1, keepdim=True)) % 9, 8.0)
+
+    return passed(Pairs())
+
+
+@kind(drafts=True)
+def contextual_penalty():
+    return passed(ContextualPenaltyLogitsProcessor(3.0, 6))
+
+
+@kind(drafts=True)
+def structured_output():
+    letters = letter_tokenizer("abcdefghijklmnopqrstuvwxyz.,!"[: VOCAB - 3])
+    return passed(StructuredOutput(letters, regex="(ab|c|de){9}[a-z]*", eos_token_id=ENDS[0]))
+
+
+# Options for which `generate` makes processors; some prepare tensors in their first call.
+OF_TRANSFORMERS = {
+    "penalties": {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+    "bad words": {"bad_words_ids": [[5], [6, 7]]},
+    "bias of sequences": {"sequence_bias": {(5,): 2.0, (6, 7): -3.0}},
+    "forced end": {"forced_eos_token_id": 10, "exponential_decay_length_penalty": (3, 1.2)},
+    "suppressed": {"begin_suppress_tokens": [4], "suppress_tokens": [5, 6]},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=5.0)},
+}
+PROCESSORS |= {
+    name: Entry(lambda model, options=options: Applied({**options}), is_passed=True, drafts=True, has_effect=None)
+    for name, options in OF_TRANSFORMERS.items()
+}
+
+
+@kind
+def declared_beside_one_with_state():
+    return of(Counting(), Last(), Last())
+
+
+# What a processor gets and returns.
+
+
+@kind
+def matcher():
+    """Advances by one token, and refuses a text that does not continue the last one."""
+    seen = []
+
+    def processor(input_ids, scores):
+        texts = input_ids.tolist()
+        assert not seen or [text[:-1] for text in texts] == seen[-1], "the text does not continue the last one"
+        seen.append(texts)
+        allowed = torch.tensor([[3 + (sum(text) * 7 + place) % 9 for place in range(3)] for text in texts])
+        return scores + torch.full_like(scores, -torch.inf).scatter(1, allowed, 0)
+
+    return passed(processor, state=lambda: seen[-1])
+
+
+@kind(has_effect=False)
+def whole_batch():
+    """Fails unless all rows come, each longer by a token than at the last call, with scores as `generate` has them."""
+
+    def call(held, input_ids, scores):
+        held.shape = held.shape or input_ids.shape
+        assert input_ids.shape == (held.shape[0], held.shape[1] + held.calls - 1), "not the whole batch"
+        assert scores.shape == (len(input_ids), VOCAB) and scores.dtype == torch.float32, "not the scores of generate"
+        assert input_ids.dtype == torch.long and not torch.is_grad_enabled()
+        assert input_ids.is_contiguous() and scores.is_contiguous(), "not in one piece"
+        return scores
+
+    return counted(call, shape=None)
+
+
+@kind(has_effect="batch")
+def mean_of_rows():
+    return passed(lambda input_ids, scores: scores - 0.8 * scores.mean(0))
+
+
+@kind(has_effect="batch")
+def scores_of_ended_rows():
+    """Adds the scores of rows that have ended to those of the others."""
+
+    def processor(input_ids, scores):
+        has_ended = input_ids[:, -1] == 0
+        return scores + 2.0 * scores[has_ended].sum(0)
+
+    return passed(processor)
+
+
+@kind(has_effect=False)
+def keeps_its_arguments():
+    """Fails if a tensor that it was given, or has returned, was changed later."""
+    kept, copies = [], []
+
+    def processor(input_ids, scores):
+        result = scores + 0
+        assert all(map(torch.equal, kept, copies)), "a kept tensor was changed"
+        kept.extend((input_ids, scores, result))
+        copies.extend(map(torch.clone, (input_ids, scores, result)))
+        return result
+
+    return passed(processor, state=lambda: [one.tolist() for one in kept if one.dtype == torch.long])
+
+
+@kind
+def in_place():
+    def call(held, input_ids, scores):
+        scores[:, 3 + held.calls % 9] += 8.0
+        return scores
+
+    return counted(call)
+
+
+@kind
+def double_precision():
+    return counted(lambda held, input_ids, scores: steer(input_ids, scores.double(), held.calls))
+
+
+@kind
+def half_precision():
+    """Rounds, so that scores tie."""
+    return counted(lambda held, input_ids, scores: (steer(input_ids, scores, held.calls) / 4).bfloat16())
+
+
+@kind
+def fails_at_its_sixth_call():
+    def call(held, input_ids, scores):
+        if held.calls == 6:
+            raise LookupError(f"{held.calls} calls, {input_ids.tolist()}")
+        return scores
+
+    return counted(call)
+
+
+# Processors that run models.
+
+
+@kind(has_model=True)
+def runs_the_target(model):
+    """Adds logits of the last five tokens alone."""
+    return counted(lambda held, input_ids, scores: scores + model(input_ids[:, -5:]).logits[:, -1] * (held.calls % 2))
+
+
+@kind(has_model=True, is_sampled=False)  # the inner call draws from the seed, too
+def generates_with_the_target(model):
+    def call(held, input_ids, scores):
+        mask = torch.ones_like(input_ids[:, -4:])
+        options = {"attention_mask": mask, "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+        return favour(scores, model.generate(input_ids[:, -4:], **options)[:, -1:], 4.0 * (held.calls % 2))
+
+    return counted(call)
+
+
+@kind(drafts=False, reason="runs the target")
+def guidance():
+    return Applied({"guidance_scale": 1.7})
+
+
+@functools.cache
+def _other_model():
+    """A model beside the target."""
+    return tiny_target("llama", seed=8, vocab_size=VOCAB, num_hidden_layers=1)
+
+
+@kind
+def runs_another_model():
+    """On the cache of its last call, so every text has to continue the last one."""
+
+    def call(held, input_ids, scores):
+        text = input_ids if held.cache is None else input_ids[:, -1:]
+        out = _other_model()(text, **{CACHE_NAME: held.cache}, use_cache=True)
+        held.cache = out[CACHE_NAME]
+        return scores - out.logits[:, -1]
+
+    return counted(call, cache=None)
+
+
+@kind
+def two_that_share():
+    """The order of both matters."""
+    log = []
+
+    def first(input_ids, scores):
+        log.append("first")
+        return scores
+
+    def second(input_ids, scores):
+        log.append("second")
+        return steer(input_ids, scores, len(log) // 2 + 5 * (log[-2] == "second"))
+
+    return passed(first, second, state=lambda: log)
