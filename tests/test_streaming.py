@@ -70,7 +70,6 @@ def test_any_text(text):
         assert "".join(pieces(tokenizer, tokens)) == whole(tokenizer, tokens)
 
 
-MANY = 32
 SPREAD = [byte_level()(character)["input_ids"] for character in "é你🙂"]
 
 
@@ -82,24 +81,10 @@ def test_any_tokens_of_a_byte_level_tokenizer(tokens):
         )
 
 
-BROKEN = {"continuations": [byte_level()("🙂")["input_ids"][-1]] * (3 * MANY + 1)}
-BROKEN |= {"beginnings": [byte_level()("🙂")["input_ids"][0]] * (2 * MANY)}
-BROKEN |= {"halves": byte_level()("🙂")["input_ids"][:2] * (2 * MANY), "special": [0] * (2 * MANY)}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_long_runs_of_broken_bytes_and_skipped_tokens(kind):
-    """Text after such a run is streamed, and no token is kept for ever."""
-    text = byte_level()("before 🙂 and")["input_ids"]
-    for tokens in (BROKEN[kind] + text, text + BROKEN[kind] + text):
-        options = {"skip_special_tokens": True}
-        assert "".join(pieces(byte_level(), tokens, **options)) == whole(byte_level(), tokens, **options)
-
-
 def test_special_tokens_keep_spaces():
     tokenizer = byte_fallback()
     the, end, space = tokenizer.convert_tokens_to_ids(["▁the", "▁end", "▁"])
-    for tokens in ([1, the, 2, end], [the, 1, 2, 1, end], [1] * (2 * MANY) + [the, space, space, end]):
+    for tokens in ([1, the, 2, end], [the, 1, 2, 1, end], [1] * 64 + [the, space, space, end]):
         for skip in (False, True):
             options = {"skip_special_tokens": skip}
             assert "".join(pieces(tokenizer, tokens, **options)) == whole(tokenizer, tokens, **options)
