@@ -109,21 +109,17 @@ def test_text_after_invalid_tokens_is_not_lost():
     assert given.startswith("ab") and given.endswith("the")
 
 
-class Story:
-    """A small model with a real vocabulary, and its continuation of a prompt."""
+@cache
+def model():
+    """Return a small model with a real vocabulary."""
+    return tiny_target("llama", vocab_size=1000, hidden_size=32, intermediate_size=32)
 
-    @staticmethod
-    @cache
-    def model():
-        return tiny_target("llama", vocab_size=1000, hidden_size=32, intermediate_size=32)
 
-    @classmethod
-    def generate(cls, **options):
-        ids = torch.tensor([byte_level()("Once upon a time 🙂")["input_ids"]])
-        out = cls.model().generate(
-            ids, do_sample=False, max_new_tokens=60, eos_token_id=None, pad_token_id=1, **options
-        )
-        return out[0].tolist(), ids.shape[1]
+def generate(**options):
+    """Return a story that the model writes, and the number of tokens of its prompt."""
+    ids = torch.tensor([byte_level()("Once upon a time 🙂")["input_ids"]])
+    out = model().generate(ids, do_sample=False, max_new_tokens=60, eos_token_id=None, pad_token_id=1, **options)
+    return out[0].tolist(), ids.shape[1]
 
 
 @pytest.mark.parametrize(
@@ -133,9 +129,9 @@ def test_file_streamer_writes_the_text(draft, skip_prompt):
     """Streams with a draft and with plain `generate`, twice through one streamer."""
     file = io.StringIO()
     streamer = FileStreamer(byte_level(), file, skip_prompt=skip_prompt)
-    assistant = {} if draft is None else {"assistant_model": draft.from_target(Story.model())}
+    assistant = {} if draft is None else {"assistant_model": draft.from_target(model())}
     for turn in (1, 2):  # the streamer can be used again
-        tokens, prompt = Story.generate(streamer=streamer, **assistant)
+        tokens, prompt = generate(streamer=streamer, **assistant)
         kept = tokens[prompt:] if skip_prompt else tokens
         assert file.getvalue() == turn * whole(byte_level(), kept, skip_special_tokens=True)
     assert not file.closed
@@ -150,7 +146,7 @@ def test_every_piece_is_flushed(tmp_path):
             sizes.append(path.stat().st_size)
 
     with path.open("w", encoding="utf-8") as file:
-        tokens, prompt = Story.generate(streamer=Watched(byte_level(), file))
+        tokens, prompt = generate(streamer=Watched(byte_level(), file))
     assert path.read_text(encoding="utf-8") == whole(byte_level(), tokens[prompt:], skip_special_tokens=True)
     assert len(set(sizes)) > 40
 
