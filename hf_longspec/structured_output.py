@@ -144,10 +144,6 @@ class StructuredOutput(LogitsProcessor):
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 1:
             raise ValueError(f"structures {names}: expected exactly one of {', '.join(given)}.")
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(
-                f"{type(tokenizer).__name__} is no fast tokenizer, from which the parser learns the tokens."
-            )
         ends = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
         self.ends = frozenset(ends if isinstance(ends, list | tuple) else [ends])
         if None in self.ends:

@@ -155,7 +155,7 @@ def test_its_settings_are_those_of_all_drafts(target):
 
 
 @pytest.mark.parametrize(
-    "value", [[1], 7, {"a": 1}, "x" * 400, "a\0b", "../" * 300, "[" * 100_000], ids=lambda value: str(value)[:9]
+    "value", [{"a": 1}, "x" * 400, "a\0b", "../" * 300, "[" * 100_000], ids=lambda value: str(value)[:9]
 )
 @pytest.mark.parametrize("place", ["card", "config"])
 def test_a_name_of_any_kind_is_one_line(target, tmp_path, value, place, caplog):
@@ -170,24 +170,8 @@ def test_a_name_of_any_kind_is_one_line(target, tmp_path, value, place, caplog):
     assert len(lines) == (place == "config" or not text.startswith("[[")) and "\n" not in "".join(lines)
 
 
-CONTENTS = (
-    b"null",
-    b"[1]",
-    b"{",
-    b"[" * 100_000,
-    b'{"model_type": ["llama"]}',
-    b'{"model_type": "longspec_ngram", "vocab_size": "x"}',
-)
-CONTENTS += (
-    b'{"architectures": 5}',
-    b'{"architectures": {"a": 1}, "dflash_config": 3}',
-    b'{"dflash_config": {"block_size": []}}',
-)
-CONTENTS += (
-    b'{"eagle_config": [1]}',
-    b'{"model_type": "llama", "hidden_size": "x"}',
-    b'{"model_type": "gemma4_assistant", "text_config": 3}',
-)
+CONTENTS = [b"null", b"{", b"[" * 100_000, b'{"model_type": ["llama"]}', b'{"model_type": "llama", "hidden_size": "x"}']
+CONTENTS += [b'{"model_type": "gemma4_assistant", "text_config": 3}', b'{"architectures": 5, "dflash_config": 3}']
 
 
 @pytest.mark.parametrize("content", CONTENTS, ids=lambda content: content[:40].decode())

@@ -70,7 +70,6 @@ def test_any_text(text):
         assert "".join(pieces(tokenizer, tokens)) == whole(tokenizer, tokens)
 
 
-MANY = 32
 SPREAD = [byte_level()(character)["input_ids"] for character in "é你🙂"]
 
 
@@ -82,24 +81,10 @@ def test_any_tokens_of_a_byte_level_tokenizer(tokens):
         )
 
 
-BROKEN = {"continuations": [byte_level()("🙂")["input_ids"][-1]] * (3 * MANY + 1)}
-BROKEN |= {"beginnings": [byte_level()("🙂")["input_ids"][0]] * (2 * MANY)}
-BROKEN |= {"halves": byte_level()("🙂")["input_ids"][:2] * (2 * MANY), "special": [0] * (2 * MANY)}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_long_runs_of_broken_bytes_and_skipped_tokens(kind):
-    """Text after such a run is streamed, and no token is kept for ever."""
-    text = byte_level()("before 🙂 and")["input_ids"]
-    for tokens in (BROKEN[kind] + text, text + BROKEN[kind] + text):
-        options = {"skip_special_tokens": True}
-        assert "".join(pieces(byte_level(), tokens, **options)) == whole(byte_level(), tokens, **options)
-
-
 def test_special_tokens_keep_spaces():
     tokenizer = byte_fallback()
     the, end, space = tokenizer.convert_tokens_to_ids(["▁the", "▁end", "▁"])
-    for tokens in ([1, the, 2, end], [the, 1, 2, 1, end], [1] * (2 * MANY) + [the, space, space, end]):
+    for tokens in ([1, the, 2, end], [the, 1, 2, 1, end], [1] * 64 + [the, space, space, end]):
         for skip in (False, True):
             options = {"skip_special_tokens": skip}
             assert "".join(pieces(tokenizer, tokens, **options)) == whole(tokenizer, tokens, **options)
@@ -124,21 +109,17 @@ def test_text_after_invalid_tokens_is_not_lost():
     assert given.startswith("ab") and given.endswith("the")
 
 
-class Story:
-    """A small model with a real vocabulary, and its continuation of a prompt."""
+@cache
+def model():
+    """Return a small model with a real vocabulary."""
+    return tiny_target("llama", vocab_size=1000, hidden_size=32, intermediate_size=32)
 
-    @staticmethod
-    @cache
-    def model():
-        return tiny_target("llama", vocab_size=1000, hidden_size=32, intermediate_size=32)
 
-    @classmethod
-    def generate(cls, **options):
-        ids = torch.tensor([byte_level()("Once upon a time 🙂")["input_ids"]])
-        out = cls.model().generate(
-            ids, do_sample=False, max_new_tokens=60, eos_token_id=None, pad_token_id=1, **options
-        )
-        return out[0].tolist(), ids.shape[1]
+def generate(**options):
+    """Return a story that the model writes, and the number of tokens of its prompt."""
+    ids = torch.tensor([byte_level()("Once upon a time 🙂")["input_ids"]])
+    out = model().generate(ids, do_sample=False, max_new_tokens=60, eos_token_id=None, pad_token_id=1, **options)
+    return out[0].tolist(), ids.shape[1]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +129,9 @@ def test_file_streamer_writes_the_text(draft, skip_prompt):
     """Streams with a draft and with plain `generate`, twice through one streamer."""
     file = io.StringIO()
     streamer = FileStreamer(byte_level(), file, skip_prompt=skip_prompt)
-    assistant = {} if draft is None else {"assistant_model": draft.from_target(Story.model())}
+    assistant = {} if draft is None else {"assistant_model": draft.from_target(model())}
     for turn in (1, 2):  # the streamer can be used again
-        tokens, prompt = Story.generate(streamer=streamer, **assistant)
+        tokens, prompt = generate(streamer=streamer, **assistant)
         kept = tokens[prompt:] if skip_prompt else tokens
         assert file.getvalue() == turn * whole(byte_level(), kept, skip_special_tokens=True)
     assert not file.closed
@@ -165,7 +146,7 @@ def test_every_piece_is_flushed(tmp_path):
             sizes.append(path.stat().st_size)
 
     with path.open("w", encoding="utf-8") as file:
-        tokens, prompt = Story.generate(streamer=Watched(byte_level(), file))
+        tokens, prompt = generate(streamer=Watched(byte_level(), file))
     assert path.read_text(encoding="utf-8") == whole(byte_level(), tokens[prompt:], skip_special_tokens=True)
     assert len(set(sizes)) > 40
 

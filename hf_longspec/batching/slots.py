@@ -164,7 +164,7 @@ class SlotSequences:
 
 
 class SlotRule:
-    """The token rules of all slots, as the loop and drafters use a [`TokenRule`] and its noise.
+    """The token rules of all slots, as the loop and drafters use a [`TokenRule`], its noise and its [`Coupling`].
 
     What differs between rows is computed row by row, and nothing of it is part of a graph.
     """
@@ -228,9 +228,29 @@ class SlotRule:
         sampled = (live[row].rule.noise if row in live else None for row in rows)
         return torch.cat([none if noise is None else of(noise) for noise in sampled], dim)
 
-    def coupling(self) -> "SlotCoupling":
+    def coupling(self) -> "SlotRule":
         """Return what ranks candidates by the rules of the rows."""
-        return SlotCoupling(self)
+        return self
+
+    def known(self, depths: int) -> tuple[torch.Tensor, ...]:
+        """Return the noise `(B, depths, V)`, if the rows share their rule and sample."""
+        return (self.rows(depths),) if (shared := self.shared) is not None and shared.do_sample else ()
+
+    def scores(self, logits: torch.Tensor, known: Sequence[torch.Tensor], depth: int, paths: Any) -> torch.Tensor:
+        """Return the scores of [`Coupling.scores`], `(B, n, V)`, of each row by its own rule."""
+        live = self.live
+        if not live:
+            return logits
+        logits = logits.to(self.device)
+        if self.shared is not None:
+            return live[0][1].coupling.scores(logits, known, depth, paths)
+        tokens = paths() if callable(paths) else paths
+        scores = logits.float().expand(-1, tokens.shape[1], -1).clone()
+        for row, slot in live:
+            one = slice(row, row + 1)
+            with slot.alone():
+                scores[one] = slot.coupling.scores(logits[one], slot.coupling.known(depth + 1), depth, tokens[one])
+        return scores
 
     def try_out(self, depth: int, tokens: torch.Tensor) -> None:
         """Write candidates `(batch,)` after the texts; see [`TokenRule.try_out`]."""
@@ -275,38 +295,6 @@ class SlotRule:
             if slot is not None:
                 with slot.alone():
                     slot.rule.advance([count])
-
-
-class SlotCoupling:
-    """Rank candidates of each row as [`Coupling`] does by its own rule."""
-
-    fits_graphs = False
-    key: tuple = ()
-
-    def __init__(self, rule: SlotRule):
-        self._rule = rule
-
-    def known(self, depths: int) -> tuple[torch.Tensor, ...]:
-        """Return the noise `(B, depths, V)`, if the rows share their rule and sample."""
-        shared = self._rule.shared
-        return (self._rule.rows(depths),) if shared is not None and shared.do_sample else ()
-
-    def scores(self, logits: torch.Tensor, known: Sequence[torch.Tensor], depth: int, paths: Any) -> torch.Tensor:
-        """Return the scores of [`Coupling.scores`], `(B, n, V)`."""
-        rule = self._rule
-        live = rule.live
-        if not live:
-            return logits
-        logits = logits.to(rule.device)
-        if rule.shared is not None:
-            return live[0][1].coupling.scores(logits, known, depth, paths)
-        tokens = paths() if callable(paths) else paths
-        scores = logits.float().expand(-1, tokens.shape[1], -1).clone()
-        for row, slot in live:
-            one = slice(row, row + 1)
-            with slot.alone():
-                scores[one] = slot.coupling.scores(logits[one], slot.coupling.known(depth + 1), depth, tokens[one])
-        return scores
 
 
 class SlotDrafter(ForcedDrafter):
