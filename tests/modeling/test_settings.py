@@ -105,7 +105,7 @@ def test_refused_facts_of_a_new_draft(model, cls, facts, message):
 
 
 def test_one_latent_for_all_heads_is_not_selected_per_head():
-    with pytest.raises(ValueError, match="granularity='kv_head': .*MLA"):
+    with pytest.raises(ValueError, match=r"granularity='kv_head': .*MLA"):
         S.from_target(tiny_target("deepseek_v3"), granularity="kv_head")
 
 
