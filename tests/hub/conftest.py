@@ -9,17 +9,9 @@ import pytest
 from hf_longspec.hub import Card, repository, write_repository
 from hf_longspec.hub.repository import write_engine
 from hf_longspec.modeling import register_draft
+from tests.modeling.test_contract import SETTINGS
 from tests.tiny_targets import made_for, tiny_target
 
-SETTINGS = {
-    "longspec_eagle3": {"tree_widths": [3, 2], "window": 9},
-    "longspec_dflash": {"num_tree_nodes": 6, "window": 9},
-    "longspec": {"tree_widths": [3, 2]},
-    "tokenswift": {"num_heads": 2, "tree_branching": [1, 2, 2]},
-    "specattn": {"num_assistant_tokens": 3, "sparse_min_tokens": 8},
-    "longspec_ngram": {"num_assistant_tokens": 5},
-    "longspec_assistant": {"num_assistant_tokens": 2, "window": 16},
-}
 DRAFTS = {kind: (draft.model, SETTINGS.get(kind, {})) for kind, draft in register_draft.DRAFTS.items()}
 CARD = Card(base_model="org/tiny-target")
 # Commits of engines: of one that is uploaded, and of one that exists.
