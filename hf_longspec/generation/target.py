@@ -358,12 +358,6 @@ class TargetView:
         cache.stage(tree.num_nodes, tree)
         mask = tree.mask[:, None]
         logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
-        if not context.calls and not fixed_shape:
-            cache.rollback()
-            raise ValueError(
-                f"{type(self.model).__name__} never called the attention backend, so it would ignore the draft tree. "
-                "Its attention must go through transformers' AttentionInterface; nothing was generated."
-            )
         return Step(logits, context, hidden)
 
     def step(

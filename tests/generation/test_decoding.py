@@ -12,9 +12,6 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 ONE, RAGGED = (21,), (33, 3, 13)
 KINDS = ("tree", "chain", "specattn")
 
-# An end token that no greedy text of these targets holds: what is compared shall be long.
-NEVER = 1
-
 
 @pytest.mark.parametrize(("lengths", "new"), [(ONE, 1), (ONE, 4), (RAGGED, 5)], ids=str)
 def test_the_length_limit_is_exact(plain_run, lengths, new):

@@ -44,7 +44,6 @@ DRAFTS = {
     "n-grams": NgramDraftModel.from_target,
     "random trees": RandomTreeDraftModel.from_target,
 }
-FAMILIES = ("longspec, n-grams", "specattn", "tokenswift, partial")
 # Every draft on one architecture, greedy or sampled in turn.
 CASES = [(kind, ("llama", "gemma3", "gpt_oss")[place % 3], place % 2 == 0) for place, kind in enumerate(DRAFTS)]
 

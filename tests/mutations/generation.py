@@ -2,6 +2,8 @@
 
 # fmt: off
 ROWS = (
+    ("A candidate generator follows the text of another loop", "generation/drafter.py",
+     "        self._follow(input_ids[0, :-1], int(input_ids[0, -1]))\n", "", "tests/generation/test_drafter.py"),
     ("Zeros between tokens end speculation", "generation/call.py",
      "if (rows := self._rows_with_gaps()) and", "if False and",
      "tests/modeling/test_padding.py::test_zeros_between_tokens"),

@@ -2,6 +2,15 @@
 
 # fmt: off
 ROWS = (
+    ("A grammar masks the tokens after each node of a tree", "generation/special_cases/grammar.py",
+     "                position.fill(bits[row * tree.num_nodes + node])\n", "                pass\n",
+     "tests/test_structured_output.py"),
+    ("Ranks share the numbers that logits do not decide", "generation/special_cases/parallel.py",
+     "        dist.broadcast(shared, group=self.group, group_src=0)\n", "",
+     "tests/robustness/test_tensor_parallel.py"),
+    ("A model whose layers attend to later tokens is refused", "generation/special_cases/trial.py",
+     "        if not causal:  # also", "        if False:  # also",
+     "tests/generation/test_checks.py::TestTargets::test_architectures"),
     ("A drafter that missed steps is resumed with the text", "generation/special_cases/gate.py",
      "if self._was_open:", "if True:", "tests/generation/test_gated_text.py"),
     ("No text with a draft crosses a change of rotary frequencies", "generation/special_cases/rotary_limit.py",

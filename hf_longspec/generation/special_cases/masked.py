@@ -169,7 +169,6 @@ def masked_logits(
     if str(config._attn_implementation) == "eager":
         lowest = torch.finfo(model.dtype).min
         masks = {kind: torch.where(seen, 0.0, lowest).to(model.dtype) for kind, seen in masks.items()}
-    context.calls.append(0)
     counts = first_count_that_matters(config) < math.inf
     with choices_of(cache, context.positions, num_slots), _counted(cache, positions) if counts else nullcontext():
         logits: Tensor = model(
