@@ -1,7 +1,7 @@
 """What processors and constraints are asked about, and processors that are called as plain `generate` calls them."""
 
 import logging
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -19,6 +19,7 @@ from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
 from tests.pairwise import few
 from tests.robustness.enumeration import build
+from tests.robustness.user_processors import PROCESSORS, Last
 from tests.tiny_targets import TINY_TARGETS, generate, tiny_prompts
 from tests.user_objects import Answer
 
@@ -235,43 +236,37 @@ def test_criteria_that_count_their_calls(plain_run):
         assert text.tolist() == run.sequences.tolist()
 
 
-def marked(input_ids, scores):
-    return scores
+class Renamed(TemperatureLogitsWarper):
+    """Has the name of its base."""
 
 
-marked.stateless = True
+Renamed.__name__ = "TemperatureLogitsWarper"
 
 
-class Counting(ContextualPenaltyLogitsProcessor):
-    """Keeps state that its base does not have."""
+class Declaring(ContextualPenaltyLogitsProcessor):
+    """Declares what its own call depends on."""
+
+    stateless = True
 
     def __call__(self, input_ids, scores):
         return super().__call__(input_ids, scores)
 
 
-class Declaring(Counting):
-    stateless = True
-
-
-class Renamed(TemperatureLogitsWarper):
-    def __call__(self, input_ids, scores):
-        return scores
-
-
-Renamed.__name__ = "TemperatureLogitsWarper"
-PENALTY = {"penalty": 1.2, "window": 3}
-
-
-def test_what_is_known(monkeypatch):
+def test_what_is_known(target, monkeypatch):
     """Classes of transformers as they are, and what is declared for the `__call__` that runs."""
-    known = [marked, ContextualPenaltyLogitsProcessor(**PENALTY), TemperatureLogitsWarper(0.7), Declaring(**PENALTY)]
-    known += [PrefixConstrainedLogitsProcessor(marked, 1)]
-    assert all(map(is_known, known))
-    own = Budget()
-    own.stateless = True
-    assert is_known(own) and not is_known(Budget())
-    unknown = [Counting(**PENALTY), Renamed(0.7), PrefixConstrainedLogitsProcessor(lambda row, ids: [3], 1), print]
-    assert not any(map(is_known, unknown))
+    model = target("llama")
+    for name, entry in PROCESSORS.items():
+        made = entry.apply(model).options.get("logits_processor", [])
+        assert not made or all(map(is_known, made)) == bool(entry.drafts), name
+        vars(model).pop("calls", None)
+    marked, grammar = partial(Last()), Budget()
+    marked.stateless = grammar.is_grammar = True
+    assert all(
+        map(is_known, [Declaring(1.2, 3), TemperatureLogitsWarper(0.7), PrefixConstrainedLogitsProcessor(marked, 1)])
+    )
+    changed = TemperatureLogitsWarper(0.7)
+    changed.temperature = print
+    assert not any(map(is_known, [Renamed(0.7), changed, PrefixConstrainedLogitsProcessor(Last.__call__, 1), print]))
     monkeypatch.setattr(TemperatureLogitsWarper, "__call__", lambda self, input_ids, scores: scores)
     assert not is_known(TemperatureLogitsWarper(0.7))
 
@@ -299,7 +294,7 @@ def test_a_declaration_is_proposed(target, caplog):
     model, logger = target("llama"), logging.getLogger("hf_longspec.generation.special_cases.processors")
     with caplog.at_level(logging.INFO, logger.name):
         logger.addHandler(caplog.handler)
-        generate(model, NgramDraftModel.from_target(model), logits_processor=[Budget(), marked])
+        generate(model, NgramDraftModel.from_target(model), logits_processor=[Budget(), Last()])
         logger.removeHandler(caplog.handler)
     (message,) = {record.getMessage() for record in caplog.records if record.name == logger.name}
     assert message.startswith("Budget: called as by generate()") and "stateless = True" in message

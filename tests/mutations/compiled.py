@@ -22,4 +22,9 @@ ROWS = (
     ("A fused kernel runs in the thread that captures alone", "generation/compiled/fused_layers.py",
      "if threading.get_ident() != thread:", "if False:",
      "tests/generation/test_fused_layers.py::test_other_threads_and_later_forwards_run_the_model_as_it_is"),
+    ("A mode that needs a GPU is refused without one", "generation/compiled/compiled_steps.py",
+     'if mode in ("graph", "fused") and device.type != "cuda":', "if False:",
+     "tests/generation/test_step.py::test_modes"),
+    ("A step in fixed shapes reads up to its last node", "generation/compiled/step_cache.py",
+     "prefix.longest + nodes", "prefix.longest", "tests/generation/test_step.py"),
 )
