@@ -18,9 +18,10 @@ from hf_longspec.generation.special_cases.processors import STATELESS, is_known
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
 from tests.pairwise import few
+from tests.robustness.architecture_variants import VARIANTS as ARCHITECTURES
 from tests.robustness.enumeration import build
 from tests.robustness.user_processors import PROCESSORS, Last
-from tests.tiny_targets import TINY_TARGETS, generate, tiny_prompts
+from tests.tiny_targets import TINY_TARGETS, generate, tiny_prompts, tiny_target
 from tests.user_objects import Answer
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -252,18 +253,15 @@ class Declaring(ContextualPenaltyLogitsProcessor):
         return super().__call__(input_ids, scores)
 
 
-def test_what_is_known(target, monkeypatch):
+def test_what_is_known(monkeypatch):
     """Classes of transformers as they are, and what is declared for the `__call__` that runs."""
-    model = target("llama")
     for name, entry in PROCESSORS.items():
-        made = entry.apply(model).options.get("logits_processor", [])
+        made = entry.apply(tiny_target("llama")).options.get("logits_processor", [])
         assert not made or all(map(is_known, made)) == bool(entry.drafts), name
-        vars(model).pop("calls", None)
     marked, grammar = partial(Last()), Budget()
     marked.stateless = grammar.is_grammar = True
-    assert all(
-        map(is_known, [Declaring(1.2, 3), TemperatureLogitsWarper(0.7), PrefixConstrainedLogitsProcessor(marked, 1)])
-    )
+    known = [Declaring(1.2, 3), TemperatureLogitsWarper(0.7), PrefixConstrainedLogitsProcessor(marked, 1), grammar]
+    assert all(map(is_known, known))
     changed = TemperatureLogitsWarper(0.7)
     changed.temperature = print
     assert not any(map(is_known, [Renamed(0.7), changed, PrefixConstrainedLogitsProcessor(Last.__call__, 1), print]))
@@ -298,3 +296,14 @@ def test_a_declaration_is_proposed(target, caplog):
         logger.removeHandler(caplog.handler)
     (message,) = {record.getMessage() for record in caplog.records if record.name == logger.name}
     assert message.startswith("Budget: called as by generate()") and "stateless = True" in message
+
+
+def test_rows_that_wait_for_others_are_refused():
+    """Where rotary frequencies change, rows wait; a processor of which nothing is known needs all rows at once."""
+    model = tiny_target("llama", **ARCHITECTURES["rope longrope"][1])
+    draft = NgramDraftModel.from_target(model)
+    texts = [generate(model, one, (13,), logits_processor=[Budget()]) for one in (None, draft)]
+    assert torch.equal(*texts)
+    draft.generation_config.on_unsupported = "error"
+    with pytest.raises(ValueError, match="rows of a batch wait where the rotary frequencies change"):
+        generate(model, draft, LENGTHS, logits_processor=[Budget()])
