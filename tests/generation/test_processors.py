@@ -1,7 +1,7 @@
 """What processors and constraints are asked about, and processors that are called as plain `generate` calls them."""
 
 import logging
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -18,8 +18,10 @@ from hf_longspec.generation.special_cases.processors import STATELESS, is_known
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
 from tests.pairwise import few
+from tests.robustness.architecture_variants import VARIANTS as ARCHITECTURES
 from tests.robustness.enumeration import build
-from tests.tiny_targets import TINY_TARGETS, generate, tiny_prompts
+from tests.robustness.user_processors import PROCESSORS, Last
+from tests.tiny_targets import TINY_TARGETS, generate, tiny_prompts, tiny_target
 from tests.user_objects import Answer
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -235,43 +237,34 @@ def test_criteria_that_count_their_calls(plain_run):
         assert text.tolist() == run.sequences.tolist()
 
 
-def marked(input_ids, scores):
-    return scores
+class Renamed(TemperatureLogitsWarper):
+    """Has the name of its base."""
 
 
-marked.stateless = True
+Renamed.__name__ = "TemperatureLogitsWarper"
 
 
-class Counting(ContextualPenaltyLogitsProcessor):
-    """Keeps state that its base does not have."""
+class Declaring(ContextualPenaltyLogitsProcessor):
+    """Declares what its own call depends on."""
+
+    stateless = True
 
     def __call__(self, input_ids, scores):
         return super().__call__(input_ids, scores)
 
 
-class Declaring(Counting):
-    stateless = True
-
-
-class Renamed(TemperatureLogitsWarper):
-    def __call__(self, input_ids, scores):
-        return scores
-
-
-Renamed.__name__ = "TemperatureLogitsWarper"
-PENALTY = {"penalty": 1.2, "window": 3}
-
-
 def test_what_is_known(monkeypatch):
     """Classes of transformers as they are, and what is declared for the `__call__` that runs."""
-    known = [marked, ContextualPenaltyLogitsProcessor(**PENALTY), TemperatureLogitsWarper(0.7), Declaring(**PENALTY)]
-    known += [PrefixConstrainedLogitsProcessor(marked, 1)]
+    for name, entry in PROCESSORS.items():
+        made = entry.apply(tiny_target("llama")).options.get("logits_processor", [])
+        assert not made or all(map(is_known, made)) == bool(entry.drafts), name
+    marked, grammar = partial(Last()), Budget()
+    marked.stateless = grammar.is_grammar = True
+    known = [Declaring(1.2, 3), TemperatureLogitsWarper(0.7), PrefixConstrainedLogitsProcessor(marked, 1), grammar]
     assert all(map(is_known, known))
-    own = Budget()
-    own.stateless = True
-    assert is_known(own) and not is_known(Budget())
-    unknown = [Counting(**PENALTY), Renamed(0.7), PrefixConstrainedLogitsProcessor(lambda row, ids: [3], 1), print]
-    assert not any(map(is_known, unknown))
+    changed = TemperatureLogitsWarper(0.7)
+    changed.temperature = print
+    assert not any(map(is_known, [Renamed(0.7), changed, PrefixConstrainedLogitsProcessor(Last.__call__, 1), print]))
     monkeypatch.setattr(TemperatureLogitsWarper, "__call__", lambda self, input_ids, scores: scores)
     assert not is_known(TemperatureLogitsWarper(0.7))
 
@@ -299,7 +292,18 @@ def test_a_declaration_is_proposed(target, caplog):
     model, logger = target("llama"), logging.getLogger("hf_longspec.generation.special_cases.processors")
     with caplog.at_level(logging.INFO, logger.name):
         logger.addHandler(caplog.handler)
-        generate(model, NgramDraftModel.from_target(model), logits_processor=[Budget(), marked])
+        generate(model, NgramDraftModel.from_target(model), logits_processor=[Budget(), Last()])
         logger.removeHandler(caplog.handler)
     (message,) = {record.getMessage() for record in caplog.records if record.name == logger.name}
     assert message.startswith("Budget: called as by generate()") and "stateless = True" in message
+
+
+def test_rows_that_wait_for_others_are_refused():
+    """Where rotary frequencies change, rows wait; a processor of which nothing is known needs all rows at once."""
+    model = tiny_target("llama", **ARCHITECTURES["rope longrope"][1])
+    draft = NgramDraftModel.from_target(model)
+    texts = [generate(model, one, (13,), logits_processor=[Budget()]) for one in (None, draft)]
+    assert torch.equal(*texts)
+    draft.generation_config.on_unsupported = "error"
+    with pytest.raises(ValueError, match="rows of a batch wait where the rotary frequencies change"):
+        generate(model, draft, LENGTHS, logits_processor=[Budget()])

@@ -51,4 +51,9 @@ ROWS = (
     ("A graph serves the lengths up to its bucket", "generation/compiled/cuda_graphs.py",
      "bucket(lengths.longest + room, capacity, parts) - room", "lengths.longest",
      "tests/generation/test_on_simulated_cuda.py"),
+    ("A mode that needs a GPU is refused without one", "generation/compiled/compiled_steps.py",
+     'if mode in ("graph", "fused") and device.type != "cuda":', "if False:",
+     "tests/generation/test_step.py::test_modes"),
+    ("A step in fixed shapes reads up to its last node", "generation/compiled/fixed_steps.py",
+     "prefix.longest + nodes", "prefix.longest", "tests/generation/test_step.py"),
 )

@@ -102,4 +102,9 @@ ROWS = (
     ("What a cache lends is not written to", "generation/cache.py", "            layer.capacity = 0\n",
      "            layer.capacity = layer.keys.shape[2] if layer.is_initialized else 0\n",
      "tests/generation/test_prefix_cache.py::test_what_is_lent_may_be_written_to"),
+    ("A drafter that keeps state says of each row which", "generation/drafter.py",
+     "if type(self).observe is not Drafter.observe:", "if False:",
+     "tests/test_batching.py::test_drafters_that_do_not_say_their_state_are_refused"),
+    ("A model whose attention cannot be replaced is not verified in it", "generation/special_case.py",
+     "if target.model._can_set_attn_implementation():", "if True:", "tests/generation/test_masked.py"),
 )

@@ -141,4 +141,12 @@ ROWS = (
     ("A file with the cache of another config is refused", "generation/special_cases/cache_files.py",
      'if metadata["config"] != (wanted := fingerprint_of(config)):', 'if not (wanted := metadata["config"]):',
      "tests/generation/test_caches_as_objects.py::test_files_of_other_models_are_refused"),
+    ("A grammar masks each row by its own text", "generation/special_cases/grammar.py",
+     "bits[row * tree.num_nodes + node]", "bits[node]", "tests/test_structured_output.py"),
+    ("All ranks draw with the seeds of the first", "generation/special_cases/parallel.py", "group_src=0", "group_src=1",
+     "tests/robustness/test_tensor_parallel.py"),
+    ("The mode that takes all targets is asked last", "generation/special_cases/__init__.py",
+     "RECURRENT, MASKED, HYBRID  #", "HYBRID, RECURRENT, MASKED  #", "tests/generation/test_recurrent_states.py"),
+    ("A trial finds layers that are not causal", "generation/special_cases/trial.py", "if not causal:", "if False:",
+     "tests/generation/test_structure.py::test_a_changed_target_is_examined_again"),
 )

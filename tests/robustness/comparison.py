@@ -5,11 +5,11 @@ import sys
 from functools import partial
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import audit
 from hf_longspec.generation.cache import CACHE_NAME
 from tests.robustness.test_threads import in_threads
+from tests.user_objects import Recorder
 
 WANTED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 NEVER = 999  # no token of the tiny targets
@@ -17,19 +17,6 @@ NEVER = 999  # no token of the tiny targets
 # of 3, and rarely met.
 TIE = 1e-3
 SCORE_TOLERANCE = 1e-3  # of logits with a standard deviation of 3, processed by the same processors
-
-
-class Streamed(BaseStreamer):
-    """Keeps what it gets."""
-
-    def __init__(self):
-        self.got = []
-
-    def put(self, value):
-        self.got.append(value.flatten().tolist())
-
-    def end(self):
-        self.got.append("end")
 
 
 def first_differences(expected, sequences):
@@ -97,13 +84,14 @@ def check_rounding(stock, gap, ends, expected, sequences, start, mask=None, reru
 
 
 def state_of(*models):
-    """Weights, settings and hooks."""
+    """Weights, settings, hooks, modes and names of attributes."""
     return [
         (
             {name: value.tolist() for name, value in model.state_dict().items()},
             model.generation_config.to_dict(),
             model.config._attn_implementation,
-            [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+            [(len(one._forward_hooks), len(one._forward_pre_hooks), one.training) for one in model.modules()],
+            sorted(vars(model)),
         )
         for model in models
     ]
@@ -114,13 +102,13 @@ def check_calls(generate, model, draft, expected, start, check, rerun, times, wa
     before, stream = state_of(model, draft), None
     for _ in range(times):
         if streamed is not None:
-            stream = Streamed()
+            stream = Recorder()
         out = generate(model, draft, streamer=stream, **wanted)
         if is_repeatable:  # no random number was drawn
             assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5).get_state())
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
         if check(expected, sequences, start, rerun=rerun):
-            assert streamed is None or stream.got == streamed.got, f"{stream.got} instead of {streamed.got}"
+            assert streamed is None or vars(stream) == vars(streamed), f"{stream.puts} instead of {streamed.puts}"
             if "output_scores" in wanted:
                 check_scores(expected, out, start)
     assert state_of(model, draft) == before

@@ -521,3 +521,18 @@ CHANGES |= {
     f"{name}, {way.__name__}": Entry(functools.partial(way, name=name), has_effect=None if name in UNSEEN else True)
     for name, way in product(METHODS, (in_the_class, on_the_model, for_all_models))
 }
+
+
+def of_a_class(model: Any, name: str) -> Any:
+    """Return a model whose class is the user's from the beginning."""
+    mine = type("Mine", (type(model),), {name: overridden(name, type(model))})(model.config).eval()
+    mine.load_state_dict(model.state_dict())
+    return mine
+
+
+CHANGES |= {
+    f"{name}, in a class from the beginning": Entry(
+        lambda model: None, wrap=functools.partial(of_a_class, name=name), has_effect=False
+    )
+    for name in METHODS
+}

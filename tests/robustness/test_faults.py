@@ -12,6 +12,7 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.sampling import TokenRule
 from hf_longspec.generation.target import TargetView
+from tests.robustness.comparison import state_of
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.user_objects import Bomb, Recorder
@@ -102,13 +103,6 @@ def run():
     generate.text = generate().tolist()
     generate.before = state_of(model)  # once: what a test leaves behind must not be the next one's measure
     return generate
-
-
-def state_of(model):
-    """The state that a call must leave as it was."""
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
-    settings = copy.deepcopy(model.generation_config.to_dict())
-    return model.config._attn_implementation, settings, hooks, sorted(vars(model))
 
 
 def held(cache):

@@ -15,8 +15,6 @@ from tests.tiny_targets import generate as generate_text
 from tests.tiny_targets import tiny_target
 
 LENGTHS = (33, 3, 13)
-# A choice of entries of the target's cache, a trained layer with its embedding and head, and trained heads.
-SOME_KINDS = ("specattn", "longspec", "partial")
 # For logits with a standard deviation of 3. Measured: 3.1 with our loop and 7.9 with plain decoding, whose padding
 # widens the scale of activations; 11.0 and more for the same tokens in another order.
 INT8_GAP = 4.0
@@ -43,17 +41,6 @@ def adapted(model, modules):
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
     return peft.get_peft_model(model, config).eval()
-
-
-@pytest.mark.parametrize("kind", SOME_KINDS)
-def test_lora_target(kind):
-    bare = tiny_target("llama")
-    plain = generate(bare)
-    draft = make_draft(kind, bare)
-    lora = adapted(bare, ["q_proj", "v_proj", "down_proj"])
-    assert check(lora, draft) != plain
-    with lora.disable_adapter():
-        assert check(lora, draft) == plain
 
 
 @pytest.mark.parametrize(("kind", "modules"), [("longspec", ["q_proj", "down_proj"]), ("tokenswift", ["linear"])])

@@ -52,24 +52,15 @@ class Worker:
             assert self.draft.last_speculation.num_spec_steps > 0
 
 
-def check_pair(pair, implementation="hf_longspec"):
+@pytest.mark.parametrize(("pair", "implementation"), zip(PAIRS, ("hf_longspec", "sdpa", "eager"), strict=True), ids=str)
+def test_two_drafts(pair, implementation, switching):
+    """The implementation of a target that was loaded by default is switched, for one call at a time."""
     model = tiny_target("gemma3", attn_implementation=implementation)
     workers = Worker(model, pair[0], (33, 3, 13), 12), Worker(model, pair[1], (21, 8), 15)
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
     in_threads(*workers)
     assert model.config._attn_implementation == implementation
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_two_drafts(pair, switching):
-    check_pair(pair)
-
-
-@pytest.mark.parametrize(("pair", "implementation"), [(PAIRS[0], "sdpa"), (PAIRS[1], "eager")], ids=str)
-def test_drafts_wait_for_each_other(pair, implementation, switching):
-    """The implementation of a target that was loaded by default is switched, for one call at a time."""
-    check_pair(pair, implementation=implementation)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import sys
 import pytest
 
 from tests.robustness.drafts import ALL_KINDS, make_draft
-from tests.robustness.target_changes import CHANGES, METHODS, overridden
+from tests.robustness.target_changes import CHANGES
 from tests.robustness.user_code import ENDS, VOCAB, Applied
 from tests.robustness.user_hooks import HOOKS
 from tests.robustness.user_processors import PROCESSORS
@@ -182,23 +182,11 @@ def test_effects(of, name):
     assert wanted is None or (text != bare) == bool(wanted)
 
 
-def check_subclass(name):
-    """A model whose class is the user's from the beginning."""
-    base = model_of()
-    mine = type("Mine", (type(base),), {name: overridden(name, type(base))})
-    model = mine(copy.deepcopy(base.config)).eval()
-    model.load_state_dict(base.state_dict())
-    expected, draft = text_of(model, None, "single"), draft_for("tree", model)
-    draft.hints = [row[max(CALLS["single"][0]) :] for row in expected]
-    assert text_of(model, draft, "single") == expected
-
-
 def check_fresh_processes():
-    """Check changes and classes, each in a process that has made no model yet."""
-    jobs = {name: functools.partial(check, "change", name, "tree", "single", "fresh", False) for name in CHANGES}
-    jobs |= {f"class with {name}": functools.partial(check_subclass, name) for name in METHODS}
+    """Check changes, each in a process that has made no model yet."""
     failed = []
-    for name, job in jobs.items():
+    for name in CHANGES:
+        job = functools.partial(check, "change", name, "tree", "single", "fresh", False)
         process = multiprocessing.get_context("fork").Process(target=job)
         process.start()
         process.join()
