@@ -19,7 +19,6 @@ def tune(args: SimpleNamespace) -> None:
         raise CommandError(
             f"--draft {options.AUTO} chooses a draft for a text, and tune measures the settings of one. Name the draft."
         )
-    options.require_draft(args.draft)
     tuned = [list(one.names) for one in DRAFTS.values() if one.tune is not None]
     if args.draft in weightless_drafts() and not any(args.draft in names for names in tuned):
         others = " or ".join(name for name, *_ in tuned)

@@ -30,6 +30,7 @@ from .outputs import claim
 # A line of the output begins so. The last one may be cut off.
 BEGINNING = '{"row": '
 Row = tuple[int, torch.Tensor]  # number, and token ids `(length,)` of the prompt
+Encoded = tuple[int, torch.Tensor | Exception]  # likewise, or what is wrong with the prompt
 Ended = tuple[int, torch.Tensor, list[int] | Exception]  # a row, and its new tokens or its error
 
 
@@ -43,13 +44,13 @@ def continue_rows(args: SimpleNamespace, how: dict[str, Any], structure: dict[st
     prompts = {row: text for row, text in enumerate(prompts_of(args.data, args.column)) if row % count == share}
     digests = {row: digest_of(text, settings) for row, text in prompts.items()}
     done = finished_rows(args.output, digests) if args.resume else {}
-    num_failed, tokens, started = 0, 0, time.perf_counter()
+    num_failed, tokens = 0, 0
     with load_models(args) as loaded:
         how |= loaded.processors(structure)
         rows = encode_rows(loaded, args, {row: text for row, text in prompts.items() if row not in done})
         if rows:
             _ = loaded.draft  # nothing is replaced before the models are loaded
-        ended = continued(loaded, rows, args.batch, args.seed or 0, how)
+        ended, started = continued(loaded, rows, args.batch, args.seed or 0, how), time.perf_counter()
         with open_output(args, done) as file, closing(ended), Progress(len(rows), "Generating") as progress:
             for row, ids, result in ended:
                 record: Record = {"row": row}
@@ -102,16 +103,13 @@ def finished_rows(output: Path, digests: Mapping[int, str]) -> dict[int, Record]
         record: Any = None
         with suppress(ValueError, RecursionError):
             record = json.loads(line)
-        if not isinstance(record, dict) or not {"row", "digest"} <= record.keys():
+        if not isinstance(record, dict) or type(record.get("row")) is not int or "digest" not in record:
             raise CommandError(f"--resume {output}, line {number}: not a row of this command. {remedy}")
         if "error" not in record:
             done[record["row"]] = record
-    if other := [str(row) for row, record in sorted(done.items()) if record["digest"] != digests.get(row)]:
-        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
-        raise CommandError(
-            f"--resume {output}: rows {', '.join(other[:3])}{more} have another prompt, other settings or another "
-            f"--shard. {remedy}"
-        )
+    if other := [row for row, record in done.items() if record["digest"] != digests.get(row)]:
+        what = f"{len(other)} rows, such as {min(other)}, have another prompt, other settings or another --shard"
+        raise CommandError(f"--resume {output}: {what}. {remedy}")
     return done
 
 
@@ -124,9 +122,7 @@ def open_output(args: SimpleNamespace, done: Mapping[int, Record]) -> Any:
     return args.output.open(mode, encoding="utf-8", buffering=1)
 
 
-def encode_rows(
-    loaded: LoadedModels, args: SimpleNamespace, prompts: Mapping[int, str | None]
-) -> list[tuple[int, torch.Tensor | Exception]]:
+def encode_rows(loaded: LoadedModels, args: SimpleNamespace, prompts: Mapping[int, str | None]) -> list[Encoded]:
     """Return token ids `(length,)` of all rows, the longest first, so that too little memory shows early.
 
     A row without a prompt, or whose prompt is too long or has no tokens, comes with the error instead of ids.
@@ -146,11 +142,7 @@ def encode_rows(
 
 
 def continued(
-    loaded: LoadedModels,
-    rows: Sequence[tuple[int, torch.Tensor | Exception]],
-    batch: int,
-    seed: int,
-    how: dict[str, Any],
+    loaded: LoadedModels, rows: Sequence[Encoded], batch: int, seed: int, how: dict[str, Any]
 ) -> Generator[Ended, None, None]:
     """Yield every row when it ends, `batch` of them at once. The seed of a row is `seed` plus its number.
 
@@ -175,8 +167,7 @@ def continued(
     for row, ids in alone:
         set_seed(seed + row)
         try:
-            mask = torch.ones_like(ids[None])
-            out = model.generate(ids[None], attention_mask=mask, assistant_model=draft, **how)
+            out = model.generate(ids[None], attention_mask=torch.ones_like(ids[None]), assistant_model=draft, **how)
         except Exception as error:  # of memory, of processors
             yield row, ids, error
         else:

@@ -97,7 +97,7 @@ def test_shards_have_all_rows(tiny, data, tmp_path, expected):
         found |= read(output)
     assert found == dict(enumerate(expected))
     refused = run(tiny, data, output, "--shard", "0/2", "--resume")
-    assert refused.exit_code == 2 and "rows 1, 3 have another prompt" in refused.stderr
+    assert refused.exit_code == 2 and "2 rows, such as 1, have another prompt" in refused.stderr
 
 
 def test_a_row_that_fails_is_written_as_such_and_tried_again(tiny, tmp_path, expected, monkeypatch):
@@ -137,11 +137,11 @@ def test_rows_that_a_batch_refuses_are_continued_alone(tiny, data, tmp_path, mon
 
 
 def test_an_interrupted_run_is_continued(tiny, data, tmp_path, expected, monkeypatch):
-    output = tmp_path / "out.jsonl"
+    output, written = tmp_path / "out.jsonl", []
     with monkeypatch.context() as patch:
-        before(patch, rows.Progress, "say", interrupt_at(3))
+        before(patch, rows.Progress, "say", lambda *_: written.append(len(read(output))) or interrupt_at(3, written))
         assert run(tiny, data, output, "--batch", 2).exit_code == 130
-    assert len(read(output)) == 3
+    assert written == [1, 2, 3]  # as soon as a row ends
     with output.open("a") as file:
         file.write('{"row": 1, "te')  # as a full disk leaves it
     refused = run(tiny, data, output)
@@ -154,15 +154,10 @@ def test_an_interrupted_run_is_continued(tiny, data, tmp_path, expected, monkeyp
     assert again.exit_code == 0 and "0 of them new" in again.stderr and read(output) == dict(enumerate(expected))
 
 
-def interrupt_at(count):
-    """What presses Ctrl-C in its call of this number."""
-    calls = iter(range(1, count))
-
-    def press(*_):
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
-
-    return press
+def interrupt_at(count, calls):
+    """Press Ctrl-C in the call of this number."""
+    if len(calls) == count:
+        raise KeyboardInterrupt
 
 
 DIGESTS = {row: rows.digest_of(text, {}) for row, text in enumerate(TEXTS)}
@@ -180,9 +175,9 @@ def test_a_file_that_is_cut_off_at_any_byte_costs_its_last_row_alone(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "texts", "named"),
     [
-        (LINES, [*TEXTS[:2], *TEXTS[:1:-1]], "rows 2 have another prompt"),
-        (LINES, ["other"] * 5, "rows 0, 2 have another prompt"),
-        (LINES, TEXTS[:2], "rows 2 have another prompt"),
+        (LINES, [*TEXTS[:2], *TEXTS[:1:-1]], "1 rows, such as 2, have another prompt"),
+        (LINES, ["other"] * 5, "2 rows, such as 0, have another prompt"),
+        (LINES, TEXTS[:2], "1 rows, such as 2, have another prompt"),
         ([*LINES, '{"name": "mine"}'], TEXTS, "line 4: not a row of this command"),
         ([*LINES, "mine", LINES[0][:9]], TEXTS, "line 4: not a row of this command"),
     ],
