@@ -19,6 +19,7 @@ try:
 
     from . import PYDANTIC, checks, options
     from .options import INPUT_ERROR, INTERRUPTED, flag, number, output, text
+    from .texts import BUILTIN
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("typer", "rich"):
@@ -174,10 +175,6 @@ def tune(
     prompt: options.Prompt = None,
     draft: Annotated[str, options.named("Hub id or folder of a draft, or specattn or quest.")] = "specattn",
     output: Annotated[Path | None, output("New folder for the tuned draft.", options.require_writable_folder)] = None,
-    results: Annotated[Path, output("File for results until the command is done.", suffix=".jsonl")] = Path(
-        "tune.jsonl"
-    ),
-    resume: Annotated[bool, flag("--resume", "Continue an interrupted measurement.")] = False,
     overwrite: options.Overwrite = False,
     dry_run: Annotated[bool, flag("--dry-run", "Measure, but do not change the draft.")] = False,
     context: Annotated[int, number(32, "Tokens per prompt.")] = 4096,
@@ -269,53 +266,30 @@ def bench(
         options.named(f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
     ] = None,
     data: Annotated[
-        list[str] | None,
-        options.named(
-            "Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin, the default. Repeatable."
-        ),
-    ] = None,
+        str, options.named("Text file, folder of texts, JSON lines, or dataset of the Hub; builtin: Python's library.")
+    ] = BUILTIN,
     column: Annotated[str | None, options.key("Key or column of the texts in --data. Default: text.")] = None,
     chat: Annotated[bool, flag("--chat", "Apply the chat template of the target to each text.")] = False,
-    preset: Annotated[
-        options.Preset | None,
-        text(
-            "all: every training-free draft and those of --draft, at 1k to 16k tokens where positions and texts "
-            "allow it, greedy and at temperature 1."
-        ),
-    ] = None,
-    context: Annotated[
-        str | None, text("Prompt lengths in tokens, such as 2k,8k; own: whole documents. Default: 2k.")
-    ] = None,
-    batch: Annotated[str, text("Batch sizes, such as 1,4.")] = "1",
-    dtype: Annotated[str, text("auto, or one or more of float32,bfloat16,float16.")] = "auto",
-    assistant: Annotated[str | None, options.named("Small model for transformers' assisted generation.")] = None,
-    sweep: Annotated[
-        list[str] | None,
-        text("key=v1,v2: values of a draft setting, temperature, penalty, window or context. Repeatable."),
-    ] = None,
-    max_new_tokens: Annotated[int, number(2, "Tokens per row and call.")] = 64,
+    context: Annotated[str, text("Prompt lengths in tokens, such as 2k,8k.")] = "2k",
+    batch: Annotated[int, number(1, "Prompts per call.", most=options.MOST_ROWS)] = 1,
+    max_new_tokens: Annotated[int, number(2, "Tokens per prompt and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
     temperature: Annotated[float, number(0, "0 is greedy.", float)] = 0.0,
-    minutes: Annotated[float | None, number(0, "Limit: start no call that would end later.", float, above=True)] = None,
-    output: Annotated[Path, output("Result file; the table and plots are written next to it.", suffix=".jsonl")] = Path(
-        "bench.jsonl"
-    ),
-    resume: Annotated[bool, flag("--resume", "Continue the result file.")] = False,
+    dtype: options.Dtype = options.DtypeName.auto,
+    output: Annotated[Path | None, output("File for each call as a line of JSON.", suffix=".jsonl")] = None,
     overwrite: options.Overwrite = False,
-    plots: Annotated[bool, flag("--plots/--no-plots", "Draw plots as PNG files.")] = True,
     as_json: options.Json = False,
 ) -> None:
-    """Benchmark drafts against plain generate, the loop without a draft, and prompt lookup.
+    """Measure drafts after prompts of several lengths, beside plain generate and the loop without a draft.
 
-    Each call is saved when it finishes: Ctrl-C keeps the results so far, and --resume continues. Use a --context and
-    --batch like yours, on an otherwise idle machine.
+    Prints one table. A text must be that of generate before its speed counts. Use a --context and --batch like yours,
+    on an otherwise idle machine. --output gets each turn when it ends: Ctrl-C keeps the results so far.
 
     Examples:
 
     - hf-longspec bench --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --context 1k,4k
-    - hf-longspec bench --target Qwen/Qwen3-8B --data novels.jsonl --column book --context 8k,32k --batch 1,4
-    - hf-longspec bench --target Qwen/Qwen3-8B --data novels --context 16k --sweep sparse_ratio=0.03,0.07
-    - hf-longspec bench --target Qwen/Qwen3-8B --data novels --preset all --minutes 20
+    - hf-longspec bench --target Qwen/Qwen3-8B --data novels.jsonl --column book --context 8k,32k --batch 4
+    - hf-longspec bench --target Qwen/Qwen3-8B --draft ngram --draft specattn --data novels --output novels.jsonl
 
     Exit status: 0; 1 if a text was wrong; 2 for what cannot be run; 130 after Ctrl-C.
     """

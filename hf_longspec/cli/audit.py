@@ -22,7 +22,7 @@ from ..auditing import (
     audit_sampling,
     compare,
 )
-from ..bench.calls import TokenClock
+from .measuring import TokenClock
 from .models import LoadedModels, Progress, PromptProgress, load_models, say
 
 # From best to worst.

@@ -11,16 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..bench.results import PLOTS, check_resume, plot_beside, records_of_draft
-from ..bench.sources import BUILTIN, prompts_of, read_sources
 from ..cli import CARD_FACTS, CommandError, one_line, options
 from . import recipe, structure
+from .acceptance import records_of_draft
 from .outputs import claim
+from .texts import prompts_of, read_source
 from .work import folder_of
 
 # Tokens that `audit` draws at least: the variance of a count is a quarter of them at most, and 50 are to be expected.
 FEWEST_DRAWN = 200
-USUAL_CONTEXT, ALL_CONTEXTS = "2k", "1k,2k,4k,8k,16k"  # of `bench`, and of its `--preset all`
 
 
 def generate(args: SimpleNamespace) -> None:
@@ -77,12 +76,9 @@ def tune(args: SimpleNamespace) -> None:
     if args.draft in options.training_free() and not any(args.draft in names for names in tuned):
         others = " or ".join(name for name, *_ in tuned)
         raise CommandError(f"{args.draft} drafts have nothing to tune. Pass one of {others}.")
-    read = [args.file, args.draft, args.target]
-    claim([args.results], read, overwrite=args.overwrite, resume=args.resume)
-    if args.resume:
-        check_resume(args.results, args.resume)
     if not args.dry_run:
         _require_destination(args.draft, args.output)
+        read = [args.file, args.draft, args.target]
         claim([args.output] if args.output is not None else [], read, overwrite=args.overwrite)
     args.name, args.text = options.read_text(args.file, args.prompt)
 
@@ -101,27 +97,14 @@ def serve(args: SimpleNamespace) -> None:
 
 
 def bench(args: SimpleNamespace) -> None:
-    """Check `hf-longspec bench`; reads the lengths of `--context` and `--batch`, and adds `documents`."""
+    """Check `hf-longspec bench`; reads the lengths of `--context`, and adds `documents`."""
     options.require_target(args.target)
-    _drafts_to_compare(args.draft or [])
-    if args.assistant is not None:
-        options.require_model("assistant", args.assistant, "Pass the folder of a saved model, or a Hub id.")
-    args.data = args.data or [BUILTIN]
-    options.require_sources("--data: ", args.data)
-    contexts = (USUAL_CONTEXT if args.preset is None else ALL_CONTEXTS) if args.context is None else args.context
-    args.context = options.lengths("--context", contexts)
-    args.batch = options.lengths("--batch", args.batch, options.MOST_ROWS)
-    args.dtype = list(dict.fromkeys(part.strip() for part in args.dtype.split(",")))
-    if unknown := [name for name in args.dtype if name not in list(options.DtypeName)]:
-        known = ", ".join(options.DtypeName)
-        raise CommandError(f"--dtype {','.join(unknown)}: expected one or more of {known}.")
-    if contexts := options.parse_sweeps(args.sweep or []).get("context"):
-        options.lengths("--sweep context", ",".join(contexts))
-    written = [args.output, args.output.with_suffix(".md"), *(plot_beside(args.output, kind) for kind in PLOTS)]
-    claim(written, args.data, overwrite=args.overwrite, resume=args.resume)
-    if args.resume:
-        check_resume(args.output, args.resume)
-    args.documents = read_sources(args.data, args.column)
+    args.draft = args.draft or ["ngram"]
+    _drafts_to_compare(args.draft)
+    options.require_sources("--data: ", [args.data])
+    args.context = options.lengths("--context", args.context)
+    claim([args.output] if args.output is not None else [], [args.data], overwrite=args.overwrite)
+    args.documents = read_source(args.data, args.column)
 
 
 def train(args: SimpleNamespace) -> None:

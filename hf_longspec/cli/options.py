@@ -20,12 +20,10 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from ..bench.results import OWN_LENGTH
 from ..cli import CommandError, one_line
 
 INPUT_ERROR, INTERRUPTED = 2, 130
 DtypeName = StrEnum("DtypeName", ["auto", "float32", "bfloat16", "float16"])
-Preset = StrEnum("Preset", ["all"])
 DEMO_CONTEXT = 6144
 MODELING = Path(__file__).parents[1] / "modeling"
 REGISTRY = "hf_longspec.modeling.register_draft"
@@ -65,8 +63,6 @@ BY_NAME = ", ".join(training_free())
 REPOSITORY, HUB_ID = r"\w[\w.-]*/\w[\w.-]*", r"(\w[\w.-]*/)?\w[\w.-]*"
 # The draft that chooses another one.
 AUTO = "auto"
-# Prompts of their own length, in a list of lengths.
-OWN = "own"
 # Endings of files with texts, tables or weights. Names of Hub repositories have others, such as those of versions.
 FILE_SUFFIXES = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip"}
 # Of these, those of files that are no text.
@@ -335,44 +331,20 @@ def read_settings(texts: list[str] | None, example: str = "num_assistant_tokens=
     return settings
 
 
-def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
-    """Numbers such as `512,2k`; `own` is 0.
+def lengths(option: str, text: str) -> list[int]:
+    """Numbers such as `512,2k`.
 
-    >>> lengths("--context", "512,2k,own")
-    [512, 2048, 0]
+    >>> lengths("--context", "512,2k")
+    [512, 2048]
     """
     numbers = []
     for part in map(str.strip, text.split(",")):
-        if part == OWN and option == "--context":
-            numbers.append(OWN_LENGTH)
-            continue
         match = re.fullmatch(r"(\d+)(k?)", part.lower())
         number = int(match[1]) * (1024 if match[2] else 1) if match else 0
-        if not 1 <= number <= most:
-            upper = "" if most == math.inf else f" and at most {most}"
-            raise CommandError(f"{option} {part!r}: expected numbers of at least 1{upper}, such as 512 or 2k (2048).")
+        if number < 1:
+            raise CommandError(f"{option} {part!r}: expected numbers of at least 1, such as 512 or 2k (2048).")
         numbers.append(number)
     return list(dict.fromkeys(numbers))
-
-
-def parse_sweeps(texts: Iterable[str]) -> dict[str, list[str]]:
-    """Split the texts into the values of each key, which are still texts.
-
-    >>> parse_sweeps(["sparse_ratio=0.03,0.07", "tree_widths=4+4,1+1+1"])
-    {'sparse_ratio': ['0.03', '0.07'], 'tree_widths': ['4+4', '1+1+1']}
-    """
-    axes: dict[str, list[str]] = {}
-    for text in texts:
-        key, equals, values = text.partition("=")
-        parts = [part.strip() for part in values.split(",")]
-        if not equals or not key.strip() or not all(parts):
-            raise CommandError(f"--sweep {text!r}: expected key=v1,v2, such as sparse_ratio=0.03,0.07.")
-        if key.strip() in axes:
-            raise CommandError(f"--sweep {key.strip()} is passed twice. Pass all its values at once.")
-        if len(set(parts)) < len(parts):
-            raise CommandError(f"--sweep {text!r} has a duplicate value.")
-        axes[key.strip()] = parts
-    return axes
 
 
 def read_text(file: Path | None, prompt: str | None) -> tuple[str, str]:

@@ -11,11 +11,11 @@ from typing import Any
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import AutoModel
 
-from ..bench.report import acceptance_section
 from ..cli import CommandError, one_line
 from ..hub import Card, push, write_repository
 from ..hub.code import PACKAGE, STUB
 from ..hub.repository import engine_of, write_engine
+from .acceptance import acceptance_section
 from .models import NetworkError, loading, quiet
 
 # The engine's repository, below the folder that a dry run writes.

@@ -15,9 +15,9 @@ from transformers import set_seed
 
 from ..auto import AutoDraft
 from ..batching import Batcher, Request
-from ..bench.prompts import around_a_message, left_padded
 from ..cli import CommandError, one_line
 from .models import LoadedModels, Progress, default_device, dtype_of, find_device, load_models, say
+from .prompts import around_a_message, left_padded
 from .structure import processors
 from .work import Work
 

@@ -24,9 +24,9 @@ from transformers import (
     set_seed,
 )
 
-from ..bench.machine import command, git_commit, without_folders
-from ..bench.results import replace_file
 from ..cli import CARD_FACTS, CommandError, one_line, options
+from .files import replace_file
+from .machine import command, git_commit, without_folders
 from .models import load_tokenizer, loading
 from .recipe import Recipe, check_names
 

@@ -1,33 +1,30 @@
 """`hf-longspec tune`: the fastest settings of a draft, measured on the user's text and machine."""
 
-import hashlib
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
-from hf_longspec import __version__
-
-from ..bench.calls import Decoder, changed, endless, prefill
-from ..bench.prompts import cut_windows
-from ..bench.results import Record, replace_file
-from ..bench.runner import Runner, rotated
-from ..cli import CommandError, options
+from ..cli import CommandError
+from ..generation.cache import SpeculativeCache
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
 from ..modeling.settings import most_nodes
-from .models import LoadedModels, Progress, PromptProgress, describe_device, load_models, noticing_others, say
+from .files import replace_file
+from .measuring import Measurement, changed, endless, rotated, run_call, sampling
+from .models import LoadedModels, Progress, PromptProgress, load_models, noticing_others, say
+from .prompts import cut_windows
 
 Settings = dict[str, Any]
 
@@ -62,7 +59,7 @@ SETTINGS_FILE = "generation_config.json"
 MEASURED = ("context", "prompts", "batch", "max_new_tokens", "repeats", "sample")
 
 
-def run(args: SimpleNamespace) -> int:
+def run(args: SimpleNamespace) -> None:
     name, text = args.name, args.text
     with load_models(args) as loaded:
         plan = plan_for(loaded.draft)
@@ -76,20 +73,10 @@ def run(args: SimpleNamespace) -> int:
         windows = cut_windows([ids], args.context, args.prompts).to(loaded.model.device)
         model = endless(loaded.model)
         set_seed(0)
-        how = {name: vars(args)[name] for name in MEASURED}
-        digest = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:16]
-        settings = {**loaded.record(), "set": loaded.settings, **how, "text_sha256": digest}
-        facts = {"device": describe_device(model.device), "hf_longspec": __version__}
-        file = Runner(args.results, "tune", None, math.inf, settings, facts, args.resume or None)
-        try:
-            with noticing_others(), file, PromptProgress(model, windows.numel(), "Reading the prompts") as progress:
-                decoder = Decoder(model, prefill(model, windows), args.max_new_tokens)
-                tuner = Tuner(args, loaded, decoder, progress, file)
-                best = plan(loaded.draft, TargetView(model), args.context, tuner.measure)
-                chosen, present, plain = tuner.confirm(best)
-        except KeyboardInterrupt:
-            print(f"\nInterrupted; the runs so far are kept in {args.results}. --resume goes on.", file=sys.stderr)
-            return options.INTERRUPTED
+        with noticing_others(), PromptProgress(model, windows.numel(), "Reading the prompts") as progress:
+            tuner = Tuner(args, loaded, PrefilledPrompts(model, windows, args.batch, args.max_new_tokens), progress)
+            best = plan(loaded.draft, TargetView(model), args.context, tuner.measure)
+            chosen, present, plain = tuner.confirm(best)
         wins = chosen.options != present.options and chosen.gain_over(present) > NOISE
         winner = chosen if wins else present
         if not args.as_json:
@@ -101,11 +88,10 @@ def run(args: SimpleNamespace) -> int:
             for key, value in winner.options.items():
                 setattr(loaded.draft.generation_config, key, value)
             loaded.draft.save_pretrained(written)
-    args.results.unlink()
     if args.as_json:
         result = {
             **loaded.record(),
-            "options": how,
+            "options": {name: vars(args)[name] for name in MEASURED},
             "trials": [asdict(trial) for trial in tuner.trials],
             "present": present.options,
             "winner": winner.options,
@@ -119,7 +105,6 @@ def run(args: SimpleNamespace) -> int:
     else:
         saved = "" if written is None else f" Saved to {written}."
         say(f"The present settings are kept: {shown(winner.options)}.{saved}")
-    return 0
 
 
 @dataclass(frozen=True)
@@ -291,15 +276,47 @@ def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
     return path
 
 
+class PrefilledPrompts:
+    """Prompts that are read once, into caches of this package; every run forgets what an earlier one wrote."""
+
+    def __init__(self, model: PreTrainedModel, windows: torch.Tensor, batch: int, tokens: int):
+        """Read prompts `(P, T)`, `batch` rows together; `tokens` may follow them."""
+        if TargetView(model).has_states:
+            raise ValueError(
+                f"{type(model).__name__} has recurrent layers, whose states after a prompt cannot be taken back to its "
+                "beginning, so its drafts are not tuned. Compare settings with `hf-longspec bench`."
+            )
+        self.model, self.tokens = model, tokens
+        self.caches = []
+        for rows in windows.split(batch):
+            cache = SpeculativeCache(model.config, len(rows), rows.shape[1] + tokens)
+            plain = PlainDraftModel.from_target(model)
+            run_call(model, plain, (rows, torch.ones_like(rows)), tokens=1, seed=0, cache=cache)
+            self.caches.append((rows, cache))
+
+    def decode(self, draft: Any, temperature: float) -> list[Measurement]:
+        """Continue every prompt; random numbers are the same for every draft.
+
+        All but the tokens at which a drafter looks first are in the cache. They run before the first new token, when
+        the clock starts.
+        """
+        nodes, calls = draft.num_tree_nodes(TargetView(self.model)), []
+        for seed, (rows, cache) in enumerate(self.caches):
+            cache.rollback()
+            cache.set_lengths([max(0, rows.shape[1] - max(nodes, draft.prompt_tokens))] * len(rows))
+            prompt, how = (rows, torch.ones_like(rows)), sampling(temperature)
+            calls.append(run_call(self.model, draft, prompt, tokens=self.tokens, seed=seed, decoding=how, cache=cache))
+        return calls
+
+
 @dataclass
 class Tuner:
     """Measure candidates; the trials so far."""
 
     args: SimpleNamespace  # options of the command
     loaded: LoadedModels  # target and draft
-    decoder: Decoder  # decodes after prompts that were read before
+    prompts: PrefilledPrompts
     progress: Progress  # advances by one for every run
-    file: Runner  # every run, for the next part of an interrupted measurement
     trials: list[Trial] = field(default_factory=list)
 
     def measure(self, step: str, candidates: Sequence[Settings], repeats: int | None = None) -> list[Trial]:
@@ -315,43 +332,32 @@ class Tuner:
         return self._in_turns("comparison with the present settings", methods, self.args.repeats)
 
     def _in_turns(self, task: str, methods: list[tuple[str, Any, Settings]], repeats: int) -> list[Trial]:
-        """Decode with `(step, draft, settings)` each in turns, after a warm-up; runs of an earlier part count."""
+        """Decode with `(step, draft, settings)` each in turns, after a warm-up."""
         self.progress.next(f"Measuring: {task}", len(methods) * repeats)
-        runs: list[list[Record]] = [[] for _ in methods]
+        runs: list[list[tuple[float, float]]] = [[] for _ in methods]
         for turn in range(repeats):
             for place in rotated(range(len(methods)), turn):
                 _, draft, settings = methods[place]
-
-                def decode(draft: Any = draft, settings: Settings = settings) -> Record:
-                    return dict(zip(("tokens_per_second", "tau"), self._decode(draft, settings), strict=True))
-
-                where = {"task": task, "place": place, "settings": settings, "turn": turn}
-                record = self.file.measure("run", where, decode, warm_up=decode)
-                if record is None:
-                    raise CommandError(f"{shown(settings)}: {self.file.records[-1]['reason']}")
-                runs[place].append(record)
+                if not turn:
+                    self._decode(draft, settings)
+                runs[place].append(self._decode(draft, settings))
                 self.progress.step()
-                self.progress.say(f"Measuring: {task}, {record['tokens_per_second']:.1f} tokens/s in the last run")
+                self.progress.say(f"Measuring: {task}, {runs[place][-1][0]:.1f} tokens/s in the last run")
         trials = [
-            Trial(step, settings, known[-1]["tau"], statistics.median(run["tokens_per_second"] for run in known))
+            Trial(step, settings, known[-1][1], statistics.median(speed for speed, _ in known))
             for (step, _, settings), known in zip(methods, runs, strict=True)
         ]
         self.trials += trials
         return trials
 
     def _decode(self, draft: Any, settings: Settings) -> tuple[float, float]:
-        """Tokens per second and tau over all prompts; random numbers are the same for every candidate."""
-        prompts, batch = len(self.decoder.prompts.tokens), self.args.batch
-        mode = "sample" if self.args.sample else "greedy"
-        seconds = tokens = steps = 0.0
-        # decoding that is measured switches the gate off, which must not be written with the choice
+        """Tokens per second and tau over all prompts."""
+        # the gate is off while speculation is measured, which must not be written with the choice
         ungated = {"gate": False} if "gate" in draft.settings else {}
         with changed(draft, ungated | settings):
-            for start in range(0, prompts, batch):
-                rows = slice(start, min(start + batch, prompts))
-                run = self.decoder.run(draft, rows, self.args.context, mode, seed=start)
-                seconds, tokens, steps = seconds + run.decode_seconds, tokens + run.tokens, steps + run.steps
-        return tokens / seconds, tokens / steps
+            calls = self.prompts.decode(draft, float(self.args.sample))
+        tokens = sum(call.tokens for call in calls)
+        return tokens / sum(call.decode_seconds for call in calls), tokens / sum(call.steps for call in calls)
 
 
 def show(trials: Sequence[Trial], winner: Trial) -> None:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..bench.results import Record, differences
 from ..cli import CommandError
+from .files import Record, differences
 
 COMMAND = "hf-longspec generate --data"
 FINISHED = "rows.jsonl"  # of earlier parts of the run

@@ -3,13 +3,13 @@ import torch
 
 from benchmarks import read_yaml
 from benchmarks.acceptance import measure, plan, rounded_draft
-from benchmarks.harness import Run
-from hf_longspec.bench.calls import MODES, changed
-from hf_longspec.bench.results import of_kind, read_records
-from hf_longspec.bench.runner import Cell
+from benchmarks.decoder import MODES
+from benchmarks.runner import Run
+from hf_longspec.cli.files import of_kind, read_records
+from hf_longspec.cli.measuring import changed
 from hf_longspec.modeling.register_draft import DRAFTS
 from hf_longspec.modeling.shared.draft_weights import rounded_layers
-from tests.bench.conftest import specattn
+from tests.benchmarks.conftest import specattn
 from tests.modeling.shared.test_draft_weights import SIZES
 from tests.tiny_targets import tiny_target
 
@@ -29,8 +29,8 @@ def test_settings_are_put_back_also_those_that_the_configuration_lacks(target):
 def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts, tmp_path):
     """Differences are to the first draft's result of the same setting; one clock watches over all drafts."""
     draft, other = specattn(target), specattn(target, num_assistant_tokens=1)
-    drafts, cell = {"long": draft, "short": other}, Cell("float32", 40, 1, MODES["greedy"])
-    planned = [(name, cell, {"selection": selection}) for name in drafts for selection in ("two_rows", "window")]
+    drafts, greedy = {"long": draft, "short": other}, MODES["greedy"]
+    planned = [(name, 40, greedy, {"selection": kind}) for name in drafts for kind in ("two_rows", "window")]
     for name, seconds in (("a.jsonl", 60), ("b.jsonl", 0)):
         with Run(tmp_path / name, "acceptance", seconds) as results:
             measure(results, planned, drafts, target, prompts, tokens=9, batch=3)
@@ -52,12 +52,12 @@ def test_every_setting_of_the_suite_is_one_of_its_draft():
     assert len(kinds) == len(read_yaml("suites/acceptance.yaml"))
     for kind, model in kinds.items():
         first, second = (
-            [(cell, options) for name, cell, options in planned if name == f"{place} {kind}"]
+            [(length, decoding, options) for name, length, decoding, options in planned if name == f"{place} {kind}"]
             for place in ("first", "second")
         )
         assert second == first[: len(second)]
-        assert {cell.context for cell, _ in second} == {10, 20, 30}
-        assert all(set(options) <= set(model.settings) for _, options in first)
+        assert {length for length, *_ in second} == {10, 20, 30}
+        assert all(set(options) <= set(model.settings) for *_, options in first)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 7])

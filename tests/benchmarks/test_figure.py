@@ -10,11 +10,12 @@ from matplotlib.text import Text
 
 import hf_longspec
 from benchmarks import figure, figure_report
-from benchmarks.harness import RESULTS, Run
-from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
-from hf_longspec.bench.results import of_kind, read_records
-from hf_longspec.bench.runner import Method
-from tests.bench.conftest import make_drafts
+from benchmarks.decoder import Method
+from benchmarks.harness import RESULTS
+from benchmarks.runner import Run
+from hf_longspec.cli.files import of_kind, read_records
+from hf_longspec.cli.measuring import HF, PLAIN, HfMethod, endless
+from tests.benchmarks.conftest import make_drafts
 from tests.tiny_targets import tiny_target
 from tests.watching import after
 
@@ -29,7 +30,7 @@ def measure(target, prompts, path, seconds=100, resume=None, modes=("greedy",), 
     for dtype in ("float32", "bfloat16"):
         model = target if dtype == "float32" else tiny_target("llama", dtype=torch.bfloat16)
         methods = {HF: HfMethod(), **make_drafts(model)}
-        methods["hf prompt lookup"] = HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)
+        methods["hf prompt lookup"] = HfMethod({"prompt_lookup_num_tokens": 3})
         targets[dtype] = endless(model), [Method(*each) for each in methods.items()]
     with Run(path, "figure", seconds, resume=resume, quiet=True) as results:
         figure.compare(results, parts, targets, prompts.tokens, modes=modes, tokens=9)

@@ -4,9 +4,9 @@ import pytest
 
 import hf_longspec
 from benchmarks.gate import GateBenchmark
-from benchmarks.harness import Run
-from hf_longspec.bench.calls import PLAIN
-from hf_longspec.bench.results import read_records
+from benchmarks.runner import Run
+from hf_longspec.cli.files import read_records
+from hf_longspec.cli.measuring import PLAIN
 
 WAYS = [PLAIN, "useless, gated", "draft, gated", "draft, ungated"]
 

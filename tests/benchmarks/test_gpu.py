@@ -21,8 +21,8 @@ from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import register_backend
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.results import read_records
+from hf_longspec.cli.files import read_records
+from hf_longspec.cli.measuring import HF, PLAIN
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import gpu_chart
 from benchmarks.gpu_report import without_draft
-from hf_longspec.bench.results import read_records
+from hf_longspec.cli.files import read_records
 
 PROJECT = Path(__file__).resolve().parents[2]
 RECORDS = read_records(PROJECT / "benchmarks" / "results" / "gpu.jsonl")

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.gpu_goals import COMPILE, FUSED, GOALS, GRAPH, HF_ATTENTION, NOT_MEASURED, OFF, SIZES, TRITON, judged
 from benchmarks.gpu_iterations import first_drafts
 from benchmarks.gpu_run import LLAMA_8B
-from hf_longspec.bench.calls import PLAIN
+from hf_longspec.cli.measuring import PLAIN
 from tests.tiny_targets import tiny_target
 
 AT = {"batch": 1, "context": 32768}

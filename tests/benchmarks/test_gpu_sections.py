@@ -11,7 +11,7 @@ import torch
 from benchmarks import gpu, gpu_goals, gpu_run
 from benchmarks.gpu_goals import GRAPH, NOT_MEASURED, TRITON
 from benchmarks.gpu_run import SMOKE, Stop
-from hf_longspec.bench.results import of_kind, read_records
+from hf_longspec.cli.files import of_kind, read_records
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 from tests.benchmarks import simulated_gpu

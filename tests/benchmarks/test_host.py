@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks import host
-from benchmarks.harness import Run
+from benchmarks.runner import Run
 from hf_longspec.attention_backends.triton.config import INTERPRETED
-from hf_longspec.bench.results import read_records
+from hf_longspec.cli.files import read_records
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.draft_tree import DraftTree
 

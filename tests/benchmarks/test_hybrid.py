@@ -3,8 +3,8 @@
 import torch
 
 from benchmarks import hybrid
-from benchmarks.harness import Run
-from hf_longspec.bench.results import read_records
+from benchmarks.runner import Run
+from hf_longspec.cli.files import read_records
 from hf_longspec.generation.cache import CACHE_NAME
 
 SMALL = hybrid.SHAPE | {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "head_dim": 8}

@@ -1,10 +1,11 @@
 """Long texts with marks: the counts at a mark, the baselines after it, and the table."""
 
 import hf_longspec
-from benchmarks.harness import Run
+from benchmarks.decoder import MODES, Decoding
 from benchmarks.long_generation import LongBenchmark, LongRow
-from hf_longspec.bench.calls import HF, MODES, PLAIN, Decoding, HfMethod
-from hf_longspec.bench.results import read_records
+from benchmarks.runner import Run
+from hf_longspec.cli.files import read_records
+from hf_longspec.cli.measuring import HF, PLAIN, HfMethod
 
 
 def test_every_row_has_its_marks(target, prompts, tmp_path):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness import Run
 from benchmarks.memory import MemoryBenchmark, Peak, make_drafts, peak_memory
 from benchmarks.random_inputs import Shape, cache_bytes, random_target
-from hf_longspec.bench.calls import HF, PLAIN
+from benchmarks.runner import Run
+from hf_longspec.cli.measuring import HF, PLAIN
 
 SMALL = Shape(layers=6, hidden=32, intermediate=48, heads=8, kv_heads=4, head_dim=32, vocab=64)
 # longer than what the torch backend computes in one masked call, whose mask grows up to there, and long enough that

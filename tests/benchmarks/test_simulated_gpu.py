@@ -11,8 +11,8 @@ from benchmarks.gpu_attention import LOWER_BOUND, tiles_of
 from benchmarks.gpu_checks import CASES
 from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
 from benchmarks.gpu_run import SMOKE
-from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.results import read_records
+from hf_longspec.cli.files import read_records
+from hf_longspec.cli.measuring import HF, PLAIN
 from tests.benchmarks.test_gpu import BARE, FIRST, HIDDEN, OTHERS, of
 from tests.simulated_cuda import why_not
 

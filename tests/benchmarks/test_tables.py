@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import figure_report, tables
 from benchmarks.tables import BLOCK, main, refreshed, report, section
-from hf_longspec.bench.results import read_records
+from hf_longspec.cli.files import read_records
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "benchmarks" / "results"

@@ -1,9 +1,9 @@
 """Every cell of the benchmark is written, and only right results are timed."""
 
-from benchmarks.harness import Run
 from benchmarks.random_inputs import Shape
+from benchmarks.runner import Run
 from benchmarks.verification import AttentionCase, measure
-from hf_longspec.bench.results import read_records
+from hf_longspec.cli.files import read_records
 
 SHAPE = Shape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=50)
 

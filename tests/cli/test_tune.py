@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_longspec import Eagle3DraftModel, QuestDraftModel, SpecAttnDraftModel
+from hf_longspec import Eagle3DraftModel, NgramDraftModel, PlainDraftModel, QuestDraftModel, SpecAttnDraftModel
 from hf_longspec.cli import tune as module
+from hf_longspec.cli.measuring import endless
 from hf_longspec.cli.tune import LARGE_GAMMA, Trial, plan_for, update_settings
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
-from tests.tiny_targets import tiny_target
+from tests.robustness.enumeration import build
+from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.watching import before
 
 QUICK = ["--context", 64, "--max-new-tokens", 8, "--repeats", 1, "--prompts", 1]
@@ -27,7 +29,7 @@ def drafts(tiny, tmp_path):
 
 @pytest.fixture
 def tune(command, tiny, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # tune.jsonl is written there
+    monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
         return command("tune", tiny.notes, "--target", tiny.target, *QUICK, *arguments)
@@ -199,37 +201,36 @@ def test_a_new_file_keeps_the_permissions_and_links_of_the_old(tmp_path):
     assert update_settings(tmp_path / "new", {"b": 1}).stat().st_mode & 0o777 == 0o644
 
 
-def test_an_interrupted_measurement_is_kept_and_gone_on_with(tune, tmp_path, drafts, rigged, monkeypatch):
-    """Ctrl-C in the tenth run: what was measured is not measured again, and the trials are those of a whole run."""
-    rigged({json.dumps([[2, 2]]): 150.0})
-    whole = json.loads(tune("--draft", drafts["longspec"], "--dry-run", "--json").stdout)["trials"]
-    assert not (tmp_path / "tune.jsonl").exists()  # the run was finished
-    calls, stop = [], 10**9
+@pytest.mark.parametrize("kind", ["llama", "mistral", "deepseek_v3"])
+def test_every_run_continues_the_prompts_as_generate_does(kind, every_step_speculates):
+    """Also the second one, which finds what the first has written, and after a drafter that reads more of the end."""
+    model = endless(tiny_target(kind, attn_implementation="sdpa"))
+    rows = torch.as_tensor(tiny_prompts(model.config.vocab_size, [40, 40, 40])[0])
+    texts = model.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=9, do_sample=False)[:, 40:]
+    prompts = module.PrefilledPrompts(model, rows, batch=2, tokens=9)
+    for draft in (NgramDraftModel.from_target(model), PlainDraftModel.from_target(model)) * 2:
+        calls = prompts.decode(draft, 0.0)
+        assert torch.equal(torch.cat([call.text for call in calls]), texts)
+        assert [call.tokens for call in calls] == [16, 8]
 
-    def count(_, draft, settings):
-        calls.append(settings)
-        if len(calls) == stop:
+
+def test_a_target_with_states_is_refused():
+    with pytest.raises(ValueError, match="recurrent layers"):
+        module.PrefilledPrompts(build("qwen3_5_text", 0), torch.ones(1, 4, dtype=torch.long), 1, 4)
+
+
+def test_ctrl_c_changes_no_draft(tune, drafts, rigged, monkeypatch):
+    rigged({json.dumps([[2, 2]]): 150.0})
+    before_it, calls = {path: path.read_bytes() for path in files(drafts["longspec"])}, []
+
+    def stop(*_):
+        calls.append(None)
+        if len(calls) == 5:
             raise KeyboardInterrupt
 
-    before(monkeypatch, module.Tuner, "_decode", count)
-    tune("--draft", drafts["longspec"], "--dry-run")
-    all_calls = len(calls)
-    calls.clear()
-    stop = all_calls - 6  # the last run before the comparison, which has three warm-ups and three runs
-    result = tune("--draft", drafts["longspec"])
-    assert result.exit_code == 130 and "tune.jsonl" in result.stderr
-    kept = (tmp_path / "tune.jsonl").read_bytes()
-    again = tune("--draft", drafts["longspec"])
-    other = tune("--draft", drafts["longspec"], "--resume", "--set", "gate=false")
-    assert again.exit_code == other.exit_code == 2 and "--resume" in again.stderr
-    assert "set was {}, now {'gate': False}" in other.stderr and (tmp_path / "tune.jsonl").read_bytes() == kept
-    calls.clear()
-    stop = 10**9
-    resumed = json.loads(tune("--draft", drafts["longspec"], "--resume", "--json").stdout)
-    assert len(calls) == 8 and resumed["trials"] == whole and resumed["winner"] == {"tree_widths": [2, 2]}
-    assert not (tmp_path / "tune.jsonl").exists()
-    absent = tune("--draft", drafts["longspec"], "--resume")
-    assert absent.exit_code == 2 and "tune.jsonl" in absent.stderr
+    before(monkeypatch, module.Tuner, "_decode", stop)
+    assert tune("--draft", drafts["longspec"]).exit_code == 130
+    assert {path: path.read_bytes() for path in files(drafts["longspec"])} == before_it
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp_path, drafts, monkeypatch):

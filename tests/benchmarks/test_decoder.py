@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from hf_longspec.bench.calls import HF, PLAIN, Decoder, HfMethod, prefill
-from tests.bench.conftest import make_drafts
+from benchmarks.decoder import Decoder, prefill
+from hf_longspec.cli.measuring import HF, PLAIN, HfMethod
+from tests.benchmarks.conftest import make_drafts
 from tests.tiny_targets import tiny_target
 
 
@@ -26,7 +27,7 @@ def test_prompt_lookup_is_clocked_from_its_first_tokens_on(target, prompts):
     """Several tokens arrive at once: those of the first arrival are not decoded on the clock, all others are."""
     prompt = prompts.tokens[:1, :40]
     truth = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
-    method = HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)
+    method = HfMethod({"prompt_lookup_num_tokens": 3})
     run = Decoder(target, prompts, tokens=9).run(method, slice(0, 1), 40, "greedy", seed=0)
     assert torch.equal(run.text, truth[:, 40:])
     assert 5 <= run.tokens <= 8 and 1 <= run.steps <= run.tokens and run.shares == {}
