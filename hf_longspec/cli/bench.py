@@ -18,8 +18,8 @@ from hf_longspec import __version__
 from ..auditing import EXACT, NEAR_TIE
 from ..cli import CommandError, models, one_line, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
-from .files import Record
-from .machine import environment, without_folders
+from .files import Record, replace_file
+from .machine import environment
 from .measuring import (
     FAILED,
     HF,
@@ -44,9 +44,9 @@ from .texts import MAX_DOCUMENTS, Document
 
 # The first call of a method is slow, on a GPU for each length of a prompt.
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
-# Verdicts, the worst first: a row has the worst of its turns.
-VERDICTS = (*FAILED, NEAR_TIE, NOT_COMPARED, EXACT, IDENTICAL, REFERENCE)
-STYLES = {IDENTICAL: "green", EXACT: "green", NEAR_TIE: "yellow", REFERENCE: "dim", NOT_COMPARED: "dim"}
+# Verdicts, the worst first, with their styles: a row has the worst of its turns.
+VERDICTS = dict.fromkeys(FAILED, "bold red") | {NEAR_TIE: "yellow", NOT_COMPARED: "dim", EXACT: "green"}
+VERDICTS |= {IDENTICAL: "green", REFERENCE: "dim"}
 NOTE = (
     "Medians over turns, in brackets the lowest and the highest; ratios are taken within a turn. tokens/s counts from "
     "the first token to the last, all rows together. tau: tokens per verification, the target's own included."
@@ -62,28 +62,23 @@ def run(args: SimpleNamespace) -> int:
                 f"{args.target}. Pass a shorter --context."
             )
         tokenizer, count = models.load_tokenizer(args.target), args.repeats * args.batch
-        prompts = {
-            context: prompts_of(tokenizer, args.documents, context, count, args.chat) for context in args.context
-        }
+        prompts = {size: prompts_of(tokenizer, args.documents, size, count, args.chat) for size in args.context}
         model = endless(models.load_target(args.target, models.dtype_of(args.dtype, models.default_device())))
         methods = {HF: HfMethod(), PLAIN: PlainDraftModel.from_target(model), **load_drafts(args.draft, model)}
-        bench = Bench(args, model, methods)
+        bench, interrupted = Bench(args, model, methods), False
         try:
-            total = len(prompts) * len(methods) * args.repeats
-            with noticing_others(), bench, Progress(total) as progress:
+            with noticing_others(), Progress(len(prompts) * len(methods) * args.repeats) as progress:
                 for context, windows in prompts.items():
                     bench.measure(context, windows, progress)
         except KeyboardInterrupt:
             print("Interrupted. The turns that ended are shown.", file=sys.stderr)
-            bench.interrupted = True
+            interrupted = True
     rows = rows_of(bench.records)
     if args.as_json:
         print(json.dumps({"environment": bench.records[0], "rows": rows}))
     else:
         show(rows)
-    if bench.interrupted:
-        return options.INTERRUPTED
-    return int(any(row["text"] in FAILED for row in rows))
+    return options.INTERRUPTED if interrupted else int(any(row["text"] in FAILED for row in rows))
 
 
 def prompts_of(
@@ -107,24 +102,19 @@ class Bench:
 
     def __init__(self, args: SimpleNamespace, model: PreTrainedModel, methods: Mapping[str, Any]):
         self.args, self.model, self.methods = args, model, methods
-        self.interrupted = False
-        named = ("context", "batch", "max_new_tokens", "repeats", "temperature", "chat", "column")
-        settings = {name: vars(args)[name] for name in named} | {
-            "target": name_of(args.target),
-            "drafts": [name_of(name) for name in args.draft],
-            "data": Path(without_folders(args.data)).name or args.data,
-            "dtype": str(model.dtype).removeprefix("torch."),
-        }
-        facts = {"device": models.describe_device(model.device), "hf_longspec": __version__}
         self.records: list[Record] = []
-        self._file = None if args.output is None else args.output.open("w", encoding="utf-8")
-        self.write("environment", **environment(), **facts, settings=settings)
+        if args.output is not None:
+            replace_file(args.output, "")
+        named = ("context", "batch", "max_new_tokens", "repeats", "temperature", "chat", "column")
+        settings = {name: vars(args)[name] for name in named} | {"dtype": str(model.dtype).removeprefix("torch.")}
+        facts = {"device": models.describe_device(model.device), "hf_longspec": __version__, "settings": settings}
+        self.write("environment", **environment(), **facts)
 
     def write(self, kind: str, **values: Any) -> None:
         self.records.append({"kind": kind, **values})
-        if self._file is not None:
-            self._file.write(json.dumps(self.records[-1]) + "\n")
-            self._file.flush()
+        if self.args.output is not None:
+            with self.args.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.records[-1]) + "\n")
 
     def measure(self, context: int, prompts: torch.Tensor, progress: Progress) -> None:
         """Run every method in every turn, each turn after prompts of its own; a text is judged before it counts."""
@@ -180,13 +170,6 @@ class Bench:
             return NOT_COMPARED  # the audit compares with the argmax only
         return judge(self.model, ids.to(self.model.device), calls[name], reference)
 
-    def __enter__(self) -> "Bench":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
 
 def rows_of(records: Sequence[Record]) -> list[Record]:
     """One row per context and method, the baselines first: medians over turns with their range, and the worst verdict.
@@ -205,7 +188,7 @@ def rows_of(records: Sequence[Record]) -> list[Record]:
     for context, method in sorted(calls, key=lambda place: (place[0], {HF: 0, PLAIN: 1}.get(place[1], 2))):
         own = calls[context, method].values()
         tau = sum(run["tokens"] for run in own) / max(1, sum(run["steps"] for run in own))
-        text = min((run["text"] for run in own), key=VERDICTS.index)
+        text = min((run["text"] for run in own), key=[*VERDICTS].index)
         row = {"context": context, "method": method, "turns": len(own), "tau": significant(tau), "text": text}
         if text not in FAILED:
             speed = speeds[context, method]
@@ -232,7 +215,7 @@ def show(rows: Sequence[Record]) -> None:
             f"{row['tokens_per_second']['median']:.1f}" if "tokens_per_second" in row else "",
             *(_shown(row.get(f"ratio_to_{base}")) for base in ("generate", "no_draft")),
             f"{row['tau']:.2f}",
-            f"[{STYLES.get(row['text'], 'bold red')}]{row['text']}[/]",
+            f"[{VERDICTS[row['text']]}]{row['text']}[/]",
         )
     Console(highlight=False).print(table)
     models.say(NOTE)

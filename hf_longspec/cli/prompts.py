@@ -41,8 +41,8 @@ def window_starts(lengths: Sequence[int], window: int, count: int) -> list[tuple
     shares = {document: 0 for document, length in enumerate(lengths) if length >= window}
     if not shares:
         raise ValueError(
-            f"no document has {window} tokens, the longest has {max(lengths, default=0)}. Pass longer texts with "
-            "--data, or shorter lengths."
+            f"no text has {window} tokens, the longest has {max(lengths, default=0)}. Pass a longer text, or a shorter "
+            "--context."
         )
     for _ in range(count):
         # the document whose windows would lie furthest apart

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import PreTrainedModel, set_seed
 
 from ..cli import CommandError
@@ -55,8 +55,6 @@ BRANCHES, MOST_NODES = (1, 2, 3), 64
 # Two runs of the same settings differ by a few percent; the present settings are kept unless others gain more.
 NOISE = 0.03
 SETTINGS_FILE = "generation_config.json"
-# Options of the command that decide the numbers.
-MEASURED = ("context", "prompts", "batch", "max_new_tokens", "repeats", "sample")
 
 
 def run(args: SimpleNamespace) -> None:
@@ -64,14 +62,8 @@ def run(args: SimpleNamespace) -> None:
     with load_models(args) as loaded:
         plan = plan_for(loaded.draft)
         loaded.require_room(f"a prompt of --context {args.context}", args.context, args.max_new_tokens + 1)
-        ids = loaded.encode(name, text)[0].cpu()
-        if len(ids) < args.context:
-            raise CommandError(
-                f"{name} has {len(ids)} tokens, fewer than --context {args.context}. Pass a longer text, or at most "
-                f"--context {len(ids)}."
-            )
-        windows = cut_windows([ids], args.context, args.prompts).to(loaded.model.device)
-        model = endless(loaded.model)
+        model, ids = endless(loaded.model), loaded.encode(name, text)[0].cpu()
+        windows = cut_windows([ids], args.context, args.prompts).to(model.device)
         set_seed(0)
         with noticing_others(), PromptProgress(model, windows.numel(), "Reading the prompts") as progress:
             tuner = Tuner(args, loaded, PrefilledPrompts(model, windows, args.batch, args.max_new_tokens), progress)
@@ -82,16 +74,15 @@ def run(args: SimpleNamespace) -> None:
         if not args.as_json:
             show(tuner.trials, winner)
         written = None if args.dry_run or not (wins or args.output) else args.output or Path(args.draft)
-        if written is not None and args.output is None:
-            update_settings(written, loaded.settings | winner.options)  # what --set gave was measured too
-        elif written is not None:
+        if args.output is not None and written is not None:
             for key, value in winner.options.items():
                 setattr(loaded.draft.generation_config, key, value)
             loaded.draft.save_pretrained(written)
+        elif written is not None:
+            update_settings(written, loaded.settings | winner.options)  # what --set gave was measured too
     if args.as_json:
         result = {
             **loaded.record(),
-            "options": {name: vars(args)[name] for name in MEASURED},
             "trials": [asdict(trial) for trial in tuner.trials],
             "present": present.options,
             "winner": winner.options,
@@ -178,8 +169,7 @@ def plateau(taus: Sequence[tuple[float, float]]) -> float:
 
 def tune_longspec(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
     """The fastest of [`WIDTHS`] that the draft accepts."""
-    trees = [widths for widths in WIDTHS if 1 + sum(widths) <= _most_nodes(draft)]
-    return _fastest_tree("tree_widths", trees, draft, target, measure)
+    return _fastest_tree("tree_widths", _fitting(WIDTHS, draft), draft, target, measure)
 
 
 def tune_tokenswift(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
@@ -193,7 +183,7 @@ def tune_tokenswift(draft: Any, target: TargetView, context: int, measure: Measu
 def tune_eagle3(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
     """The reading of the checkpoint that accepts most, then the fastest tree."""
     best, tree = _best_reading(draft, target, measure), list(draft.setting("tree_widths"))
-    trees = [tree, *(other for other in EAGLE3_WIDTHS if other != tree and 1 + sum(other) <= _most_nodes(draft))]
+    trees = [tree, *(other for other in _fitting(EAGLE3_WIDTHS, draft) if other != tree)]
     return fastest(measure("2 speed by tree", [best | {"tree_widths": widths} for widths in trees]))
 
 
@@ -203,7 +193,8 @@ def tune_dflash(draft: Any, target: TargetView, context: int, measure: Measure) 
     causal = draft.setting("causal")
     orders = [causal, *(other for other in (None, False, True) if other is not causal)]
     best = _most_accepted(measure("1 acceptance by causal", [best | {"causal": order} for order in orders], 1))
-    sizes = [present, *(other for other in DFLASH_NODES if other != present and (other or 0) <= _most_nodes(draft))]
+    most = most_nodes(draft.device.type, MOST_STEPS)
+    sizes = [present, *(other for other in DFLASH_NODES if other != present and (other or 0) <= most)]
     return fastest(measure("2 speed by tree", [best | {"num_tree_nodes": nodes} for nodes in sizes]))
 
 
@@ -221,9 +212,8 @@ def _best_reading(draft: Any, target: TargetView, measure: Measure) -> Settings:
     readings = [draft.setting("target_layer_ids")]
     for shift in (-1, 1):
         shifted = [layer + shift for layer in layers]
-        with changed(draft, {"target_layer_ids": shifted}):
-            if 0 <= min(shifted) and _is_accepted(draft, target):
-                readings.append(shifted)
+        if min(shifted) >= 0 and _accepts(draft, target, {"target_layer_ids": shifted}):
+            readings.append(shifted)
     candidates = [{"rope_theta": theta, "target_layer_ids": ids} for theta in thetas.values() for ids in readings]
     # acceptance does not depend on the clock, so that one run is enough
     return _most_accepted(measure("1 acceptance by reading", candidates, 1))
@@ -235,13 +225,15 @@ def _most_accepted(trials: Sequence[Trial]) -> Settings:
     return (best if best.tau > trials[0].tau * (1 + CLEAR_GAIN) else trials[0]).options
 
 
-def _most_nodes(draft: Any) -> int:
-    return most_nodes(draft.device.type, MOST_STEPS)
+def _fitting(trees: Sequence[list[int]], draft: Any) -> list[list[int]]:
+    """The trees whose verification takes no longer than [`MOST_STEPS`]."""
+    return [widths for widths in trees if 1 + sum(widths) <= most_nodes(draft.device.type, MOST_STEPS)]
 
 
-def _is_accepted(draft: Any, target: TargetView) -> bool:
+def _accepts(draft: Any, target: TargetView, settings: Settings) -> bool:
     try:
-        draft.check(target)
+        with changed(draft, settings):
+            draft.check(target)
     except ValueError:
         return False
     return True
@@ -249,13 +241,8 @@ def _is_accepted(draft: Any, target: TargetView) -> bool:
 
 def _fastest_tree(name: str, trees: Sequence[list[int]], draft: Any, target: TargetView, measure: Measure) -> Settings:
     """The fastest among the present tree and those that the draft accepts."""
-
-    def is_accepted(tree: list[int]) -> bool:
-        with changed(draft, {name: tree}):
-            return _is_accepted(draft, target)
-
     present = list(draft.setting(name))
-    others = [tree for tree in trees if tree != present and is_accepted(tree)]
+    others = [tree for tree in trees if tree != present and _accepts(draft, target, {name: tree})]
     return fastest(measure("speed by tree", [{name: tree} for tree in [present, *others]]))
 
 
@@ -267,7 +254,7 @@ def plan_for(draft: Any) -> Plan:
     return tuned[kind].load("tune")
 
 
-def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
+def update_settings(folder: Path, settings: Settings) -> Path:
     """Set some keys of the file and keep all others; returns its path."""
     path = folder / SETTINGS_FILE
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -321,18 +308,18 @@ class Tuner:
 
     def measure(self, step: str, candidates: Sequence[Settings], repeats: int | None = None) -> list[Trial]:
         """Decode with every candidate in turns; one trial per candidate."""
-        draft = self.loaded.draft
-        return self._in_turns(step, [(step, draft, settings) for settings in candidates], repeats or self.args.repeats)
+        return self._in_turns(step, [(step, self.loaded.draft, settings) for settings in candidates], repeats)
 
     def confirm(self, chosen: Settings) -> list[Trial]:
         """The choice, the present settings and decoding without a draft, once more against each other."""
         draft, plain = self.loaded.draft, PlainDraftModel.from_target(self.loaded.model)
         present = {name: draft.setting(name) for name in chosen}
         methods = [("chosen", draft, chosen), ("present", draft, present), ("no draft", plain, {})]
-        return self._in_turns("comparison with the present settings", methods, self.args.repeats)
+        return self._in_turns("comparison with the present settings", methods)
 
-    def _in_turns(self, task: str, methods: list[tuple[str, Any, Settings]], repeats: int) -> list[Trial]:
+    def _in_turns(self, task: str, methods: list[tuple[str, Any, Settings]], repeats: int | None = None) -> list[Trial]:
         """Decode with `(step, draft, settings)` each in turns, after a warm-up."""
+        repeats = repeats or self.args.repeats
         self.progress.next(f"Measuring: {task}", len(methods) * repeats)
         runs: list[list[tuple[float, float]]] = [[] for _ in methods]
         for turn in range(repeats):
@@ -363,11 +350,7 @@ class Tuner:
 def show(trials: Sequence[Trial], winner: Trial) -> None:
     """Print all trials as a table, and the gain of the choice; the last three are those of the comparison."""
     chosen, present, plain = trials[-3:]
-    table = Table()
-    for heading in ("step", "settings"):
-        table.add_column(heading)
-    for heading in ("tau", "tokens/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = Table("step", "settings", Column("tau", justify="right"), Column("tokens/s", justify="right"))
     for trial in trials:
         numbers = f"{trial.tau:.2f}", f"{trial.tokens_per_second:.1f}"
         style = "bold green" if trial is winner else None

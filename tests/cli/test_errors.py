@@ -320,7 +320,7 @@ LATE = [
     ("generate TARGET notes.txt --samples 3", "--temperature"),
     ("generate TARGET notes.txt --samples 3 --temperature 1 --show-drafts", "--show-drafts"),
     ("bench TARGET --data notes.txt --context 99k", "exceed the 16384 positions"),
-    ("bench TARGET --data notes.txt --context 4k", "no document has 4096 tokens"),
+    ("bench TARGET --data notes.txt --context 4k", "no text has 4096 tokens"),
     ("demo TARGET --file short.txt", "longer --file"),
     ("demo TARGET --context 16380", "use at most --context"),
     ("demo TARGET --max-new-tokens 16384", "16384 positions"),

@@ -82,7 +82,7 @@ def test_windows_lie_inside_and_are_disjoint_while_there_is_room(lengths, count)
 
 
 def test_too_short_texts_are_refused_with_their_length():
-    with pytest.raises(ValueError, match=r"no document has 100 tokens, the longest has 99\. .*--data"):
+    with pytest.raises(ValueError, match=r"no text has 100 tokens, the longest has 99\. .*--context"):
         window_starts([99, 5], 100, 1)
 
 

@@ -4,7 +4,7 @@
 ROWS = (
     ("A text that is not lossless is status 1", "cli/audit.py", "return verdict == NOT_LOSSLESS", "return False",
      "tests/cli/test_audit.py"),
-    ("A wrong text in a benchmark is status 1", "cli/bench.py", "return int(any(row", "return 0 * int(any(row",
+    ("A wrong text in a benchmark is status 1", "cli/bench.py", "else int(any(row", "else 0 * int(any(row",
      "tests/cli/test_bench.py::test_a_wrong_text_is_the_exit_status"),
     ("A wrong text has no speed", "cli/bench.py", "if text not in FAILED:", "if text:",
      "tests/cli/test_bench.py::test_ratios_are_medians_over_turns_and_a_wrong_text_has_no_speed"),
