@@ -58,18 +58,10 @@ def device(monkeypatch):
         yield cuda
 
 
-# Sections, and the goals that they measure.
-RUNS = {
-    "some": (["ceilings", "captures", "forwards"], ["P4"]),
-    "all": (list(gpu.SECTIONS), ["P1", "P1", "P2", "P3", "P4", "P5", "P6", "P7"]),
-}
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["some", "all"])
-def test_a_section_that_ends_badly_ends_alone(name, device, tmp_path, monkeypatch, capsys):
+def test_a_section_that_ends_badly_ends_alone(device, tmp_path, monkeypatch, capsys):
     """Before the last section of a run, whose every other section measures what it does alone."""
-    wanted, goals = RUNS[name]
+    wanted = list(gpu.SECTIONS)
     limits = {"hangs": 0.5}
     bad = {end: gpu.Section(measure, limits.get(end, 60)) for end, (measure, _) in ENDS.items()}
     *first, last = ((section, gpu.SECTIONS[section]._replace(seconds=300)) for section in wanted)
@@ -86,11 +78,5 @@ def test_a_section_that_ends_badly_ends_alone(name, device, tmp_path, monkeypatc
         assert row["captures"] == 1 and row["replays"] and not row["warnings"]
     assert {row["section"] for row in of_kind(records, "section")} >= set(wanted) and records[-1]["kind"] == "end"
     table = verdicts(records)
-    assert [goal for goal, measured, _ in table if measured != NOT_MEASURED] == goals
+    assert len(table) == 8 and not [goal for goal, measured, _ in table if measured == NOT_MEASURED]
     assert gpu_goals.judged(records) in printed and output.with_suffix(".md").read_text() in printed
-
-
-def test_no_time(device, tmp_path):
-    output = tmp_path / "gpu.jsonl"
-    gpu.main(["--quiet", "--threads", "1", "--output", str(output), "--minutes", "0.01"])
-    assert {record["reason"] for record in of_kind(read_records(output), "skipped")} == {"no time left"}
