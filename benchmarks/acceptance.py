@@ -88,11 +88,8 @@ def measure(
         tokens (`int`): Tokens per prompt.
         batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
     """
-    decoder, size, firsts = (
-        Decoder(model, prompts, tokens),
-        len(prompts.tokens),
-        dict[tuple[str, str, int], list[float]](),
-    )
+    decoder, size = Decoder(model, prompts, tokens), len(prompts.tokens)
+    firsts: dict[tuple[str, str, int], list[float]] = {}
     for name, length, decoding, options in planned:
         draft, place = drafts[name], place_of(name, length, decoding, options)
         if isinstance(bits := options.get("draft_weights"), int):

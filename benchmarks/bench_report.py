@@ -107,6 +107,7 @@ def _by_turn(runs: Sequence[Record], above: str, below: str) -> dict[int, float]
 
 def _over_turns(runs: Sequence[Record], taus: Mapping[int, float]) -> Record:
     """The values of a row that its calls alone decide."""
+    accepted = [sum(counts) for counts in zip_longest(*(run["accepted"] for run in runs), fillvalue=0)]
     peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]
     return {
         "point": runs[0]["point"],
@@ -114,7 +115,7 @@ def _over_turns(runs: Sequence[Record], taus: Mapping[int, float]) -> Record:
         "ttft_seconds": summarize([run["ttft_seconds"] for run in runs]),
         "tau": significant(sum(run["tokens"] for run in runs) / max(1, sum(run["steps"] for run in runs))),
         "tau_interval": mean_interval([*taus.values()], least=1.0) if len(taus) >= FEWEST else None,
-        "acceptance_by_depth": [significant(share) for share in by_depth(_added(run["accepted"] for run in runs))],
+        "acceptance_by_depth": [significant(share) for share in by_depth(accepted)],
         "peak_bytes": max(peaks, default=None),
         "draft_state_bytes": max(run["draft_state_bytes"] for run in runs),
     }
@@ -148,10 +149,6 @@ def by_depth(histogram: Sequence[int]) -> list[float]:
     """
     reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
     return [after / before for before, after in pairwise(reached) if before]
-
-
-def _added(histograms: Iterable[Sequence[int]]) -> list[int]:
-    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 def _tau(row: Record) -> str:

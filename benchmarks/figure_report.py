@@ -406,6 +406,11 @@ def make_panels(lines: int, columns: int, inches: tuple[float, float]) -> tuple[
     return figure, figure.subplots(lines, columns, squeeze=False)
 
 
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; an SVG without the date."""
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
+
+
 def by_context(panel: Any, ticks: Mapping[float, str]) -> None:
     """Give a panel an axis of contexts, each place twice the one before it."""
     panel.set_xscale("log", base=2)
@@ -443,7 +448,7 @@ def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path) -> N
             gap = 1.25 * POINTS / height * (top - bottom)
             for label, place in zip(annotations, _apart([label.xy[1] for label in annotations], gap, top), strict=True):
                 label.set_y(place)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
+        save(figure, path)
 
 
 def _curves(axis: Any, entries: Sequence[Record], panel: Panel) -> list[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figure_report import POINTS, STYLES, WIDTH, make_panels
+from benchmarks.figure_report import POINTS, STYLES, WIDTH, make_panels, save
 from benchmarks.gpu_goals import FUSED
 from hf_longspec.cli.files import Record, of_kind, read_records
 from hf_longspec.cli.measuring import HF, PLAIN
@@ -49,7 +49,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
         figure.supxlabel(
             "milliseconds per token; hatched: measured time of an iteration divided by tau", fontsize=POINTS
         )
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
+        save(figure, path)
 
 
 def _panel(axis: Any, shown: Sequence[tuple[str, float, str, bool]], title: str, with_labels: bool) -> None:

@@ -139,12 +139,9 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
 
 
 def open_draft(name: str, model: PreTrainedModel) -> Any:
-    made = weightless_drafts().get(name)
-    return (
-        AutoModel.from_pretrained(name, dtype=model.dtype)
-        if made is None
-        else made.from_target(model, **preset_of(name))
-    )
+    if (made := weightless_drafts().get(name)) is not None:
+        return made.from_target(model, **preset_of(name))
+    return AutoModel.from_pretrained(name, dtype=model.dtype)
 
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:

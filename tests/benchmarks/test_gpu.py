@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from benchmarks import gpu, gpu_attention
 from benchmarks.gpu_attention import BASELINES
 from benchmarks.gpu_checks import CASES
 from benchmarks.gpu_goals import judged
-from benchmarks.gpu_run import SMOKE, GpuRun
+from benchmarks.gpu_run import SMOKE, GpuRun, Stop
 from benchmarks.roofline import Machine
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
@@ -111,6 +114,40 @@ def test_a_wrong_backend_is_not_timed_anywhere(tmp_path, monkeypatch, prefix_att
     assert "wrong" in run.refused and len(of(run.records, "skipped", backend="wrong")) == 1
     assert not of(run.records, "kernel", backend="wrong", nodes=5) and of(run.records, "kernel", backend=TORCH)
     registry.select.cache_clear()
+
+
+def lost(run):
+    run.write("capture", step="before it was lost")
+    raise Stop("the device is lost: illegal access")
+
+
+def cut_off(run):
+    run._file.write('{"kind": "kern')
+    run._file.flush()
+    os._exit(3)
+
+
+ENDS = {
+    "lost": (lost, "the device is lost: illegal access: the rest of it"),
+    "hangs": (lambda run: time.sleep(60), "killed after 10.0 s"),
+    "killed": (lambda run: os.kill(os.getpid(), signal.SIGKILL), "its process ended with -9"),
+    "cut off": (cut_off, "its process ended with 3"),
+}
+
+
+def test_a_section_that_ends_badly_ends_alone(tmp_path, monkeypatch):
+    """What it wrote before stays, and the section after it measures."""
+    bad = {end: gpu.Section(measure, 0.5) for end, (measure, _) in ENDS.items()}
+    sections = {"ceilings": gpu.SECTIONS["ceilings"], **bad, "kernels": gpu.SECTIONS["kernels"]}
+    monkeypatch.setattr(gpu, "SECTIONS", sections)
+    output, names = tmp_path / "gpu.jsonl", ",".join(sections)
+    gpu.main(["--smoke", "--quiet", "--threads", "1", "--sections", names, "--output", str(output)])
+    records = read_records(output)
+    for end, (_, reason) in ENDS.items():
+        found = [row["reason"] for kind in ("failed", "skipped") for row in of(records, kind, section=end)]
+        assert found == [reason]
+    assert of(records, "capture", step="before it was lost")
+    assert of(records, "kernel") and records[-1]["kind"] == "end"
 
 
 # Runs programs to which these packages seem not to be installed, each in a fork of a process that has imported torch.
