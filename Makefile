@@ -117,9 +117,8 @@ soak: $(READY) ## long property tests and the tests marked soak; FUZZ_SEED=<numb
 	@echo "Running the property tests with many more examples, and the tests marked soak. This takes long."
 	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "soak or hypothesis" $(ARGS)
 
-bench: $(READY) ## measure drafts of the tiny target beside generate(), in some minutes; writes bench.jsonl, bench.md and plots
+bench: $(READY) ## measure two drafts of the tiny target beside generate(), in some minutes
 	@echo "Measuring two drafts of the tiny target. Leave the machine alone meanwhile."
-	@echo "Results of an earlier run are kept: ARGS=--resume continues them, ARGS=--overwrite replaces them."
 	$(VENV)/bin/python -m hf_longspec.cli.app bench --target hub_cards/tiny-target --draft hub_cards/tiny-tokenswift --draft ngram \
 		--context 1k,8k $(ARGS)
 

@@ -1,7 +1,7 @@
 """Benchmarks that the authors run: fixed configurations for the tables in the documentation, and their results.
 
-Run one as `python -m benchmarks.figure`, from the root of a checkout. The rules of `hf_longspec.bench` hold for every
-number. suites/ has the cells and methods of the larger ones, pages.yaml the words of all reports.
+Run one as `python -m benchmarks.figure`, from the root of a checkout. The rules of `hf_longspec.cli.measuring` hold for
+every number. suites/ has the cells and methods of the larger ones, pages.yaml the words of all reports.
 """
 
 from pathlib import Path

@@ -19,14 +19,14 @@ from transformers import PreTrainedModel
 
 import hf_longspec
 from benchmarks import harness, read_yaml
-from hf_longspec.bench.calls import MODES, Decoder, PrefilledPrompts
-from hf_longspec.bench.report import mean_interval, significant
-from hf_longspec.bench.results import Record
-from hf_longspec.bench.runner import Cell, Method
+from benchmarks.decoder import MODES, Decoder, Decoding, Method, PrefilledPrompts
+from benchmarks.report import mean_interval
+from hf_longspec.cli.files import Record
+from hf_longspec.cli.measuring import significant
 from hf_longspec.modeling.shared.draft_weights import GROUP, rounded_groups, rounded_layers
 
-# Name of a draft, or `None` for SpecAttn; cell; settings of the draft on top of its own.
-Planned = tuple[str | None, Cell, dict[str, Any]]
+# Name of a draft, or `None` for SpecAttn; context; how tokens are chosen; settings of the draft on top of its own.
+Planned = tuple[str | None, int, Decoding, dict[str, Any]]
 
 
 def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planned]:
@@ -44,17 +44,17 @@ def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planne
         options = {key: value for key, value in entry.items() if key not in ("modes", "decoding")}
         for mode in entry.get("modes", MODES):
             decoding = replace(MODES[mode], **entry.get("decoding", {}))
-            planned += [(name, Cell("float32", length, 1, decoding), options) for length in at]
+            planned += [(name, length, decoding, options) for length in at]
     return planned
 
 
-def place_of(name: str | None, cell: Cell, options: Mapping[str, Any]) -> Record:
+def place_of(name: str | None, length: int, decoding: Decoding, options: Mapping[str, Any]) -> Record:
     """The place of a record; its mode is `sample` or `greedy`, with the changes of it."""
-    mode = "greedy" if cell.decoding.greedy else "sample"
+    mode = "greedy" if decoding.greedy else "sample"
     plain = MODES[mode].to_dict()
-    changes = [f"{key}={value}" for key, value in cell.decoding.to_dict().items() if plain.get(key) != value]
+    changes = [f"{key}={value}" for key, value in decoding.to_dict().items() if plain.get(key) != value]
     options = ({} if name is None else {"draft": name}) | dict(options)
-    return {"mode": ", ".join([mode, *changes]), "options": options, "length": cell.context}
+    return {"mode": ", ".join([mode, *changes]), "options": options, "length": length}
 
 
 def rounded_draft(model: PreTrainedModel, bits: int) -> Any:
@@ -88,26 +88,23 @@ def measure(
         tokens (`int`): Tokens per prompt.
         batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
     """
-    decoder, size, firsts = (
-        Decoder(model, prompts, tokens),
-        len(prompts.tokens),
-        dict[tuple[str, str, int], list[float]](),
-    )
-    for name, cell, options in planned:
-        draft, place = drafts[name], place_of(name, cell, options)
+    decoder, size = Decoder(model, prompts, tokens), len(prompts.tokens)
+    firsts: dict[tuple[str, str, int], list[float]] = {}
+    for name, length, decoding, options in planned:
+        draft, place = drafts[name], place_of(name, length, decoding, options)
         if isinstance(bits := options.get("draft_weights"), int):
             draft, options = rounded_draft(model, bits), {**options, "draft_weights": None}
         method = Method("", draft, tuple(options.items()))
         # drafts of one kind are compared setting by setting, and the settings of SpecAttn with its first
         group = "" if name is None or not options else f"{method.how.config.model_type} {options}"
-        where = place["mode"], group, cell.context
+        where = place["mode"], group, length
 
-        def run(method: Method = method, cell: Cell = cell, where: Any = where) -> Record:
+        def run(method: Method = method, at: int = length, decoding: Decoding = decoding, where: Any = where) -> Record:
             taus: list[float] = []
             with method.with_settings():
                 for start in range(0, size, batch):
                     rows = slice(start, min(start + batch, size))
-                    call = decoder.run(method.how, rows, cell.context, cell.decoding, seed=start)
+                    call = decoder.run(method.how, rows, at, decoding, seed=start)
                     taus += [call.tokens // len(call.text) / count for count in call.row_steps]
             record: Record = {"tau": mean_interval(taus), "per_prompt": [significant(tau) for tau in taus]}
             if first := firsts.get(where):

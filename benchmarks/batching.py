@@ -13,11 +13,11 @@ import time
 from typing import Any
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from benchmarks import harness
 from hf_longspec import Batcher
-from hf_longspec.bench.prompts import left_padded
+from hf_longspec.cli.measuring import TokenClock
+from hf_longspec.cli.prompts import left_padded
 from hf_longspec.modeling.register_draft import DRAFTS
 
 PROMPT, OUTPUT = (16, 384), (16, 512)
@@ -29,19 +29,6 @@ def timed(function: Any) -> tuple[float, float]:
     started = time.perf_counter(), time.process_time()
     function()
     return time.perf_counter() - started[0], time.process_time() - started[1]
-
-
-class FirstToken(BaseStreamer):
-    """Notes when the first token after the prompt arrives."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
 
 
 def by_length(model: Any, draft: Any, requests: list[tuple[torch.Tensor, int]], rows: int) -> None:
@@ -59,7 +46,7 @@ def by_length(model: Any, draft: Any, requests: list[tuple[torch.Tensor, int]], 
 def first_tokens(model: Any, draft: Any, prompts: list[torch.Tensor], new: int, batcher: Batcher | None) -> list[float]:
     """Seconds to the first token of clients that come at once."""
     how: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
-    started, clients = time.perf_counter(), [FirstToken() for _ in prompts]
+    clients = [TokenClock() for _ in prompts]
     pairs = list(zip(prompts, clients, strict=True))
     if batcher is None:
         texts = [model.generate(ids[None], assistant_model=draft, streamer=one, **how) for ids, one in pairs]
@@ -69,7 +56,7 @@ def first_tokens(model: Any, draft: Any, prompts: list[torch.Tensor], new: int, 
     for text, ids in zip(texts, prompts, strict=True):
         if batcher is not None and not torch.equal(text, model.generate(ids[None], assistant_model=draft, **how)):
             raise RuntimeError("the text of a client differs from that of generate()")
-    return [client.times[1] - started for client in clients]
+    return [client.first_token_seconds for client in clients]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import hf_longspec
 from benchmarks import harness
-from hf_longspec.bench.report import mean_interval
+from benchmarks.report import mean_interval
 
 QUESTION = "\n\n# The same file after the change:\n"
 GIVEN = 48  # characters of the next copy in the prompt

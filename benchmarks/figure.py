@@ -22,11 +22,11 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks import harness
+from benchmarks.decoder import Decoder, Method, PrefilledPrompts, prefill
 from benchmarks.figure_report import SUITE, draw
-from hf_longspec.bench.calls import HF, PLAIN, Call, Decoder, HfMethod, PrefilledPrompts, endless, prefill
-from hf_longspec.bench.report import significant
-from hf_longspec.bench.results import Record, read_records, refuse_other
-from hf_longspec.bench.runner import Method, rotated
+from benchmarks.runner import refuse_other
+from hf_longspec.cli.files import Record, read_records
+from hf_longspec.cli.measuring import HF, PLAIN, HfMethod, Measurement, endless, rotated, significant
 from hf_longspec.modeling.register_draft import weightless_drafts
 
 WARM_UP_TOKENS = 8
@@ -55,7 +55,8 @@ class Part:
 
     def calls(self, methods: Sequence[Method], modes: Sequence[str], block: range) -> Iterator[tuple[Record, Method]]:
         """Yield the place and the method of each call whose prompts all lie in a block."""
-        usable = [method for method in methods if getattr(method.how, "max_batch", None) in (None, self.batch)]
+        # transformers looks tokens up, or takes them from an assistant, for one row alone
+        usable = [one for one in methods if self.batch == 1 or not getattr(one.how, "options", None)]
         chosen = [method for method in usable if self.has(method.name)]
         for turn in range(block.start // self.batch, min(block.stop, self.prompts) // self.batch):
             for context, mode, method in product(self.contexts, modes, rotated(chosen, turn)):
@@ -84,13 +85,13 @@ def systems(model: PreTrainedModel, cards: Path) -> tuple[list[Method], list[str
     for name, settings in SUITE["systems"].items():
         match dict(settings):
             case {"generate": options}:
-                methods.append(Method(name, HfMethod(options, max_batch=1 if options else None)))
+                methods.append(Method(name, HfMethod(options)))
             case {"draft": draft, **point}:
                 methods.append(Method(name, opened(draft), tuple(point.items())))
             case {"assistant": draft, **options}:
                 if (pair := opened(draft)) is not None:
                     endless(pair.assistant).generation_config.update(**options)
-                    pair = HfMethod({"assistant_model": pair.assistant}, max_batch=1)
+                    pair = HfMethod({"assistant_model": pair.assistant})
                 methods.append(Method(name, pair))
         if methods[-1].how is None:
             missing.append(methods.pop().name)
@@ -132,7 +133,7 @@ def compare(
     def measure(first: int, place: Record, method: Method) -> None:
         start = place["turn"] * place["batch"] - first
 
-        def call(tokens: int | None = None) -> Call:
+        def call(tokens: int | None = None) -> Measurement:
             at = slice(start, start + place["batch"]), place["context"], place["mode"], place["turn"], tokens
             with method.with_settings():
                 return decoder(first, place["dtype"]).run(method.how, *at)
@@ -147,7 +148,7 @@ def compare(
                 measure(first, place, method)
 
 
-def _record(call: Call) -> Record:
+def _record(call: Measurement) -> Record:
     return {
         "tokens": call.tokens,
         "steps": call.steps,
@@ -163,7 +164,7 @@ def _record(call: Call) -> Record:
 def join(results: harness.Run, path: Path, settings: Mapping[str, Any]) -> None:
     """Add the calls of another run, such as one of another mode; ValueError for other settings, machines or commits."""
     others = read_records(path)
-    refuse_other(path, others[0], "figure", settings, results.records[0], option="--join")
+    refuse_other(path, others, "figure", settings, results.records[0], option="--join")
     results.write("joined", **{name: others[0][name] for name in ("date", "command", "load_average")})
     for record in others:
         if record["kind"] in ("call", "skipped"):
@@ -205,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows, origin = harness.load_prompts(args.target, args.data, window, count)
     contexts = sorted({context for part in parts for context in part.contexts})
     settings = {"preset": args.preset, "contexts": contexts, "tokens": args.tokens, **origin}
-    with harness.start(args, "figure", settings, resume=args.resume or None) as run:
+    with harness.start(args, "figure", settings, resume=args.resume) as run:
         targets: dict[str, tuple[PreTrainedModel, list[Method]]] = {}
         for dtype in dict.fromkeys(part.dtype for part in parts):
             if dtype == "bfloat16" and not run.records[0]["native_bfloat16"]:

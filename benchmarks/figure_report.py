@@ -6,17 +6,17 @@ python -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/d
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks import read_yaml
-from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.plots import by_context, make_panels
-from hf_longspec.bench.report import FEWEST, estimate, mean_interval, pivot, table
-from hf_longspec.bench.results import Record, of_kind, read_records
+from benchmarks.report import mean_interval, pivot, table
+from hf_longspec.cli.acceptance import FEWEST, estimate
+from hf_longspec.cli.files import Record, of_kind, read_records
+from hf_longspec.cli.measuring import HF, PLAIN
 
 SUITE = read_yaml("suites/figure.yaml")
 MODES = {"greedy": "Greedy", "sample": "Sampling at temperature 1"}
@@ -397,6 +397,27 @@ def draw(records: Sequence[Record], path: Path) -> None:
         _draw(entries, [[(MODES[mode], mode, key, best[mode]) for mode in modes] for key in AXES], path)
 
 
+def make_panels(lines: int, columns: int, inches: tuple[float, float]) -> tuple[Any, Any]:
+    """A figure of this size, and its panels."""
+    # no pyplot: it keeps figures, and may look for a display
+    from matplotlib.figure import Figure
+
+    figure = Figure(inches, layout="constrained")
+    return figure, figure.subplots(lines, columns, squeeze=False)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; an SVG without the date."""
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
+
+
+def by_context(panel: Any, ticks: Mapping[float, str]) -> None:
+    """Give a panel an axis of contexts, each place twice the one before it."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(list(ticks), list(ticks.values()))
+    panel.minorticks_off()
+
+
 def styles_of(systems: Sequence[str]) -> dict[str, tuple[str, Any]]:
     """Return the style of each system: that of its method for the first one of a method."""
     own = {METHODS[method][0]: style for method, style in STYLES.items()}
@@ -427,7 +448,7 @@ def _draw(entries: Sequence[Record], panels: list[list[Panel]], path: Path) -> N
             gap = 1.25 * POINTS / height * (top - bottom)
             for label, place in zip(annotations, _apart([label.xy[1] for label in annotations], gap, top), strict=True):
                 label.set_y(place)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
+        save(figure, path)
 
 
 def _curves(axis: Any, entries: Sequence[Record], panel: Panel) -> list[Any]:

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 import hf_longspec
 from benchmarks import harness
+from benchmarks.decoder import PrefilledPrompts
 from benchmarks.harness import Run
 from benchmarks.pages import GATED, UNGATED
-from hf_longspec.bench.calls import MODES, PLAIN, PrefilledPrompts
-from hf_longspec.bench.report import mean_interval, significant
-from hf_longspec.bench.results import Record
-from hf_longspec.bench.runner import rotated
+from benchmarks.report import mean_interval
+from hf_longspec.cli.files import Record
+from hf_longspec.cli.measuring import PLAIN, rotated, significant
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.call import Call
 from hf_longspec.generation.decoding import Session
@@ -56,7 +56,7 @@ class SteppedRun:
         cache = SpeculativeCache(model.config, 1, context + tokens + 1)
         prompts.fill(cache, rows, context - draft.num_tree_nodes(TargetView(model)))
         prompt = prompts.tokens[rows, :context]
-        options: dict[str, Any] = {**MODES["greedy"].options(), "max_new_tokens": tokens + 1, CACHE_NAME: cache}
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens + 1, CACHE_NAME: cache}
 
         def opened(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Session:
             processing = logits_processor, stopping_criteria, generation_config

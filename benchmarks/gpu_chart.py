@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figure_report import POINTS, STYLES, WIDTH
+from benchmarks.figure_report import POINTS, STYLES, WIDTH, make_panels, save
 from benchmarks.gpu_goals import FUSED
-from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.plots import make_panels
-from hf_longspec.bench.results import Record, of_kind, read_records
+from hf_longspec.cli.files import Record, of_kind, read_records
+from hf_longspec.cli.measuring import HF, PLAIN
 
 HEIGHT = 3.1
 # The target has random weights, whose tau says nothing: iterations are divided by tau that drafts may reach. The most
@@ -50,7 +49,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
         figure.supxlabel(
             "milliseconds per token; hatched: measured time of an iteration divided by tau", fontsize=POINTS
         )
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
+        save(figure, path)
 
 
 def _panel(axis: Any, shown: Sequence[tuple[str, float, str, bool]], title: str, with_labels: bool) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from benchmarks import read_yaml
-from hf_longspec.bench.calls import PLAIN
-from hf_longspec.bench.report import table
-from hf_longspec.bench.results import Record, of_kind
+from benchmarks.report import table
+from hf_longspec.cli.files import Record, of_kind
+from hf_longspec.cli.measuring import PLAIN
 
 SUITE = read_yaml("suites/gpu.yaml")
 TRITON = "hf_longspec_triton"

@@ -21,7 +21,7 @@ from benchmarks.gpu_goals import FUSED, GRAPH, OFF
 from benchmarks.gpu_run import GpuRun, Plan, Timing
 from benchmarks.harness import Skip
 from benchmarks.random_inputs import HfForward, block_mask, dynamic_cache, random_tree
-from hf_longspec.bench.calls import HF, PLAIN, Call, Decoding, HfMethod, changed, run_call
+from hf_longspec.cli.measuring import HF, PLAIN, HfMethod, Measurement, changed, run_call
 from hf_longspec.generation.compiled import cuda_graphs
 from hf_longspec.generation.compiled.compiled_steps import runner_of
 from hf_longspec.generation.target import TargetView
@@ -296,7 +296,7 @@ class GreedyCalls:
 
     def generate(
         self, draft: Any, tokens: int, mode: str, on_arrival: Callable[[int], None] = lambda tokens: None
-    ) -> tuple[Call, list[float], int]:
+    ) -> tuple[Measurement, list[float], int]:
         """One call; `on_arrival` gets the number of tokens that have arrived.
 
         Returns:
@@ -321,7 +321,7 @@ class GreedyCalls:
             on_arrival(len(arrivals))
 
         how: dict[str, Any] = {"tokens": min(tokens, run.plan.tokens), "cache": past, "on_arrival": arrived}
-        call = run_call(run.model, draft, (prompt, torch.ones_like(prompt)), decoding=Decoding(), seed=0, **how)
+        call = run_call(run.model, draft, (prompt, torch.ones_like(prompt)), seed=0, **how)
         emitted, drafted = [1] * call.steps, [0] * call.steps
         if not stock:
             stats = draft.last_speculation

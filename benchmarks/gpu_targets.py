@@ -8,18 +8,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_longspec
 from benchmarks import figure, harness
+from benchmarks.decoder import Method
 from benchmarks.gpu_goals import FUSED, GRAPH, OFF
 from benchmarks.gpu_iterations import CALLS, WARM_UP_TOKENS, counted_graphs, equal_first, iteration_ms, modes_of
 from benchmarks.gpu_run import GpuRun
-from hf_longspec.bench.calls import HF, PLAIN, Call, Decoding, HfMethod, changed, endless, run_call
-from hf_longspec.bench.report import significant
-from hf_longspec.bench.runner import Method
+from hf_longspec.cli.measuring import HF, PLAIN, HfMethod, Measurement, changed, endless, run_call, significant
 
 
-def _called(run: GpuRun, model: Any, method: Method, mode: str, prompt: Any, tokens: int, on_arrival: Any) -> Call:
+def _called(
+    run: GpuRun, model: Any, method: Method, mode: str, prompt: Any, tokens: int, on_arrival: Any
+) -> Measurement:
     options = {} if isinstance(method.how, HfMethod) else {"compile": mode, "gate": False}
     with changed(method.how, {**dict(method.point), **options}):
-        return run_call(model, method.how, prompt, decoding=Decoding(), tokens=tokens, seed=0, on_arrival=on_arrival)
+        return run_call(model, method.how, prompt, tokens=tokens, seed=0, on_arrival=on_arrival)
 
 
 def pair(run: GpuRun) -> None:

@@ -1,25 +1,21 @@
-"""The run that every benchmark writes to, its clocks, and the arguments, targets and prompts that benchmarks share.
+"""The clocks, arguments, targets, drafts and prompts that benchmarks share.
 
 Nothing here imports an optional package before it is needed: `gpu.py` runs with torch, triton and transformers alone.
 """
 
 import argparse
-import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.pages import PAGES
-from hf_longspec.bench.calls import PrefilledPrompts, endless, prefill
-from hf_longspec.bench.machine import git_commit
-from hf_longspec.bench.prompts import cut_windows, encode, num_disjoint
-from hf_longspec.bench.report import NO_TIME, summarize
-from hf_longspec.bench.runner import Runner, rotated
-from hf_longspec.bench.sources import BUILTIN, read_source
+from benchmarks.decoder import PrefilledPrompts, prefill
+from benchmarks.runner import Run
+from hf_longspec.cli.measuring import endless, rotated, summarize
+from hf_longspec.cli.prompts import cut_windows, encode
+from hf_longspec.cli.texts import BUILTIN, read_source
 from hf_longspec.modeling.register_draft import preset_of, weightless_drafts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,62 +23,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 HUB_CARDS = ROOT / "hub_cards"
 STDLIB = "stdlib"
 MIN_REPEATS = 5
-
-T = TypeVar("T")
-
-
-class Run(Runner):
-    """The result file of a benchmark, with its progress. A context manager.
-
-    The report is written beside the file at the end, also after an interruption.
-
-    Args:
-        benchmark (`str`): Name of the benchmark in `benchmarks/pages.py`.
-        quiet (`bool`, *optional*): Show no progress on standard error.
-        options: The other arguments of [`Runner`].
-    """
-
-    report_every = math.inf
-
-    def __init__(
-        self,
-        path: Path,
-        benchmark: str,
-        seconds: float,
-        settings: Mapping[str, Any] | None = None,
-        *,
-        quiet: bool = False,
-        facts: Mapping[str, Any] | None = None,
-        **options: Any,
-    ):
-        self.quiet = quiet
-        facts = {"commit": git_commit() or "unknown"} | dict(facts or {})
-        super().__init__(path, benchmark, PAGES[benchmark].report, seconds, settings or {}, facts, **options)
-
-    def skip(self, reason: str, **what: Any) -> None:
-        super().skip(reason, **what)
-        self.say(f"left out, {reason}: {', '.join(map(str, what.values()))}")
-
-    def in_time(self, planned: Iterable[T], describe: Callable[[T], Mapping[str, Any]]) -> Iterator[T]:
-        """Yield what there is time for, as long as the longest before took; add a line by `describe` for all else."""
-        longest = 0.0
-        for item in planned:
-            if self.fits(longest):
-                start = self.elapsed
-                yield item
-                longest = max(longest, self.elapsed - start)
-            else:
-                self.skip(NO_TIME, **describe(item))
-
-    def say(self, text: str) -> None:
-        if not self.quiet:
-            minutes, seconds = divmod(int(self.elapsed), 60)
-            print(f"[{minutes:3d}:{seconds:02d}] {text}", file=sys.stderr, flush=True)
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        super().__exit__(kind, *error)
-        if kind is None:
-            print(self._report(self.records))
 
 
 def time_in_turns(functions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
@@ -186,7 +126,7 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
         documents = read_source(BUILTIN if source == STDLIB else source)
         encoded = [encode(tokenizer, document.text) for document in documents]
         lengths = [len(ids) for ids in encoded]
-        room = num_disjoint(lengths, window)
+        room = sum(length // window for length in lengths)
         origins.append({"source": Path(source).name, "tokens": sum(lengths), "disjoint_windows": room})
         if max(lengths) >= window:
             corpora.append(encoded)
@@ -199,12 +139,9 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
 
 
 def open_draft(name: str, model: PreTrainedModel) -> Any:
-    made = weightless_drafts().get(name)
-    return (
-        AutoModel.from_pretrained(name, dtype=model.dtype)
-        if made is None
-        else made.from_target(model, **preset_of(name))
-    )
+    if (made := weightless_drafts().get(name)) is not None:
+        return made.from_target(model, **preset_of(name))
+    return AutoModel.from_pretrained(name, dtype=model.dtype)
 
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:

@@ -25,7 +25,7 @@ from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_
 from benchmarks.random_inputs import BothCaches
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.triton import launch
-from hf_longspec.bench.report import summarize
+from hf_longspec.cli.measuring import summarize
 from hf_longspec.generation.draft_tree import DraftTree
 
 PREFIX, ROOM = 64, 512

@@ -17,8 +17,8 @@ from transformers import AutoConfig
 from benchmarks import read_yaml
 from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
 from benchmarks.random_inputs import BothCaches, random_tree
-from hf_longspec.bench.report import summarize
-from hf_longspec.bench.results import Record
+from hf_longspec.cli.files import Record
+from hf_longspec.cli.measuring import summarize
 from hf_longspec.generation.draft_tree import DraftTree
 
 CONTEXT, CHAIN, TREE = 4096, 5, 16

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
+from benchmarks.decoder import MODES, Decoding
 from benchmarks.harness import HUB_CARDS, Run, integers, load_prompts, load_target, parser, start
 from benchmarks.random_inputs import dynamic_cache
-from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, Decoding, HfMethod, run_call
-from hf_longspec.bench.report import significant
+from hf_longspec.cli.measuring import HF, PLAIN, HfMethod, Measurement, run_call, significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.sequences import SpeculationStats
 from hf_longspec.generation.target import TargetView
@@ -105,10 +105,12 @@ class LongBenchmark:
             results.write("long", method=row.method, **row.how(), **record)
         return torch.cat([self.prompt, call.text], dim=1), cache
 
-    def _call(self, method: Any, row: LongRow, prompt: torch.Tensor, tokens: int, cache: Any, **how: Any) -> Call:
+    def _call(
+        self, method: Any, row: LongRow, prompt: torch.Tensor, tokens: int, cache: Any, **how: Any
+    ) -> Measurement:
         if not isinstance(method, HfMethod):
             method.generation_config.gate = False  # speculation itself is measured
-        how |= {"decoding": row.decoding, "tokens": tokens, "seed": 0, "cache": cache}
+        how |= {"decoding": row.decoding.options(), "tokens": tokens, "seed": 0, "cache": cache}
         return run_call(self.model, method, (prompt, torch.ones_like(prompt)), **how)
 
     def _cache(self, draft: Any, row: LongRow) -> SpeculativeCache:

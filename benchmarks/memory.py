@@ -21,8 +21,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 import hf_longspec
 from benchmarks.harness import Run, parser, start
 from benchmarks.random_inputs import Shape, cache_bytes, dynamic_cache, full_cache, random_target
-from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.results import Record
+from hf_longspec.cli.files import Record
+from hf_longspec.cli.measuring import HF, PLAIN
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.target import TargetView
 

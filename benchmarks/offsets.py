@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.harness import load_prompts, load_target, parser, start
-from hf_longspec.bench.report import mean_interval
+from benchmarks.report import mean_interval
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.training.row_noise import anchor_offset_positions
 

@@ -9,20 +9,11 @@ from itertools import chain
 from typing import Any
 
 from benchmarks import figure_report, gpu_report, read_yaml
-from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.report import (
-    ACCEPTANCE_NOTE,
-    COLUMNS,
-    Column,
-    acceptance_table,
-    environment_line,
-    pivot,
-    rows_of,
-    table,
-    title_of,
-    with_defaults,
-)
-from hf_longspec.bench.results import Record, of_kind
+from benchmarks.bench_report import COLUMNS, rows_of, title_of
+from benchmarks.report import Column, pivot, table
+from hf_longspec.cli.acceptance import ACCEPTANCE_NOTE, acceptance_table, environment_line, with_defaults
+from hf_longspec.cli.files import Record, of_kind
+from hf_longspec.cli.measuring import HF, PLAIN
 
 Columns = Mapping[str, Column]
 # Measurements that were left out for one reason and are named.

@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionState, merge_attention_states
-from hf_longspec.bench.calls import endless
+from hf_longspec.cli.measuring import endless
 from hf_longspec.generation.cache import CACHE_NAME, SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.harness import integers
-from hf_longspec.bench.report import table
+from benchmarks.report import table
 from hf_longspec.modeling.shared.draft_weights import BITS, GROUP
 
 

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 import hf_longspec
 from benchmarks import harness
-from hf_longspec.bench.report import mean_interval
-from hf_longspec.bench.runner import rotated
+from benchmarks.report import mean_interval
+from hf_longspec.cli.measuring import rotated
 
 QUESTION = "\n\nThe same as JSON: "
 

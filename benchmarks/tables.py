@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import figure_report, gpu_report
+from benchmarks.bench_report import bench_report
 from benchmarks.pages import PAGES, Page
-from hf_longspec.bench.report import matrix_report, with_defaults
-from hf_longspec.bench.results import Record, of_kind, read_records
+from hf_longspec.cli.acceptance import with_defaults
+from hf_longspec.cli.files import Record, of_kind, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,7 +43,7 @@ def section(records: Sequence[Record]) -> str:
 
 def report(records: Sequence[Record]) -> str:
     is_matrix = of_kind(records, "environment", benchmark="bench")
-    return matrix_report(records) if is_matrix else page_of(records).report(records)
+    return bench_report(records) if is_matrix else page_of(records).report(records)
 
 
 def refreshed(path: Path, results: Path = RESULTS) -> str:

@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 from transformers import LlamaForCausalLM
 
 from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
@@ -29,18 +30,26 @@ from benchmarks.random_inputs import (
     random_tree,
     relative_error,
 )
+from benchmarks.runner import NO_TIME
 from hf_longspec.attention_backends.registry import AttentionCall, select
-from hf_longspec.bench.machine import read_gb_per_second
-from hf_longspec.bench.report import NO_TIME, significant, summarize
-from hf_longspec.bench.results import Record
+from hf_longspec.cli.files import Record
+from hf_longspec.cli.measuring import significant, summarize
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
 
 CONTEXT, NODES, DTYPES = 16384, (1, 8, 16, 64), ("float32", "bfloat16")
+READ_BYTES, READ_SECONDS = 2**29, 1.0  # far above any last-level cache
 # Relative error of the attention against float64: at most that of plain torch in the same dtype, times the factor.
 FLOAT32_FLOOR, FLOAT32_FACTOR, BFLOAT16_FACTOR = 2e-6, 1.5, 2.0
 CPU = torch.device("cpu")
+
+
+def read_gb_per_second() -> float:
+    """Measure the rate at which a large sum reads memory, in 10^9 bytes per second: the best pass within a second."""
+    # threads named: Timer runs with one otherwise
+    timer = Timer("buffer.sum()", globals={"buffer": torch.ones(READ_BYTES // 4)}, num_threads=torch.get_num_threads())
+    return READ_BYTES / min(timer.blocked_autorange(min_run_time=READ_SECONDS).times) / 1e9
 
 
 @torch.no_grad()

@@ -22,8 +22,7 @@ from typing import Any
 from transformers import AutoModel
 
 import hf_longspec
-from hf_longspec.bench.report import acceptance_section
-from hf_longspec.bench.results import records_of_draft
+from hf_longspec.cli.acceptance import acceptance_section, records_of_draft
 from hf_longspec.hub import Card, write_repository
 
 ROOT = Path(__file__).resolve().parents[1]

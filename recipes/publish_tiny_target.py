@@ -24,11 +24,11 @@ import torch
 import transformers
 from long_context_rows import recalled
 from safetensors import safe_open
+from scipy import stats
 from tiny_target_card import write_card
 from train_tiny_target import HELD_OUT, HELD_OUT_PACKAGES, in_bfloat16, read_sources
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from hf_longspec.bench.report import FEWEST, mean_interval
 from hf_longspec.generation.cache import CACHE_NAME
 
 EDGES = (0, 512, 2048, 4096, 8192, 16384)
@@ -167,10 +167,9 @@ def gain(long: torch.Tensor, short: torch.Tensor) -> dict[str, float]:
 
 def half_width(means: torch.Tensor) -> float | None:
     """Return half the width of Student's 95 % interval of a mean over windows; `None` for fewer than three."""
-    if len(means) < FEWEST:
+    if len(means) < 3:
         return None
-    found = mean_interval(means.tolist())
-    return round(found["high"] - found["mean"], 4)
+    return round(float(stats.t.ppf(0.975, len(means) - 1) * stats.sem(means.numpy())), 4)
 
 
 def cost_of_half_depth(model: PreTrainedModel, sources: dict[str, dict[str, np.ndarray]]) -> dict[str, float | None]:

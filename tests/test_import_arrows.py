@@ -1,7 +1,7 @@
 """The permitted imports between the parts, read from the source with `ast`, without importing anything.
 
     modeling -> generation -> attention_backends -> torch, transformers
-    training -> modeling        bench, auditing -> generation        cli, drafts, the package itself -> everything
+    training -> modeling        auditing -> generation        cli, drafts, the package itself -> everything
     modeling/*/training_*.py, convert_*.py -> training, registry -> modeling
 
 Arrows are transitive. A room is a part of the package; the registry (`register_draft.py` and each draft's
@@ -33,7 +33,6 @@ ARROWS = {
     "auditing": {"generation", "attention_backends"},
     "prefix_cache": {"generation", "attention_backends"},
     "batching": {"prefix_cache", "modeling", "generation", "attention_backends"},
-    "bench": {"generation", "attention_backends", "auditing"},
     "hub": {REGISTRY, "modeling"},
     "auto": {REGISTRY, "modeling", "generation", "attention_backends"},
     "streaming": set(),
@@ -152,7 +151,7 @@ def test_arrows():
         ("generation/route.py", "from ..modeling.base import DraftModel", "generation may not import"),
         ("modeling/longspec/modeling_longspec.py", "from .training_longspec import x", "modeling may not import"),
         ("modeling/base.py", "from .register_draft import x", "modeling may not import"),
-        ("modeling/longspec/training_longspec.py", "from ...bench.timing import x", "may not import"),
+        ("modeling/longspec/training_longspec.py", "from ...cli.measuring import x", "may not import"),
         ("training/trainer.py", "from ..modeling.longspec import training_longspec", "training may not import"),
         ("modeling/dflash/layers_dflash.py", "from ..eagle3.modeling_eagle3 import x", "is part of the draft eagle3"),
         ("modeling/dflash/convert_dflash.py", "from ..eagle3.convert_eagle3 import x", "is part of the draft eagle3"),

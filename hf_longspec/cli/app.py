@@ -17,8 +17,9 @@ from typing import Annotated, Any
 try:
     import typer
 
-    from . import PYDANTIC, checks, options
+    from . import PYDANTIC, options
     from .options import INPUT_ERROR, INTERRUPTED, flag, number, output, text
+    from .texts import BUILTIN
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("typer", "rich"):
@@ -36,36 +37,26 @@ app = typer.Typer(
 )
 
 
-def command(check: Callable[[SimpleNamespace], None] | None = None) -> Callable[..., Any]:
-    """Register a command. `run` of the module with its name gets the options as one object, returns the exit status.
+def command(signature: Callable[..., None]) -> Callable[..., None]:
+    """Register a command. `run` of the module with its name gets the options as one object, returns the exit status."""
+    name = signature.__name__
 
-    `check` gets them first, before the module is imported.
-    """
+    @wraps(signature)
+    def run(debug: bool = False, **values: Any) -> None:
+        with options.one_line_errors(debug):
+            import_module("hf_longspec.drafts")  # registers them
+            status = import_module(f"{__package__}.{name}").run(SimpleNamespace(**values))
+        raise typer.Exit(status or 0)
 
-    def register(signature: Callable[..., None]) -> Callable[..., None]:
-        name = signature.__name__
-
-        @wraps(signature)
-        def run(debug: bool = False, **values: Any) -> None:
-            args = SimpleNamespace(**values)
-            with options.one_line_errors(debug):
-                import_module("hf_longspec.drafts")  # registers them
-                if check is not None:
-                    check(args)
-                status = import_module(f"{__package__}.{name}").run(args)
-            raise typer.Exit(status or 0)
-
-        parameters = inspect.signature(signature).parameters.values()
-        debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=options.Debug)
-        run.__annotations__["debug"] = options.Debug  # every command has it
-        run.__signature__ = inspect.Signature([*parameters, debug])  # type: ignore[attr-defined]
-        app.command()(run)
-        return run
-
-    return register
+    parameters = inspect.signature(signature).parameters.values()
+    debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=options.Debug)
+    run.__annotations__["debug"] = options.Debug  # every command has it
+    run.__signature__ = inspect.Signature([*parameters, debug])  # type: ignore[attr-defined]
+    app.command()(run)
+    return run
 
 
-@command()
+@command
 def generate(
     target: options.Target,
     file: Annotated[Path | None, typer.Argument(help="Text to continue; - for standard input.")] = None,
@@ -126,7 +117,7 @@ def generate(
     """
 
 
-@command()
+@command
 def audit(
     target: options.Target,
     files: Annotated[list[Path] | None, typer.Argument(help="Texts to continue; - for standard input.")] = None,
@@ -164,17 +155,13 @@ def audit(
     """
 
 
-@command(checks.tune)
+@command
 def tune(
     target: options.Target,
     file: Annotated[Path | None, typer.Argument(help="Sample text of your use; - for standard input.")] = None,
     prompt: options.Prompt = None,
     draft: Annotated[str, options.named("Hub id or folder of a draft, or specattn.")] = "specattn",
     output: Annotated[Path | None, output("New folder for the tuned draft.", options.require_writable_folder)] = None,
-    results: Annotated[Path, output("File for results until the command is done.", suffix=".jsonl")] = Path(
-        "tune.jsonl"
-    ),
-    resume: Annotated[bool, flag("--resume", "Continue an interrupted measurement.")] = False,
     overwrite: options.Overwrite = False,
     dry_run: Annotated[bool, flag("--dry-run", "Measure, but do not change the draft.")] = False,
     context: Annotated[int, number(32, "Tokens per prompt.")] = 4096,
@@ -207,7 +194,7 @@ def tune(
     """
 
 
-@command()
+@command
 def serve(
     target: options.Target,
     draft: options.Draft = "ngram",
@@ -242,7 +229,7 @@ def serve(
     """
 
 
-@command()
+@command
 def env(as_json: options.Json = False) -> None:
     """Describe this installation for a bug report.
 
@@ -258,7 +245,7 @@ def env(as_json: options.Json = False) -> None:
     """
 
 
-@command(checks.bench)
+@command
 def bench(
     target: options.Target,
     draft: Annotated[
@@ -266,59 +253,36 @@ def bench(
         options.named(f"Hub id or folder of a draft, or one of {options.BY_NAME}. Repeatable. Default: ngram."),
     ] = None,
     data: Annotated[
-        list[str] | None,
-        options.named(
-            "Text file, folder of texts, JSON lines, Hub id of a dataset, or builtin, the default. Repeatable."
-        ),
-    ] = None,
+        str, options.named("Text file, folder of texts, JSON lines, or dataset of the Hub; builtin: Python's library.")
+    ] = BUILTIN,
     column: Annotated[str | None, options.key("Key or column of the texts in --data. Default: text.")] = None,
     chat: Annotated[bool, flag("--chat", "Apply the chat template of the target to each text.")] = False,
-    preset: Annotated[
-        options.Preset | None,
-        text(
-            "all: every training-free draft and those of --draft, at 1k to 16k tokens where positions and texts "
-            "allow it, greedy and at temperature 1."
-        ),
-    ] = None,
-    context: Annotated[
-        str | None, text("Prompt lengths in tokens, such as 2k,8k; own: whole documents. Default: 2k.")
-    ] = None,
-    batch: Annotated[str, text("Batch sizes, such as 1,4.")] = "1",
-    dtype: Annotated[str, text("auto, or one or more of float32,bfloat16,float16.")] = "auto",
-    assistant: Annotated[str | None, options.named("Small model for transformers' assisted generation.")] = None,
-    sweep: Annotated[
-        list[str] | None,
-        text("key=v1,v2: values of a draft setting, temperature, penalty, window or context. Repeatable."),
-    ] = None,
-    max_new_tokens: Annotated[int, number(2, "Tokens per row and call.")] = 64,
+    context: Annotated[str, text("Prompt lengths in tokens, such as 2k,8k.")] = "2k",
+    batch: Annotated[int, number(1, "Prompts per call.", most=options.MOST_ROWS)] = 1,
+    max_new_tokens: Annotated[int, number(2, "Tokens per prompt and call.")] = 64,
     repeats: Annotated[int, number(1, "Runs per method; use at least five for results to report.")] = 5,
     temperature: Annotated[float, number(0, "0 is greedy.")] = 0.0,
-    minutes: Annotated[float | None, number(0, "Limit: start no call that would end later.", above=True)] = None,
-    output: Annotated[Path, output("Result file; the table and plots are written next to it.", suffix=".jsonl")] = Path(
-        "bench.jsonl"
-    ),
-    resume: Annotated[bool, flag("--resume", "Continue the result file.")] = False,
+    dtype: options.Dtype = options.DtypeName.auto,
+    output: Annotated[Path | None, output("File for each call as a line of JSON.", suffix=".jsonl")] = None,
     overwrite: options.Overwrite = False,
-    plots: Annotated[bool, flag("--plots/--no-plots", "Draw plots as PNG files.")] = True,
     as_json: options.Json = False,
 ) -> None:
-    """Benchmark drafts against plain generate, the loop without a draft, and prompt lookup.
+    """Measure drafts after prompts of several lengths, beside plain generate and the loop without a draft.
 
-    Each call is saved when it finishes: Ctrl-C keeps the results so far, and --resume continues. Use a --context and
-    --batch like yours, on an otherwise idle machine.
+    Prints one table. A text must be that of generate before its speed counts. Use a --context and --batch like yours,
+    on an otherwise idle machine. --output gets each turn when it ends: Ctrl-C keeps the results so far.
 
     Examples:
 
     - hf-longspec bench --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --context 1k,4k
-    - hf-longspec bench --target Qwen/Qwen3-8B --data novels.jsonl --column book --context 8k,32k --batch 1,4
-    - hf-longspec bench --target Qwen/Qwen3-8B --data novels --context 16k --sweep sparse_ratio=0.03,0.07
-    - hf-longspec bench --target Qwen/Qwen3-8B --data novels --preset all --minutes 20
+    - hf-longspec bench --target Qwen/Qwen3-8B --data novels.jsonl --column book --context 8k,32k --batch 4
+    - hf-longspec bench --target Qwen/Qwen3-8B --draft ngram --draft specattn --data novels --output novels.jsonl
 
     Exit status: 0; 1 if a text was wrong; 2 for what cannot be run; 130 after Ctrl-C.
     """
 
 
-@command()
+@command
 def demo(
     target: Annotated[
         str | None, options.named("Hub id or folder of the model. Default: the tiny target of the repository.")
@@ -351,7 +315,7 @@ def demo(
     """
 
 
-@command()
+@command
 def train(
     config: Annotated[Path, text("YAML recipe, such as recipes/longspec_pretrain.yaml.")],
     data: Annotated[
@@ -387,7 +351,7 @@ def train(
     """
 
 
-@command()
+@command
 def convert(
     source: Annotated[str, options.named("Hub id, folder or weight file of the authors' draft.", make=typer.Argument)],
     output: Annotated[Path, output("New folder for the converted draft.", options.require_writable_folder)],
@@ -409,7 +373,7 @@ def convert(
     """
 
 
-@command()
+@command
 def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
     repo: Annotated[str | None, text("Repository to upload to, owner/name.")] = None,

@@ -23,8 +23,8 @@ from ..auditing import (
     audit_sampling,
     compare,
 )
-from ..bench.calls import TokenClock
 from ..cli import CommandError, options
+from .measuring import TokenClock
 from .models import LoadedModels, Progress, PromptProgress, load_models, say
 
 # Tokens that are drawn at least: the variance of a count is a quarter of them at most.

@@ -1,174 +1,249 @@
-"""`hf-longspec bench`: speed and acceptance of drafts, compared with other ways to decode the same text."""
+"""`hf-longspec bench`: speed and acceptance of drafts after prompts of several lengths, in one table."""
 
-import hashlib
 import json
-import math
-import re
 import sys
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from itertools import product
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from rich.console import Console
-from rich.markdown import Markdown
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from rich.markup import escape
+from rich.table import Table
+from transformers import PreTrainedModel
 
 from hf_longspec import __version__
 
-from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
-from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
-from ..bench.matrix import Matrix, draft_points, grid, split_axes, written
-from ..bench.plots import plot_all
-from ..bench.prompts import DocumentPrompts
-from ..bench.report import FAILED, matrix_report, rows_of
-from ..bench.results import OWN_LENGTH, of_kind
-from ..bench.runner import Cell, Method, Runner
-from ..cli import CommandError, models, options
-from ..generation.target import TargetView
+from ..auditing import EXACT, NEAR_TIE
+from ..cli import CommandError, models, one_line, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
-from ..modeling.register_draft import DRAFTS
+from .files import Record, replace_file
+from .machine import environment
+from .measuring import (
+    FAILED,
+    HF,
+    IDENTICAL,
+    NOT_COMPARED,
+    PLAIN,
+    REFERENCE,
+    HfMethod,
+    Measurement,
+    endless,
+    judge,
+    rotated,
+    run_call,
+    sampling,
+    significant,
+    summarize,
+)
 from .models import Progress, noticing_others
 from .options import name_of
+from .outputs import claim
+from .prompts import around_a_message, cut_windows, encode
+from .texts import MAX_DOCUMENTS, Document, read_source
 
-LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
-LOOKUP_TOKENS = 4  # that prompt lookup drafts
-# The drafts and ways to choose tokens of `--preset all`. The loop without a draft is measured in any case.
-ALL_DRAFTS = [one.names[0] for one in DRAFTS.values() if one.model.weightless and one.model is not PlainDraftModel]
-ALL_WAYS = "temperature=0,1"
-PACKAGES = ("pandas", "scipy")
+# The first call of a method is slow, on a GPU for each length of a prompt.
+WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
+# Verdicts, the worst first, with their styles: a row has the worst of its turns.
+VERDICTS = dict.fromkeys(FAILED, "bold red") | {NEAR_TIE: "yellow", NOT_COMPARED: "dim", EXACT: "green"}
+VERDICTS |= {IDENTICAL: "green", REFERENCE: "dim"}
+NOTE = (
+    "Medians over turns, in brackets the lowest and the highest; ratios are taken within a turn. tokens/s counts from "
+    "the first token to the last, all rows together. tau: tokens per verification, the target's own included."
+)
 
 
 def run(args: SimpleNamespace) -> int:
-    require_packages(args.plots)
-    bench = Bench(args)
+    read_options(args)
     with models.quiet(progress_bars=not Path(args.target).is_dir()):
-        prompts = DocumentPrompts(models.load_tokenizer(args.target), args.documents, args.chat)
-        file, interrupted = bench.measure(
-            prompts, args.output, math.inf if args.minutes is None else args.minutes * 60, args.resume or None
-        )
-    show(file, args.plots, args.as_json)
-    if interrupted:
-        print("Interrupted. Finished calls are kept; --resume continues.", file=sys.stderr)
-        return options.INTERRUPTED
-    return int(any(row["text"] in FAILED for row in rows_of(file.records)))
+        limit = models.positions_of(config := models.load_config(args.target))
+        for draft in args.draft:
+            models.check_draft(draft, config)
+        if max(args.context) + args.max_new_tokens > limit:
+            raise CommandError(
+                f"--context {max(args.context)} and {args.max_new_tokens} new tokens exceed the {limit} positions of "
+                f"{args.target}. Pass a shorter --context."
+            )
+        tokenizer, count = models.load_tokenizer(args.target), args.repeats * args.batch
+        prompts = {size: prompts_of(tokenizer, args.documents, size, count, args.chat) for size in args.context}
+        model = endless(models.load_target(args.target, models.dtype_of(args.dtype, models.default_device())))
+        methods = {HF: HfMethod(), PLAIN: PlainDraftModel.from_target(model), **load_drafts(args.draft, model)}
+        bench, interrupted = Bench(args, model, methods), False
+        try:
+            with noticing_others(), Progress(len(prompts) * len(methods) * args.repeats) as progress:
+                for context, windows in prompts.items():
+                    bench.measure(context, windows, progress)
+        except KeyboardInterrupt:
+            print("Interrupted. The turns that ended are shown.", file=sys.stderr)
+            interrupted = True
+    rows = rows_of(bench.records)
+    if args.as_json:
+        print(json.dumps({"environment": bench.records[0], "rows": rows}))
+    else:
+        show(rows)
+    return options.INTERRUPTED if interrupted else int(any(row["text"] in FAILED for row in rows))
+
+
+def read_options(args: SimpleNamespace) -> None:
+    """Check the options together, read the lengths of `--context`, and add the `documents` of `--data`."""
+    options.require_target(args.target)
+    args.draft = args.draft or ["ngram"]
+    if options.AUTO in args.draft:
+        raise CommandError(f"--draft {options.AUTO} chooses a draft, and here drafts are compared. Name them.")
+    short = [name_of(name) for name in args.draft]
+    if twice := sorted({name for name in short if short.count(name) > 1}):
+        raise CommandError(f"--draft: two drafts have the name {twice[0]!r} in the results. Rename a folder.")
+    args.context = options.lengths("--context", args.context)
+    claim([args.output] if args.output is not None else [], [args.data], overwrite=args.overwrite)
+    args.documents = read_source(args.data, args.column)
+
+
+def prompts_of(
+    tokenizer: Any, documents: Sequence[Document], context: int, count: int, chat: bool = False
+) -> torch.Tensor:
+    """`count` prompts of `context` tokens out of the documents, `(count, context)`.
+
+    With `chat`, each is the message of a user, and what the chat template writes around it is part of the prompt.
+    """
+    before, after = around_a_message(tokenizer) if chat else ("", "")
+    head, tail = encode(tokenizer, before), encode(tokenizer, after)
+    if (room := context - len(head) - len(tail)) < 1:
+        raise CommandError(f"--context {context}: the chat template alone has {context - room} tokens. Pass more.")
+    texts = [encode(tokenizer, document.text) for document in documents[:MAX_DOCUMENTS]]
+    windows = cut_windows(texts, room, count)
+    return torch.cat([head.expand(count, -1), windows, tail.expand(count, -1)], dim=1)
 
 
 class Bench:
-    """One run of the command: the values that decide the numbers, under their names in the result file."""
+    """Measure all methods in turns; the records, also as lines of `--output`, a turn at a time."""
 
-    def __init__(self, args: SimpleNamespace):
-        drafts, self.sweeps = args.draft or [], args.sweep or []
-        if args.preset is not None:
-            drafts += [name for name in ALL_DRAFTS if name not in drafts]
-            is_sampled = args.temperature or any(one.startswith("temperature=") for one in self.sweeps)
-            self.sweeps += [] if is_sampled else [ALL_WAYS]
-        self.target, self.preset, self.assistant = args.target, args.preset, args.assistant
-        self.drafts, self.data = drafts or ["ngram"], args.data
-        self.column, self.chat = args.column, args.chat
-        self.contexts, self.batches = args.context, args.batch
-        types = (models.dtype_of(name, models.default_device()) for name in args.dtype)
-        self.dtypes = list(dict.fromkeys(str(one).removeprefix("torch.") for one in types))
-        self.tokens, self.repeats = args.max_new_tokens, args.repeats
-        self.temperature = args.temperature
+    def __init__(self, args: SimpleNamespace, model: PreTrainedModel, methods: Mapping[str, Any]):
+        self.args, self.model, self.methods = args, model, methods
+        self.records: list[Record] = []
+        if args.output is not None:
+            replace_file(args.output, "")
+        named = ("context", "batch", "max_new_tokens", "repeats", "temperature", "chat", "column")
+        settings = {name: vars(args)[name] for name in named} | {"dtype": str(model.dtype).removeprefix("torch.")}
+        facts = {"device": models.describe_device(model.device), "hf_longspec": __version__, "settings": settings}
+        self.write("environment", **environment(), **facts)
 
-    def measure(
-        self, prompts: DocumentPrompts, output: Path, seconds: float, resume: bool | None
-    ) -> tuple[Runner, bool]:
-        """Measure all dtypes, with one model in memory at a time; returns also whether Ctrl-C ended the run."""
-        model, methods, cells = self._prepare(self.dtypes[0], prompts)
-        facts = {
-            "device": models.describe_device(model.device),
-            "peak_memory": PeakMemory(model.device).how,
-            "hf_longspec": __version__,
-        }
-        settings = self._settings(cells, prompts)
-        file = Runner(output, "bench", matrix_report, seconds, settings, facts, resume)
-        try:
-            total = len(cells) * len(methods) * self.repeats * len(self.dtypes)
-            with noticing_others(), file, Progress(total) as progress:
-                for name in self.dtypes:
-                    if name != self.dtypes[0]:
-                        del model, methods  # before the next one is loaded
-                        model, methods, cells = self._prepare(name, prompts)
-                    matrix = Matrix(model, methods, prompts, file, tokens=self.tokens, repeats=self.repeats)
-                    for cell in cells:
-                        _write_floor(file, model, cell)
-                        matrix.measure(cell, progress)
-        except KeyboardInterrupt:
-            return file, True
-        return file, False
+    def write(self, kind: str, **values: Any) -> None:
+        self.records.append({"kind": kind, **values})
+        if self.args.output is not None:
+            with self.args.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.records[-1]) + "\n")
 
-    def _prepare(self, dtype: str, prompts: DocumentPrompts) -> tuple[PreTrainedModel, list[Method], list[Cell]]:
-        """Model, methods and cells of one dtype, with every check that is possible before anything is measured."""
-        model = endless(models.load_target(self.target, models.TORCH_DTYPES[dtype]))
-        drafts = load_drafts(self.drafts, model)
-        axes = options.parse_sweeps(self.sweeps)
-        decoding, of_drafts, contexts = split_axes(axes, {name: draft.settings for name, draft in drafts.items()})
-        methods = [Method(HF, HfMethod()), Method(PLAIN, PlainDraftModel.from_target(model))]
-        methods.append(Method(LOOKUP, HfMethod({"prompt_lookup_num_tokens": LOOKUP_TOKENS}, max_batch=1)))
-        if self.assistant is not None:
-            assistant = load_assistant(self.assistant, model)
-            methods.append(Method(ASSISTED, HfMethod({"assistant_model": assistant}, max_batch=1)))
-        methods += points_of(drafts, of_drafts, model)
-        own = {"temperature": self.temperature} if self.temperature else {}
-        ways = [Decoding(**(own | dict(point))) for point in grid(decoding)]
-        widths = options.lengths("--context", ",".join(contexts)) if contexts else self.contexts
-        if self.preset is not None:
-            longest = min(models.positions_of(model.config) - self.tokens, max(prompts.sizes))
-            widths = [width for width in widths if width <= longest] or widths[:1]
-        self._require_room(model, widths, prompts)
-        return model, methods, [Cell(dtype, *rest) for rest in product(widths, self.batches, ways)]
+    def measure(self, context: int, prompts: torch.Tensor, progress: Progress) -> None:
+        """Run every method in every turn, each turn after prompts of its own; a text is judged before it counts."""
+        refused: set[str] = set()
+        for turn, ids in enumerate(prompts.split(self.args.batch)):
+            calls: dict[str, Measurement] = {}
+            for name in rotated([*self.methods], turn):
+                progress.say(f"{context} tokens: {name}, turn {turn + 1} of {self.args.repeats}")
+                if name not in refused:
+                    try:
+                        if not turn:
+                            end = ids if self.model.device.type == "cuda" else ids[:, -WARM_UP_PROMPT:]
+                            self._call(name, end, min(WARM_UP_TOKENS, self.args.max_new_tokens), turn)
+                        calls[name] = self._call(name, ids, self.args.max_new_tokens, turn)
+                    except (torch.OutOfMemoryError, ValueError) as error:
+                        refused.add(name)
+                        reason = "out of memory" if isinstance(error, torch.OutOfMemoryError) else one_line(error)
+                        self.write("skipped", context=context, method=name, reason=reason)
+                        models.say(f"Left out after {context} tokens: {name}: {reason}", stderr=True)
+                progress.step()
+            for name, call in calls.items():
+                self.write(
+                    "run",
+                    context=context,
+                    method=name,
+                    turn=turn,
+                    text=self._verdict(name, ids, calls),
+                    tokens=call.tokens,
+                    steps=call.steps,
+                    seconds=call.decode_seconds,
+                    ttft_seconds=call.ttft_seconds,
+                )
 
-    def _require_room(self, model: PreTrainedModel, widths: Sequence[int], prompts: DocumentPrompts) -> None:
-        """Refuse contexts that exceed the model's positions, or the documents."""
-        limit = models.positions_of(model.config)
-        longest, document = max(widths), max(prompts.sizes)
-        if longest + self.tokens > limit:
-            raise CommandError(
-                f"--context {longest} and {self.tokens} new tokens exceed the {limit} positions of {self.target}. Pass "
-                "a shorter --context."
-            )
-        if longest > document:
-            raise CommandError(
-                f"--context {longest}: the longest document of --data {' '.join(self.data)} has {document} tokens. "
-                f"Use a shorter context, --context {options.OWN}, or longer documents."
-            )
-        if OWN_LENGTH in widths:
-            prompts.own(1, limit - self.tokens)
+    def _call(self, name: str, ids: torch.Tensor, tokens: int, seed: int) -> Measurement:
+        decoding = sampling(self.args.temperature)
+        prompt = ids, torch.ones_like(ids)
+        return run_call(self.model, self.methods[name], prompt, tokens=tokens, seed=seed, decoding=decoding)
 
-    def _settings(self, cells: Sequence[Cell], prompts: DocumentPrompts) -> dict[str, Any]:
-        """All values; a run is resumed only if none of them has changed."""
-        contexts = list(dict.fromkeys(cell.context for cell in cells))
-        digest = hashlib.sha256()
-        for part in (*prompts.texts, prompts.tail):
-            digest.update(part.numpy().tobytes())
-        names = [Path(without_folders(source)).name or source for source in self.data]
-        return vars(self) | {
-            "target": name_of(self.target),
-            "drafts": [name_of(name) for name in self.drafts],
-            "assistant": None if self.assistant is None else name_of(self.assistant),
-            "data": {"source": ", ".join(names), "sha256": digest.hexdigest()[:16], **prompts.describe(contexts)},
-            "contexts": contexts,
-        }
+    def _verdict(self, name: str, ids: torch.Tensor, calls: Mapping[str, Measurement]) -> str:
+        """The verdict on one text of a turn.
+
+        Greedy texts must be those of `generate`. Sampled ones must be those that the loop without a draft draws from
+        the same seed, unless a draft or `generate` uses other random numbers.
+        """
+        greedy, method = not self.args.temperature, self.methods[name]
+        is_drawn = isinstance(method, HfMethod) or (
+            "acceptance" in method.settings and method.setting("acceptance") == "rejection"
+        )
+        reference = calls.get(HF if greedy else PLAIN)
+        if reference is None or (is_drawn and not greedy):
+            return NOT_COMPARED
+        if not greedy and self.model.dtype != torch.float32 and not torch.equal(calls[name].text, reference.text):
+            return NOT_COMPARED  # the audit compares with the argmax only
+        return judge(self.model, ids.to(self.model.device), calls[name], reference)
 
 
-def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: PreTrainedModel) -> list[Method]:
-    """Every draft with every combination of the settings on `axes` that it has."""
-    methods = [
-        Method(", ".join(filter(None, [name, written(point)])), draft, point)
-        for name, draft in drafts.items()
-        for point in draft_points(axes, draft.settings)
-    ]
-    for method in methods:  # before anything is measured
-        try:
-            with method.with_settings():
-                method.how.check(TargetView(model))
-        except ValueError as error:
-            raise CommandError(f"--sweep: {method.name}: {error}") from error
-    return methods
+def rows_of(records: Sequence[Record]) -> list[Record]:
+    """One row per context and method, the baselines first: medians over turns with their range, and the worst verdict.
+
+    A method with a wrong text has no speed.
+    """
+    calls: dict[tuple[int, str], dict[int, Record]] = {}
+    for run in records:
+        if run["kind"] == "run":
+            calls.setdefault((run["context"], run["method"]), {})[run["turn"]] = run
+    speeds = {
+        place: {turn: run["tokens"] / max(run["seconds"], 1e-9) for turn, run in own.items()}
+        for place, own in calls.items()
+    }
+    rows = []
+    for context, method in sorted(calls, key=lambda place: (place[0], {HF: 0, PLAIN: 1}.get(place[1], 2))):
+        own = calls[context, method].values()
+        tau = sum(run["tokens"] for run in own) / max(1, sum(run["steps"] for run in own))
+        text = min((run["text"] for run in own), key=[*VERDICTS].index)
+        row = {"context": context, "method": method, "turns": len(own), "tau": significant(tau), "text": text}
+        if text not in FAILED:
+            speed = speeds[context, method]
+            row["tokens_per_second"] = summarize([*speed.values()])
+            for name, base in (("ratio_to_generate", HF), ("ratio_to_no_draft", PLAIN)):
+                bases = speeds.get((context, base), {})
+                ratios = [value / bases[turn] for turn, value in speed.items() if turn in bases]
+                row[name] = summarize(ratios) if ratios else None
+        rows.append(row)
+    return rows
+
+
+def show(rows: Sequence[Record]) -> None:
+    """Print one table of all contexts and methods."""
+    table = Table()
+    for heading in ("context", "draft", "tokens/s", "x generate", "x no draft", "tau", "text"):
+        is_text = heading in ("draft", "text")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+    names = {HF: "generate", PLAIN: "no draft"}
+    for row in rows:
+        table.add_row(
+            str(row["context"]),
+            escape(names.get(row["method"]) or row["method"]),
+            f"{row['tokens_per_second']['median']:.1f}" if "tokens_per_second" in row else "",
+            *(_shown(row.get(f"ratio_to_{base}")) for base in ("generate", "no_draft")),
+            f"{row['tau']:.2f}",
+            f"[{VERDICTS[row['text']]}]{row['text']}[/]",
+        )
+    Console(highlight=False).print(table)
+    models.say(NOTE)
+
+
+def _shown(ratio: Record | None) -> str:
+    if ratio is None:
+        return ""
+    middle, low, high = (f"{ratio[name]:.2f}" for name in ("median", "low", "high"))
+    return middle if low == high else f"{middle} ({low}-{high})"
 
 
 def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
@@ -177,61 +252,8 @@ def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
     """A draft by name, folder or Hub id, which drafts in every iteration."""
-    load = models.load_draft if Path(name).is_dir() else models.open_draft
+    load: Callable[..., Any] = models.load_draft if Path(name).is_dir() else models.open_draft
     draft = load(name, model).to(model.device)
     if "gate" in draft.settings:  # it would stop drafting where that does not pay, and hide what is to be measured
         draft.generation_config.gate = False
     return draft
-
-
-def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
-    with models.loading(name, "assistant"):
-        assistant = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).eval().to(model.device)
-        sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (assistant, model)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"its vocabulary has {sizes[0]} tokens, that of the target {sizes[1]}. Pass another model")
-    return endless(assistant)
-
-
-def _write_floor(file: Runner, model: PreTrainedModel, cell: Cell) -> None:
-    """Write the least time of a step once, and before the first the bandwidth, also for the parts of a resumed run."""
-    place = {"dtype": cell.dtype, "context": cell.context, "batch": cell.batch}
-    known = of_kind(file.records, "ceilings")
-    if not known and (found := read_gb_per_second(model.device)) is not None:
-        known = [file.write("ceilings", read_gb_per_second=round(found, 1))]
-    if known and cell.context != OWN_LENGTH and not of_kind(file.records, "floor", **place):
-        seconds = floor_seconds(model, cell.context, cell.batch, known[0]["read_gb_per_second"])
-        if seconds is not None:
-            file.write("floor", **place, seconds=seconds)
-
-
-def show(file: Runner, plots: bool, as_json: bool) -> None:
-    records = file.records
-    paths = [file.path, file.path.with_suffix(".md")]
-    if plots:
-        paths += plot_all(records, file.path)
-    if as_json:
-        result = {
-            "environment": of_kind(records, "environment")[0],
-            "rows": rows_of(records),
-            "skipped": of_kind(records, "skipped"),
-            "finished": bool(of_kind(records, "end")),
-            "files": [str(path) for path in paths],
-        }
-        print(json.dumps(result))
-    else:
-        report, console = matrix_report(records, brief=True), Console()
-        if console.is_terminal:
-            # with spaces, so that a range breaks into lines where a column is too narrow for it
-            console.print(Markdown(re.sub(r"\(([\d.]+)-([\d.]+)\)", r"(\1 - \2)", report)))
-        else:
-            print(report)
-    models.say(f"Written: {', '.join(map(str, paths))}", stderr=True)
-
-
-def require_packages(plots: bool) -> None:
-    """Refuse, before anything is measured, to run without the packages that the report needs."""
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise CommandError(f"the report needs packages that are not installed: pip install {' '.join(missing)}.")
-    if plots and find_spec("matplotlib") is None:
-        raise CommandError("the plots need matplotlib: pip install matplotlib, or pass --no-plots.")

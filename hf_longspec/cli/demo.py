@@ -13,15 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from ..auditing import NEAR_TIE, audit
-from ..bench.calls import Call, Decoding, HfMethod, run_call
-from ..bench.report import DIFFERS, FAILED, IDENTICAL, REFERENCE
-from ..bench.sources import BUILTIN, read_source
+from ..auditing import NEAR_TIE
 from ..cli import CommandError, models, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..streaming import FileStreamer
 from .bench import load_drafts
+from .measuring import FAILED, IDENTICAL, REFERENCE, HfMethod, Measurement, judge, run_call
 from .models import PromptProgress
+from .texts import BUILTIN, read_source
 
 GENERATE, NO_DRAFT = "generate", "no draft"
 WARM_UP_PROMPT, WARM_UP_TOKENS, SHORTEST_PROMPT = 64, 8, 32
@@ -120,9 +119,9 @@ def estimate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, calls: 
     Attention takes more than its share of a long prompt, and drafts save a part of the decoding.
     """
 
-    def call(ids: torch.Tensor) -> Call:
+    def call(ids: torch.Tensor) -> Measurement:
         prompt = ids, torch.ones_like(ids)
-        return run_call(model, HfMethod(), prompt, decoding=Decoding(), tokens=WARM_UP_TOKENS, seed=0)
+        return run_call(model, HfMethod(), prompt, tokens=WARM_UP_TOKENS, seed=0)
 
     call(ids[:, -WARM_UP_PROMPT:])  # the first call is slow
     piece = call(ids[:, :PIECE])
@@ -148,12 +147,12 @@ def measure(
     ids: torch.Tensor,
     tokens: int,
     shown: tuple[Any, str] | None,
-) -> Call:
+) -> Measurement:
     """Measure one way to decode, under a bar while it reads the prompt; `shown` prints the text while it is written."""
 
-    def call(ids: torch.Tensor, tokens: int, **how: Any) -> Call:
+    def call(ids: torch.Tensor, tokens: int, **how: Any) -> Measurement:
         prompt = ids, torch.ones_like(ids)
-        return run_call(model, method, prompt, decoding=Decoding(), tokens=tokens, seed=0, **how)
+        return run_call(model, method, prompt, tokens=tokens, seed=0, **how)
 
     call(ids[:, -WARM_UP_PROMPT:], WARM_UP_TOKENS)  # the first call is slow, and not measured
     # rich replaces sys.stdout while the bar is shown, by a file that ends every piece with a new line
@@ -175,18 +174,7 @@ def measure(
     return measured
 
 
-def judge(model: PreTrainedModel, ids: torch.Tensor, call: Call, reference: Call) -> str:
-    """Compare a text with that of plain `generate`; in other types than float32 an audit decides on another text."""
-    if call is reference:
-        return REFERENCE
-    if torch.equal(call.text, reference.text):
-        return IDENTICAL
-    if model.dtype == torch.float32:
-        return DIFFERS
-    return audit(model, torch.cat([ids, call.text], dim=1), ids.shape[1], torch.ones_like(ids)).verdict
-
-
-def show(console: Console, calls: dict[str, Call], texts: dict[str, str]) -> None:
+def show(console: Console, calls: dict[str, Measurement], texts: dict[str, str]) -> None:
     """Print the table, a sentence on the fastest draft, and a line on those that are slower than no draft."""
     base = calls[GENERATE].tokens_per_second
     speeds = {name: call.tokens_per_second / base if base else 0.0 for name, call in calls.items()}

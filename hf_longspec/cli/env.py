@@ -13,8 +13,8 @@ import yaml
 from hf_longspec import __version__
 
 from ..attention_backends import registry
-from ..bench.machine import environment, versions
 from ..generation.route import is_installed
+from .machine import environment, versions
 
 # Named in a report when they are installed.
 PACKAGES = [

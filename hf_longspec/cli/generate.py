@@ -16,12 +16,12 @@ from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from ..auto import AutoDraft
-from ..bench.calls import TokenClock
-from ..bench.results import replace_file
 from ..cli import CommandError, options
 from ..generation.sequences import SpeculationStats
 from ..generation.special_cases.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
+from .files import replace_file
+from .measuring import TokenClock
 from .models import LoadedModels, PromptProgress, load_models, say
 from .outputs import claim
 from .rows import continue_rows

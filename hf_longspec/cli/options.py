@@ -6,7 +6,6 @@ transformers when it is imported, as the help does without.
 
 import codecs
 import json
-import math
 import re
 import sys
 import tempfile
@@ -20,21 +19,17 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from ..bench.results import OWN_LENGTH
 from ..cli import CommandError, one_line
 
 INPUT_ERROR, INTERRUPTED = 2, 130
 DtypeName = StrEnum("DtypeName", ["auto", "float32", "bfloat16", "float16"])
-Preset = StrEnum("Preset", ["all"])
 DEMO_CONTEXT = 6144
 # One batch may have so many rows.
 MOST_ROWS = 1024
 # Names of the package's `weightless_drafts`, for the help, which does not import them.
-BY_NAME = "assistant, grammar, ngram, plain, quest, magicdec, specattn, vegas, self-int4, token_recycling, recycling"
+BY_NAME = "assistant, grammar, ngram, plain, specattn, vegas, self-int4"
 # The draft that chooses another one.
 AUTO = "auto"
-# Prompts of their own length, in a list of lengths.
-OWN = "own"
 # Endings of files with texts, tables or weights. Names of Hub repositories have others, such as those of versions.
 FILE_SUFFIXES = {".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip"}
 # Of these, those of files that are no text.
@@ -323,44 +318,20 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
             raise CommandError(f"unknown key {str(name)!r} in {what}: {choices}")
 
 
-def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
-    """Numbers such as `512,2k`; `own` is 0.
+def lengths(option: str, text: str) -> list[int]:
+    """Numbers such as `512,2k`.
 
-    >>> lengths("--context", "512,2k,own")
-    [512, 2048, 0]
+    >>> lengths("--context", "512,2k")
+    [512, 2048]
     """
     numbers = []
     for part in map(str.strip, text.split(",")):
-        if part == OWN and option == "--context":
-            numbers.append(OWN_LENGTH)
-            continue
         match = re.fullmatch(r"(\d+)(k?)", part.lower())
         number = int(match[1]) * (1024 if match[2] else 1) if match else 0
-        if not 1 <= number <= most:
-            upper = "" if most == math.inf else f" and at most {most}"
-            raise CommandError(f"{option} {part!r}: expected numbers of at least 1{upper}, such as 512 or 2k (2048).")
+        if number < 1:
+            raise CommandError(f"{option} {part!r}: expected numbers of at least 1, such as 512 or 2k (2048).")
         numbers.append(number)
     return list(dict.fromkeys(numbers))
-
-
-def parse_sweeps(texts: Iterable[str]) -> dict[str, list[str]]:
-    """Split the texts into the values of each key, which are still texts.
-
-    >>> parse_sweeps(["sparse_ratio=0.03,0.07", "tree_widths=4+4,1+1+1"])
-    {'sparse_ratio': ['0.03', '0.07'], 'tree_widths': ['4+4', '1+1+1']}
-    """
-    axes: dict[str, list[str]] = {}
-    for text in texts:
-        key, equals, values = text.partition("=")
-        parts = [part.strip() for part in values.split(",")]
-        if not equals or not key.strip() or not all(parts):
-            raise CommandError(f"--sweep {text!r}: expected key=v1,v2, such as sparse_ratio=0.03,0.07.")
-        if key.strip() in axes:
-            raise CommandError(f"--sweep {key.strip()} is passed twice. Pass all its values at once.")
-        if len(set(parts)) < len(parts):
-            raise CommandError(f"--sweep {text!r} has a duplicate value.")
-        axes[key.strip()] = parts
-    return axes
 
 
 def read_text(file: Path | None, prompt: str | None) -> tuple[str, str]:

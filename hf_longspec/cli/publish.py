@@ -11,12 +11,11 @@ from typing import Any
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import AutoModel
 
-from ..bench.report import acceptance_section
-from ..bench.results import records_of_draft
 from ..cli import CARD_FACTS, CommandError, one_line, options
 from ..hub import Card, push, write_repository
 from ..hub.code import PACKAGE, STUB
 from ..hub.repository import engine_of, write_engine
+from .acceptance import acceptance_section, records_of_draft
 from .models import loading, quiet
 from .outputs import claim
 

@@ -20,12 +20,12 @@ from transformers import set_seed
 
 from ..auto import AutoDraft
 from ..batching import Batcher, Request
-from ..bench.prompts import around_a_message
-from ..bench.results import Record, replace_file
-from ..bench.sources import prompts_of
 from ..cli import CommandError, one_line, options
+from .files import Record, replace_file
 from .models import LoadedModels, Progress, dtype_of, find_device, load_models, say
 from .outputs import claim
+from .prompts import around_a_message
+from .texts import prompts_of
 
 # A line of the output begins so. The last one may be cut off.
 BEGINNING = '{"row": '

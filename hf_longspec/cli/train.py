@@ -24,13 +24,13 @@ from transformers import (
     set_seed,
 )
 
-from ..bench.machine import command, git_commit, without_folders
-from ..bench.results import replace_file
 from ..cli import CARD_FACTS, CommandError, one_line, options
 from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
 from ..training.data import DocumentEncoder, most_frequent
 from ..training.methods import trained_drafts
 from ..training.trainer import last_complete_checkpoint
+from .files import replace_file
+from .machine import command, git_commit, without_folders
 from .models import check_draft, load_config, load_tokenizer, loading
 from .outputs import claim
 from .recipe import Recipe, recipe_of

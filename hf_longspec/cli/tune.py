@@ -1,33 +1,31 @@
 """`hf-longspec tune`: the fastest settings of a draft, measured on the user's text and machine."""
 
-import hashlib
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from rich.console import Console
-from rich.table import Table
-from transformers import set_seed
+from rich.table import Column, Table
+from transformers import PreTrainedModel, set_seed
 
-from hf_longspec import __version__
-
-from ..bench.calls import Decoder, changed, endless, prefill
-from ..bench.prompts import cut_windows
-from ..bench.results import Record, replace_file
-from ..bench.runner import Runner, rotated
 from ..cli import CommandError, options
+from ..generation.cache import SpeculativeCache
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
-from ..modeling.register_draft import DRAFTS
+from ..modeling.register_draft import DRAFTS, weightless_drafts
 from ..modeling.settings import most_nodes
-from .models import LoadedModels, Progress, PromptProgress, describe_device, load_models, noticing_others, say
+from .files import replace_file
+from .measuring import Measurement, changed, endless, rotated, run_call, sampling
+from .models import LoadedModels, Progress, PromptProgress, load_models, noticing_others, say
+from .outputs import claim
+from .prompts import cut_windows
 
 Settings = dict[str, Any]
 
@@ -58,54 +56,35 @@ BRANCHES, MOST_NODES = (1, 2, 3), 64
 # Two runs of the same settings differ by a few percent; the present settings are kept unless others gain more.
 NOISE = 0.03
 SETTINGS_FILE = "generation_config.json"
-# Options of the command that decide the numbers.
-MEASURED = ("context", "prompts", "batch", "max_new_tokens", "repeats", "sample")
 
 
-def run(args: SimpleNamespace) -> int:
-    name, text = args.name, args.text
+def run(args: SimpleNamespace) -> None:
+    refuse_contradictions(args)
+    name, text = options.read_text(args.file, args.prompt)
     with load_models(args) as loaded:
         plan = plan_for(loaded.draft)
         loaded.require_room(f"a prompt of --context {args.context}", args.context, args.max_new_tokens + 1)
-        ids = loaded.encode(name, text)[0].cpu()
-        if len(ids) < args.context:
-            raise CommandError(
-                f"{name} has {len(ids)} tokens, fewer than --context {args.context}. Pass a longer text, or at most "
-                f"--context {len(ids)}."
-            )
-        windows = cut_windows([ids], args.context, args.prompts).to(loaded.model.device)
-        model = endless(loaded.model)
+        model, ids = endless(loaded.model), loaded.encode(name, text)[0].cpu()
+        windows = cut_windows([ids], args.context, args.prompts).to(model.device)
         set_seed(0)
-        how = {name: vars(args)[name] for name in MEASURED}
-        digest = hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()[:16]
-        settings = {**loaded.record(), "set": loaded.settings, **how, "text_sha256": digest}
-        facts = {"device": describe_device(model.device), "hf_longspec": __version__}
-        file = Runner(args.results, "tune", None, math.inf, settings, facts, args.resume or None)
-        try:
-            with noticing_others(), file, PromptProgress(model, windows.numel(), "Reading the prompts") as progress:
-                decoder = Decoder(model, prefill(model, windows), args.max_new_tokens)
-                tuner = Tuner(args, loaded, decoder, progress, file)
-                best = plan(loaded.draft, TargetView(model), args.context, tuner.measure)
-                chosen, present, plain = tuner.confirm(best)
-        except KeyboardInterrupt:
-            print(f"\nInterrupted; the runs so far are kept in {args.results}. --resume goes on.", file=sys.stderr)
-            return options.INTERRUPTED
+        with noticing_others(), PromptProgress(model, windows.numel(), "Reading the prompts") as progress:
+            tuner = Tuner(args, loaded, PrefilledPrompts(model, windows, args.batch, args.max_new_tokens), progress)
+            best = plan(loaded.draft, TargetView(model), args.context, tuner.measure)
+            chosen, present, plain = tuner.confirm(best)
         wins = chosen.options != present.options and chosen.gain_over(present) > NOISE
         winner = chosen if wins else present
         if not args.as_json:
             show(tuner.trials, winner)
         written = None if args.dry_run or not (wins or args.output) else args.output or Path(args.draft)
-        if written is not None and args.output is None:
-            update_settings(written, loaded.settings | winner.options)  # what --set gave was measured too
-        elif written is not None:
+        if args.output is not None and written is not None:
             for key, value in winner.options.items():
                 setattr(loaded.draft.generation_config, key, value)
             loaded.draft.save_pretrained(written)
-    args.results.unlink()
+        elif written is not None:
+            update_settings(written, loaded.settings | winner.options)  # what --set gave was measured too
     if args.as_json:
         result = {
             **loaded.record(),
-            "options": how,
             "trials": [asdict(trial) for trial in tuner.trials],
             "present": present.options,
             "winner": winner.options,
@@ -119,7 +98,27 @@ def run(args: SimpleNamespace) -> int:
     else:
         saved = "" if written is None else f" Saved to {written}."
         say(f"The present settings are kept: {shown(winner.options)}.{saved}")
-    return 0
+
+
+def refuse_contradictions(args: SimpleNamespace) -> None:
+    """Refuse drafts without settings to choose, and a result that could not be written, before anything is loaded."""
+    if args.draft == options.AUTO:
+        raise CommandError(
+            f"--draft {options.AUTO} chooses a draft for a text, and tune measures the settings of one. Name the draft."
+        )
+    tuned = [list(one.names) for one in DRAFTS.values() if one.tune is not None]
+    if args.draft in weightless_drafts() and not any(args.draft in names for names in tuned):
+        others = " or ".join(name for name, *_ in tuned)
+        raise CommandError(f"{args.draft} drafts have nothing to tune. Pass one of {others}.")
+    if args.dry_run:
+        return
+    if args.output is None and not Path(args.draft).is_dir():
+        raise CommandError(
+            f"the draft {args.draft} is not a local folder. Pass --output FOLDER for the tuned draft, or --dry-run."
+        )
+    options.require_writable_folder(args.output or Path(args.draft))
+    read = [args.file, args.draft, args.target]
+    claim([args.output] if args.output is not None else [], read, overwrite=args.overwrite)
 
 
 @dataclass(frozen=True)
@@ -193,8 +192,7 @@ def plateau(taus: Sequence[tuple[float, float]]) -> float:
 
 def tune_longspec(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
     """The fastest of [`WIDTHS`] that the draft accepts."""
-    trees = [widths for widths in WIDTHS if 1 + sum(widths) <= _most_nodes(draft)]
-    return _fastest_tree("tree_widths", trees, draft, target, measure)
+    return _fastest_tree("tree_widths", _fitting(WIDTHS, draft), draft, target, measure)
 
 
 def tune_tokenswift(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
@@ -208,7 +206,7 @@ def tune_tokenswift(draft: Any, target: TargetView, context: int, measure: Measu
 def tune_eagle3(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
     """The reading of the checkpoint that accepts most, then the fastest tree."""
     best, tree = _best_reading(draft, target, measure), list(draft.setting("tree_widths"))
-    trees = [tree, *(other for other in EAGLE3_WIDTHS if other != tree and 1 + sum(other) <= _most_nodes(draft))]
+    trees = [tree, *(other for other in _fitting(EAGLE3_WIDTHS, draft) if other != tree)]
     return fastest(measure("2 speed by tree", [best | {"tree_widths": widths} for widths in trees]))
 
 
@@ -218,7 +216,8 @@ def tune_dflash(draft: Any, target: TargetView, context: int, measure: Measure) 
     causal = draft.setting("causal")
     orders = [causal, *(other for other in (None, False, True) if other is not causal)]
     best = _most_accepted(measure("1 acceptance by causal", [best | {"causal": order} for order in orders], 1))
-    sizes = [present, *(other for other in DFLASH_NODES if other != present and (other or 0) <= _most_nodes(draft))]
+    most = most_nodes(draft.device.type, MOST_STEPS)
+    sizes = [present, *(other for other in DFLASH_NODES if other != present and (other or 0) <= most)]
     return fastest(measure("2 speed by tree", [best | {"num_tree_nodes": nodes} for nodes in sizes]))
 
 
@@ -236,9 +235,8 @@ def _best_reading(draft: Any, target: TargetView, measure: Measure) -> Settings:
     readings = [draft.setting("target_layer_ids")]
     for shift in (-1, 1):
         shifted = [layer + shift for layer in layers]
-        with changed(draft, {"target_layer_ids": shifted}):
-            if 0 <= min(shifted) and _is_accepted(draft, target):
-                readings.append(shifted)
+        if min(shifted) >= 0 and _accepts(draft, target, {"target_layer_ids": shifted}):
+            readings.append(shifted)
     candidates = [{"rope_theta": theta, "target_layer_ids": ids} for theta in thetas.values() for ids in readings]
     # acceptance does not depend on the clock, so that one run is enough
     return _most_accepted(measure("1 acceptance by reading", candidates, 1))
@@ -250,13 +248,15 @@ def _most_accepted(trials: Sequence[Trial]) -> Settings:
     return (best if best.tau > trials[0].tau * (1 + CLEAR_GAIN) else trials[0]).options
 
 
-def _most_nodes(draft: Any) -> int:
-    return most_nodes(draft.device.type, MOST_STEPS)
+def _fitting(trees: Sequence[list[int]], draft: Any) -> list[list[int]]:
+    """The trees whose verification takes no longer than [`MOST_STEPS`]."""
+    return [widths for widths in trees if 1 + sum(widths) <= most_nodes(draft.device.type, MOST_STEPS)]
 
 
-def _is_accepted(draft: Any, target: TargetView) -> bool:
+def _accepts(draft: Any, target: TargetView, settings: Settings) -> bool:
     try:
-        draft.check(target)
+        with changed(draft, settings):
+            draft.check(target)
     except ValueError:
         return False
     return True
@@ -264,13 +264,8 @@ def _is_accepted(draft: Any, target: TargetView) -> bool:
 
 def _fastest_tree(name: str, trees: Sequence[list[int]], draft: Any, target: TargetView, measure: Measure) -> Settings:
     """The fastest among the present tree and those that the draft accepts."""
-
-    def is_accepted(tree: list[int]) -> bool:
-        with changed(draft, {name: tree}):
-            return _is_accepted(draft, target)
-
     present = list(draft.setting(name))
-    others = [tree for tree in trees if tree != present and is_accepted(tree)]
+    others = [tree for tree in trees if tree != present and _accepts(draft, target, {name: tree})]
     return fastest(measure("speed by tree", [{name: tree} for tree in [present, *others]]))
 
 
@@ -282,7 +277,7 @@ def plan_for(draft: Any) -> Plan:
     return tuned[kind].load("tune")
 
 
-def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
+def update_settings(folder: Path, settings: Settings) -> Path:
     """Set some keys of the file and keep all others; returns its path."""
     path = folder / SETTINGS_FILE
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -291,77 +286,94 @@ def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
     return path
 
 
+class PrefilledPrompts:
+    """Prompts that are read once, into caches of this package; every run forgets what an earlier one wrote."""
+
+    def __init__(self, model: PreTrainedModel, windows: torch.Tensor, batch: int, tokens: int):
+        """Read prompts `(P, T)`, `batch` rows together; `tokens` may follow them."""
+        if TargetView(model).has_states:
+            raise ValueError(
+                f"{type(model).__name__} has recurrent layers, whose states after a prompt cannot be taken back to its "
+                "beginning, so its drafts are not tuned. Compare settings with `hf-longspec bench`."
+            )
+        self.model, self.tokens = model, tokens
+        self.caches = []
+        for rows in windows.split(batch):
+            cache = SpeculativeCache(model.config, len(rows), rows.shape[1] + tokens)
+            plain = PlainDraftModel.from_target(model)
+            run_call(model, plain, (rows, torch.ones_like(rows)), tokens=1, seed=0, cache=cache)
+            self.caches.append((rows, cache))
+
+    def decode(self, draft: Any, temperature: float) -> list[Measurement]:
+        """Continue every prompt; random numbers are the same for every draft.
+
+        All but the tokens at which a drafter looks first are in the cache. They run before the first new token, when
+        the clock starts.
+        """
+        nodes, calls = draft.num_tree_nodes(TargetView(self.model)), []
+        for seed, (rows, cache) in enumerate(self.caches):
+            cache.rollback()
+            cache.set_lengths([max(0, rows.shape[1] - max(nodes, draft.prompt_tokens))] * len(rows))
+            prompt, how = (rows, torch.ones_like(rows)), sampling(temperature)
+            calls.append(run_call(self.model, draft, prompt, tokens=self.tokens, seed=seed, decoding=how, cache=cache))
+        return calls
+
+
 @dataclass
 class Tuner:
     """Measure candidates; the trials so far."""
 
     args: SimpleNamespace  # options of the command
     loaded: LoadedModels  # target and draft
-    decoder: Decoder  # decodes after prompts that were read before
+    prompts: PrefilledPrompts
     progress: Progress  # advances by one for every run
-    file: Runner  # every run, for the next part of an interrupted measurement
     trials: list[Trial] = field(default_factory=list)
 
     def measure(self, step: str, candidates: Sequence[Settings], repeats: int | None = None) -> list[Trial]:
         """Decode with every candidate in turns; one trial per candidate."""
-        draft = self.loaded.draft
-        return self._in_turns(step, [(step, draft, settings) for settings in candidates], repeats or self.args.repeats)
+        return self._in_turns(step, [(step, self.loaded.draft, settings) for settings in candidates], repeats)
 
     def confirm(self, chosen: Settings) -> list[Trial]:
         """The choice, the present settings and decoding without a draft, once more against each other."""
         draft, plain = self.loaded.draft, PlainDraftModel.from_target(self.loaded.model)
         present = {name: draft.setting(name) for name in chosen}
         methods = [("chosen", draft, chosen), ("present", draft, present), ("no draft", plain, {})]
-        return self._in_turns("comparison with the present settings", methods, self.args.repeats)
+        return self._in_turns("comparison with the present settings", methods)
 
-    def _in_turns(self, task: str, methods: list[tuple[str, Any, Settings]], repeats: int) -> list[Trial]:
-        """Decode with `(step, draft, settings)` each in turns, after a warm-up; runs of an earlier part count."""
+    def _in_turns(self, task: str, methods: list[tuple[str, Any, Settings]], repeats: int | None = None) -> list[Trial]:
+        """Decode with `(step, draft, settings)` each in turns, after a warm-up."""
+        repeats = repeats or self.args.repeats
         self.progress.next(f"Measuring: {task}", len(methods) * repeats)
-        runs: list[list[Record]] = [[] for _ in methods]
+        runs: list[list[tuple[float, float]]] = [[] for _ in methods]
         for turn in range(repeats):
             for place in rotated(range(len(methods)), turn):
                 _, draft, settings = methods[place]
-
-                def decode(draft: Any = draft, settings: Settings = settings) -> Record:
-                    return dict(zip(("tokens_per_second", "tau"), self._decode(draft, settings), strict=True))
-
-                where = {"task": task, "place": place, "settings": settings, "turn": turn}
-                record = self.file.measure("run", where, decode, warm_up=decode)
-                if record is None:
-                    raise CommandError(f"{shown(settings)}: {self.file.records[-1]['reason']}")
-                runs[place].append(record)
+                if not turn:
+                    self._decode(draft, settings)
+                runs[place].append(self._decode(draft, settings))
                 self.progress.step()
-                self.progress.say(f"Measuring: {task}, {record['tokens_per_second']:.1f} tokens/s in the last run")
+                self.progress.say(f"Measuring: {task}, {runs[place][-1][0]:.1f} tokens/s in the last run")
         trials = [
-            Trial(step, settings, known[-1]["tau"], statistics.median(run["tokens_per_second"] for run in known))
+            Trial(step, settings, known[-1][1], statistics.median(speed for speed, _ in known))
             for (step, _, settings), known in zip(methods, runs, strict=True)
         ]
         self.trials += trials
         return trials
 
     def _decode(self, draft: Any, settings: Settings) -> tuple[float, float]:
-        """Tokens per second and tau over all prompts; random numbers are the same for every candidate."""
-        prompts, batch = len(self.decoder.prompts.tokens), self.args.batch
-        mode = "sample" if self.args.sample else "greedy"
-        seconds = tokens = steps = 0.0
-        # decoding that is measured switches the gate off, which must not be written with the choice
+        """Tokens per second and tau over all prompts."""
+        # the gate is off while speculation is measured, which must not be written with the choice
         ungated = {"gate": False} if "gate" in draft.settings else {}
         with changed(draft, ungated | settings):
-            for start in range(0, prompts, batch):
-                rows = slice(start, min(start + batch, prompts))
-                run = self.decoder.run(draft, rows, self.args.context, mode, seed=start)
-                seconds, tokens, steps = seconds + run.decode_seconds, tokens + run.tokens, steps + run.steps
-        return tokens / seconds, tokens / steps
+            calls = self.prompts.decode(draft, float(self.args.sample))
+        tokens = sum(call.tokens for call in calls)
+        return tokens / sum(call.decode_seconds for call in calls), tokens / sum(call.steps for call in calls)
 
 
 def show(trials: Sequence[Trial], winner: Trial) -> None:
     """Print all trials as a table, and the gain of the choice; the last three are those of the comparison."""
     chosen, present, plain = trials[-3:]
-    table = Table()
-    for heading in ("step", "settings"):
-        table.add_column(heading)
-    for heading in ("tau", "tokens/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = Table("step", "settings", Column("tau", justify="right"), Column("tokens/s", justify="right"))
     for trial in trials:
         numbers = f"{trial.tau:.2f}", f"{trial.tokens_per_second:.1f}"
         style = "bold green" if trial is winner else None

@@ -18,8 +18,8 @@ STUB = "longspec_draft.py"
 AUTO_MAP = {"AutoConfig": "longspec_draft.DraftConfig", "AutoModel": "longspec_draft.DraftModel"}
 # The engine of a draft that holds the copy itself.
 OWN = "."
-# Commands and measuring, which no draft needs.
-LEFT_OUT = "cli", "bench", "__pycache__"
+# Commands, which no draft needs.
+LEFT_OUT = "cli", "__pycache__"
 
 
 def write_code(folder: Path, engine: str = OWN) -> None:

@@ -2,30 +2,31 @@
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_attention, gpu_checks
+from benchmarks import gpu, gpu_attention
 from benchmarks.gpu_attention import BASELINES
 from benchmarks.gpu_checks import CASES
 from benchmarks.gpu_goals import judged
-from benchmarks.gpu_iterations import GRAPH, OFF, require_replays
-from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun
-from benchmarks.harness import Skip
+from benchmarks.gpu_run import SMOKE, GpuRun, Stop
 from benchmarks.roofline import Machine
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import register_backend
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.results import read_records
+from hf_longspec.cli.files import read_records
+from hf_longspec.cli.measuring import HF, PLAIN
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 TORCH = "hf_longspec_torch"
 FIRST = (PLAIN, HF, "LongSpec, 2+2", "SpecAttn, gamma 2")
 OTHERS = (PLAIN, "LongSpec, 2+1", "TokenSwift, verify_hidden", "TokenSwift, partial_kv", "n-grams")
@@ -33,19 +34,6 @@ OTHERS = (PLAIN, "LongSpec, 2+1", "TokenSwift, verify_hidden", "TokenSwift, part
 
 def of(records, kind, **where):
     return [r for r in records if r["kind"] == kind and all(r.get(k) == v for k, v in where.items())]
-
-
-@pytest.fixture
-def make_run(tmp_path):
-    """A function that makes runs; every line of one is in `run.records`."""
-
-    def make(backends, **plan):
-        options = {"device": CPU, "dtype": torch.bfloat16, "backends": backends, "quiet": True}
-        run = GpuRun(tmp_path / "run.jsonl", "gpu", 300, plan=dataclasses.replace(SMOKE, **plan), **options)
-        run.machine = Machine("m", 1.0, 1.0)
-        return run
-
-    return make
 
 
 def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_path):
@@ -58,23 +46,14 @@ def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_pat
     timed = {"kernel", "score_rows", "baseline", "forward", "iteration"}
     for record in (record for record in records if record["kind"] in timed):
         assert record["ms"]["median"] > 0 and record["floor_ms"] > 0 and record["how"] == "wall"
-    for record in records:
-        json.loads(json.dumps(record, allow_nan=False))
-    assert records[0]["device"] == "cpu" and {"triton", "transformers", "cuda"} <= set(records[0])
-    for batch, context in SMOKE.points:
-        for kind in ("kernel", "score_rows"):
-            assert {r["nodes"] for r in of(records, kind, batch=batch, context=context)} == set(SMOKE.nodes)
+    json.dumps(records, allow_nan=False)
+    for (batch, context), kind in product(SMOKE.points, ("kernel", "score_rows")):
+        assert {r["nodes"] for r in of(records, kind, batch=batch, context=context)} == set(SMOKE.nodes)
     missing = {record.get("baseline") for record in of(records, "skipped")} - {None}  # packages
     assert {record["baseline"] for record in of(records, "baseline")} == set(BASELINES) - missing
-    assert missing <= {"flashinfer, mask"}
-    reasons = [record["reason"] for record in of(records, "skipped")]
-    assert any("not_there" in reason for reason in reasons)
+    assert any("not_there" in record["reason"] for record in of(records, "skipped"))
     assert len(of(records, "features")) == CASES
-    assert any("CUDA graphs" in reason for reason in reasons)
-    profiles = of(records, "profile")
-    assert [row["draft"] for row in profiles] == [PLAIN, "LongSpec, 2+2"]
-    for row in profiles:
-        assert row["iterations"] and row["launches"] and row["kernels"][0]["us"] > 0 and row["us"] > 0
+    assert [row["draft"] for row in of(records, "profile") if row["us"] > 0] == [PLAIN, "LongSpec, 2+2"]
     for section, names in (("iterations", FIRST), ("drafts", OTHERS), ("uncaptured", FIRST[:2])):
         rows = of(records, "iteration", context=SMOKE.contexts[0], section=section)
         assert tuple(row["draft"] for row in rows) == names
@@ -84,45 +63,6 @@ def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_pat
             assert row["ms"]["count"] == row["iterations"] and row["tau"] >= 1
         assert not any(row["captures"] or row["replays"] or row["warnings"] for row in rows)
         assert rows[0]["tau"] == 1 and rows[0]["same_tokens"] == SMOKE.tokens
-
-
-def test_what_gives_the_goals_ends_within_four_minutes():
-    """By the seconds of the run in benchmarks/results, which had rows of uncaptured steps beside those of gpu.py."""
-    imports, minutes = 20, 4
-    took = {}
-    for record in of(read_records(ROOT / "benchmarks" / "results" / "gpu.jsonl"), "section"):
-        took[record["section"]] = took.get(record["section"], 0) + record["seconds"]
-    names = list(gpu.SECTIONS)
-    before = names[: names.index("profile")]
-    assert before[-1] == "iterations" and LLAMA_8B.contexts == (32768, 131072)
-    seconds = sum(took[name] for name in before) + gpu.SECTIONS["profile"].seconds
-    assert imports + seconds <= 60 * minutes
-    for name, (_, limit, by_context) in gpu.SECTIONS.items():
-        assert took.get(name, 0) <= (2 if by_context else 1) * limit
-
-
-def test_every_feature_is_checked(make_run):
-    """Few cases: each compiles a variant of the kernels."""
-    run = make_run([TORCH])
-    gpu_checks.features(run)
-    rows = of(run.records, "features")
-    assert len(rows) == gpu_checks.CASES
-    for name, values in gpu_checks.FEATURES.items():
-        assert {str(row[name]) for row in rows} == {str(value).removeprefix("torch.") for value in values}
-
-
-def test_tiles_have_all_rows_of_a_group_or_half_of_them():
-    for nodes, rows in ((1, {16}), (16, {32, 64}), (64, {64, 128})):
-        shipped, *others = gpu_attention.tiles_of(LLAMA_8B.shape, nodes).values()
-        assert not shipped and {tile["block_rows"] for tile in others} == rows and len(others) > 3
-
-
-def test_captured_steps_without_a_replay_are_no_row():
-    counts = {"captures": 0, "replays": 0, "warnings": ["it could not be captured"]}
-    with pytest.raises(Skip, match="no graph was replayed: it could not be captured"):
-        require_replays(GRAPH, counts)
-    require_replays(OFF, counts)
-    require_replays(GRAPH, counts | {"replays": 1})
 
 
 @pytest.mark.parametrize(
@@ -137,21 +77,6 @@ def test_what_cannot_run_is_refused_before_anything_is_written(capsys, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def register(monkeypatch):
-    """A function that registers a backend made from the torch backend."""
-
-    def made(name, prefix_attention):
-        parts = {"hybrid_attention": None, "prefix_attention": prefix_attention}
-        register_backend(dataclasses.replace(TORCH_BACKEND, name=name, **parts))
-        return name
-
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(registry, "_priorities", dict(registry._priorities))
-    yield made
-    registry.select.cache_clear()
-
-
 def altered(change):
     """A prefix attention whose output and log-sum-exp are changed."""
 
@@ -159,12 +84,6 @@ def altered(change):
         return change(*TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options), lengths)
 
     return prefix_attention
-
-
-def unwritten(out, lse, lengths):
-    found = torch.empty_like(out)
-    found[:, :, :, :-1] = out[:, :, :, :-1]
-    return found, lse
 
 
 def reads_after_the_nodes(query, key, value, lengths, **options):
@@ -177,17 +96,58 @@ def reads_after_the_nodes(query, key, value, lengths, **options):
     [
         altered(lambda out, lse, lengths: (out * 1.03, lse)),
         altered(lambda out, lse, lengths: (out, lse * 1.01)),  # wrong only where something is merged
-        altered(unwritten),
         reads_after_the_nodes,
         altered(lambda out, lse, lengths: (out if lengths.longest < 64 else out.flip(-1), lse)),
     ],
-    ids=["output", "log-sum-exp", "unwritten places", "slots after the nodes", "timed inputs only"],
+    ids=["output", "log-sum-exp", "slots after the nodes", "timed inputs only"],
 )
-def test_a_wrong_backend_is_not_timed_anywhere(make_run, register, prefix_attention):
-    run = make_run([register("wrong", prefix_attention), TORCH], nodes=(1, 5), points=SMOKE.points[:1])
+def test_a_wrong_backend_is_not_timed_anywhere(tmp_path, monkeypatch, prefix_attention):
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(registry, "_priorities", dict(registry._priorities))
+    parts = {"name": "wrong", "hybrid_attention": None, "prefix_attention": prefix_attention}
+    register_backend(dataclasses.replace(TORCH_BACKEND, **parts))
+    plan = dataclasses.replace(SMOKE, nodes=(1, 5), points=SMOKE.points[:1])
+    how = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "backends": ["wrong", TORCH], "quiet": True}
+    run = GpuRun(tmp_path / "run.jsonl", "gpu", 300, plan=plan, **how)
+    run.machine = Machine("m", 1.0, 1.0)
     gpu_attention.kernels(run, slice(None))
     assert "wrong" in run.refused and len(of(run.records, "skipped", backend="wrong")) == 1
     assert not of(run.records, "kernel", backend="wrong", nodes=5) and of(run.records, "kernel", backend=TORCH)
+    registry.select.cache_clear()
+
+
+def lost(run):
+    run.write("capture", step="before it was lost")
+    raise Stop("the device is lost: illegal access")
+
+
+def cut_off(run):
+    run._file.write('{"kind": "kern')
+    run._file.flush()
+    os._exit(3)
+
+
+ENDS = {
+    "lost": (lost, "the device is lost: illegal access: the rest of it"),
+    "hangs": (lambda run: time.sleep(60), "killed after 10.0 s"),
+    "killed": (lambda run: os.kill(os.getpid(), signal.SIGKILL), "its process ended with -9"),
+    "cut off": (cut_off, "its process ended with 3"),
+}
+
+
+def test_a_section_that_ends_badly_ends_alone(tmp_path, monkeypatch):
+    """What it wrote before stays, and the section after it measures."""
+    bad = {end: gpu.Section(measure, 0.5) for end, (measure, _) in ENDS.items()}
+    sections = {"ceilings": gpu.SECTIONS["ceilings"], **bad, "kernels": gpu.SECTIONS["kernels"]}
+    monkeypatch.setattr(gpu, "SECTIONS", sections)
+    output, names = tmp_path / "gpu.jsonl", ",".join(sections)
+    gpu.main(["--smoke", "--quiet", "--threads", "1", "--sections", names, "--output", str(output)])
+    records = read_records(output)
+    for end, (_, reason) in ENDS.items():
+        found = [row["reason"] for kind in ("failed", "skipped") for row in of(records, kind, section=end)]
+        assert found == [reason]
+    assert of(records, "capture", step="before it was lost")
+    assert of(records, "kernel") and records[-1]["kind"] == "end"
 
 
 # Runs programs to which these packages seem not to be installed, each in a fork of a process that has imported torch.

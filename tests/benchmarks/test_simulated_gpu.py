@@ -11,8 +11,8 @@ from benchmarks.gpu_attention import LOWER_BOUND, tiles_of
 from benchmarks.gpu_checks import CASES
 from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
 from benchmarks.gpu_run import SMOKE
-from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.results import read_records
+from hf_longspec.cli.files import read_records
+from hf_longspec.cli.measuring import HF, PLAIN
 from tests.benchmarks.test_gpu import BARE, FIRST, HIDDEN, OTHERS, of
 from tests.simulated_cuda import why_not
 
@@ -57,27 +57,21 @@ def check_modes(rows, names, modes, hf_modes=()):
 
 def test_plain_specattn_and_longspec_as_they_are_and_captured(tmp_path):
     """Every timed iteration speculates, and the text is that of the loop without a draft; exact, as in float32."""
-    records = run(tmp_path, "forwards,iterations,uncaptured,compiled", "float32")
+    records = run(tmp_path, "forwards,iterations,uncaptured,compiled,drafts,profile", "float32")
     check_modes(of(records, "iteration", section="iterations"), FIRST, (FUSED, GRAPH), ("sdpa",))
     check_modes(of(records, "iteration", section="uncaptured"), FIRST[:2], (OFF,), ("eager",))
     check_modes(of(records, "iteration", section="compiled"), FIRST[:2], (COMPILE,), ("static cache",))
+    check_modes(of(records, "iteration", section="drafts"), OTHERS, (FUSED,))
+    profiles = [(row["draft"], row["mode"]) for row in of(records, "profile") if row["launches"]]
+    assert profiles == [(name, mode) for name in (PLAIN, "LongSpec, 2+2") for mode in (FUSED, GRAPH)]
     for row in of(records, "iteration"):
         assert row["backend"] == (row["mode"] if row["draft"] == HF else TRITON)
         assert row["same_tokens"] == SMOKE.tokens and row["ms"]["median"] > 0 and row["floor_ms"] > 0
-        assert row["speculated"] == (0 if row["draft"] in (PLAIN, HF) else row["iterations"])
+        few = {PLAIN: 0, HF: 0, "n-grams": row["speculated"]}  # these draft where the text repeats itself
+        assert row["speculated"] == few.get(row["draft"], row["iterations"])
     for mode in (OFF, GRAPH, FUSED):  # a mode replays no graphs of another one
         found = of(records, "forward", forward="ours", mode=mode)
         assert [(row["nodes"], row["captures"]) for row in found] == [(n, int(mode != OFF)) for n in SMOKE.nodes]
-
-
-def test_other_drafts(tmp_path):
-    check_modes(of(run(tmp_path, "drafts", "bfloat16"), "iteration"), OTHERS, (FUSED,))
-
-
-def test_profiles(tmp_path):
-    records = run(tmp_path, "profile", "bfloat16")
-    profiles = [(row["draft"], row["mode"]) for row in of(records, "profile") if row["launches"]]
-    assert profiles == [(name, mode) for name in (PLAIN, "LongSpec, 2+2") for mode in (FUSED, GRAPH)]
 
 
 def test_kernels(tmp_path):

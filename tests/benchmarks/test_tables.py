@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import figure_report, tables
+from benchmarks import figure_report, gpu_chart, tables
+from benchmarks.gpu_report import without_draft
 from benchmarks.tables import BLOCK, main, refreshed, report, section
-from hf_longspec.bench.results import read_records
+from hf_longspec.cli.files import read_records
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "benchmarks" / "results"
@@ -86,3 +87,15 @@ def test_pages_name_results_that_exist():
         name for path in sources for name in re.findall(r"benchmarks/results/([\w-]+\.(?:md|jsonl))", path.read_text())
     ]
     assert len(names) > 10 and {name for name in names if not (RESULTS / name).is_file()} == set()
+
+
+def test_bars_of_the_chart_are_those_of_the_table_and_the_rest_says_what_it_assumes(tmp_path):
+    records = tables.read_records(RESULTS / "gpu.jsonl")
+    shown = gpu_chart.bars(records, 32768)
+    cells = [float(line.split("|")[2]) for line in without_draft(records).splitlines() if "ms per token" in line]
+    assert cells == pytest.approx([ms for _, ms, _, is_measured in shown if is_measured], abs=0.05)
+    iterations = {label: round(ms * int(label[-1]), 2) for label, ms, _, is_measured in shown if not is_measured}
+    expected = {f"LongSpec, if tau is {tau}": 15.76 for tau in (2, 3, 4)}  # of the report
+    assert iterations == expected | {f"SpecAttn, if tau is {tau}": 51.0 for tau in (4, 6)}
+    gpu_chart.draw(records, tmp_path / "gpu.svg")
+    assert (tmp_path / "gpu.svg").stat().st_size > 1000

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_longspec.cli import app, models
+from tests.generation.conftest import widths  # noqa: F401 - a fixture
 from tests.hub.conftest import hub  # noqa: F401 - a fixture
 
 HUB_CARDS = Path(__file__).resolve().parents[2] / "hub_cards"

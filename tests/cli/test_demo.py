@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.bench import sources
-from hf_longspec.bench.calls import Call
-from hf_longspec.cli import CommandError, demo, models
+from hf_longspec.cli import CommandError, demo, models, texts
+from hf_longspec.cli.measuring import Measurement
 from tests.cli.conftest import HUB_CARDS, run_command
 from tests.tiny_tokenizers import save_byte_target
 from tests.watching import after
@@ -127,7 +126,8 @@ def test_another_text_is_status_1(dtype, check, run, monkeypatch):
 
 
 def call(speed, tau=1.0):
-    return Call(1.0, 100 / speed, 100, int(100 / tau), [], [], torch.zeros(1, 101), drafted=100 if tau > 1 else 0)
+    text, drafted = torch.zeros(1, 101), 100 if tau > 1 else 0
+    return Measurement(1.0, 100 / speed, 100, int(100 / tau), [], text, drafted=drafted)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +149,9 @@ def test_the_verdict_and_what_loses_follow_from_the_speeds(capsys, speeds, texts
 
 
 def test_modules_without_sources_are_skipped(monkeypatch):
-    monkeypatch.setattr(sources, "HELD_OUT", ("sys", "no_such_module", "tarfile"))
+    monkeypatch.setattr(texts, "HELD_OUT", ("sys", "no_such_module", "tarfile"))
     assert demo.read_document()[0] == "tarfile.py of the standard library"
-    monkeypatch.setattr(sources, "HELD_OUT", ("sys",))
+    monkeypatch.setattr(texts, "HELD_OUT", ("sys",))
     with pytest.raises(CommandError, match="--file"):
         demo.read_document()
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_longspec import NgramDraftModel, StructuredOutput
-from hf_longspec.bench.calls import TokenClock
 from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, VerifiedText, html_page
+from hf_longspec.cli.measuring import TokenClock
 from hf_longspec.modeling.shared.ngrams import NgramDrafter
 from tests.cli.conftest import run_command
 from tests.watching import after

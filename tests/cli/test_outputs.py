@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_longspec.bench.results import replace_file
 from hf_longspec.cli import models
+from hf_longspec.cli.files import replace_file
 
 # A command, and what its line of error names. TARGET is the option with the tiny target.
 REFUSED = [
@@ -19,12 +19,8 @@ REFUSED = [
     ("generate TARGET --data data.jsonl --output one.jsonl --resume", ["one.jsonl, line 1", "--overwrite"]),
     ("generate TARGET --data data.jsonl --output link.jsonl", ["link.jsonl exists"]),
     ("generate TARGET --data data.jsonl --output new.jsonl --resume --overwrite", ["Pass one of them"]),
-    ("bench TARGET --output report.jsonl", ["report.md and report-tau.png exist", "--resume"]),
-    ("bench TARGET --data report.md --output report.jsonl --overwrite", ["report.md", "is read"]),
-    ("bench TARGET --output one.jsonl --resume", ["one.jsonl", "not a result file"]),
-    ("bench TARGET --output lines.jsonl --resume", ["lines.jsonl", "not a result file"]),
-    ("tune TARGET notes.txt --dry-run --results lines.jsonl", ["lines.jsonl exists", "--resume"]),
-    ("tune TARGET lines.jsonl --dry-run --results lines.jsonl --overwrite", ["lines.jsonl", "is read"]),
+    ("bench TARGET --output one.jsonl", ["one.jsonl exists", "--overwrite"]),
+    ("bench TARGET --data lines.jsonl --column name --output lines.jsonl --overwrite", ["lines.jsonl", "is read"]),
     ("tune TARGET notes.txt --output full", ["full/.hidden and full/of exist", "--overwrite"]),
     ("tune TARGET notes.txt --draft draft --output draft --overwrite", ["draft", "is read"]),
     ("train TARGET --config recipe.yaml --output-dir run", ["run/checkpoint-2 and run/model.safetensors exist"]),
@@ -47,7 +43,6 @@ def test_what_exists_or_is_read_is_refused_before_any_work(main, tiny, tmp_path,
         "notes.txt",
         "one.jsonl",
         "report.md",
-        "report-tau.png",
         "run/checkpoint-2/config.json",
         "draft/config.json",
     ):

@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_longspec import Eagle3DraftModel, SpecAttnDraftModel
+from hf_longspec import Eagle3DraftModel, NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.cli import tune as module
+from hf_longspec.cli.measuring import endless
 from hf_longspec.cli.tune import LARGE_GAMMA, Trial, plan_for, update_settings
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
-from tests.tiny_targets import tiny_target
+from tests.robustness.enumeration import build
+from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.watching import before
 
 QUICK = ["--context", 64, "--max-new-tokens", 8, "--repeats", 1, "--prompts", 1]
@@ -27,7 +29,7 @@ def drafts(tiny, tmp_path):
 
 @pytest.fixture
 def tune(command, tiny, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # tune.jsonl is written there
+    monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
         return command("tune", tiny.notes, "--target", tiny.target, *QUICK, *arguments)
@@ -84,11 +86,10 @@ def test_eagle3_takes_the_reading_with_the_highest_tau():
     assert best == {"rope_theta": 1e4, "target_layer_ids": [1, 2, 2], "tree_widths": [1, 1, 1]}
     readings = [list(settings.values()) for settings in asked[0][1]]
     assert readings == [[theta, ids] for theta in (None, 1e4) for ids in (None, [1, 2, 2], [3, 4, 4])]
-    # a gain within noise changes nothing, and neither does a base that is declared already
+    # a gain within noise changes nothing
     measure, asked = simulated(lambda **settings: 2 + (settings["target_layer_ids"] is not None) * 0.02, speed)
-    draft.config.rope_parameters["rope_theta"] = 1e4
     best = plan_for(draft)(draft, TargetView(model), 10_000, measure)
-    assert best["rope_theta"] is None and best["target_layer_ids"] is None and len(asked[0][1]) == 3
+    assert best["rope_theta"] is None and best["target_layer_ids"] is None
 
 
 @pytest.mark.parametrize("kind", [SpecAttnDraftModel])
@@ -106,13 +107,10 @@ def test_self_drafts_take_the_three_steps_of_the_paper(kind):
     measure, asked = simulated(tau, speed)
     best = plan_for(draft)(draft, TargetView(model), 10_000, measure)
     assert best == {"sparse_ratio": 0.03, "num_assistant_tokens": 6}
-    (first, wide, once), (second, gammas, _), (third, around, _) = asked
-    assert (first[0], second[0], third[0]) == ("1", "2", "3")
+    (_, wide, once), (_, gammas, _), (_, around, _) = asked
     assert once == 1 and {options["num_assistant_tokens"] for options in wide} == {LARGE_GAMMA}
-    assert [options["sparse_ratio"] for options in wide] == list(module.RATIOS)
     assert {options["sparse_ratio"] for options in gammas} == {0.05}
-    assert {options["num_assistant_tokens"] for options in around} == {6}
-    assert [options["sparse_ratio"] for options in around] == [0.03, 0.05, 0.07]
+    assert [tuple(options.values()) for options in around] == [(0.03, 6), (0.05, 6), (0.07, 6)]
 
 
 @pytest.mark.parametrize(("kind", "name", "winner"), [
@@ -133,7 +131,6 @@ def test_the_fastest_tree_is_written_and_nothing_else_changes(tune, tiny, drafts
     assert any(trial["tau"] > 1 for trial in found["trials"]), "no candidate really drafted"
     draft = AutoModel.from_pretrained(drafts[kind])
     assert getattr(draft.generation_config, name) == winner
-    assert {path.name for path in drafts[kind].iterdir()} == {path.name for path in getattr(tiny, kind).iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -163,25 +160,6 @@ def test_specattn_goes_to_a_new_folder(tune, tiny, tmp_path, rigged, monkeypatch
     settings = draft.generation_config
     assert (settings.num_assistant_tokens, settings.sparse_min_tokens) == (3, 4)
     assert settings.gate is True  # measured without it, and used with it
-    model = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32)
-    prompt = torch.tensor([[5, 6, 7, 8, 9]])
-    assert model.generate(prompt, assistant_model=draft, max_new_tokens=4, do_sample=False).shape == (1, 9)
-
-
-@pytest.mark.parametrize("fails", ["replace", "fsync", "dumps"])
-def test_a_failed_write_leaves_the_old_file_and_no_other(tune, drafts, rigged, monkeypatch, fails):
-    folder = drafts["longspec"]
-    before = {path: path.read_bytes() for path in files(folder)}
-    rigged({json.dumps([[2, 2]]): 150.0})
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device", str(folder))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module.json if fails == "dumps" else os, fails, full)
-        result = tune("--draft", folder)
-    assert result.exit_code == 2 and "No space left on device" in result.stderr
-    assert {path: path.read_bytes() for path in files(folder)} == before
 
 
 def test_a_new_file_keeps_the_permissions_and_links_of_the_old(tmp_path):
@@ -195,41 +173,24 @@ def test_a_new_file_keeps_the_permissions_and_links_of_the_old(tmp_path):
     assert json.loads(path.read_text()) == {"a": 1, "b": [3]}
     assert blob.read_text() == '{"a": 1, "b": 2}'  # a cache may share it with others
     assert path.stat().st_mode & 0o777 == 0o640
-    (tmp_path / "new").mkdir()
-    assert update_settings(tmp_path / "new", {"b": 1}).stat().st_mode & 0o777 == 0o644
 
 
-def test_an_interrupted_measurement_is_kept_and_gone_on_with(tune, tmp_path, drafts, rigged, monkeypatch):
-    """Ctrl-C in the tenth run: what was measured is not measured again, and the trials are those of a whole run."""
-    rigged({json.dumps([[2, 2]]): 150.0})
-    whole = json.loads(tune("--draft", drafts["longspec"], "--dry-run", "--json").stdout)["trials"]
-    assert not (tmp_path / "tune.jsonl").exists()  # the run was finished
-    calls, stop = [], 10**9
+@pytest.mark.parametrize("kind", ["llama", "mistral", "deepseek_v3"])
+def test_every_run_continues_the_prompts_as_generate_does(kind, every_step_speculates):
+    """Also the second one, which finds what the first has written, and after a drafter that reads more of the end."""
+    model = endless(tiny_target(kind, attn_implementation="sdpa"))
+    rows = torch.as_tensor(tiny_prompts(model.config.vocab_size, [40, 40, 40])[0])
+    texts = model.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=9, do_sample=False)[:, 40:]
+    prompts = module.PrefilledPrompts(model, rows, batch=2, tokens=9)
+    for draft in (NgramDraftModel.from_target(model), PlainDraftModel.from_target(model)) * 2:
+        calls = prompts.decode(draft, 0.0)
+        assert torch.equal(torch.cat([call.text for call in calls]), texts)
+        assert [call.tokens for call in calls] == [16, 8]
 
-    def count(_, draft, settings):
-        calls.append(settings)
-        if len(calls) == stop:
-            raise KeyboardInterrupt
 
-    before(monkeypatch, module.Tuner, "_decode", count)
-    tune("--draft", drafts["longspec"], "--dry-run")
-    all_calls = len(calls)
-    calls.clear()
-    stop = all_calls - 6  # the last run before the comparison, which has three warm-ups and three runs
-    result = tune("--draft", drafts["longspec"])
-    assert result.exit_code == 130 and "tune.jsonl" in result.stderr
-    kept = (tmp_path / "tune.jsonl").read_bytes()
-    again = tune("--draft", drafts["longspec"])
-    other = tune("--draft", drafts["longspec"], "--resume", "--set", "gate=false")
-    assert again.exit_code == other.exit_code == 2 and "--resume" in again.stderr
-    assert "set was {}, now {'gate': False}" in other.stderr and (tmp_path / "tune.jsonl").read_bytes() == kept
-    calls.clear()
-    stop = 10**9
-    resumed = json.loads(tune("--draft", drafts["longspec"], "--resume", "--json").stdout)
-    assert len(calls) == 8 and resumed["trials"] == whole and resumed["winner"] == {"tree_widths": [2, 2]}
-    assert not (tmp_path / "tune.jsonl").exists()
-    absent = tune("--draft", drafts["longspec"], "--resume")
-    assert absent.exit_code == 2 and "tune.jsonl" in absent.stderr
+def test_a_target_with_states_is_refused():
+    with pytest.raises(ValueError, match="recurrent layers"):
+        module.PrefilledPrompts(build("qwen3_5_text", 0), torch.ones(1, 4, dtype=torch.long), 1, 4)
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp_path, drafts, monkeypatch):

@@ -22,7 +22,7 @@ PACKAGE = "hf_longspec"
 FOLDER, ROOT = map(Path, sys.argv[1:3]) if __name__ == "__main__" else (Path(), Path())
 ENGINE = FOLDER / f"hub/models--org--engine/snapshots/{99:040x}"
 OWN = FOLDER / f"hub/models--org--longspec/snapshots/{0:040x}"
-FOREIGN = "cli", "bench"
+FOREIGN = ("cli",)
 
 
 class Collected(BaseStreamer):

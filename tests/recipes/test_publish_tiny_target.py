@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import save_byte_target
 
 CONTEXT = 2048  # two buckets; contexts of 512 bytes and more are short for the bytes after 1,024
-
-
-STUDENT = 4.3027  # quantile of 97.5 % with two degrees of freedom
 
 
 def measured(length, **numbers):
@@ -89,17 +85,6 @@ def test_losses_are_those_of_one_forward(script, monkeypatch):
         assert losses.mean().item() == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
 
 
-def test_buckets_are_means_over_what_precedes(script):
-    losses = torch.arange(1.0, 16384).repeat(3, 1)  # the loss of a token is the number of tokens before it
-    losses[1] += 3
-    found = script.buckets(losses, 16384)
-    assert [(bucket["from"], bucket["to"]) for bucket in found] == [
-        (0, 512), (512, 2048), (2048, 4096), (4096, 8192), (8192, 16384),
-    ]  # fmt: skip
-    assert [bucket["loss"] for bucket in found] == [257.0, 1280.5, 3072.5, 6144.5, 12288.5]
-    assert found[0]["half_width"] == pytest.approx(STUDENT, abs=5e-3)  # means of four digits
-
-
 def test_short_losses_are_those_of_the_same_bytes_with_less_before_them(script):
     """Byte by byte: 512 to 1,023 bytes of context against a forward of exactly these bytes."""
     model = tiny_target("llama", max_position_embeddings=CONTEXT)
@@ -112,43 +97,6 @@ def test_short_losses_are_those_of_the_same_bytes_with_less_before_them(script):
             logits = model(ids[None, begin:place]).logits[0, -1]
         expected = torch.nn.functional.cross_entropy(logits, ids[place])
         assert found[place - 1024].item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_gains_compare_the_same_bytes(script):
-    found = script.gain(torch.tensor([[1.0, 2, 9], [2, 3, 9], [1, 3, 9]]), torch.tensor([[2.0, 2], [4, 4], [3, 3]]))
-    assert (found["long"], found["short"], found["gain"]) == (2.0, 3.0, 1.0)
-    assert found["half_width"] == pytest.approx(STUDENT * 0.5 / 3**0.5, abs=1e-3)  # gains of 0.5, 1.5 and 1
-
-
-def test_half_depth_undoes_the_doubling(script, monkeypatch):
-    monkeypatch.setattr(script, "SKIPPED_ROW", 40)
-    model = tiny_target("llama", num_hidden_layers=4)
-    texts = [row.numpy() for row in tiny_prompts(128, [40] * 3)[0]]
-    found = script.cost_of_half_depth(model, {"some": dict(enumerate(texts)), "short": {"one": texts[0][:39]}})
-    rest = tiny_target("llama", num_hidden_layers=4)
-    del rest.model.layers[3], rest.model.layers[1]
-    with torch.no_grad():
-        for name, weight in rest.named_parameters():
-            weight *= 2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
-    ids = torch.stack([torch.from_numpy(text) for text in texts])
-    with torch.no_grad():
-        expected = rest(ids, labels=ids, use_cache=False).loss - model(ids, labels=ids, use_cache=False).loss
-    assert found["nats"] == pytest.approx(expected.item(), abs=1e-3) and found["rows"] == 3
-    assert len(model.model.layers) == 4
-
-
-def test_recall_asks_for_the_rest_of_a_passage(script, monkeypatch):
-    """A model that copies from `distance` bytes back recalls everything at this distance, and little at another."""
-    distance = 300
-
-    def copying(ids, use_cache, logits_to_keep):
-        back = torch.nn.functional.pad(ids, (distance - 1, 0))[:, : ids.shape[1]]
-        return SimpleNamespace(logits=30.0 * torch.nn.functional.one_hot(back, 256)[:, -logits_to_keep:].float())
-
-    monkeypatch.setattr(script, "QUOTATIONS", 4)
-    texts = [torch.randint(256, (size,), generator=torch.Generator().manual_seed(size)).numpy() for size in (900, 950)]
-    assert script.recall(copying, texts, distance) == {"distance": distance, "nats": 0.0, "right": 1.0}
-    assert script.recall(copying, texts, distance - 7)["right"] < 0.1
 
 
 def test_evaluation_and_card_say_the_same(published):
@@ -173,20 +121,3 @@ def test_evaluation_and_card_say_the_same(published):
     assert yaml.safe_load(front)["library_name"] == "transformers"
     assert "| 512 | 45 | 900 | 3.7M | 2.00 | 60% at 256 |" in body and "/home" not in body and "{" not in body
     assert "4 of 2 novels, 4 of 2 modules, 4 of 1 packages" in card and "with the last 512 to 1023 bytes" in card
-
-
-def test_what_does_not_fit_is_refused(script, trained, tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match=r"config\.json.* training\.json"):
-        script.check_files(tmp_path)
-    (tmp_path / "short.txt").write_text("too short", encoding="utf-8")
-    with pytest.raises(SystemExit, match="2,048 bytes"):
-        publish(script, trained, tmp_path, tmp_path / "output")
-    assert not (tmp_path / "output").exists()
-    for name in (*script.FILES, "training.json"):
-        (tmp_path / name).write_bytes((trained / name).read_bytes())
-    tiny_target("llama").save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match="F32"):
-        script.check_files(tmp_path)
-    monkeypatch.setattr(script, "MAX_BYTES", 1000)
-    with pytest.raises(SystemExit, match="1,000"):
-        script.check_files(trained)

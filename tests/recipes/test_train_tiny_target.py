@@ -2,12 +2,11 @@
 
 import argparse
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import scripts
 from tests.tiny_targets import tiny_target
@@ -16,15 +15,6 @@ from tests.tiny_targets import tiny_target
 @pytest.fixture(scope="module")
 def script():
     return scripts.script("train_tiny_target")
-
-
-@pytest.fixture
-def rows(script):
-    """Rows of two groups, told apart by their bytes: digits, and letters."""
-    draw = np.random.default_rng(0)
-    groups = {"source": [draw.integers(48, 58, 5000).astype(np.uint8), draw.integers(48, 58, 700).astype(np.uint8)]}
-    groups |= {"novels": [draw.integers(65, 91, 3000).astype(np.uint8)]}
-    return script.Rows(groups, {"source": 0.5, "novels": 0.5}, seed=1)
 
 
 def test_a_token_is_a_byte(script, tmp_path):
@@ -37,43 +27,6 @@ def test_a_token_is_a_byte(script, tmp_path):
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257)
 
 
-def test_text_is_one_piece_of_one_stream_that_is_long_enough(rows):
-    for _ in range(20):
-        piece = rows.text(801).tobytes()
-        assert sum(piece in stream.tobytes() for group in rows.groups.values() for stream in group) == 1
-
-
-def test_rows_with_repeats_contain_passages_twice(rows):
-    made = rows.batch(8, 1000, repeats=1.0, tasks=0.0, noise=0.5)
-    assert made.shape == (8, 1000) and made.dtype == np.uint8
-    for row in made:
-        text = row.tobytes()
-        # five equal bytes of 20 at two places are chance in few of 1,000 places; a passage has 24 and more
-        assert any(text.find(text[place : place + 20], place + 1) > 0 for place in range(0, 980, 4))
-
-
-def test_answers_stand_in_the_row_before_they_are_asked_for(rows):
-    kinds = {"values": (b"\nvalue of ", b"\n"), "definitions": (b"\n# as above\n", b"\n    return")}
-    seen = set()
-    for _ in range(40):
-        text = rows.batch(1, 3000, repeats=0.0, tasks=1.0, noise=0.0)[0].tobytes()
-        for kind, (mark, end) in kinds.items():
-            # without the last, which may be cut; the key of a value stands twice in its question
-            answers = [part.split(b": ")[-1].split(end)[0] for part in text.split(mark)[1:-1]]
-            if answers:
-                seen.add(kind)
-                found = sum(text.count(answer) >= 2 for answer in answers)
-                assert found >= 0.5 * len(answers)  # later material may lie over earlier
-    assert seen == set(kinds)
-
-
-@pytest.mark.parametrize("distance", [37, 500])
-def test_a_quoted_row_ends_with_what_stood_at_the_distance(script, rows, distance):
-    row, asked = sys.modules[script.Rows.__module__].quoted_row(rows.text, distance, 48, cue=12)
-    assert np.array_equal(row[-48:], row[-48 - distance : len(row) - distance]) == (distance >= 48)
-    assert (asked.stop, asked.stop - asked.start) == (len(row), 36)
-
-
 def test_held_out_files_are_not_read(script, tmp_path):
     lines = "value = 1  # a line of source\n" * 20
     for name in ("one.py", "statistics.py", "tests/two.py", "three.py"):
@@ -83,17 +36,6 @@ def test_held_out_files_are_not_read(script, tmp_path):
     files = sorted((tmp_path / "package").rglob("*.py"))
     assert script.read_sources(files, tmp_path).tobytes().decode() == f"# package/one.py\n{lines}\n"
     assert not script.wanted("networkx") and not script.wanted("a.dist-info") and script.wanted("torch")
-
-
-def test_jumps_skip_positions_within_the_limit(rows):
-    plain = rows.positions(3, 100, 400, jumps=0.0)
-    assert np.array_equal(plain, np.tile(np.arange(100), (3, 1)))
-    jumped = rows.positions(200, 100, 400, jumps=1.0)
-    steps = np.diff(jumped)
-    assert ((steps != 1).sum(1) <= 1).all() and (steps >= 1).all() and (jumped[:, :25] == np.arange(25)).all()
-    assert 380 < jumped.max() < 400 and len(set(jumped[:, -1].tolist())) > 100
-    some = (rows.positions(400, 100, 400, jumps=0.25)[:, -1] > 99).mean()
-    assert abs(some - 0.25) < 5 * (0.25 * 0.75 / 400) ** 0.5
 
 
 @torch.no_grad()
@@ -150,16 +92,3 @@ def test_a_run_grows_its_rows_and_layers_goes_on_and_writes_the_model(script, ti
     assert model.dtype == torch.bfloat16 and model.config.vocab_size == 258
     assert len(model.model.layers) == 2 and model.model.layers[1].mlp.down_proj.weight.abs().max() > 0
     assert np.load(tiny_run.output / "novels.npy").tolist()[-2:] == [32, 256]
-
-
-def test_a_run_begins_with_a_parent_where_layers_are_doubled_and_goes_on(script, tiny_run):
-    LlamaForCausalLM(script.model_config()).save_pretrained(tiny_run.novels.parent / "parent")
-    tiny_run.parent, tiny_run.hours = tiny_run.novels.parent / "parent", 0.0
-    with pytest.raises(SystemExit, match="give the command again"):
-        script.main()
-    saved = torch.load(tiny_run.output / "checkpoint.pt", weights_only=True)
-    assert (saved["state"]["stage"], saved["state"]["tokens"]) == (2, 32)
-    tiny_run.hours = None
-    script.main()
-    record = json.loads((tiny_run.output / "model" / "training.json").read_text())
-    assert record["history"][-1]["tokens"] == 64

@@ -1,4 +1,4 @@
-"""Medians, intervals, turns, the time limit."""
+"""Intervals and corrected p, against scipy and definitions, and the way in which they are shown."""
 
 import math
 import random
@@ -9,16 +9,8 @@ import pytest
 from scipy import stats
 
 from benchmarks.figure_report import holm, ratio_interval
-from benchmarks.harness import ratios, time_in_turns
-from hf_longspec.bench.report import estimate, mean_interval
-from hf_longspec.bench.runner import Runner, rotated
-
-
-def test_ratios_are_taken_within_a_repeat():
-    # the machine was half as fast in the second repeat: the ratio of medians would be 1.5
-    assert ratios([10.0, 5.0, 10.0], [5.0, 2.5, 10.0]) == {"median": 2.0, "low": 1.0, "high": 2.0, "count": 3}
-    with pytest.raises(ValueError):
-        ratios([1.0, 2.0], [1.0])
+from benchmarks.report import mean_interval
+from hf_longspec.cli.acceptance import estimate
 
 
 @pytest.mark.parametrize(("count", "quantile"), [(3, 4.303), (6, 2.571), (24, 2.069)])
@@ -28,44 +20,21 @@ def test_intervals_are_those_of_the_tables_of_students_t(count, quantile):
     half = quantile * statistics.stdev(values) / math.sqrt(count)
     assert found["high"] - found["mean"] == pytest.approx(half, rel=2e-3)  # four significant digits
     assert mean_interval([2.0] * count) == {"mean": 2.0, "low": 2.0, "high": 2.0, "count": count}
-
-
-@pytest.mark.parametrize("values", [[2.5], [2.0, 3.0]])
-def test_fewer_than_three_values_have_no_interval(values):
-    assert mean_interval(values) == {"mean": 2.5, "low": 2.5, "high": 2.5, "count": len(values)}
+    assert mean_interval([2.0, 3.0]) == {"mean": 2.5, "low": 2.5, "high": 2.5, "count": 2}  # too few
 
 
 def test_intervals_do_not_cross_their_bounds():
     """Taus near 1 and shares near 0 and 1; far from the bounds the interval is Student's."""
     draw = random.Random(0)
     for count in (3, 5, 24):
-        for _ in range(200):
+        for _ in range(50):
             taus = [1 + draw.expovariate(3) ** 3 for _ in range(count)]
             shares = [draw.betavariate(0.2, 0.2) for _ in range(count)]
             tau, share = mean_interval(taus, least=1), mean_interval(shares, least=0, most=1)
             assert 1 <= tau["low"] <= tau["mean"] <= tau["high"]
             assert 0 <= share["low"] <= share["mean"] <= share["high"] <= 1
-    for value in (0.0, 1.0):
-        assert mean_interval([value] * 5, least=0, most=1) == {"mean": value, "low": value, "high": value, "count": 5}
     far = [1e4 + value for value in range(5)]
     assert mean_interval(far, least=1, most=1e9) == mean_interval(far)
-
-
-@pytest.mark.parametrize(
-    ("draw", "mean", "bounds"),
-    [
-        (lambda random: random.gauss(2.0, 1.0), 2.0, {}),
-        (lambda random: 1 + random.gammavariate(4.0, 0.25), 2.0, {"least": 1.0}),
-        (lambda random: random.betavariate(6.0, 2.0), 0.75, {"least": 0.0, "most": 1.0}),
-    ],
-    ids=["gauss", "tau", "share"],
-)
-def test_interval_covers_the_mean_95_times_in_100(draw, mean, bounds):
-    """Skewed values cost some coverage, with Student's interval too: 2 points more are allowed for them."""
-    source = random.Random(0)
-    samples = [mean_interval([draw(source) for _ in range(8)], **bounds) for _ in range(1000)]
-    covered = statistics.fmean(sample["low"] <= mean <= sample["high"] for sample in samples)
-    assert abs(covered - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 1000) + (0.02 if bounds else 0)
 
 
 def test_intervals_of_ratios_are_students_on_the_scale_of_logarithms():
@@ -79,7 +48,7 @@ def test_intervals_of_ratios_are_students_on_the_scale_of_logarithms():
 def test_holm_is_closed_testing_by_bonferroni():
     """The corrected p of a test is the largest Bonferroni p of all sets of tests that it belongs to."""
     source = random.Random(0)
-    for count in (1, 2, 5):
+    for count in (0, 1, 2, 5):
         values = [source.choice([0.001, 0.01, 0.04, 0.2]) * source.random() for _ in range(count)]
         sets = [group for size in range(1, count + 1) for group in combinations(range(count), size)]
         expected = [
@@ -87,7 +56,6 @@ def test_holm_is_closed_testing_by_bonferroni():
             for own in range(count)
         ]
         assert holm(values) == pytest.approx(expected)
-    assert holm([]) == []
 
 
 @pytest.mark.parametrize(
@@ -105,20 +73,3 @@ def test_asymmetric_intervals_are_shown_with_both_ends(low, high, form, minus, s
     interval = {"mean": 2.0, "low": low, "high": high, "count": 5}
     assert estimate(interval, form, minus) == shown
     assert estimate(interval | {"count": 2}, form, minus) == shown.partition(" ")[0]
-
-
-def test_turns_hold_every_name_once_and_rotate():
-    turns = [rotated(["a", "b", "c"], turn) for turn in range(4)]
-    assert [sorted(turn) for turn in turns] == [["a", "b", "c"]] * 4
-    assert [turn[0] for turn in turns] == ["a", "b", "c", "a"]
-    seconds = time_in_turns({"a": iter([1.0, 2.0]).__next__, "b": iter([3.0, 4.0]).__next__}, repeats=2)
-    assert seconds == {"a": [1.0, 2.0], "b": [3.0, 4.0]}
-
-
-def test_what_does_not_fit_into_the_time_is_refused(tmp_path):
-    seconds = [0.0]
-    with Runner(tmp_path / "r.jsonl", "bench", lambda records: "", 60, {}, now=lambda: seconds[-1]) as file:
-        seconds.append(45.0)
-        assert file.fits(15.0) and not file.fits(15.1)
-        seconds.append(90.0)
-        assert (file.left, file.elapsed) == (0.0, 90.0) and not file.fits()

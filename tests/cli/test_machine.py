@@ -1,3 +1,5 @@
+"""The environment, the command and the commit, as result files have them."""
+
 import json
 import subprocess
 import sys
@@ -6,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_longspec.bench.machine import command, environment, git_commit, step_bytes
-from tests.tiny_targets import tiny_target
+from hf_longspec.cli.machine import command, environment, git_commit
 
 
 def test_environment_is_complete_and_fit_for_json():
@@ -53,14 +54,3 @@ def test_commit_marks_changed_files_but_not_results(tmp_path):
     assert git_commit(tmp_path) == clean
     (tmp_path / "code.py").write_text("2")
     assert git_commit(tmp_path) == clean + "+"
-
-
-def test_a_step_reads_tied_weights_once_and_looks_untied_embeddings_up():
-    sizes = {"vocab_size": 128, "hidden_size": 64}
-    table = 128 * 64
-    for tied in (True, False):
-        model = tiny_target("llama", tie_word_embeddings=tied, **sizes)
-        numbers = sum(parameter.numel() for parameter in model.parameters())
-        cache = 2 * 2 * 2 * 16 * 100 * 2  # layers, keys and values, heads, head size, context, batch
-        expected = numbers - (0 if tied else table) + cache
-        assert step_bytes(model, context=100, batch=2) == 4 * expected

@@ -1,61 +1,13 @@
-"""Prompts out of documents: cut into windows of a length, or taken whole."""
+"""Token ids of prompts: windows out of documents, what a chat template adds, rows of several lengths."""
 
 from collections.abc import Sequence
-from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from .results import OWN_LENGTH
-from .sources import MAX_DOCUMENTS, Document
-
 # Stands for the text of a user where a chat template is split.
 MARK = "<<<text>>>"
-
-
-class Prompt(NamedTuple):
-    """Token ids `(length,)`, and the category of their document."""
-
-    ids: torch.Tensor
-    category: str
-
-
-class DocumentPrompts:
-    """Prompts from the first 256 documents, tokenized once.
-
-    With `chat`, each document is the message of a user in the tokenizer's chat template, whose beginning and end are
-    part of every prompt.
-    """
-
-    def __init__(self, tokenizer: Any, documents: Sequence[Document], chat: bool = False):
-        before, after = around_a_message(tokenizer) if chat else ("", "")
-        self.head, self.tail = encode(tokenizer, before), encode(tokenizer, after)
-        self.texts = [encode(tokenizer, document.text) for document in documents[:MAX_DOCUMENTS]]
-        self.categories = [document.category for document in documents[:MAX_DOCUMENTS]]
-        self.sizes = [len(self.head) + len(text) + len(self.tail) for text in self.texts]
-
-    def windows(self, length: int, count: int) -> list[Prompt]:
-        """`count` prompts of `length` tokens, spread over the documents."""
-        room = length - len(self.head) - len(self.tail)
-        return [
-            self._prompt(at, slice(offset, offset + room)) for at, offset in window_starts(self.sizes, length, count)
-        ]
-
-    def own(self, count: int, limit: int) -> list[Prompt]:
-        """`count` whole documents of at most `limit` tokens, from the beginning again where there are fewer."""
-        fitting = [self._prompt(at, slice(None)) for at, size in enumerate(self.sizes) if 0 < size <= limit]
-        if not fitting:
-            raise ValueError(f"--context own: no document has between 1 and {limit} tokens. Pass a number of tokens.")
-        return list(islice(cycle(fitting), count))
-
-    def _prompt(self, at: int, part: slice) -> Prompt:
-        return Prompt(torch.cat([self.head, self.texts[at][part], self.tail]), self.categories[at])
-
-    def describe(self, lengths: Sequence[int]) -> dict[str, Any]:
-        """Numbers of documents and tokens, and how many windows of each length do not overlap."""
-        disjoint = {str(length): num_disjoint(self.sizes, length) for length in lengths if length != OWN_LENGTH}
-        return {"documents": len(self.sizes), "tokens": sum(self.sizes), "disjoint_windows": disjoint}
 
 
 def around_a_message(tokenizer: Any) -> tuple[str, str]:
@@ -89,8 +41,8 @@ def window_starts(lengths: Sequence[int], window: int, count: int) -> list[tuple
     shares = {document: 0 for document, length in enumerate(lengths) if length >= window}
     if not shares:
         raise ValueError(
-            f"no document has {window} tokens, the longest has {max(lengths, default=0)}. Pass longer texts with "
-            "--data, or shorter lengths."
+            f"no text has {window} tokens, the longest has {max(lengths, default=0)}. Pass a longer text, or a shorter "
+            "--context."
         )
     for _ in range(count):
         # the document whose windows would lie furthest apart
@@ -108,11 +60,6 @@ def cut_windows(documents: Sequence[torch.Tensor], window: int, count: int) -> t
     """`(count, window)` token ids, see [`window_starts`]."""
     starts = window_starts([len(document) for document in documents], window, count)
     return torch.stack([documents[index][offset : offset + window] for index, offset in starts])
-
-
-def num_disjoint(lengths: Sequence[int], window: int) -> int:
-    """Number of windows that fit into the documents without overlapping."""
-    return sum(length // window for length in lengths)
 
 
 def left_padded(prompts: Sequence[torch.Tensor], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,10 +1,10 @@
-"""Texts out of files, folders, JSON lines and datasets. Read before torch is imported, unless they are a dataset."""
+"""The texts of `--data`: files, folders, JSON lines, datasets. Only the last need torch."""
 
 import json
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ class Document:
 
     name: str  # file or data set, and number
     text: str
-    category: str = ""  # category of the data set, or the name of the source
 
 
 def read_source(source: str, column: str | None = None) -> list[Document]:
@@ -56,22 +55,10 @@ def read_source(source: str, column: str | None = None) -> list[Document]:
                 f"--data {source}, row {number}: the text is a placeholder of SPEED-Bench. Write the texts with its "
                 "prepare_data script, and pass that file."
             )
-        category = row.get("category")
-        documents.append(Document(f"{path.name}:{number}", text, category if isinstance(category, str) else ""))
+        documents.append(Document(f"{path.name}:{number}", text))
     if not documents:
         raise ValueError(f"--data {source} has no rows. Pass a source with documents.")
     return documents
-
-
-def read_sources(sources: Sequence[str], column: str | None = None) -> list[Document]:
-    """Read several `--data`, in turns, as the first documents are used. Documents without a category get its name."""
-    parts = [read_source(source, column) for source in sources]
-    if len(sources) > 1:
-        parts = [
-            [replace(document, category=document.category or Path(source).stem) for document in documents]
-            for source, documents in zip(sources, parts, strict=True)
-        ]
-    return [document for turn in zip_longest(*parts) for document in turn if document is not None]
 
 
 def prompts_of(source: str, column: str | None) -> Iterator[str | None]:

@@ -1,4 +1,4 @@
-"""The machine: its description for result files, peak memory of a call, bandwidth, and the least time of a step."""
+"""The machine and the program, as result files and reports of bugs name them."""
 
 import os
 import platform
@@ -14,16 +14,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
-
-from ..generation.target import TargetView
 
 # Names in /proc/cpuinfo of instructions that multiply bfloat16 numbers, on x86 and ARM.
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-READ_BYTES = 2**29  # far above any last-level cache
-READ_SECONDS = 1.0
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_PROC = Path("/proc/self")
 _ABSOLUTE = re.compile(r"(?<![\w.~/-])~?/[^\s'\",]+")
 
 
@@ -129,81 +122,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()
-
-
-class PeakMemory:
-    """Highest memory in use between `reset` and `read`, weights and cache included.
-
-    On CUDA devices it is what PyTorch's allocator handed out, summed over the devices. On Linux CPUs it is the
-    high-water mark of the process's resident memory, which includes the interpreter and its libraries; the process
-    resets the mark. On other devices nothing is measured.
-    """
-
-    def __init__(self, device: torch.device):
-        self.on_cuda = device.type == "cuda"
-        self.how = "not measured on this device"
-        if self.on_cuda:
-            self.how = "peak of PyTorch's CUDA allocator, all devices together"
-        elif device.type == "cpu" and self._reset_resident():
-            self.how = "high-water mark of the process's resident memory (VmHWM), interpreter included"
-
-    def reset(self) -> None:
-        if self.on_cuda:
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.reset_peak_memory_stats(index)
-        else:
-            self._reset_resident()
-
-    def read(self) -> int | None:
-        """Bytes, or None where nothing is measured."""
-        if self.on_cuda:
-            return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
-        if self.how.startswith("not"):
-            return None
-        match = re.search(r"VmHWM:\s+(\d+) kB", (_PROC / "status").read_text(encoding="ascii"))
-        return int(match[1]) * 1024 if match else None
-
-    def _reset_resident(self) -> bool:
-        try:
-            (_PROC / "clear_refs").write_text("5", encoding="ascii")  # proc(5): 5 resets the high-water mark
-        except OSError:
-            return False
-        return True
-
-
-def read_gb_per_second(device: torch.device | str = "cpu") -> float | None:
-    """Measure the rate at which a large sum reads memory, in 10^9 bytes per second: the best pass within a second."""
-    from torch.utils.benchmark import Timer  # it needs 0.2 s, which most commands have no use for
-
-    if torch.device(device).type not in ("cpu", "cuda"):
-        return None
-    try:
-        buffer = torch.ones(READ_BYTES // 4, device=device)
-    except torch.OutOfMemoryError:
-        return None
-    # threads named: Timer runs with one otherwise
-    timer = Timer("buffer.sum()", globals={"buffer": buffer}, num_threads=torch.get_num_threads())
-    return READ_BYTES / min(timer.blocked_autorange(min_run_time=READ_SECONDS).times) / 1e9
-
-
-def step_bytes(model: PreTrainedModel, context: int, batch: int) -> int:
-    """Bytes that one decoding step has to read: every weight once, the cached keys and values of all rows."""
-    config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * context * batch
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if embedding is not head:  # an embedding table that is only looked up: a step reads one row of it
-        weights -= embedding.numel()
-    return (numbers + weights) * head.element_size()
-
-
-def floor_seconds(model: PreTrainedModel, context: int, batch: int, gb_per_second: float) -> float | None:
-    """Seconds to read weights and cache once; `None` for targets that do not read all of both in every step."""
-    target = TargetView(model)
-    config = model.config.get_text_config(decoder=True)
-    if config.is_heterogeneous or target.sliding_layers or target.has_latent_cache:
-        return None
-    if any(getattr(config, name, None) for name in EXPERTS):
-        return None
-    return step_bytes(model, context, batch) / (gb_per_second * 1e9)

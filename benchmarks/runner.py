@@ -1,90 +1,62 @@
-"""The runner of all benchmarks: methods in cells in turns, each warmed up once, until the time is over.
-
-A suite is a list of cells, of methods and of turns: in code, or in a file such as benchmarks/suites/figure.yaml.
-"""
+"""The run that every benchmark writes to: each measurement once, in turns, after a warm-up, until the time is over."""
 
 import json
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
 
-from .calls import Decoding, changed
-from .machine import environment
-from .report import NO_TIME
-from .results import Record, check_resume, holds_something, of_kind, refuse_other, replace_file, results_in
+from benchmarks.pages import PAGES
+from hf_longspec.cli.files import Record, differences, of_kind, read_records, replace_file
+from hf_longspec.cli.machine import environment
 
 T = TypeVar("T")
-Point = tuple[tuple[str, Any], ...]
+NO_TIME = "no time left"
+# Parts of the environment that may differ between the parts of one benchmark.
+MAY_CHANGE = {"date", "command", "load_average", "kind", "benchmark", "settings"}
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way to decode."""
-
-    name: str  # in the results
-    how: Any  # as [`run_call`] takes it
-    point: Point = ()  # settings of the draft that differ from its own
-
-    def with_settings(self) -> Any:
-        return changed(self.how, dict(self.point))
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One combination of the values that are varied; `context` 0 stands for prompts of their own length."""
-
-    dtype: str
-    context: int
-    batch: int
-    decoding: Decoding = field(default_factory=Decoding)
-
-    def key(self) -> dict[str, Any]:
-        decoding = self.decoding.to_dict()
-        return {"dtype": self.dtype, "context": self.context, "batch": self.batch, "decoding": decoding}
-
-
-class Runner:
-    """Measure what a result file lacks, as long as there is time; the file names what is left out.
-
-    `<name>.jsonl` is written line by line, and `<name>.md` every few seconds, so that the results of an interrupted run
-    can be used.
+class Run:
+    """A result file, written line by line, and the report beside it, which is written and printed at the end.
 
     The first line has `kind` "environment", with the settings and further `facts`; the last one, `kind` "end", is
-    missing from a run that was interrupted. `resume` says whether an existing file is continued; `None` replaces it.
-    The time limit counts from `started`. Without a `report`, a function of all records, no `.md` is written.
-    """
+    missing from a run that was interrupted. Also then the report is written.
 
-    report_every = 5.0  # seconds
+    Args:
+        path (`Path`): `<name>.jsonl`; the report is `<name>.md`.
+        benchmark (`str`): Name of the benchmark in pages.yaml.
+        seconds (`float`): Time limit, counted from `started`, by default from now.
+        resume (`bool`, *optional*): Continue an existing file in place of replacing it.
+        quiet (`bool`, *optional*): Show no progress on standard error.
+    """
 
     def __init__(
         self,
         path: Path,
         benchmark: str,
-        report: Callable[[list[Record]], str] | None,
         seconds: float,
-        settings: Mapping[str, Any],
-        facts: Mapping[str, Any] | None = None,
-        resume: bool | None = None,
+        settings: Mapping[str, Any] | None = None,
         *,
+        resume: bool = False,
+        quiet: bool = False,
+        facts: Mapping[str, Any] | None = None,
         now: Callable[[], float] = time.perf_counter,
         started: float | None = None,
     ):
-        self.path, self.seconds, self._report, self._now = path, seconds, report, now
+        self.path, self.seconds, self.quiet, self._now = path, seconds, quiet, now
+        self._report, settings = PAGES[benchmark].report, settings or {}
         self._started = now() if started is None else started
         here = {**environment(), **(facts or {})}
-        if resume is False:
-            check_resume(path, resume)
-        before = results_in(path) if resume and holds_something(path) else []
+        here["commit"] = here["commit"] or "unknown"
+        before = read_records(path) if resume and path.exists() else []
         if before:
-            refuse_other(path, before[0], benchmark, settings, here)
+            refuse_other(path, before, benchmark, settings, here)
         # what was left out is tried again
         self.records = [record for record in before if record["kind"] not in ("end", "skipped")]
         self._longest: dict[str, float] = {}  # seconds, by what is alike
-        self._reported = self.elapsed
         # without a cut-off last line
         replace_file(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self._file = path.open("a", encoding="utf-8")
@@ -107,18 +79,22 @@ class Runner:
         return self.left > 0 and seconds <= self.left
 
     def write(self, kind: str, **values: Any) -> Record:
-        """Add a record. The report, which is made of all records, follows at the end and every few seconds."""
+        """Add a record."""
         record = {"kind": kind, **values}
         self.records.append(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        if self.elapsed - self._reported > self.report_every:
-            self._write_report()
         return record
 
     def skip(self, reason: str, **what: Any) -> None:
         """Record a measurement that was left out, and the reason."""
         self.write("skipped", reason=reason, **what)
+        self.say(f"left out, {reason}: {', '.join(map(str, what.values()))}")
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            minutes, seconds = divmod(int(self.elapsed), 60)
+            print(f"[{minutes:3d}:{seconds:02d}] {text}", file=sys.stderr, flush=True)
 
     def measure(
         self,
@@ -152,13 +128,20 @@ class Runner:
             else:
                 self._longest[like] = max(self._longest.get(like, 0.0), self.elapsed - started)
                 return self.write(kind, **place, **found)
-        self.leave_out(reason, **what)
+        if not of_kind(self.records, "skipped", **what):  # the first reason counts
+            self.skip(reason, **what)
         return None
 
-    def leave_out(self, reason: str, **what: Any) -> None:
-        """Record that something is not measured, and the reason; the first one counts."""
-        if not of_kind(self.records, "skipped", **what):
-            self.skip(reason, **what)
+    def in_time(self, planned: Iterable[T], describe: Callable[[T], Mapping[str, Any]]) -> Iterator[T]:
+        """Yield what there is time for, as long as the longest before took; add a line by `describe` for all else."""
+        longest = 0.0
+        for item in planned:
+            if self.fits(longest):
+                start = self.elapsed
+                yield item
+                longest = max(longest, self.elapsed - start)
+            else:
+                self.skip(NO_TIME, **describe(item))
 
     def __enter__(self) -> Self:
         return self
@@ -167,16 +150,29 @@ class Runner:
         if kind is None:
             self.write("end", seconds=round(self.elapsed, 1))
         self._file.close()
-        self._write_report()
-
-    def _write_report(self) -> None:
-        if self._report is None:
-            return
-        replace_file(self.path.with_suffix(".md"), self._report(self.records))
-        self._reported = self.elapsed
+        report = self._report(self.records)
+        replace_file(self.path.with_suffix(".md"), report)
+        if kind is None:
+            print(report)
 
 
-def rotated(names: Sequence[T], turn: int) -> list[T]:
-    """Return all names, each turn beginning with another one."""
-    first = turn % max(1, len(names))
-    return [*names[first:], *names[:first]]
+def refuse_other(
+    path: Path,
+    records: Sequence[Record],
+    benchmark: str,
+    settings: Mapping[str, Any],
+    here: Mapping[str, Any],
+    option: str = "--resume",
+) -> None:
+    """Refuse a file of another benchmark, of other settings or of another environment."""
+    first = records[0]
+    if first.get("kind") != "environment" or first.get("benchmark") != benchmark:
+        raise ValueError(f"{option} {path}: not a result file of `{benchmark}`. Pass another file.")
+    settings = json.loads(json.dumps(settings))  # tuples are lists in the file
+    different = differences(first.get("settings", {}), settings)
+    different += differences(*({k: v for k, v in side.items() if k not in MAY_CHANGE} for side in (first, here)))
+    if different:
+        raise ValueError(
+            f"{option} {path}: other settings or environment: {'; '.join(different)}. Use the same ones, or "
+            "another file."
+        )
