@@ -269,7 +269,7 @@ def test_a_request_that_fails_ends_alone(llama):
             with pytest.raises(RuntimeError, match=message):
                 bad.result()
             assert torch.equal(good.result(), alone(llama, draft, prompt(11), **how)), name
-        assert not batcher._running
+        assert not batcher.num_running
 
 
 class Gate(BaseStreamer):
