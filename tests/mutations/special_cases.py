@@ -102,7 +102,7 @@ ROWS = (
      "if stored >= tokens.shape[1] or any(", "if False and any(",
      "tests/generation/test_cache.py::TestRefusedCaches"),
     ("A chat's cache is refused under another mask", "generation/special_cases/user_caches.py",
-     "if is_ours and stored and before != padding", "if False and before != padding",
+     "if is_ours and stored and before != _padding", "if False and before != _padding",
      "tests/generation/test_cache.py::TestSecondTurn::test_another_mask_is_refused"),
     ("A returned cache holds as much as its shortest row", "generation/special_cases/user_caches.py",
      "length = min(held + count", "length = max(held + count",
