@@ -4,14 +4,16 @@ tests/robustness/user_hooks.py has the hooks that a user may write, and their te
 """
 
 import types
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hf_longspec.generation.special_cases.hooks import bare, hooks_of
 from hf_longspec.generation.target import TargetView
 from tests.robustness.drafts import make_draft
-from tests.robustness.user_hooks import at_the_last_token, declared, everywhere, recorder
+from tests.robustness.user_hooks import at_the_last_token, declared, everywhere
 from tests.tiny_targets import generate as generate_text
 from tests.tiny_targets import tiny_target
 
@@ -54,15 +56,29 @@ def test_hooks_of_libraries_are_none_of_a_user():
     assert not found and bare(model) is model
 
 
-def test_trials_run_no_hooks():
+def patched(layer, note):
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: (note(), forward(*args, **kwargs))[1]
+
+
+WAYS = {
+    "hook": lambda layer, note: layer.register_forward_hook(note),
+    "partial of torch": lambda layer, note: layer.register_forward_hook(partial(checkpoint, note, use_reentrant=False)),
+    "forward": patched,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_trials_run_no_code_of_users(way):
     """They show how a model is built, and are kept for later calls."""
-    model = tiny_target("llama")
-    seen = recorder(model).state
+    model, seen = tiny_target("llama"), []
+    WAYS[way](model.model.layers[0], lambda *_: seen.append(way))
+    before = dict(vars(model.model.layers[0]))
     TargetView(model).why_not()
-    assert not seen() and TargetView(model).traits.windows
+    assert not seen and TargetView(model).traits.windows
     twin = bare(model)
     assert twin is not model and twin.model.layers[0].mlp.up_proj.weight is model.model.layers[0].mlp.up_proj.weight
-    assert model.model.layers[0]._forward_hooks and not twin.model.layers[0]._forward_hooks
+    assert vars(model.model.layers[0]) == before and not twin.model.layers[0]._forward_hooks
 
 
 @pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])

@@ -105,6 +105,7 @@ ROWS = (
     ("A drafter that keeps state says of each row which", "generation/drafter.py",
      "if type(self).observe is not Drafter.observe:", "if False:",
      "tests/test_batching.py::test_drafters_that_do_not_say_their_state_are_refused"),
-    ("A model whose attention cannot be replaced is not verified in it", "generation/special_case.py",
-     "if target.model._can_set_attn_implementation():", "if True:", "tests/generation/test_masked.py"),
+    ("Reasons that a trial found refuse a target", "generation/special_case.py",
+     "reasons: list[str] = target.traits_by(self).reasons", "reasons: list[str] = []",
+     "tests/generation/test_structure.py::test_a_changed_target_is_examined_again"),
 )

@@ -10,6 +10,7 @@ LIMIT, LIMIT_OF_DYNAMIC = 44, 51
 _HALF = 8  # frequencies of a head
 _ROPE = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": LIMIT}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
 _LONG = {"short_factor": [1.0] * _HALF, "long_factor": [1.0 + i for i in range(_HALF)]}
 
 
@@ -27,18 +28,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "window, mixtral": ("mixtral", {"sliding_window": WINDOW}),
     "window, phi3": ("phi3", {"sliding_window": WINDOW}),
     "window, starcoder2": ("starcoder2", {"sliding_window": WINDOW}),
-    "windows, qwen2": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": [_FULL, _SLIDING] * 2},
-    ),
-    "windows, qwen3": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL] * 2},
-    ),
-    "windows, smollm3": (
-        "smollm3",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL] * 2},
-    ),
+    "windows, qwen2": ("qwen2", _WINDOWS | {"layer_types": [_FULL, _SLIDING] * 2}),
+    "windows, qwen3": ("qwen3", _WINDOWS | {"layer_types": [_SLIDING, _FULL] * 2}),
+    "windows, smollm3": ("smollm3", _WINDOWS | {"layer_types": [_SLIDING, _FULL] * 2}),
     "window in the config alone, qwen2_moe": ("qwen2_moe", {"sliding_window": WINDOW}),
     "untied": ("gemma3_text", {"tie_word_embeddings": False}),
     "wide heads": ("llama", {"head_dim": 24}),

@@ -30,17 +30,11 @@ MOST_PARAMETERS = 20_000_000
 FEWEST_DISTINCT_TOKENS = 3, 16  # of a row, and of all rows; texts of fewer show little
 SEEDS = 12  # of weights to try until texts vary
 
+DRAFTS = ("tree", "ngram", "specattn", "longspec", "tokenswift", "partial", "eagle3", "assistant")
 SETTINGS: dict[str, dict[str, Any]] = {
-    "tree": {},
-    "ngram": {},
-    "specattn": {},
     "longspec": {"tree_widths": [12, 11]},
     "tokenswift": {"tree_branching": [1, 12, 2]},
-    "partial": {},
-    "eagle3": {},
-    "assistant": {},
 }
-DRAFTS: tuple[str, ...] = tuple(SETTINGS)
 
 # sdpa has no softcap: transformers 5.17 ignores it there, and later versions refuse.
 ATTENTION = dict.fromkeys(("gemma2", "vaultgemma"), "eager")

@@ -33,8 +33,8 @@ FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where dra
 # Options under which every token that a constraint allows stays possible.
 SAMPLING = ("temperature", "top_k", "top_p", "prefill_chunk_size")
 # Kinds of processors of users, but for those that need more of a call, one vocabulary, or an error.
-OF_ONE_CALL = {"whole_batch", "runs_another_model", "fails_at_its_sixth_call", "stateless_function"}
-OF_ONE_CALL |= {"runs_the_target", "config_of_the_target", "attribute_of_the_target"}
+OF_ONE_CALL = {"whole_batch", "fails_at_its_sixth_call", "stateless_function", "runs_the_target"}
+OF_ONE_CALL |= {"attribute_of_the_target"}
 OWN = sorted(
     name
     for name, entry in PROCESSORS.items()

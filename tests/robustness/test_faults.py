@@ -101,6 +101,7 @@ def run():
 
     generate.model, generate.input_ids = model, input_ids
     generate.text = generate().tolist()
+    generate.attributes = sorted(vars(model))
     generate.before = state_of(model)  # once: what a test leaves behind must not be the next one's measure
     return generate
 
@@ -145,7 +146,7 @@ def test_a_fault(run, cache, kind, phase, error):
         except KeyboardInterrupt:  # after the first token, the text so far is kept
             out = draft.last_speculation.partial_sequences
     assert bomb.went_off
-    assert state_of(run.model) == run.before
+    assert state_of(run.model) == run.before and sorted(vars(run.model)) == run.attributes
     assert draft.generation_config.to_dict() == settings and draft.training == training
     assert all(torch.equal(weight, weights[name]) for name, weight in draft.state_dict().items())
     for (keys, values), layer in zip(entries, cache.layers, strict=True):

@@ -35,7 +35,7 @@ COUPLED = [kind for kind in ALL_KINDS if kind not in (*REJECTING, "plain")]
 _configs = itertools.count()
 
 
-def few(names):
+def cases_of(names):
     """Cases with a kind of draft in turn, with a draft that is often right, and with sampling; half of them soak."""
     for number, name in enumerate(names):
         kinds = ALL_KINDS[number % len(ALL_KINDS)], ALL_KINDS[(number + 5) % len(ALL_KINDS)]
@@ -144,18 +144,18 @@ def check(of, name, kind, how, when, do_sample):
         assert re.search(entry.reason, reason or "nothing") and used.num_forwards == 0
 
 
-@pytest.mark.parametrize(("name", "kind", "how", "when", "do_sample"), list(few(PROCESSORS)))
+@pytest.mark.parametrize(("name", "kind", "how", "when", "do_sample"), list(cases_of(PROCESSORS)))
 def test_processors(name, kind, how, when, do_sample):
     check("processor", name, kind, how, when, do_sample)
 
 
-@pytest.mark.parametrize(("name", "kind", "how", "when", "do_sample"), list(few(HOOKS)))
+@pytest.mark.parametrize(("name", "kind", "how", "when", "do_sample"), list(cases_of(HOOKS)))
 def test_hooks(name, kind, how, when, do_sample):
     """A hook of a library, and one that truly says that it has no state, is used with a draft; no other is."""
     check("hook", name, kind, how, when, do_sample)
 
 
-@pytest.mark.parametrize(("name", "kind", "how", "when", "do_sample"), list(few(CHANGES)))
+@pytest.mark.parametrize(("name", "kind", "how", "when", "do_sample"), list(cases_of(CHANGES)))
 def test_changes(name, kind, how, when, do_sample):
     """The text of stock `generate`, or a refusal; an error if stock `generate` has one."""
     check("change", name, kind, how, when, do_sample)

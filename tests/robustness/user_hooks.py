@@ -197,6 +197,15 @@ class Steer(nn.Module):
         return hidden_of(output) + self.direction
 
 
+class Declared:
+    """An object that says that its methods treat all tokens alike."""
+
+    stateless = True
+
+    def steer(self, module, args, output):
+        everywhere(module, args, output)
+
+
 class LastOfAccelerate(ModelHook):
     def post_forward(self, module, output):
         at_the_last_token(module, (), output)
@@ -260,6 +269,7 @@ HOOKS: dict[str, Entry] = {
     "with keywords, declared": Entry(hook(declared(by_position), with_kwargs=True), drafts=True),
     "module": undeclared(hook(Steer()), "Steer"),
     "module, declared": Entry(hook(told(Steer(), True)), drafts=True),
+    "method of a declared object": Entry(hook(Declared().steer), drafts=True),
     "partial of a declared one": Entry(hook(functools.partial(declared(everywhere))), drafts=True),
     "declared partial": Entry(hook(told(functools.partial(everywhere), True)), drafts=True),
     "partial of torch": undeclared(

@@ -9,7 +9,6 @@ import functools
 import threading
 import types
 from typing import Any
-from unittest.mock import Mock
 
 import torch
 from torch import nn
@@ -23,9 +22,7 @@ from transformers import (
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, StructuredOutput
-from hf_longspec.generation.cache import CACHE_NAME
 from tests.robustness.user_code import ENDS, VOCAB, Applied, Entry
-from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import letter_tokenizer
 
 # Every third call favours a token so much that it is emitted; the others leave a draft something to accept.
@@ -150,13 +147,6 @@ def attributes_of_another():
 
 
 @kind
-def mock():
-    """It answers for any attribute."""
-    inner = Counting()
-    return passed(Mock(side_effect=inner), state=lambda: inner.calls)
-
-
-@kind
 def told_to_have_state():
     class Told(Counting):
         stateless, history_window = False, 2
@@ -179,23 +169,14 @@ def uncopyable():
 
 
 @kind(has_model=True)
-def config_of_the_target(model):
-    return _counted_on(model.config)
-
-
-@kind(has_model=True)
 def attribute_of_the_target(model):
-    return _counted_on(model)
-
-
-def _counted_on(owner):
-    owner.calls = 0
+    model.calls = 0
 
     def processor(input_ids, scores):
-        owner.calls += 1
-        return steer(input_ids, scores, owner.calls)
+        model.calls += 1
+        return steer(input_ids, scores, model.calls)
 
-    return passed(processor, state=lambda: vars(owner).pop("calls"))
+    return passed(processor, state=lambda: vars(model).pop("calls"))
 
 
 @kind
@@ -217,33 +198,6 @@ def torch_random_numbers():
 
 
 # Processors of libraries that a user has changed.
-
-
-def _subclass(base, *arguments):
-    class Mine(base):
-        calls = 0
-
-        def __call__(self, input_ids, scores):
-            self.calls += 1
-            return steer(input_ids, super().__call__(input_ids, scores), self.calls)
-
-    return of(Mine(*arguments))
-
-
-@kind
-def subclass_of_transformers():
-    return _subclass(TemperatureLogitsWarper, 0.9)
-
-
-@kind
-def subclass_of_the_contextual_penalty():
-    """What its base says of a window does not hold for it."""
-    return _subclass(ContextualPenaltyLogitsProcessor, 1.2, 5)
-
-
-@kind
-def subclass_of_a_declared_class():
-    return _subclass(Last)
 
 
 @kind
@@ -462,11 +416,6 @@ def in_place():
 
 
 @kind
-def double_precision():
-    return counted(lambda held, input_ids, scores: steer(input_ids, scores.double(), held.calls))
-
-
-@kind
 def half_precision():
     """Rounds, so that scores tie."""
     return counted(lambda held, input_ids, scores: (steer(input_ids, scores, held.calls) / 4).bfloat16())
@@ -506,25 +455,6 @@ def guidance():
     return Applied({"guidance_scale": 1.7})
 
 
-@functools.cache
-def _other_model():
-    """A model beside the target."""
-    return tiny_target("llama", seed=8, vocab_size=VOCAB, num_hidden_layers=1)
-
-
-@kind
-def runs_another_model():
-    """On the cache of its last call, so every text has to continue the last one."""
-
-    def call(held, input_ids, scores):
-        text = input_ids if held.cache is None else input_ids[:, -1:]
-        out = _other_model()(text, **{CACHE_NAME: held.cache}, use_cache=True)
-        held.cache = out[CACHE_NAME]
-        return scores - out.logits[:, -1]
-
-    return counted(call, cache=None)
-
-
 @kind
 def two_that_share():
     """The order of both matters."""
@@ -539,3 +469,26 @@ def two_that_share():
         return steer(input_ids, scores, len(log) // 2 + 5 * (log[-2] == "second"))
 
     return passed(first, second, state=lambda: log)
+
+
+# Subclasses: what their base declares, or is known for, does not hold for them.
+
+
+def subclass(base, *arguments):
+    class Mine(base):
+        calls = 0
+
+        def __call__(self, input_ids, scores):
+            self.calls += 1
+            return steer(input_ids, super().__call__(input_ids, scores), self.calls)
+
+    return of(Mine(*arguments))
+
+
+BASES = {TemperatureLogitsWarper: (0.9,), ContextualPenaltyLogitsProcessor: (1.2, 5), Last: ()}
+PROCESSORS |= {
+    f"subclass_of_{base.__name__}": Entry(
+        lambda model, base=base, arguments=arguments: subclass(base, *arguments), is_passed=True
+    )
+    for base, arguments in BASES.items()
+}
