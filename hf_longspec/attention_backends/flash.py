@@ -28,7 +28,7 @@ from .registry import (
     register_backend,
     why_not_dtype,
 )
-from .torch_backend import attention_to_copies, causal_attention, tree_attention, with_unit_stride
+from .torch_backend import causal_attention, tree_attention, with_unit_stride
 
 logger = logging.get_logger(__name__)
 
@@ -183,7 +183,6 @@ FLASH_BACKEND = register_backend(
         name="hf_longspec_fa",
         prefix_attention=prefix_attention,
         tree_attention=tree_attention,
-        sparse_attention=attention_to_copies(prefix_attention),
         causal_attention=causal_attention,
         why_not=why_not,
     )

@@ -128,33 +128,15 @@ def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "groups", "sizes", "counts", "form", "dtype", "per_head", "softcap"),
-    [
-        *pairwise(
-            ["torch", "triton"],
-            (1, 3, 9),
-            GROUPS,
-            ((8, 8), (64, 64), (40, 24), (16, 32)),
-            ((13,), (5, 0), (1, 7), (13, 2, 4)),
-            LAYOUTS,
-            (FLOAT32, FLOAT16, BFLOAT16),
-            (True, False),
-            SOFTCAPS,
-        ),
-        *pairwise(
-            *(["flash2", "flash3"], (1, 3), (1, 2), ((16, 16),), ((5, 0), (13, 2, 4)), LAYOUTS[:2]),
-            *(HALVES, (True,), SOFTCAPS),
-        ),
-    ],
+    ("name", "groups", "counts", "per_head", "softcap"),
+    pairwise(["torch", "triton"], (1, 3), ((13,), (5, 0), (13, 2, 4)), (True, False), SOFTCAPS),
 )
-def test_sparse(prepared, name, nodes, groups, sizes, counts, form, dtype, per_head, softcap):
-    """Rows of 9 nodes and groups of two heads or more are several tiles. Counts and slots are integers of any type."""
-    inputs, options, exact, plain = sparse_case(counts, groups, nodes, sizes, dtype, 13, 2, softcap, per_head)
+def test_sparse(prepared, name, groups, counts, per_head, softcap):
+    """Slots that are not chosen, or lie after a count, hold NaN."""
+    inputs, options, exact, plain = sparse_case(counts, groups, 3, (40, 24), FLOAT32, 13, 2, softcap, per_head)
     if name != "triton":
         inputs = tuple(x.nan_to_num() for x in inputs)
-    elif dtype == BFLOAT16:
-        inputs = (*inputs[:3], *(numbers.int() for numbers in inputs[3:]))
-    assert_within_budget(attend(prepared, name, "sparse", inputs, options, form), exact, plain)
+    assert_within_budget(attend(prepared, name, "sparse", inputs, options), exact, plain)
 
 
 HYBRID_LENGTHS = ((0,), (90,), (50, 50), (0, 90, 33), (64, 130))
@@ -205,13 +187,9 @@ def test_nothing_to_compute(prepared, name):
     query, key, value = tensors(2, 2, 2, 3, 7, 8, FLOAT16 if name.startswith("flash") else FLOAT32)
     for nodes, slots in ((0, 7), (3, 0)):
         inputs = query[:, :, :nodes], key[:, :, :slots], value[:, :, :slots], SeqLens([0, 0])
-        states = [attend(prepared, name, "prefix", inputs, {"scaling": 1.0})]
-        if name == "triton":
-            cut, options, _, _ = sparse_case((0, 0), 2, nodes, (8, 8), FLOAT32, chosen=slots)
-            states.append(attend(prepared, name, "sparse", cut, options))
-        for out, lse in states:
-            assert (out.shape, lse.shape) == ((2, 4, nodes, 8), (2, 4, nodes))
-            assert not out.any() and (lse == -torch.inf).all()
+        out, lse = attend(prepared, name, "prefix", inputs, {"scaling": 1.0})
+        assert (out.shape, lse.shape) == ((2, 4, nodes, 8), (2, 4, nodes))
+        assert not out.any() and (lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize(

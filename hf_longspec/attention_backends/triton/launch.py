@@ -18,18 +18,16 @@ from .config import (
     INSTALLED,
     INTERPRETED,
     OPTIONS,
-    SPARSE_SPLIT,
     Gpu,
     TileConfig,
     hybrid_config,
     most_splits,
     power_of_two,
-    sparse_config,
     tile_options,
     tree_config,
     wanted_splits,
 )
-from .kernels import attention_kernel, combine_kernel, reduce_scores_kernel, score_factors, sparse_kernel
+from .kernels import attention_kernel, combine_kernel, reduce_scores_kernel, score_factors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Ampere. Older ones have neither bfloat16 nor asynchronous copies, and 64 KB of shared memory.
@@ -191,47 +189,6 @@ def tree_op(
 
 @tree_op.operator.register_fake
 def _(query, key, value, mask, scaling, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_state(query, value)
-
-
-@operator("triton_sparse_attention")
-def sparse_op(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend N queries to chosen key slots.
-
-    Nothing is copied or read back: slots and counts are read on the device, and keys and values are taken from where
-    they are, whatever their strides.
-    """
-    kv_heads, nodes, slots = key.shape[1], query.shape[2], indices.shape[2]
-    config = sparse_config(query.shape[3], value.shape[3], query.element_size())
-    parts = max(1, -(-slots // SPARSE_SPLIT))
-    merge = merge_of((*query.shape[:3], parts, value.shape[3]), False, BLOCK_STATES, BLOCK_PARTS)
-    partial = torch.empty(merge.partial, dtype=torch.float32, device=query.device)
-    index_strides = (indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0, indices.stride(2))
-    strides = (*query.stride(), *key.stride(), *value.stride(), *index_strides, counts.stride(0))
-    groups = query.shape[1] // kv_heads
-    grid = (-(-(groups * nodes) // config.block_rows), parts, query.shape[0] * kv_heads)
-    with launching_on(query):
-        if 0 not in grid:
-            sparse_kernel[grid](
-                *(query, key, value, indices, counts, partial),
-                *(*strides, kv_heads, nodes, slots),
-                *score_factors(scaling, softcap),
-                SPLIT=SPARSE_SPLIT,
-                **tile_options(config, groups, query.shape[3], value.shape[3], softcap is not None, upcast(query)),
-            )
-        return launch_merge(merge, partial, value)
-
-
-@sparse_op.operator.register_fake
-def _(query, key, value, indices, counts, scaling, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_state(query, value)
 
 

@@ -15,7 +15,6 @@ from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from hf_longspec.attention_backends.triton.config import (
     SHORTEST_SPLIT,
-    SPARSE_SPLIT,
     Gpu,
     hybrid_config,
     most_splits,
@@ -28,7 +27,6 @@ from tests.attention_backends.oracle import (
     computed,
     expected_tree,
     prefix_case,
-    sparse_case,
     tree_case,
 )
 from tests.attention_backends.triton.machine import counted, on
@@ -51,13 +49,6 @@ def test_the_result_does_not_depend_on_the_capacity(kernel_device, small, monkey
     short = query[[1, 1]], key[[1, 1], :, :170], value[[1, 1], :, :170], SeqLens([170, 170])
     same = computed(TRITON_BACKEND, "prefix", short, {"scaling": options["scaling"]}, kernel_device)
     assert all(torch.equal(one[1], other[1]) for one, other in zip(both, same, strict=True))
-    (query, key, value, indices, counts), options, _, _ = sparse_case(
-        (140, 100), 2, 1, (16, 16), FLOAT32, chosen=300, kv_heads=1, slots=310
-    )
-    both = computed(TRITON_BACKEND, "sparse", (query, key, value, indices, counts), options, kernel_device)
-    short = query[:1], key[:1], value[:1], indices[:1, :, :140], counts[:1]
-    same = computed(TRITON_BACKEND, "sparse", short, options, kernel_device)
-    assert all(torch.equal(one[:1], other) for one, other in zip(both, same, strict=True))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 70])
@@ -112,23 +103,6 @@ def test_offsets_beyond_32_bits(kernel_device, small):
     view = {"size": key.shape, "stride": (stride, key[0, 0].numel(), 16, 1)}
     far = [memory.as_strided(**view, storage_offset=offset).copy_(x) for offset, x in ((0, key), (1024, value))]
     assert_within_budget(attended(context, TRITON_BACKEND, query, *far, kernel_device), exact, plain)
-
-
-@pytest.mark.parametrize(
-    ("counts", "length", "parts", "dtype"),
-    [
-        ((300, 129), 300, 3, FLOAT32),
-        ((0, 128), 256, 2, BFLOAT16),
-        ((1,), 2100, 17, FLOAT16),  # 17 parts: two blocks of the merging kernel
-        ((99,), 13, 1, FLOAT32),  # a count beyond the slots reads no further
-    ],
-)
-def test_several_parts_of_chosen_slots(kernel_device, small, counts, length, parts, dtype):
-    """Full, partly used and empty parts."""
-    sizes = {"chosen": length, "kv_heads": 1, "slots": length + 9}
-    inputs, options, exact, plain = sparse_case(counts, 2, 1, (16, 16), dtype, **sizes)
-    assert -(-length // SPARSE_SPLIT) == parts
-    assert_within_budget(computed(TRITON_BACKEND, "sparse", inputs, options, kernel_device), exact, plain)
 
 
 def splits_of(length, wanted, split_keys, block_keys):
