@@ -33,7 +33,7 @@ def backend(name, reason=None):
     def why_not(call):
         return reason(call) if callable(reason) else reason
 
-    return AttentionBackend(name, *[lambda: None] * 4, why_not)
+    return AttentionBackend(name, *[lambda: None] * 3, why_not)
 
 
 def test_the_highest_priority_that_accepts_runs(shelf):
