@@ -166,8 +166,3 @@ class TestAdapters:
         make_trainer(model=model).train()
         changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
         assert changed == {name for name in before if "lora_" in name} and changed
-
-    def test_a_half_precision_draft_can_get_an_adapter(self, make_trainer, draft, config):
-        trainer = make_trainer(model=draft.bfloat16(), peft_config=config, max_steps=1)
-        trainer.train()
-        assert trainer.state.log_history[0]["loss"] > 0

@@ -18,7 +18,6 @@ from hf_longspec.attention_backends.triton.config import (
     Gpu,
     hybrid_config,
     most_splits,
-    wanted_splits,
 )
 from tests.attention_backends.oracle import (
     SCALING,
@@ -121,24 +120,6 @@ def test_there_is_a_part_for_every_split(wanted, split_keys, block_keys):
         most = max(most, len(splits))
         assert most <= most_splits(length, wanted, split_keys, block_keys)
     assert wanted <= most  # a long prefix has as many as were wanted, at least
-
-
-@pytest.mark.parametrize(("nodes", "block_rows"), [(1, 16), (4, 16), (8, 32), (16, 64), (17, 64), (64, 64)])
-def test_two_programs_for_every_multiprocessor(nodes, block_rows):
-    """8K tokens, 8 key heads, groups of 4, on a GPU with 132: programs that have keys, the tree's included."""
-    config = hybrid_config(4 * nodes, 128, 128, 2, HOPPER)
-    assert config.block_rows == block_rows
-    row_tiles, tree = -(-4 * nodes // block_rows), nodes > 1
-    splits = splits_of(8192, wanted_splits(row_tiles, 8, tree), config.split_keys, config.block_keys)
-    assert 264 <= row_tiles * 8 * (len(splits) + tree) <= 1.31 * 264
-
-
-def test_small_gpus_get_no_tile_of_warpgroups_and_smaller_blocks():
-    assert hybrid_config(500, 64, 64, 2, HOPPER).block_rows == 128
-    assert hybrid_config(500, 64, 64, 2, SMALLEST).block_rows == 64
-    large = hybrid_config(64, 128, 128, 2, Gpu(163 * 1024, False))
-    small = hybrid_config(64, 128, 128, 2, SMALLEST)
-    assert (large.block_keys, small) == (64, large._replace(block_keys=32))
 
 
 @pytest.fixture
