@@ -36,8 +36,6 @@ def merge_attention_states(parts: Sequence[AttentionState], sinks: torch.Tensor 
         `(out, lse)`: `out` in the dtype of the parts, 0 where no part sees anything; `lse` with the sinks included.
         Computed in float32, or in float64 for float64 parts.
     """
-    if not parts:
-        raise ValueError("parts is empty, expected at least one (out, lse). See nothing_visible for an empty part.")
     (out, lse), *others = parts
     dtype = out.dtype
     for other_out, other_lse in others:

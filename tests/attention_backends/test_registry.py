@@ -116,8 +116,6 @@ def test_merging_nothing_changes_nothing():
     for parts in ([nothing_visible(query, value), state], [state, nothing_visible(query, value)]):
         for actual, expected in zip(merge_attention_states(parts), state, strict=True):
             assert torch.equal(actual, expected)
-    with pytest.raises(ValueError, match="parts is empty"):
-        merge_attention_states([])
 
 
 def test_bfloat16_parts_are_weighed_in_float32():
