@@ -159,10 +159,3 @@ class TestAdapters:
             out = target.generate(prompt, assistant_model=assistant, **settings)
             assert out.sequences.tolist() == plain.sequences.tolist()
             assert out.speculation.num_draft_tokens > 0
-
-    def test_only_the_adapter_changes(self, peft, make_trainer, heads):
-        model = peft.get_peft_model(heads, peft.LoraConfig(r=3, target_modules=["linear"]))
-        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-        make_trainer(model=model).train()
-        changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-        assert changed == {name for name in before if "lora_" in name} and changed
