@@ -153,26 +153,6 @@ def most_splits(capacity: int, wanted: int, split_keys: int, block_keys: int) ->
     return min(-(-capacity // split_keys), wanted + -(-wanted // shortest))
 
 
-def tile_options(
-    config: TileConfig, groups: int, size: int, value_size: int, has_softcap: bool, upcast: bool
-) -> dict[str, Any]:
-    """Return the constants of the attention kernel that follow from its tiles and vectors."""
-    return {
-        "GROUPS": groups,
-        "SIZE": size,
-        "VALUE_SIZE": value_size,
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_KEYS": config.block_keys,
-        "BLOCK_SIZE": config.block_size,
-        "BLOCK_VALUE": config.block_value,
-        "HAS_SOFTCAP": has_softcap,
-        "UPCAST": upcast,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        **OPTIONS,
-    }
-
-
 def _tiles(size: int, value_size: int, itemsize: int, gpu: Gpu) -> dict[int, tuple[int, int, int]]:
     tables = FLOAT32_TILES if itemsize == 4 else WARPGROUP_TILES if gpu.warpgroups else TILES
     return next(tiles for largest, tiles in tables.items() if max(size, value_size) <= largest)

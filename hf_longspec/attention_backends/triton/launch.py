@@ -23,7 +23,6 @@ from .config import (
     hybrid_config,
     most_splits,
     power_of_two,
-    tile_options,
     tree_config,
     wanted_splits,
 )
@@ -51,14 +50,14 @@ BLOCK_PARTS = 64
 BLOCK_SCORES, BLOCK_SLOTS = 16, 128
 
 
-def upcast(tensor: torch.Tensor) -> bool:
-    """Return whether kernels must convert this tensor's numbers to float32 before they calculate with them."""
-    return INTERPRETED and tensor.dtype == torch.bfloat16
+def upcast(dtype: torch.dtype) -> bool:
+    """Return whether kernels must convert numbers of this dtype to float32 before they calculate with them."""
+    return INTERPRETED and dtype == torch.bfloat16
 
 
 def output_dtype(value: torch.Tensor) -> torch.dtype:
     """Return what a kernel writes: the interpreter truncates where a GPU rounds, so torch rounds to bfloat16."""
-    return torch.float32 if upcast(value) else value.dtype
+    return torch.float32 if upcast(value.dtype) else value.dtype
 
 
 def launching_on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
@@ -383,7 +382,18 @@ def _launch_of(
         "TREE": tree,
         "HAS_WINDOW": sliding_window is not None,
         "SCORES": {0: NO_SCORES, 3: SUMMED_SCORES, 5: ROW_SCORES}[score_dims],
-        **tile_options(config, groups, size, value_size, softcap is not None, INTERPRETED and dtype == torch.bfloat16),
+        "GROUPS": groups,
+        "SIZE": size,
+        "VALUE_SIZE": value_size,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_KEYS": config.block_keys,
+        "BLOCK_SIZE": config.block_size,
+        "BLOCK_VALUE": config.block_value,
+        "HAS_SOFTCAP": softcap is not None,
+        "UPCAST": upcast(dtype),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **OPTIONS,
     }
     grid = (-(-(groups * nodes) // config.block_rows), batch * kv_heads, parts)
     merge = merge_of((batch, heads, nodes, parts, value_size), has_sinks, block_states, most_parts)
@@ -402,7 +412,7 @@ def _tree_of(
 
 
 def _empty_state(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `launch_combine` returns, not filled."""
+    """Return what `launch_merge` returns, not filled."""
     batch, heads, nodes, _ = query.shape
     out = value.new_empty(batch, nodes, heads, value.shape[3]).transpose(1, 2)
     return out, query.new_empty(batch, heads, nodes, dtype=torch.float32)
