@@ -57,11 +57,6 @@ def tree_attention(query, key, value, mask, scaling, softcap=None):
     return reference.tree_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
 
 
-def sparse_attention(query, key, value, indices, counts, scaling, softcap=None):
-    """Arguments and results of `sparse_op`."""
-    return reference.sparse_attention(query, key, value, indices, counts, scaling=scaling, softcap=softcap)
-
-
 def move_nodes(buffers, path, lengths, counts):
     """Arguments of `move_nodes`; the buffers are changed in place."""
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
@@ -80,6 +75,5 @@ KERNELS = {
     f"{LIBRARY}::triton_hybrid_attention": (hybrid_attention, 2),
     f"{LIBRARY}::triton_attention_with_scores": (attention_with_scores, launches_with_scores),
     f"{LIBRARY}::triton_tree_attention": (tree_attention, 2),
-    f"{LIBRARY}::triton_sparse_attention": (sparse_attention, 2),
     f"{LIBRARY}::triton_move_nodes": (move_nodes, 1),
 }

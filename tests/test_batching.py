@@ -255,6 +255,7 @@ FAILURES = {
     "a processor that raises at once": ({"logits_processor": LogitsProcessorList([Raises(6)])}, "no more"),
     "scores that are nan": (SAMPLED | {"logits_processor": LogitsProcessorList([Nan(9)])}, "cannot be sampled"),
     "a criterion that raises": ({"stopping_criteria": [Refuses()]}, "no more"),
+    "a streamer that raises at once": ({"streamer": Tokens(fails_at=0)}, "the client has left"),
     "a streamer that raises": ({"streamer": Tokens(fails_at=8)}, "the client has left"),
 }
 
@@ -353,24 +354,6 @@ def test_map_yields_in_order_and_reads_few_prompts_ahead(llama):
         results = batcher.map(prompts(), max_new_tokens=20, eos_token_id=NEVER)
         next(results)
         results.close()  # cancels what is ahead
-
-
-def test_many_threads_submit(llama):
-    draft, found = NgramDraftModel.from_target(llama), {}
-    how = {"max_new_tokens": 6, "eos_token_id": NEVER}
-
-    def client(number):
-        for length in (4, 9):
-            found[number, length] = batcher.submit(prompt(length, number), **how).result()
-
-    with Batcher(llama, draft, rows=3, max_length=32) as batcher:
-        threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for (number, length), text in found.items():
-        assert torch.equal(text, alone(llama, draft, prompt(length, number), **how))
 
 
 def test_functions_run_alone_in_their_turn(llama):

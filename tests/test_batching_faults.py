@@ -319,59 +319,6 @@ def test_a_streamer_may_close_the_batcher(llama, cancel):
         assert torch.equal(waiting.result(), alone(llama, None, prompt(6), **HOW))
 
 
-def test_callbacks_of_cancelled_requests_may_wait_for_other_threads(llama):
-    gate = Gate()
-    batcher = Batcher(llama, rows=1, max_length=40)
-    batcher.submit(prompt(5), streamer=gate, **HOW)
-    waiting, has_ended = batcher.submit(prompt(6), **HOW), []
-    assert gate.reached.wait(60)
-
-    def submit():
-        with pytest.raises(ValueError, match="closed"):
-            batcher.submit(prompt(5), **HOW)
-
-    def look(request):
-        other = threading.Thread(target=submit)
-        other.start()
-        other.join(10)
-        has_ended.append(not other.is_alive())
-
-    waiting.add_done_callback(look)
-    threading.Timer(0.1, gate.opened.set).start()
-    batcher.close(cancel=True)
-    assert has_ended == [True]
-
-
-class Told(Tokens):
-    """Notes its threads; raises with the prompt or at the end."""
-
-    def __init__(self, fails_at):
-        super().__init__(0 if fails_at == "prompt" else None)
-        self.raises_at_end, self.threads = fails_at == "end", set()
-
-    def put(self, value):
-        self.threads.add(threading.current_thread().name)
-        super().put(value)
-
-    def end(self):
-        self.threads.add(threading.current_thread().name)
-        super().end()
-        if self.raises_at_end:
-            raise RuntimeError("the client has left")
-
-
-@pytest.mark.parametrize("fails_at", ["prompt", "end"])
-def test_errors_of_a_streamer_are_those_of_its_future(llama, fails_at):
-    stream = Told(fails_at)
-    with Batcher(llama, rows=2, max_length=40) as batcher:
-        good = batcher.submit(prompt(11), **HOW)
-        bad = batcher.submit(prompt(6), streamer=stream, **HOW)
-        with pytest.raises(RuntimeError, match="the client has left"):
-            bad.result()
-        assert stream.has_ended and stream.threads == {"hf_longspec.Batcher"}
-        assert torch.equal(good.result(), alone(llama, None, prompt(11), **HOW))
-
-
 def test_a_sampled_text_is_that_of_its_seed_after_a_prefix_that_was_read_before(llama):
     draft, ids, how = draft_of("specattn", llama), prompt(29), HOW | SAMPLED
     longer = torch.cat([ids, prompt(5)], 1)

@@ -169,42 +169,36 @@ class TreeContext(StepContext):
         """Attend from the nodes to the prefix, and to each other."""
         if (state := self.at_once(layer)) is not None:
             return state
-        prefix = layer.attend_to_prefix(*self.prefix_of(layer.sliding_window))
+        prefix = layer.attend_to_prefix(self.lengths, self.positions)
         nodes = layer.query, self.staged(layer.key), self.staged(layer.value)
         tree = layer.backend.tree_attention(*nodes, self.windowed_mask(layer.sliding_window), **layer.options)
         return layer.with_sinks(prefix, tree)
 
     def at_once(self, layer: LayerAttention) -> AttentionState | None:
         """Attend as above in one call: from a lone root, or by a backend that can. `None` if there are two."""
-        lengths, positions = self.prefix_of(layer.sliding_window)
         if self.mask.shape[-1] == 1:  # its own slot is the end of the prefix
-            return layer.with_sinks(layer.attend_to_prefix(lengths.plus(1), positions))
+            return layer.with_sinks(layer.attend_to_prefix(self.lengths.plus(1), self.positions))
         if layer.backend.hybrid_attention is None:
             return None
-        inputs = layer.query, layer.key, layer.value, lengths, self.windowed_mask(layer.sliding_window), positions
+        inputs = layer.query, layer.key, layer.value, self.lengths, self.windowed_mask(layer.sliding_window)
         options = {"sliding_window": layer.sliding_window, "sinks": layer.sinks, "memo": self._memo}
-        return layer.backend.hybrid_attention(*inputs, **options, **layer.options)
+        return layer.backend.hybrid_attention(*inputs, self.positions, **options, **layer.options)
 
     def _scored(self, layer: LayerAttention) -> AttentionState | None:
         """Return the state, with the scores in the capture. None if it wants no scores or the backend writes none."""
         rows, attention = getattr(self.capture, "score_rows", None), layer.backend.attention_with_scores
         if rows is None or attention is None or layer.layer_idx in rows.skipped_layers:
             return None
-        last_node, (lengths, positions) = self.capture.last_node, self.prefix_of(layer.sliding_window)
-        window = {"positions": positions, "sliding_window": layer.sliding_window}
+        window = {"positions": self.positions, "sliding_window": layer.sliding_window}
         tree = {"mask": self.windowed_mask(layer.sliding_window), "sinks": layer.sinks}
         kind = {"weights": rows.weights, "per_layer": rows.per_layer}
-        inputs = (layer.query, layer.key, layer.value, lengths, last_node)
+        inputs = (layer.query, layer.key, layer.value, self.lengths, self.capture.last_node)
         state = attention(*inputs, **tree, **kind, **window, **layer.options)
         if state is None:
             return None
         out, lse, scores = state
         self.capture.keep_scores(layer.layer_idx, scores)
         return out, lse
-
-    def prefix_of(self, sliding_window: int | None) -> tuple[SeqLens, torch.Tensor]:
-        """Return the lengths of the prefix, and the positions `(B, N)` whose windows hide slots of it."""
-        return self.lengths, self.positions
 
     def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
         """Return the tree mask without the ancestors that are outside the window of a node."""

@@ -1,6 +1,6 @@
 """The attention backends of this package: what they return, how it is merged, and the choice among them.
 
-A backend is four functions and a `why_not`, which returns `None` for a call that the backend can compute and the
+A backend is three functions and a `why_not`, which returns `None` for a call that the backend can compute and the
 reason for any other. `select` returns the preferred backend that accepts; if none does, its error lists every reason.
 `tests/attention_backends/reference.py` defines what the functions compute.
 
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .lengths import SeqLens
+
 AttentionState = tuple[torch.Tensor, torch.Tensor]
 AttentionFunction = Callable[..., AttentionState]
 
@@ -34,8 +36,6 @@ def merge_attention_states(parts: Sequence[AttentionState], sinks: torch.Tensor 
         `(out, lse)`: `out` in the dtype of the parts, 0 where no part sees anything; `lse` with the sinks included.
         Computed in float32, or in float64 for float64 parts.
     """
-    if not parts:
-        raise ValueError("parts is empty, expected at least one (out, lse). See nothing_visible for an empty part.")
     (out, lse), *others = parts
     dtype = out.dtype
     for other_out, other_lse in others:
@@ -79,13 +79,12 @@ class AttentionCall(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """Four attention functions with one name."""
+    """Three attention functions with one name."""
 
     name: str  # name by which users choose it: `attn_implementation=name`
     # attends N queries to the first `lengths[b]` key slots; with a window also to be given the positions it counts from
     prefix_attention: AttentionFunction
     tree_attention: AttentionFunction  # attends N queries to M keys under an explicit mask
-    sparse_attention: AttentionFunction  # attends N queries to chosen key slots
     causal_attention: AttentionFunction  # attends the last N of S positions to all S, causally
     # returns `None` for an `AttentionCall` it accepts, or the reason for refusing
     why_not: Callable[[AttentionCall], str | None]
@@ -95,6 +94,29 @@ class AttentionBackend:
     # prefix, tree, merge and the scores of two nodes in one pass over the keys; see triton/backend.py. Returns `None`
     # for calls whose scores it cannot write.
     attention_with_scores: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] | None = None
+
+    def sparse_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        indices: torch.Tensor,
+        counts: torch.Tensor,
+        **options: Any,
+    ) -> AttentionState:
+        """Attend N queries to copies of chosen key slots.
+
+        Args:
+            query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
+            key (`torch.Tensor` of shape `(B, K, S, D)`): Keys.
+            value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
+            indices (`torch.LongTensor` of shape `(B, K or 1, T)`): Slots, all of which are valid.
+            counts (`torch.LongTensor` of shape `(B,)`): How many of them a row attends to.
+            options (`Any`): `scaling` and `softcap`.
+        """
+        slots = indices.expand(-1, key.shape[1], -1)[..., None]  # [B, K, T, 1]
+        entries = (cached.gather(2, slots.expand(-1, -1, -1, cached.shape[3])) for cached in (key, value))
+        return self.prefix_attention(query, *entries, SeqLens(None, counts), **options)
 
 
 def outside_autocast(attention: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
@@ -114,7 +136,7 @@ def outside_autocast(attention: Callable[..., Any], *inputs: Any, **options: Any
 
 def under_autocast(backend: AttentionBackend) -> AttentionBackend:
     """Return a backend for use inside of `torch.autocast`, whose functions run [`outside_autocast`]."""
-    functions = "prefix_attention", "tree_attention", "sparse_attention", "causal_attention"
+    functions = "prefix_attention", "tree_attention", "causal_attention"
     wrapped: dict[str, Any] = {name: partial(outside_autocast, getattr(backend, name)) for name in functions}
     return replace(backend, **wrapped, hybrid_attention=None, attention_with_scores=None)
 

@@ -35,7 +35,6 @@ from torch.nn.functional import pad
 from .lengths import SeqLens
 from .registry import (
     AttentionBackend,
-    AttentionFunction,
     AttentionState,
     concatenate,
     merge_attention_states,
@@ -174,24 +173,6 @@ def causal_attention(
         keys, values = key[:, :, start:stop], value[:, :, start:stop]
         blocks.append(_attend_keys(queries, keys, values, mask, scaling=scaling, softcap=softcap))
     return concatenate(blocks, dim=2)
-
-
-def attention_to_copies(prefix_attention: AttentionFunction) -> AttentionFunction:
-    """Return a `sparse_attention` that copies the chosen slots and attends to the copies."""
-
-    def sparse_attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        indices: torch.Tensor,
-        counts: torch.Tensor,
-        **options: Any,
-    ) -> AttentionState:
-        slots = indices.expand(-1, key.shape[1], -1)[..., None]  # [B, K, T, 1]
-        entries = (cached.gather(2, slots.expand(-1, -1, -1, cached.shape[3])) for cached in (key, value))
-        return prefix_attention(query, *entries, SeqLens(None, counts), **options)
-
-    return sparse_attention
 
 
 def prefix_mask(
@@ -509,7 +490,6 @@ TORCH_BACKEND = register_backend(
         name="hf_longspec_torch",
         prefix_attention=prefix_attention,
         tree_attention=tree_attention,
-        sparse_attention=attention_to_copies(prefix_attention),  # reads `counts` back
         causal_attention=causal_attention,
         why_not=partial(why_not_dtype, dtypes=DTYPES),
         hybrid_attention=hybrid_attention,

@@ -83,7 +83,6 @@ REFERENCE_BACKEND = register_backend(
         name="hf_longspec_reference",
         prefix_attention=prefix_attention,
         tree_attention=tree_attention,
-        sparse_attention=sparse_attention,
         causal_attention=causal_attention,
         why_not=lambda call: None,
     )

@@ -10,18 +10,9 @@ from hf_longspec.attention_backends.contexts import SparseContext
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import merge_attention_states
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from tests.attention_backends.oracle import SCALING, Capture, assert_within_budget, attended, expected_tree, tree_case
+from tests.attention_backends.oracle import SCALING, assert_within_budget, attended, expected_tree, tree_case
 from tests.attention_backends.reference import prefix_attention
 from tests.pairwise import pairwise
-
-
-def test_what_a_capture_is_given():
-    context, query, key, value = tree_case((0, 90, 33), 5)
-    context.capture = Capture()
-    context.attend(TORCH_BACKEND, 7, query, key, value, scaling=SCALING, softcap=3.0, sliding_window=4)
-    ((layer_idx, captured_query, captured_key, _, options),) = context.capture.collected
-    assert (layer_idx, captured_query is query, captured_key is key) == (7, True, True)
-    assert options == {"lengths": context.lengths, "scaling": SCALING, "softcap": 3.0}
 
 
 def test_layers_with_different_windows_share_a_context(monkeypatch):

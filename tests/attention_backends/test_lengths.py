@@ -8,33 +8,6 @@ from hf_longspec.attention_backends.lengths import SeqLens
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("lengths", "longest", "shared"),
-    [((0, 0, 0), 0, 0), ((5, 5, 5), 5, 5), ((5, 2, 7), 7, None), ((7, 7, 6), 7, None), ((4,), 4, 4)],
-)
-def test_every_view_holds_the_same_numbers(lengths, longest, shared):
-    made = SeqLens(list(lengths))
-    assert (made.host, made.longest, made.shared, made.is_ragged) == (lengths, longest, shared, shared is None)
-    assert made.on(CPU).tolist() == list(lengths)
-    row, slot = made.slots(2, CPU)
-    assert row.tolist() == [[number] for number in range(len(lengths))]
-    assert slot.tolist() == [[length, length + 1] for length in lengths]
-    more = made.plus(3)
-    assert more.host == tuple(length + 3 for length in lengths) and more.longest == longest + 3
-    assert more.shared == (None if shared is None else shared + 3) and more.on("cpu").tolist() == list(more.host)
-    assert made.on(CPU).tolist() == list(lengths)
-    assert made.plus(3) is more  # however many layers ask
-
-
-def test_a_device_gets_them_once():
-    made = SeqLens([0, 4])
-    assert made.on(CPU) is made.on("cpu") and made.slots(4, CPU)[1] is made.slots(4, CPU)[1]
-    assert made.on("meta").device.type == "meta" and made.slots(3, CPU)[1].shape == (2, 3)
-    assert SeqLens.equal(4, 2).on(CPU).tolist() == [4, 4] == list(SeqLens.equal(4, 2).host)
-    given = torch.tensor([0, 4])
-    assert SeqLens([0, 4], given).on(CPU) is given
-
-
 def test_lengths_that_the_host_does_not_know():
     made = SeqLens(None, torch.tensor([3, 9]))
     assert (made.host, made.longest, made.shared) == ((), None, None)

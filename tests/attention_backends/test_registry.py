@@ -33,7 +33,7 @@ def backend(name, reason=None):
     def why_not(call):
         return reason(call) if callable(reason) else reason
 
-    return AttentionBackend(name, *[lambda: None] * 4, why_not)
+    return AttentionBackend(name, *[lambda: None] * 3, why_not)
 
 
 def test_the_highest_priority_that_accepts_runs(shelf):
@@ -116,8 +116,6 @@ def test_merging_nothing_changes_nothing():
     for parts in ([nothing_visible(query, value), state], [state, nothing_visible(query, value)]):
         for actual, expected in zip(merge_attention_states(parts), state, strict=True):
             assert torch.equal(actual, expected)
-    with pytest.raises(ValueError, match="parts is empty"):
-        merge_attention_states([])
 
 
 def test_bfloat16_parts_are_weighed_in_float32():

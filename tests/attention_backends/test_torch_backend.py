@@ -86,12 +86,6 @@ def test_calls_of_the_fused_op_for_a_prefix(spy, nodes, lengths, options, keys, 
         assert spy.keys[0].data_ptr() == key.data_ptr()  # no copy, no repeated heads
 
 
-def test_causal_attention_is_two_calls_without_a_mask(spy):
-    query, key, value = tensors(1, 2, 2, 40, 90, 16, torch.float32)
-    TORCH_BACKEND.causal_attention(query, key, value, scaling=1.0)
-    assert ([k.shape[2] for k in spy.keys], spy.masks) == ([40, 50], [None, None])
-
-
 def test_no_mask_grows_with_the_square_of_the_length(spy):
     query, key, value = tensors(1, 1, 1, 5000, 5000, 8, torch.float32)
     TORCH_BACKEND.causal_attention(query, key, value, scaling=1.0, sliding_window=100)

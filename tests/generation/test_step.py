@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from hf_longspec import PlainDraftModel, SpeculativeCache
+from hf_longspec import PlainDraftModel
 from hf_longspec.generation.compiled import compiled_steps as compiled
 from hf_longspec.generation.compiled.compiled_steps import CompiledRunner, runner_of
-from hf_longspec.generation.compiled.fixed_steps import FixedSteps
 from hf_longspec.generation.compiled.fused_layers import FusedRunner
 from tests.tiny_targets import TINY_TARGETS, RandomTreeDraftModel, tiny_target
 from tests.tiny_targets import generate as generate_text
@@ -109,9 +108,3 @@ def test_modes(monkeypatch):
         of("fused", cuda)
     with pytest.raises(ValueError, match="compile='fast'"):
         generate(model, draft, "fast")
-
-
-def test_a_step_before_the_first_tokens_runs_as_it_is():
-    model = tiny_target("llama")
-    cache = SpeculativeCache(model.config, 1, 40)
-    assert FixedSteps(model, CompiledRunner(), None).verify(torch.tensor([[5]]), None, cache, None, None) is None

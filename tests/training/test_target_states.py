@@ -89,16 +89,6 @@ def test_layers_that_forget_the_chunk_before_run_whole_rows():
         TargetPass(build("jamba"), 10)
 
 
-def test_padding_on_the_right_changes_nothing_before_it():
-    target = tiny_target("llama")
-    tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH])
-    positions, chunk_size = anchor_offset_positions(LENGTH, [9], anchors=4), 10
-    run = TargetPass(target, chunk_size, kv_layer=1)
-    whole, short = run(tokens, positions), run(tokens[:, :20], positions[:, :20])
-    close(whole.keys[:, :, :20], short.keys)
-    close(whole.hidden[:, :20], short.hidden)
-
-
 def test_a_store_is_completed_after_an_interruption_and_refused_with_other_facts(make_trainer, tokens, heads, tmp_path):
     rows = [{"input_ids": tokens[start : start + length]} for start, length in ((0, 33), (50, 20), (100, 9))]
     folder, settings = tmp_path / "kv", {"target_kv_dir": str(tmp_path / "kv"), "max_steps": 1}

@@ -18,7 +18,7 @@ from ..registry import (
 )
 from ..torch_backend import causal_attention, short_buffer, with_unit_stride
 from .config import INTERPRETED, largest_rows
-from .launch import DTYPES, gpu_of, hybrid_op, scored_op, sparse_op, tree_op, why_not_device
+from .launch import DTYPES, gpu_of, hybrid_op, scored_op, tree_op, why_not_device
 
 MAX_SIZE = 256
 
@@ -133,7 +133,6 @@ TRITON_BACKEND = register_backend(
         name="hf_longspec_triton",
         prefix_attention=prefix_attention,
         tree_attention=tree_op,
-        sparse_attention=sparse_op,
         causal_attention=causal_attention,
         why_not=why_not,
         hybrid_attention=hybrid_attention,

@@ -57,10 +57,6 @@ FLOAT32_TILES = {64: {16: (16, 4, 2)}, 128: {16: (16, 4, 2)}, 256: {16: (16, 8, 
 PROGRAMS = 264
 # Prefix slots of one program at least. With fewer, partial results weigh more than the keys that they save.
 SHORTEST_SPLIT = 128
-# Chosen slots of one program. A fixed length, not a fixed number: the order of summation depends on neither batch nor
-# capacity. 128: one row of 8 key/value heads and 2,300 chosen slots (7 % of 32K) makes 144 programs, for 132
-# multiprocessors. Not measured.
-SPARSE_SPLIT = 128
 
 
 class Gpu(NamedTuple):
@@ -74,10 +70,10 @@ class TileConfig(NamedTuple):
     """One way to run a kernel."""
 
     block_rows: int  # query rows of one program
-    block_keys: int  # prefix slots or chosen slots per turn of its loop
+    block_keys: int  # prefix slots per turn of its loop
     tree_keys: int  # nodes per turn of the loop over the tree
     tree_stages: int  # turns of that loop whose loads are in flight together
-    split_keys: int  # prefix slots of one program at least; chosen slots of one program at most
+    split_keys: int  # prefix slots of one program at least
     block_size: int  # size of a query and a key, rounded up
     block_value: int  # size of a value, rounded up
     num_warps: int  # warps of one program
@@ -139,20 +135,6 @@ def tree_config(rows: int, size: int, value_size: int, itemsize: int, gpu: Gpu) 
     return tile._replace(tree_keys=min(tile.block_keys, 32), num_warps=num_warps)
 
 
-@cache
-def sparse_config(size: int, value_size: int, itemsize: int) -> TileConfig:
-    """Choose the tiles of the sparse kernel; arguments as above.
-
-    Not measured. These are the largest for which no architecture spills registers: 32 query rows spill 8 bytes in 16
-    bits, and 4 warps up to 6 KB in float32, whose products run without matrix units. A drafting step has one query, so
-    16 rows hold a group of 16 heads.
-    """
-    is_large = max(size, value_size) > 128
-    block_keys, num_warps = (32, 8) if itemsize == 4 else (32 if is_large else 64, 4)
-    stages = 3 if itemsize == 4 and is_large else 2
-    return TileConfig(16, block_keys, 0, 0, SPARSE_SPLIT, *_padded(size, value_size), num_warps, stages)
-
-
 def wanted_splits(row_tiles: int, all_kv_heads: int, has_tree: bool) -> int:
     """Return the splits of a row's prefix that make `PROGRAMS` programs, with those of the tree.
 
@@ -169,26 +151,6 @@ def most_splits(capacity: int, wanted: int, split_keys: int, block_keys: int) ->
     """
     shortest = split_keys // block_keys
     return min(-(-capacity // split_keys), wanted + -(-wanted // shortest))
-
-
-def tile_options(
-    config: TileConfig, groups: int, size: int, value_size: int, has_softcap: bool, upcast: bool
-) -> dict[str, Any]:
-    """Return the constants that all kernels over keys have in common."""
-    return {
-        "GROUPS": groups,
-        "SIZE": size,
-        "VALUE_SIZE": value_size,
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_KEYS": config.block_keys,
-        "BLOCK_SIZE": config.block_size,
-        "BLOCK_VALUE": config.block_value,
-        "HAS_SOFTCAP": has_softcap,
-        "UPCAST": upcast,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        **OPTIONS,
-    }
 
 
 def _tiles(size: int, value_size: int, itemsize: int, gpu: Gpu) -> dict[int, tuple[int, int, int]]:

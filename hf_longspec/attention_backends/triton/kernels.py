@@ -1,9 +1,8 @@
-"""The Triton kernels of attention: over splits of the prefix and the tree, over chosen slots, and their merge.
+"""The Triton kernels of attention: over splits of the prefix and the tree, and their merge.
 
     out[b, h, n] = softmax(q . k_j) v_j        lse[b, h, n] = log2 sum_j 2^score_j        over the keys j of one part
 
-`attention_kernel` and `sparse_kernel` write such partial results, and `combine_kernel` merges all parts and the sinks
-in one pass.
+`attention_kernel` writes such partial results, and `combine_kernel` merges all parts and the sinks in one pass.
 Keys and values are never gathered or repeated, there is no mask of the prefix, and scores are not written unless they
 are asked for; `reduce_scores_kernel` makes one score per entry of them. docs/kernels.md explains the kernels.
 
@@ -182,97 +181,6 @@ def attention_kernel(
             if TREE == 2:
                 scores += tl.where(visible, bias, 0.0) * LOG2_E
             acc, highest, total = add_block(acc, highest, total, tl.where(visible, scores, float("-inf")), v)
-
-    acc, row_lse = finish(acc, highest, total)
-    where = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]
-    tl.store(partial + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
-    tl.store(lse + state, row_lse, mask=is_row)
-
-
-@jit(do_not_specialize=["nodes", "slots"])  # a tree or a selection of another size is no reason to recompile
-def sparse_kernel(
-    query,  # [B, H, N, D]
-    key,  # [B, K, S, D]
-    value,  # [B, K, S, Dv]
-    indices,  # [B, K, T]
-    counts,  # [B]
-    partial,  # float32: outputs [B, H, N, parts, Dv], then lse [B, H, N, parts] in base 2
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_qd,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_vd,
-    stride_ib,
-    stride_ih,
-    stride_it,
-    stride_cb,
-    kv_heads,
-    nodes,
-    slots,
-    scale,
-    cap,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Attend a tile of rows to one part of the chosen slots, which are read where they lie in the cache."""
-    tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    # int64: a row of a long cache times its stride passes 2**31
-    batch = (tl.program_id(2) // kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)
-    row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [rows]
-    is_row = row < nodes * GROUPS
-    node = (row // GROUPS).to(tl.int64)
-    head = kv_head * GROUPS + row % GROUPS
-    state = ((batch * kv_heads * GROUPS + head) * nodes + node) * parts + part  # [rows], int64
-    lse = partial + tl.num_programs(2).to(tl.int64) * GROUPS * nodes * parts * VALUE_SIZE
-
-    count = tl.load(counts + batch * stride_cb).to(tl.int32)  # unmasked: one number per batch row
-    first = part * SPLIT
-    stop = tl.minimum(first + SPLIT, tl.minimum(count, slots))
-    if first >= stop:
-        tl.store(lse + state, float("-inf"), mask=is_row)
-        return
-
-    dim, value_dim, offset = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_VALUE), tl.arange(0, BLOCK_KEYS)
-    q_base = query + batch * stride_qb + head * stride_qh + node * stride_qn
-    is_query = is_row[:, None] & (dim < SIZE)[None, :]
-    q = tl.load(q_base[:, None] + dim[None, :] * stride_qd, mask=is_query, other=0.0)  # [rows, D]
-    if UPCAST:
-        q = q.to(tl.float32)
-    k_base = key + batch * stride_kb + kv_head * stride_kh + dim[None, :] * stride_kd
-    v_base = value + batch * stride_vb + kv_head * stride_vh + value_dim[None, :] * stride_vd
-    i_base = indices + batch * stride_ib + kv_head * stride_ih
-
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
-    highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    for start in range(first, stop, BLOCK_KEYS):
-        place = start + offset  # [keys]
-        used = place < stop
-        slot = tl.load(i_base + place.to(tl.int64) * stride_it, mask=used, other=0).to(tl.int64)
-        is_key = used[:, None] & (dim < SIZE)[None, :]
-        k = tl.load(k_base + slot[:, None] * stride_ks, mask=is_key, other=0.0)  # [keys, D]
-        is_value = used[:, None] & (value_dim < VALUE_SIZE)[None, :]
-        v = tl.load(v_base + slot[:, None] * stride_vs, mask=is_value, other=0.0)  # [keys, Dv]
-        if UPCAST:
-            k, v = k.to(tl.float32), v.to(tl.float32)
-        _, scores = scores_of(q, k, scale, cap, HAS_SOFTCAP)  # [rows, keys]
-        acc, highest, total = add_block(acc, highest, total, tl.where(used[None, :], scores, float("-inf")), v)
 
     acc, row_lse = finish(acc, highest, total)
     where = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]

@@ -18,18 +18,15 @@ from .config import (
     INSTALLED,
     INTERPRETED,
     OPTIONS,
-    SPARSE_SPLIT,
     Gpu,
     TileConfig,
     hybrid_config,
     most_splits,
     power_of_two,
-    sparse_config,
-    tile_options,
     tree_config,
     wanted_splits,
 )
-from .kernels import attention_kernel, combine_kernel, reduce_scores_kernel, score_factors, sparse_kernel
+from .kernels import attention_kernel, combine_kernel, reduce_scores_kernel, score_factors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Ampere. Older ones have neither bfloat16 nor asynchronous copies, and 64 KB of shared memory.
@@ -53,14 +50,14 @@ BLOCK_PARTS = 64
 BLOCK_SCORES, BLOCK_SLOTS = 16, 128
 
 
-def upcast(tensor: torch.Tensor) -> bool:
-    """Return whether kernels must convert this tensor's numbers to float32 before they calculate with them."""
-    return INTERPRETED and tensor.dtype == torch.bfloat16
+def upcast(dtype: torch.dtype) -> bool:
+    """Return whether kernels must convert numbers of this dtype to float32 before they calculate with them."""
+    return INTERPRETED and dtype == torch.bfloat16
 
 
 def output_dtype(value: torch.Tensor) -> torch.dtype:
     """Return what a kernel writes: the interpreter truncates where a GPU rounds, so torch rounds to bfloat16."""
-    return torch.float32 if upcast(value) else value.dtype
+    return torch.float32 if upcast(value.dtype) else value.dtype
 
 
 def launching_on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
@@ -191,47 +188,6 @@ def tree_op(
 
 @tree_op.operator.register_fake
 def _(query, key, value, mask, scaling, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_state(query, value)
-
-
-@operator("triton_sparse_attention")
-def sparse_op(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend N queries to chosen key slots.
-
-    Nothing is copied or read back: slots and counts are read on the device, and keys and values are taken from where
-    they are, whatever their strides.
-    """
-    kv_heads, nodes, slots = key.shape[1], query.shape[2], indices.shape[2]
-    config = sparse_config(query.shape[3], value.shape[3], query.element_size())
-    parts = max(1, -(-slots // SPARSE_SPLIT))
-    merge = merge_of((*query.shape[:3], parts, value.shape[3]), False, BLOCK_STATES, BLOCK_PARTS)
-    partial = torch.empty(merge.partial, dtype=torch.float32, device=query.device)
-    index_strides = (indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0, indices.stride(2))
-    strides = (*query.stride(), *key.stride(), *value.stride(), *index_strides, counts.stride(0))
-    groups = query.shape[1] // kv_heads
-    grid = (-(-(groups * nodes) // config.block_rows), parts, query.shape[0] * kv_heads)
-    with launching_on(query):
-        if 0 not in grid:
-            sparse_kernel[grid](
-                *(query, key, value, indices, counts, partial),
-                *(*strides, kv_heads, nodes, slots),
-                *score_factors(scaling, softcap),
-                SPLIT=SPARSE_SPLIT,
-                **tile_options(config, groups, query.shape[3], value.shape[3], softcap is not None, upcast(query)),
-            )
-        return launch_merge(merge, partial, value)
-
-
-@sparse_op.operator.register_fake
-def _(query, key, value, indices, counts, scaling, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_state(query, value)
 
 
@@ -426,7 +382,18 @@ def _launch_of(
         "TREE": tree,
         "HAS_WINDOW": sliding_window is not None,
         "SCORES": {0: NO_SCORES, 3: SUMMED_SCORES, 5: ROW_SCORES}[score_dims],
-        **tile_options(config, groups, size, value_size, softcap is not None, INTERPRETED and dtype == torch.bfloat16),
+        "GROUPS": groups,
+        "SIZE": size,
+        "VALUE_SIZE": value_size,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_KEYS": config.block_keys,
+        "BLOCK_SIZE": config.block_size,
+        "BLOCK_VALUE": config.block_value,
+        "HAS_SOFTCAP": softcap is not None,
+        "UPCAST": upcast(dtype),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **OPTIONS,
     }
     grid = (-(-(groups * nodes) // config.block_rows), batch * kv_heads, parts)
     merge = merge_of((batch, heads, nodes, parts, value_size), has_sinks, block_states, most_parts)
@@ -445,7 +412,7 @@ def _tree_of(
 
 
 def _empty_state(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `launch_combine` returns, not filled."""
+    """Return what `launch_merge` returns, not filled."""
     batch, heads, nodes, _ = query.shape
     out = value.new_empty(batch, nodes, heads, value.shape[3]).transpose(1, 2)
     return out, query.new_empty(batch, heads, nodes, dtype=torch.float32)

@@ -37,18 +37,6 @@ GPUS = {
 GROUPS = 4
 # Features by rows in `short`.
 SHORT = {16: ("plain",), 32: (), 64: ("all",)}
-# dtype, sizes of keys and values, softcap: every choice that `sparse_config` can make, at the sizes of common models;
-# one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first one.
-SPARSE = (
-    (torch.bfloat16, 128, 128, None),
-    (torch.bfloat16, 80, 80, 3.0),
-    (torch.float32, 128, 128, None),
-    (torch.float16, 128, 128, None),
-    (torch.bfloat16, 64, 64, None),
-    (torch.bfloat16, 192, 128, None),
-    (torch.bfloat16, 256, 256, 3.0),
-    (torch.float32, 256, 256, 3.0),
-)
 # dtype, sizes of keys and values, size of a hidden state: those of an 8B model; small, wide and odd ones.
 LAYERS = (
     (torch.bfloat16, 128, 128, 4096),
@@ -103,14 +91,6 @@ def spilling():
     launch.tree_config = chosen
 
 
-def sparse(dtype, size, value_size, softcap):
-    """Launch the kernel over chosen slots."""
-    query = torch.empty(2, 14, 1, size, dtype=dtype)
-    key, value = (torch.empty(2, 2, 40, n, dtype=dtype) for n in (size, value_size))
-    indices, counts = torch.zeros(2, 2, 300, dtype=torch.long), torch.zeros(2, dtype=torch.long)
-    launch.sparse_op(query, key, value, indices, counts, 0.1, softcap)
-
-
 def move(dtype, size):
     """Launch the kernel that moves accepted nodes."""
     buffers = [torch.empty(2, 2, 50, size, dtype=dtype) for _ in range(4)]
@@ -152,8 +132,6 @@ def calls(everything, gpu):
                     yield "hybrid", hybrid, (size, rows, dtype, features)
             for rows in all_rows[: 2 if everything else 1]:
                 yield "tree", tree, (size, rows, dtype)
-    for case in SPARSE if everything else SPARSE[:1]:
-        yield "sparse", sparse, case
     for case in ((torch.bfloat16, 128), (torch.float32, 3), (torch.float16, 5), (torch.int8, 7)):
         yield "move", move, case  # words of 8, 4, 2 and 1 bytes
     for case in LAYERS if everything else [(*LAYERS[0], 1)]:

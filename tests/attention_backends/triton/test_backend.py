@@ -10,9 +10,9 @@ from hf_longspec.attention_backends.registry import AttentionCall
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.triton import launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
-from hf_longspec.attention_backends.triton.launch import hybrid_op, scored_op, sparse_op, tree_op
+from hf_longspec.attention_backends.triton.launch import hybrid_op, scored_op, tree_op
 from hf_longspec.generation.target import TargetView
-from tests.attention_backends.oracle import SCALING, sparse_case, tree_case
+from tests.attention_backends.oracle import SCALING, tree_case
 from tests.attention_backends.triton.machine import on
 from tests.tiny_targets import tiny_prompts, tiny_target
 from tests.watching import before
@@ -40,8 +40,6 @@ def test_operators(kernel_device, small_tiles, monkeypatch, with_tree):
     if with_tree:
         half = [x.half() for x in (query, context.staged(key), context.staged(value))]
         torch.library.opcheck(tree_op.operator, (*half, context.mask, 0.3, None))
-    chosen, _, _, _ = sparse_case((140, 0), 2, 1, (8, 16), torch.float32, 140, 1, None, slots=150)
-    torch.library.opcheck(sparse_op.operator, (*on(kernel_device, *chosen), 0.3, 3.0 if with_tree else None))
 
 
 def test_compiles_whole(kernel_device, small_tiles):

@@ -15,11 +15,9 @@ from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from hf_longspec.attention_backends.triton.config import (
     SHORTEST_SPLIT,
-    SPARSE_SPLIT,
     Gpu,
     hybrid_config,
     most_splits,
-    wanted_splits,
 )
 from tests.attention_backends.oracle import (
     SCALING,
@@ -28,7 +26,6 @@ from tests.attention_backends.oracle import (
     computed,
     expected_tree,
     prefix_case,
-    sparse_case,
     tree_case,
 )
 from tests.attention_backends.triton.machine import counted, on
@@ -51,13 +48,6 @@ def test_the_result_does_not_depend_on_the_capacity(kernel_device, small, monkey
     short = query[[1, 1]], key[[1, 1], :, :170], value[[1, 1], :, :170], SeqLens([170, 170])
     same = computed(TRITON_BACKEND, "prefix", short, {"scaling": options["scaling"]}, kernel_device)
     assert all(torch.equal(one[1], other[1]) for one, other in zip(both, same, strict=True))
-    (query, key, value, indices, counts), options, _, _ = sparse_case(
-        (140, 100), 2, 1, (16, 16), FLOAT32, chosen=300, kv_heads=1, slots=310
-    )
-    both = computed(TRITON_BACKEND, "sparse", (query, key, value, indices, counts), options, kernel_device)
-    short = query[:1], key[:1], value[:1], indices[:1, :, :140], counts[:1]
-    same = computed(TRITON_BACKEND, "sparse", short, options, kernel_device)
-    assert all(torch.equal(one[:1], other) for one, other in zip(both, same, strict=True))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 70])
@@ -114,23 +104,6 @@ def test_offsets_beyond_32_bits(kernel_device, small):
     assert_within_budget(attended(context, TRITON_BACKEND, query, *far, kernel_device), exact, plain)
 
 
-@pytest.mark.parametrize(
-    ("counts", "length", "parts", "dtype"),
-    [
-        ((300, 129), 300, 3, FLOAT32),
-        ((0, 128), 256, 2, BFLOAT16),
-        ((1,), 2100, 17, FLOAT16),  # 17 parts: two blocks of the merging kernel
-        ((99,), 13, 1, FLOAT32),  # a count beyond the slots reads no further
-    ],
-)
-def test_several_parts_of_chosen_slots(kernel_device, small, counts, length, parts, dtype):
-    """Full, partly used and empty parts."""
-    sizes = {"chosen": length, "kv_heads": 1, "slots": length + 9}
-    inputs, options, exact, plain = sparse_case(counts, 2, 1, (16, 16), dtype, **sizes)
-    assert -(-length // SPARSE_SPLIT) == parts
-    assert_within_budget(computed(TRITON_BACKEND, "sparse", inputs, options, kernel_device), exact, plain)
-
-
 def splits_of(length, wanted, split_keys, block_keys):
     """The splits of a prefix, as (first, stop), by the rule in the kernel's docstring."""
     size = max(split_keys, length // (wanted * block_keys) * block_keys)
@@ -147,24 +120,6 @@ def test_there_is_a_part_for_every_split(wanted, split_keys, block_keys):
         most = max(most, len(splits))
         assert most <= most_splits(length, wanted, split_keys, block_keys)
     assert wanted <= most  # a long prefix has as many as were wanted, at least
-
-
-@pytest.mark.parametrize(("nodes", "block_rows"), [(1, 16), (4, 16), (8, 32), (16, 64), (17, 64), (64, 64)])
-def test_two_programs_for_every_multiprocessor(nodes, block_rows):
-    """8K tokens, 8 key heads, groups of 4, on a GPU with 132: programs that have keys, the tree's included."""
-    config = hybrid_config(4 * nodes, 128, 128, 2, HOPPER)
-    assert config.block_rows == block_rows
-    row_tiles, tree = -(-4 * nodes // block_rows), nodes > 1
-    splits = splits_of(8192, wanted_splits(row_tiles, 8, tree), config.split_keys, config.block_keys)
-    assert 264 <= row_tiles * 8 * (len(splits) + tree) <= 1.31 * 264
-
-
-def test_small_gpus_get_no_tile_of_warpgroups_and_smaller_blocks():
-    assert hybrid_config(500, 64, 64, 2, HOPPER).block_rows == 128
-    assert hybrid_config(500, 64, 64, 2, SMALLEST).block_rows == 64
-    large = hybrid_config(64, 128, 128, 2, Gpu(163 * 1024, False))
-    small = hybrid_config(64, 128, 128, 2, SMALLEST)
-    assert (large.block_keys, small) == (64, large._replace(block_keys=32))
 
 
 @pytest.fixture

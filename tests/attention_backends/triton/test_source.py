@@ -42,19 +42,3 @@ def violations(source):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_access_is_masked(file):
     assert violations(file.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("x = tl.load(p + i, mask=None, other=0.0)", "tl.load without a mask"),
-        ("tl.atomic_add(p + i, x)", "tl.atomic_add without a mask"),
-        ("x = tl.load(p + i, mask=i < n)", "undefined without other="),
-        ("x = tl.make_block_ptr(p, (n,), (1,), (0,), (16,), (0,))", "gone in triton 3.9"),
-        ("x = tl.load(p + b)  # unmasked: one number", None),
-    ],
-)
-def test_the_checker(line, complaint):
-    found = violations(f"@jit()\ndef kernel(p, n):\n    {line}\n")
-    assert found == [] if complaint is None else complaint in found[0] and len(found) == 1
-    assert violations(f"def host(p, n):\n    {line}\n") == []
