@@ -45,7 +45,7 @@ from benchmarks.harness import integers, names
 from hf_longspec.cli.machine import versions
 from hf_longspec.cli.measuring import significant
 
-BACKENDS = ["hf_longspec_triton", "hf_longspec_torch"]
+BACKENDS = ["hf_longspec_triton", "hf_longspec_torch", "hf_longspec_fa"]
 
 
 def ceilings(run: GpuRun) -> None:

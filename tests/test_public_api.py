@@ -32,13 +32,15 @@ OBSERVE = textwrap.dedent(
     model.generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
 
     def without_optional_packages():
-        sys.modules["triton"] = None
+        for name in ("triton", "flash_attn", "flash_attn_interface", "kernels"):
+            sys.modules[name] = None
         import hf_longspec
+        from hf_longspec.attention_backends import flash
         from hf_longspec.attention_backends.interface import register
         from hf_longspec.attention_backends.registry import AttentionCall, select
         from hf_longspec.attention_backends.triton.commit import can_move
         register()
-        print(can_move(torch.device("cuda")))
+        print(can_move(torch.device("cuda")), flash.flash_function(9), flash.flash_function(8))
         call = AttentionCall(torch.device("cpu"), torch.float32, 64, 64)
         print(select(call).name)
         try:
@@ -132,7 +134,7 @@ def test_import_changes_no_global_setting_and_loads_no_optional_package(effects)
 
 def test_without_optional_packages_torch_computes_and_a_refusal_says_what_is_missing(effects):
     told = effects["without optional packages"]
-    assert told[:2] == ["False", "hf_longspec_torch"]
+    assert told[:2] == ["False None None", "hf_longspec_torch"]
     assert any("hf_longspec_triton: triton is not installed: pip install triton" in line for line in told)
 
 

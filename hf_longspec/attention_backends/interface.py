@@ -1,9 +1,10 @@
 """The attention function that transformers calls, and its registration.
 
-`attn_implementation="hf_longspec"` uses the preferred backend for every call; `"hf_longspec_torch"` and
-`"hf_longspec_triton"` require one. With a context (`tree=`), the context computes (contexts.py). Without one this is
-ordinary attention: causal if transformers passes no mask, under the mask otherwise. No call is delegated to
-transformers' own implementations, as eager is not causal without a mask, and sdpa has neither softcap nor sinks.
+`attn_implementation="hf_longspec"` uses the preferred backend for every call; `"hf_longspec_torch"`,
+`"hf_longspec_triton"` and `"hf_longspec_fa"` require one. With a context (`tree=`), the
+context computes (contexts.py). Without one this is ordinary attention: causal if transformers passes no mask, under the
+mask otherwise. No call is delegated to transformers' own implementations, as eager is not causal without a mask, and
+sdpa has neither softcap nor sinks.
 """
 
 from functools import partial
@@ -14,6 +15,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .flash import FLASH_BACKEND
 from .lengths import SeqLens
 from .registry import (
     AttentionBackend,
@@ -27,7 +29,7 @@ from .registry import (
 from .torch_backend import TORCH_BACKEND
 from .triton.backend import TRITON_BACKEND
 
-BACKENDS: tuple[AttentionBackend, ...] = (TORCH_BACKEND, TRITON_BACKEND)
+BACKENDS: tuple[AttentionBackend, ...] = (TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
 
 # Transformers handles names with "flash", "sdpa", "/" or "paged|" in a special way.
 AUTOMATIC = "hf_longspec"

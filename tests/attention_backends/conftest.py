@@ -1,4 +1,4 @@
-"""Fixtures of the attention tests: backends in small tiles, Triton's kernels."""
+"""Fixtures of the attention tests: backends in small tiles, the machine of flash-attn, Triton's kernels."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_longspec.attention_backends import torch_backend
+from hf_longspec.attention_backends import flash, torch_backend
+from hf_longspec.attention_backends.flash import FLASH_BACKEND
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton import config, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
+from tests.attention_backends.flash_standins import PACKAGES, Machine
 from tests.attention_backends.triton.machine import BROKEN_INTERPRETER, DEVICE, language_listed_once
 from tests.simulated_cuda import SimulatedCuda
 
@@ -66,6 +68,19 @@ def poisoned_memory():
 
 
 @pytest.fixture
+def machine(monkeypatch):
+    """`machine(capability, *packages)`: as if this were such a GPU with flash-attn; returns the list of its calls."""
+    yield Machine(monkeypatch)
+    flash.flash_function.cache_clear()
+
+
+@pytest.fixture(params=PACKAGES)
+def calls(request, machine):
+    """The calls of either version of flash-attn."""
+    return machine(*PACKAGES[request.param])
+
+
+@pytest.fixture
 def simulated_device():
     """A CUDA device whose tensors are on the CPU."""
     with SimulatedCuda() as cuda:
@@ -84,6 +99,9 @@ def prepared(request, monkeypatch):
         if name == "torch_moved":  # contexts are copied to another device
             return TORCH_BACKEND, request.getfixturevalue("simulated_device")
         device = torch.device("cpu")
+        if name.startswith("flash"):
+            request.getfixturevalue("machine")(*PACKAGES[int(name[-1])])
+            return FLASH_BACKEND, device
         monkeypatch.setattr(torch_backend, "BLOCK_KEYS", 64)
         monkeypatch.setattr(torch_backend, "BLOCK_QUERIES", 30)
         if name == "torch_apart":  # as after a long prefix

@@ -240,6 +240,6 @@ def test_registering_adds_its_names_and_changes_nothing_else():
         assert set(before) == set(after)
         # those for targets that other threads use meanwhile are registered when they are needed
         names = {name for name in after if "longspec" in name and "beside" not in name}
-        assert names == {*NAMES, "hf_longspec_triton", "hf_longspec_reference"}
+        assert names == {*NAMES, "hf_longspec_fa", "hf_longspec_triton", "hf_longspec_reference"}
         assert all(after[name] is before[name] for name in after if "longspec" not in name)
         assert not any(word in name for name in names for word in ("flash", "sdpa", "/", "|"))

@@ -1,7 +1,7 @@
 """Every backend against the reference in float64: over a prefix, a tree, both at once, selected keys, whole texts.
 
-Torch runs in small blocks, once as on CUDA, once part by part; Triton's kernels run in small tiles, interpreted where
-there is no GPU, and in memory that is NaN at first.
+Torch runs in small blocks, once as on CUDA, once part by part; flash-attn is a stand-in; Triton's kernels run in small
+tiles, interpreted where there is no GPU, and in memory that is NaN at first.
 """
 
 import pytest
@@ -11,6 +11,7 @@ from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends import reference
+from tests.attention_backends.flash_standins import HALVES
 from tests.attention_backends.oracle import (
     assert_within_budget,
     attended,
@@ -28,7 +29,6 @@ from tests.attention_backends.oracle import (
 from tests.pairwise import few, pairwise
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
-HALVES = (FLOAT16, BFLOAT16)
 LAYOUTS = ("buffer", "transposed", "contiguous", "columns")
 GROUPS = (1, 2, 4, 7)
 # Around the edges of blocks (32 slots) and splits (64); the batches have rows that end in different splits.
@@ -48,6 +48,7 @@ def attend(prepared, name, method, inputs, options, form="contiguous"):
 PREFIX = [
     *pairwise(["torch"], (1, 3, 17, 69), GROUPS, SIZES, LENGTHS, WINDOWS, LAYOUTS, SOFTCAPS, (FLOAT32, BFLOAT16)),
     *pairwise(["torch_unfused"], (1, 7), (1, 2), SIZES[:2], LENGTHS[3:5], (5, 20), LAYOUTS[:1], SOFTCAPS, (FLOAT32,)),
+    *pairwise(["flash2", "flash3"], (1, 3, 17), GROUPS, SIZES[:3], LENGTHS[1:6], WINDOWS, LAYOUTS, SOFTCAPS, HALVES),
     *pairwise(["triton"], (1, 2, 7), GROUPS, SIZES[1:6], LENGTHS[2:], WINDOWS, LAYOUTS, SOFTCAPS, (FLOAT32, *HALVES)),
     ("triton", 17, 4, (80,), (0, 1, 31), 5, "buffer", None, FLOAT16),
     ("triton", 17, 7, (16,), (100, 63), None, "transposed", 3.0, FLOAT32),
@@ -156,7 +157,7 @@ HYBRID_OPTIONS = ((None, None, False), (4, None, True), (92, None, False), (40, 
             (FLOAT32,),
         ),
         *pairwise(
-            ["triton", "torch", "torch_apart"],
+            ["flash2", "flash3", "triton", "torch", "torch_apart"],
             HYBRID_LENGTHS[1:4],
             HYBRID_OPTIONS,
             (1, 9),
@@ -181,9 +182,9 @@ def test_every_node_sees_the_prefix_and_its_path(prepared, name, lengths, option
     assert len(context.calls) == 1
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "flash2", "flash3", "triton"])
 def test_nothing_to_compute(prepared, name):
-    query, key, value = tensors(2, 2, 2, 3, 7, 8, FLOAT32)
+    query, key, value = tensors(2, 2, 2, 3, 7, 8, FLOAT16 if name.startswith("flash") else FLOAT32)
     for nodes, slots in ((0, 7), (3, 0)):
         inputs = query[:, :, :nodes], key[:, :, :slots], value[:, :, :slots], SeqLens([0, 0])
         out, lse = attend(prepared, name, "prefix", inputs, {"scaling": 1.0})
