@@ -80,7 +80,7 @@ def unknown_names(text: str, known: set[str]) -> list[str]:
 SYMBOLS = {*"BSNHKDVGpqxnd", "NAME", "PAGE", "x_", "x_i", "A_i", "lse", "expected"}
 THEIRS = {"Trainer", "TORCH_INDEX", "torchrun", "tp_plan", "num_return_sequences", "num_beams", "trust_remote_code"}
 THEIRS |= {"cache_implementation", "device_map", "pipeline", "stop_strings", "padding_side", "prefix_allowed_tokens_fn"}
-THEIRS |= {"index_topk", "adapter_names", "time_step_min", "use_kernels", "batched_mm"}
+THEIRS |= {"index_topk", "adapter_names", "time_step_min", "use_kernels", "batched_mm", "window_size"}
 NAMED = ["design", "losslessness", "quicktour", "faq", "models", "specattn", "longspec", "tokenswift", "ngram"]
 NAMED += ["eagle3"]
 
