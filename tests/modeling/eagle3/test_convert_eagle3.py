@@ -202,15 +202,3 @@ def test_other_targets_are_refused(model):
         Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain", target=shallow)
     with pytest.raises(ValueError, match=r"target_layer_ids=\[1\]: expected a list of 3 integers"):
         Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain", target=model, target_layer_ids=[1])
-
-
-def test_warnings(copy_of, model, caplog):
-    raw = json.loads((FIXTURES / "llama_plain" / "config.json").read_text())["speculators_config"]
-    raw["verifier"]["name_or_path"] = "org/Another-Model"
-    folder = copy_of("llama_plain", norm_before_residual=..., speculators_config=raw)
-    model.config._name_or_path = "org/This-Model"
-    with caplog.at_level(logging.WARNING):
-        Eagle3DraftModel.from_pretrained(folder, target=model)
-    model.config._name_or_path = ""
-    assert "config.json has no norm_before_residual" in caplog.text
-    assert "made for org/Another-Model, but the target is org/This-Model" in caplog.text

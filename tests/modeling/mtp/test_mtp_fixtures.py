@@ -169,31 +169,19 @@ def test_a_class_that_cannot_be_built_of_its_config_is_refused(monkeypatch):
         MtpDraftModel.from_target(target)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda weights: weights.to(torch.int8), r"type torch.int8 in .*, expected floating point"),
-        (lambda weights: weights > 0, r"type torch.bool in .*, expected floating point"),
-    ],
-    ids=["int8", "bool"],
-)
-def test_tensors_that_are_no_weights_are_refused(spoil, message, tmp_path):
+def test_tensors_that_are_no_weights_are_refused(tmp_path):
     folder = shutil.copytree(FIXTURES / "glm4_moe", tmp_path / "target")
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if name.endswith("eh_proj.weight"))
-    save_file(weights | {name: spoil(weights[name])}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=message):
+    save_file(weights | {name: weights[name].to(torch.int8)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"type torch.int8 in .*, expected floating point"):
         MtpDraftModel.from_target(target_of(FIXTURES / "glm4_moe"), str(folder))
 
 
-@pytest.mark.parametrize("source", [5, ["a"], "null index"], ids=str)
-def test_what_is_no_checkpoint_is_refused(source, tmp_path):
-    message = r"checkpoint=.*expected a folder or Hub id"
-    if source == "null index":
-        source, message = str(tmp_path), r"index\.json cannot be read \(TypeError: weight_map is None\)"
-        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": null}')
-    with pytest.raises(ValueError, match=message):
-        MtpDraftModel.from_target(target_of(FIXTURES / "glm4_moe"), source)
+def test_an_index_of_no_files_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": null}')
+    with pytest.raises(ValueError, match=r"index\.json cannot be read \(TypeError: weight_map is None\)"):
+        MtpDraftModel.from_target(target_of(FIXTURES / "glm4_moe"), str(tmp_path))
 
 
 @pytest.mark.soak
