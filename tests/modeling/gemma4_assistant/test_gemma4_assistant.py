@@ -19,7 +19,7 @@ from transformers import (
     Gemma4UnifiedTextConfig,
 )
 
-from hf_longspec import AutoDraft, Gemma4AssistantDraftModel
+from hf_longspec import Gemma4AssistantDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.cli.models import open_draft
 from hf_longspec.generation.cache import CACHE_NAME
@@ -223,19 +223,6 @@ def test_layers_that_are_read(published):
     assert layers_read(published.config) == {"sliding_attention": 0, "full_attention": 1}
     assert layers_read(tiny_target("gemma3").config) == {"sliding_attention": 2, "full_attention": 1}
     assert layers_read(tiny_target("llama").config) == {"full_attention": 1}
-
-
-def test_saved_and_chosen_by_a_target(published, assistant, tmp_path, monkeypatch):
-    """A saved draft gives the same logits, and a target's card may name either form."""
-    ids, state, length, shared, wanted = fixture_round(0)
-    assistant.save_pretrained(tmp_path)
-    loaded = Gemma4AssistantDraftModel.from_pretrained(tmp_path, target=published)
-    torch.testing.assert_close(chain(loaded, published, state, ids[length], shared), wanted, **CLOSE)
-    assert loaded.num_parameters() == assistant.num_parameters()
-    for folder in (tmp_path, FIXTURE / "assistant"):
-        monkeypatch.setattr(published.config, "draft_model", str(folder), raising=False)
-        candidates = AutoDraft.from_target(published)._candidates
-        assert isinstance(candidates[str(folder)], Gemma4AssistantDraftModel)
 
 
 @pytest.mark.parametrize("gemma", ["own"], indirect=True)

@@ -1,6 +1,5 @@
 """MTP layers of six families against the outputs of their publishers' code."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -182,20 +181,3 @@ def test_an_index_of_no_files_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": null}')
     with pytest.raises(ValueError, match=r"index\.json cannot be read \(TypeError: weight_map is None\)"):
         MtpDraftModel.from_target(target_of(FIXTURES / "glm4_moe"), str(tmp_path))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_target_with_tied_embeddings(family, tmp_path):
-    """Its checkpoint has no head of its own, and maybe copies of the embedding beside the MTP layers."""
-    folder = shutil.copytree(FIXTURES / family, tmp_path / "target")
-    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(folder / "model.safetensors")
-    weights.pop("lm_head.weight", None)  # ernie4_5 is tied already
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    target = target_of(folder)
-    assert target.get_output_embeddings().weight is target.get_input_embeddings().weight
-    draft = MtpDraftModel.from_target(target, **SETTINGS)
-    check_text(target, draft)
-    assert draft.last_speculation.num_spec_steps > 0
