@@ -7,14 +7,12 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 # First version of the package that reads the drafts that this one publishes; raised when they change.
 FORMAT_VERSION = "0.1.0"
 # Field of a published config.json with that version.
 FORMAT_FIELD = "hf_longspec_version"
-# Files that register drafts outside of the package, by the `model_type` of drafts that were once saved with it.
-EXAMPLES = {f"longspec_{name}": f"examples/drafts/{name}.py" for name in ("quest", "token_recycling")}
 # What code raises that reads a value of another kind or size than it expects.
 UNEXPECTED = ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, StrictDataclassError
 
@@ -24,8 +22,7 @@ def read_config(source: Any, **hub: Any) -> dict[str, Any]:
 
     Raises:
         OSError: If there is none, or it is not JSON.
-        ValueError: If it holds something else than fields, or `model_type` is not a string, or that of an example
-            that is not registered.
+        ValueError: If it holds something else than fields, or `model_type` is not a string.
     """
     with readable(f"config.json of {source}"):
         fields = PreTrainedConfig.get_config_dict(source, **hub)[0]
@@ -33,11 +30,6 @@ def read_config(source: Any, **hub: Any) -> dict[str, Any]:
             raise TypeError(f"it holds {shortened(fields)} in place of fields")
         if not isinstance(kind := fields.get("model_type"), str | None):
             raise TypeError(f"model_type={shortened(kind)}, expected a string")
-    if kind in EXAMPLES and kind not in CONFIG_MAPPING:
-        raise ValueError(
-            f"{source} has model_type={kind!r}, a draft that the package does not contain: {EXAMPLES[kind]} of its "
-            "repository registers it. Import this file first."
-        )
     return fields
 
 

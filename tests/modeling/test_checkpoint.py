@@ -118,13 +118,6 @@ def test_only_the_shards_with_wanted_tensors_are_downloaded(hub):
     assert {path.name for path in snapshot.iterdir()} == {"model.safetensors.index.json", "part-2.safetensors"}
 
 
-def test_a_repository_of_one_file_is_downloaded(hub):
-    repo, snapshot = hub
-    write(repo, "model.safetensors", TENSORS)
-    assert set(Checkpoint("org/heads").read("big.")) == {"big.a", "big.b"}
-    assert [path.name for path in snapshot.iterdir()] == ["model.safetensors"]
-
-
 def test_nothing_to_read(hub, tmp_path):
     for source in ("org/heads", str(Path(tmp_path) / "repo")):
         with pytest.raises(ValueError, match=r"contains no weights: expected one of model\.safetensors\.index"):

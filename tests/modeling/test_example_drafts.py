@@ -1,8 +1,7 @@
 """Quest against loops over single keys, and Token Recycling against a table of dictionaries that is filled by node."""
 
 from functools import partial
-from itertools import product
-from math import ceil, prod
+from math import ceil
 
 import pytest
 import torch
@@ -59,33 +58,6 @@ def test_every_step_of_quest_reads_the_pages_that_fit_its_own_query(monkeypatch)
     long = [of_heads for (row, _), of_heads in choices.items() if LENGTHS[row] > 30]
     assert any(steps[0] != steps[-1] for of_heads in long for steps in of_heads.values())
     assert any(of_heads[0, 0] != of_heads[0, 1] for of_heads in long)  # heads of a layer choose for themselves
-
-
-def test_first_layers_and_windows_of_quest_read_everything():
-    model = tiny_target("gemma3")  # layers 0 and 2 have windows
-    for dense, paged in ((1, True), (2, False)):
-        draft = examples.QuestDraftModel.from_target(model, **(PAGES | {"num_dense_layers": dense}))
-        assert torch.equal(generate(model, draft), generate(model, None))
-        stats = draft.last_speculation
-        assert (stats.draft_state_bytes > 0) == paged
-        assert (stats.num_accepted_draft_tokens < stats.num_draft_tokens - 3 * GAMMA) == paged
-
-
-@pytest.mark.parametrize(("nodes", "depth", "candidates"), [(2, 1, 1), (9, 3, 3), (23, 4, 2), (300, 3, 4)])
-def test_a_tree_of_token_recycling_has_the_most_likely_paths(nodes, depth, candidates):
-    tree, chances_of = examples.likely_tree(nodes, depth, candidates), examples.CHANCES
-    paths = {0: ()}
-    for place, (parent, rank, level) in enumerate(tree, start=1):
-        paths[place] = (*paths[parent], rank)
-        assert len(paths[place]) == level and parent < place
-    chances = [
-        prod(chances_of[rank] for rank in path)
-        for length in range(1, depth + 1)
-        for path in product(range(candidates), repeat=length)
-    ]
-    assert len(set(paths.values())) == len(paths) == min(nodes, 1 + len(chances))
-    found = sorted((prod(chances_of[rank] for rank in path) for path in paths.values() if path), reverse=True)
-    assert found == pytest.approx(sorted(chances, reverse=True)[: len(found)])
 
 
 class Restated:

@@ -11,7 +11,7 @@ from hf_longspec.cli.tune import plan_for
 from hf_longspec.hub.repository import Card, render
 from hf_longspec.modeling.register_draft import DRAFTS, converters, preset_of, weightless_drafts
 from hf_longspec.training.methods import TrainingMethod, method_of
-from tests.modeling.calls import check_text, generate
+from tests.modeling.calls import check_text
 from tests.modeling.toy_draft import ToyConfig, ToyDraftModel
 
 HERE = "tests.modeling.test_register_draft"
@@ -61,22 +61,6 @@ def test_the_lazy_parts_are_found_when_they_are_used(register, target):
     tuned = [draft.names[0] for draft in DRAFTS.values() if draft.tune]
     with pytest.raises(CommandError, match=rf"toy drafts .*{' or '.join(tuned)}"):
         plan_for(draft)
-
-
-def test_a_draft_that_is_not_registered_has_no_card(target):
-    draft = ToyDraftModel.from_target(target("llama"))
-    with pytest.raises(ValueError, match=r"no draft of model_type='toy' is registered: call hf_longspec.register_dr"):
-        render(draft, Card(base_model="org/target").complete(draft, "org/toy"))
-
-
-@pytest.mark.parametrize("name", ["quest", "token_recycling"])
-def test_a_saved_draft_that_an_example_registers(name, target, tmp_path, monkeypatch):
-    """Without the import of the example, whose tests registered it in this process, the error names its file."""
-    kind = f"longspec_{name}"
-    monkeypatch.delitem(CONFIG_MAPPING._extra_content, kind, raising=False)
-    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}", "vocab_size": 128}}')
-    with pytest.raises(ValueError, match=rf"model_type='{kind}', .*examples/drafts/{name}.py of .* Import this file"):
-        generate(target("llama"), str(tmp_path))
 
 
 class LlamaLikeConfig(hf_longspec.DraftConfig):

@@ -103,14 +103,7 @@ class AssistantDraftModel(DraftModel):
         """Return a draft for `target`, as `from_model` does; without a model, the target drafts for itself."""
         if assistant is None:
             return super().from_target(target, **({"window": OWN_WINDOW} | overrides))
-        for name, model in {
-            "assistant, the model that drafts": assistant,
-            "target, the model that decides": target,
-        }.items():
-            try:
-                TargetView(model)  # refuses a name
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+        TargetView(assistant)  # refuses a name
         tokenizers = overrides.pop("tokenizer", None), overrides.pop("assistant_tokenizer", None)
         draft = super().from_target(target, **overrides)
         draft.assistant = assistant

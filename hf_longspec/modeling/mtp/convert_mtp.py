@@ -5,7 +5,6 @@ with those of the draft before a tensor is read, and only safetensors are read. 
 (modeling_layers.py), speculators 0.9.0 and SGLang 0.5.23, whose chains agree for the families here.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -184,8 +183,6 @@ def stacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _opened(target: PreTrainedModel, source: str | None) -> Checkpoint:
     """Return the checkpoint of a target. That which it was loaded from is not downloaded again."""
-    if not isinstance(source, str | os.PathLike | None):
-        raise ValueError(f"checkpoint={source!r}: expected a folder or Hub id with the target's weights.")
     name, hub = source, {}
     if source is None:
         name = target.config._name_or_path

@@ -15,7 +15,6 @@ from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
 from ..loading import of_hub, readable_errors
-from ..saved_config import shortened
 from ..settings import NGRAMS, Setting
 from ..shared.ngrams import SEPARATOR, NgramDrafter, TextMemory
 
@@ -82,8 +81,7 @@ class NgramDraftModel(DraftModel):
             raise ValueError(
                 "ngram_memory=0: set draft.generation_config.ngram_memory to the number of tokens to keep."
             )
-        rows = [row.tolist() if isinstance(row, torch.Tensor) else row for row in _listed(texts, "texts", "texts")]
-        rows = [_listed(row, "a text", "token ids") for row in rows]
+        rows = [row.tolist() if isinstance(row, torch.Tensor) else list(row) for row in texts]
         for token in (token for row in rows for token in row):
             if type(token) is not int or not 0 <= token < size:
                 raise ValueError(
@@ -119,12 +117,3 @@ class NgramDraftModel(DraftModel):
 
     def max_nodes(self, target: TargetView) -> int:
         return 1 + int(self.setting("num_assistant_tokens") * self.setting("ngram_candidates"))
-
-
-def _listed(value: Any, name: str, members: str) -> list[Any]:
-    """Return what is in a list, a tensor or the like, but not in a string."""
-    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
-        raise ValueError(
-            f"{name}={shortened(value)}: expected a list of {members}, such as [[1, 2], [3]] for two texts."
-        )
-    return list(value)

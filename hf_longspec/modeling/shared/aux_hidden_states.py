@@ -7,7 +7,6 @@ values of the draft's own, in a ring for each layer, so that memory does not gro
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -249,8 +248,8 @@ class AuxDraftModel(VocabularyDraftModel):
 def _part_of(target: Any, part: str) -> Any:
     found = None if target is None else getattr(target, f"get_{part}_embeddings")()
     if found is None:
-        name, argument = {"input": ("embedding", "embed_tokens="), "output": ("head", "lm_head=")}[part]
-        raise ValueError(f"this draft has no {name} of its own and uses the target's: pass target=, or {argument}.")
+        name = {"input": "embedding", "output": "head"}[part]
+        raise ValueError(f"this draft has no {name} of its own and uses the target's: pass target=.")
     return found
 
 
@@ -300,12 +299,3 @@ def up_to(step: int, kept: list[T], new: T) -> list[T]:
     if len(kept) == step:
         kept.append(new)
     return [*kept[:step], new]
-
-
-def ends_of(embed_tokens: Any, lm_head: Any) -> Any:
-    """Return what stands for a target in `embed` and `logits`, made of weights `(vocab, hidden)` or of modules."""
-    embedding, head = (getattr(part, "weight", part) for part in (embed_tokens, lm_head))
-    return SimpleNamespace(
-        get_input_embeddings=lambda: None if embedding is None else nn.Embedding.from_pretrained(embedding.detach()),
-        get_output_embeddings=lambda: None if head is None else lambda outputs: nn.functional.linear(outputs, head),
-    )

@@ -181,12 +181,6 @@ def test_a_block_is_cut_where_confidence_ends(target, monkeypatch, nodes, settin
     assert len(sizes) > 1 or nodes  # nodes of a tree that are kept may be the last ones
 
 
-def test_confidence_that_the_draft_lacks_is_refused(target):
-    model = target("llama", vocab_size=9)
-    with pytest.raises(ValueError, match=r"confidence_threshold=0\.5: this draft has no confidence head"):
-        generate(model, random_draft(DFlashDraftModel, model, confidence_threshold=0.5))
-
-
 @torch.no_grad()
 def grow(draft, model, states, root, ids, scores, first, last):
     """Add the log-probability of every path to `scores`, one path after another."""

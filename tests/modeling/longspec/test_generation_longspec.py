@@ -8,7 +8,6 @@ import torch
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.sampling import Coupling
-from hf_longspec.modeling.longspec import generation_longspec as longspec
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from tests.modeling.calls import LENGTHS, NEVER, check_sampled_text, check_text, generate
 from tests.modeling.longspec.restated_longspec import Restated
@@ -101,18 +100,6 @@ def test_the_chosen_layer_is_read(recorded, options):
     text = step["texts"][0]
     expected = restated.logits(text, [int(step["tree"].tokens[0, 0])], restated.target_keys(text))
     torch.testing.assert_close(step["levels"][0][0, 0].double(), expected, **rounding(expected, layers=3))
-
-
-def test_a_prompt_beyond_the_trained_length_warns_by_name(plain_run, monkeypatch):
-    said = []
-    monkeypatch.setattr(longspec.logger, "warning_once", said.append)
-    run = plain_run("llama", LENGTHS, max_new_tokens=9)
-    draft = noisy_draft(run.model, trained_max_length=33)
-    run.again(draft)
-    assert said == []
-    draft.config.trained_max_length = 32
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert len(said) == 1 and "33 tokens" in said[0] and "trained_max_length=32" in said[0]
 
 
 @pytest.mark.parametrize("sampled", [False, True])

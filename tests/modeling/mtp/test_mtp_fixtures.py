@@ -1,6 +1,5 @@
 """MTP layers of six families against the outputs of their publishers' code."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -123,7 +122,6 @@ def test_a_saved_draft_needs_no_files_of_the_target(tmp_path):
     [
         ("_name_or_path", "", "checkpoint=", None),  # a target in memory
         ("model_type", "mellum", "mellum.*not been compared", None),
-        ("model_type", "exaone_moe", "exaone_moe.*not been compared", None),
         ("model_type", "step3p5", "step3p5.*disagree", None),
         ("is_encoder_decoder", True, "cannot be used with assistant_model=MtpDraftModel", "no/folder"),
     ],
@@ -141,7 +139,6 @@ def test_targets_that_are_refused_before_files_are_read(field, value, message, c
         ("falcon_h1", "type hybrid, which keeps recurrent states"),
         ("bamba", "made with layer_type"),
         ("gemma4_text", "takes per_layer_input, shared_kv_states"),
-        ("gemma4_unified_text", "takes shared_kv_states"),
         ("deepseek_v32", "whose indexer keeps keys of its own"),
         ("gpt_neox", "takes layer_past"),
         ("longcat_flash", "4 layers, and its config counts 8"),
@@ -171,45 +168,16 @@ def test_a_class_that_cannot_be_built_of_its_config_is_refused(monkeypatch):
         MtpDraftModel.from_target(target)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda weights: weights.to(torch.int8), r"type torch.int8 in .*, expected floating point"),
-        (lambda weights: weights > 0, r"type torch.bool in .*, expected floating point"),
-    ],
-    ids=["int8", "bool"],
-)
-def test_tensors_that_are_no_weights_are_refused(spoil, message, tmp_path):
+def test_tensors_that_are_no_weights_are_refused(tmp_path):
     folder = shutil.copytree(FIXTURES / "glm4_moe", tmp_path / "target")
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if name.endswith("eh_proj.weight"))
-    save_file(weights | {name: spoil(weights[name])}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=message):
+    save_file(weights | {name: weights[name].to(torch.int8)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"type torch.int8 in .*, expected floating point"):
         MtpDraftModel.from_target(target_of(FIXTURES / "glm4_moe"), str(folder))
 
 
-@pytest.mark.parametrize("source", [5, ["a"], "null index"], ids=str)
-def test_what_is_no_checkpoint_is_refused(source, tmp_path):
-    message = r"checkpoint=.*expected a folder or Hub id"
-    if source == "null index":
-        source, message = str(tmp_path), r"index\.json cannot be read \(TypeError: weight_map is None\)"
-        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": null}')
-    with pytest.raises(ValueError, match=message):
-        MtpDraftModel.from_target(target_of(FIXTURES / "glm4_moe"), source)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_target_with_tied_embeddings(family, tmp_path):
-    """Its checkpoint has no head of its own, and maybe copies of the embedding beside the MTP layers."""
-    folder = shutil.copytree(FIXTURES / family, tmp_path / "target")
-    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(folder / "model.safetensors")
-    weights.pop("lm_head.weight", None)  # ernie4_5 is tied already
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    target = target_of(folder)
-    assert target.get_output_embeddings().weight is target.get_input_embeddings().weight
-    draft = MtpDraftModel.from_target(target, **SETTINGS)
-    check_text(target, draft)
-    assert draft.last_speculation.num_spec_steps > 0
+def test_an_index_of_no_files_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": null}')
+    with pytest.raises(ValueError, match=r"index\.json cannot be read \(TypeError: weight_map is None\)"):
+        MtpDraftModel.from_target(target_of(FIXTURES / "glm4_moe"), str(tmp_path))

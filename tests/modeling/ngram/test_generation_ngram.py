@@ -148,10 +148,7 @@ class TestMemory:
         ("memory", "texts", "message"),
         [
             (0, [[1]], "ngram_memory=0"),
-            (9, ["text"], "a text='text': expected a list of token ids"),
-            (9, [5], "a text=5: expected a list of token ids"),
-            (9, 5, "texts=5: expected a list of texts"),
-            (9, [[None]], "None in"),
+            (9, ["text"], "'t' in texts: expected token ids below 128, a list or tensor for each text"),
             (9, [[1], [-1]], "-1 in"),
             (9, [[9999]], "9999"),
         ],

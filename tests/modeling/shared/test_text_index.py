@@ -43,17 +43,6 @@ def test_a_copy_past_the_end_of_the_text_repeats(text, data):
     assert index.after(position, count) == tuple(expected[:count])
 
 
-def test_tables_keep_their_size_and_drop_the_oldest():
-    index = TextIndex(longest_key=3, capacity=1000)
-    before = index.nbytes
-    index.extend(token % 5000 for token in range(20_000))
-    assert index.nbytes - before == 4 * 20_000  # 4 bytes per token of the text
-    index.extend([3976, 3977])  # last seen 1022 and more positions ago
-    assert index.occurrences(2, limit=9) == [20_000 - 1022]
-    index.extend([9, 3974, 3975])  # 1027 positions ago
-    assert index.occurrences(2, limit=9) == []
-
-
 def ranked(text, longest, length):
     """Return every continuation, sorted by key length, count and last place."""
     best = {}
@@ -74,14 +63,6 @@ def ranked(text, longest, length):
 def test_longest_key_then_count_then_recency(text, longest, length):
     """In texts this short all occurrences of a key are counted."""
     assert index_of(text, longest).pool(length, count=1000) == ranked(text, longest, length)
-
-
-@given(st.lists(st.integers(0, 1), min_size=1, max_size=60), st.integers(1, 6))
-def test_fewer_paths_are_the_first_of_all(text, count):
-    pool = index_of(text)
-    some, everything = pool.pool(2, count), pool.pool(2, 1000)
-    assert some == everything[: len(some)]
-    assert len(some) >= min(count, len(everything))
 
 
 def test_only_recent_occurrences_are_counted():

@@ -46,15 +46,6 @@ def test_a_prompt_and_accepted_nodes():
         assert torch.equal(after[position], nodes[0, :, node])
 
 
-@pytest.mark.parametrize("position", [12, 14])
-def test_the_window_includes_the_query(position):
-    ring = make_ring(batch=1)
-    ring.fill(*entries(1, 5), torch.tensor([[7, 8, 9, 10, 11]]))
-    seen = ring.positions[:, :WINDOW][ring.visible(torch.tensor([[position]]))[:, 0]]
-    # WINDOW positions end at the query's own, which is a node of the tree and not in the ring
-    assert sorted(seen.tolist()) == [p for p in range(position - WINDOW + 1, position) if p <= 11]
-
-
 @pytest.mark.parametrize(("sinks", "room"), [(0, 3), (2, 0), (3, 4)])
 def test_sinks_stay_and_later_tokens_hide_nothing_from_earlier_queries(sinks, room):
     """Tokens come in portions of at most `room + 1`; each query sees what a banded mask with sinks shows it."""

@@ -61,9 +61,3 @@ def test_heads_keep_their_tensors(merged, config, tmp_path, num_heads, dtype):
     found = draft.heads.layers.state_dict()
     assert len(found) == len(heads)
     assert all(torch.equal(value, heads[f"model.medusa_layers.{name}"]) for name, value in found.items())
-
-
-def test_a_single_file_beside_its_target(target, config, tmp_path):
-    torch.save(target.state_dict() | published_heads(), tmp_path / "pytorch_model.bin")
-    draft = convert(str(tmp_path), config)
-    assert torch.equal(draft.heads.layers[1].linear.weight, published_heads()["model.medusa_layers.1.linear.weight"])

@@ -6,7 +6,6 @@ import torch
 from hf_longspec import TokenSwiftDraftModel
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.rounding import rounding
-from tests.tiny_targets import tiny_target
 
 
 @pytest.fixture
@@ -51,22 +50,3 @@ def test_embeddings_belong_to_sequential_heads_alone(make_draft, hidden):
         make_draft(sequential=True)(hidden)
     with pytest.raises(ValueError, match=r"sequential=False, but embedded is passed"):
         make_draft()(hidden, hidden)
-
-
-def test_a_new_head_is_nearly_the_targets_state(llama):
-    """Linear layers as the configuration says, norms at one."""
-    torch.manual_seed(0)
-    draft = TokenSwiftDraftModel.from_target(llama, initializer_range=0.05)
-    for name, weight in draft.named_parameters():
-        if weight.dim() == 1:
-            assert torch.equal(weight, torch.ones(64)), name
-        else:
-            assert weight.std().item() == pytest.approx(0.05, rel=0.05)  # of 4096 numbers
-
-
-def test_a_target_without_a_final_norm_is_refused():
-    model = tiny_target("llama")
-    model.model.closing = model.model.norm
-    del model.model.norm
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no final norm"):
-        TokenSwiftDraftModel.from_target(model)
