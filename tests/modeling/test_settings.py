@@ -89,6 +89,7 @@ def test_a_default_alone_is_a_setting_that_takes_anything():
         (L, {"windows": 8}, "unknown settings"),
         (T, {"num_heads": 0}, "num_heads=0.*expected at least 1"),
         (T, {"chained": False, "sequential": True}, "chained=False with sequential=True"),
+        (T, {"tree_branching": [1, 129]}, "tree_branching=.* at most 128 children"),
         (T, {"tree_branching": [1]}, "has 1 entries, expected 2 to 4"),
         (T, {"partial_kv_budget": 72}, "partial_kv_budget=72: expected an integer of at least 73"),
         (DFlashDraftModel, {"confidence_threshold": 0.5}, "confidence_threshold=0.5: this draft has no confidence"),

@@ -132,11 +132,16 @@ class TokenSwiftDraftModel(DraftModel):
                 "chained=False with sequential=True: a sequential head continues the head before it. Leave out "
                 "chained=False."
             )
-        self._check_tree()
+        self._check_tree(target.vocab_size)
         self._check_budget()
 
-    def _check_tree(self) -> None:
+    def _check_tree(self, vocab_size: int) -> None:
         branching = self.setting("tree_branching")
+        if max(branching) > vocab_size:
+            raise ValueError(
+                f"tree_branching={branching!r}: a node has at most {vocab_size} children, the size of the vocabulary. "
+                "Use smaller numbers."
+            )
         fewest = 2 if self.setting("self_draft") == "verify_hidden" else 1
         if not fewest <= len(branching) <= self.config.num_heads + 1:
             raise ValueError(
