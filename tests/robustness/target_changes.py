@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from torch.nn.utils import parametrize
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -114,17 +112,9 @@ def a_layer_less_without_the_config(model):
     model.model.layers = model.model.layers[:1]
 
 
-class BySize(nn.Module):
-    """An activation that looks at the size of a forward."""
-
-    def forward(self, x):
-        return nn.functional.silu(x) if x.shape[1] > 1 else nn.functional.relu(x)
-
-
 CHANGES |= {
     "norm": Entry(put("model.norm", lambda: nn.LayerNorm(64))),
     "head": Entry(put("lm_head", lambda: nn.Linear(64, VOCAB, bias=False))),
-    "activation by size": Entry(put("model.layers.0.mlp.act_fn", BySize)),
 }
 
 
@@ -143,24 +133,9 @@ def tied_head(model):
     model.model.embed_tokens.weight = model.lm_head.weight
 
 
-@kind(has_effect=None)
-def through_half_precision(model):
-    model.bfloat16().float()
-
-
 @kind(has_effect=False)
 def double_precision(model):
     model.double()
-
-
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return weight * 2
-
-
-@kind
-def parametrized_weight(model):
-    parametrize.register_parametrization(first_layer(model).mlp.up_proj, "weight", Doubled())
 
 
 @kind
@@ -169,14 +144,6 @@ def added_adapter(model):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
         inject_adapter_in_model(config, model).eval()
-
-
-@kind(has_effect=False)
-def disabled_adapter(model):
-    added_adapter(model)
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.enable_adapters(False)
 
 
 @kind
@@ -241,13 +208,6 @@ def keys_squashed(attend):
     return lambda module, query, key, *args, **kwargs: attend(module, query, key.tanh(), *args, **kwargs)
 
 
-def every_fourth_key_hidden(make):
-    def is_seen(batch, head, query, key):
-        return (key % 4 > 0) | (key == query)
-
-    return lambda *args, **kwargs: make(*args, **kwargs, and_mask_function=is_seen)
-
-
 def call_of_a_module(model):
     mlp = first_layer(model).mlp
     mlp._call_impl = lambda *args: by_size(nn.Module._call_impl(mlp, *args))
@@ -256,16 +216,11 @@ def call_of_a_module(model):
 OF_LLAMA = modeling_llama.LlamaMLP
 CHANGES |= {
     "forward of a class": Entry(patched(OF_LLAMA, "forward", lambda own: lambda self, x: by_size(own(self, x)))),
-    "harmless forward of a class": Entry(
-        patched(OF_LLAMA, "forward", lambda own: lambda self, x: own(self, x) + DIRECTION)
-    ),
-    "call of a class": Entry(patched(OF_LLAMA, "__call__", lambda own: lambda self, *args: by_size(own(self, *args)))),
     "call of a module": Entry(call_of_a_module),
     "rotation by size": Entry(patched(modeling_llama, "apply_rotary_pos_emb", one_token_rotated)),
     "eager attention of the file": Entry(
         patched(modeling_llama, "eager_attention_forward", keys_squashed), settings=EAGER
     ),
-    "masks of the file": Entry(patched(modeling_llama, "create_causal_mask", every_fourth_key_hidden)),
 }
 
 
@@ -297,10 +252,6 @@ def rotary_frequencies(model):
     model.model.rotary_emb.inv_freq *= 3
 
 
-def rotary_by_size(out, position_ids, **_):
-    return tuple(part * (2.0 if position_ids.shape[1] > 1 else 1.0) for part in out)
-
-
 CHANGES |= {
     "not causal": Entry(each_attention(is_causal=False)),
     "scaling": Entry(each_attention(scaling=lambda before: 4 * before)),
@@ -308,9 +259,6 @@ CHANGES |= {
     "softcap of modules": Entry(each_attention(attn_logit_softcapping=1.0), name="gemma2"),
     # masks alone have an effect in eager attention
     "window of modules": Entry(each_attention(sliding_window=3), name="gemma2", has_effect=False),
-    # an attribute that the class does not know
-    "window of modules without": Entry(each_attention(sliding_window=3), has_effect=False),
-    "rotary by size": Entry(after_forward(rotary_by_size, "model.rotary_emb")),
 }
 
 

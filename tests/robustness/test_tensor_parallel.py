@@ -28,7 +28,9 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     tiny_target("llama").save_pretrained(folder / "target")
     start_processes(main, (str(folder / "target"), str(folder)), RANKS, start_method="fork")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    records = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    assert [seen["size"] for seen in records] == [RANKS] * RANKS  # the target is divided
+    return records
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +39,6 @@ def whole():
     run = partial(generate, tiny_target("llama"), lengths=LENGTHS, max_new_tokens=NEW)
     run.model = run.args[0]
     return run
-
-
-def test_the_target_is_divided(ranks):
-    assert [seen["size"] for seen in ranks] == [RANKS] * RANKS
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -101,12 +101,6 @@ def bound_method():
 
 
 @kind
-def a_partial():
-    owner = Counting()
-    return passed(functools.partial(Counting.__call__, owner), state=lambda: owner.calls)
-
-
-@kind
 def attributes_of_another():
     """Those that it has not are looked up in another object, which declares something."""
 
