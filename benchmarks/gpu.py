@@ -28,7 +28,7 @@ if not __package__:  # run as a file: the root of the checkout takes the place o
 
 from benchmarks import gpu_run, harness
 from benchmarks.gpu_attention import baselines, kernels
-from benchmarks.gpu_checks import captures, features
+from benchmarks.gpu_checks import captures
 from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
 from benchmarks.gpu_iterations import (
     cheap_drafts,
@@ -86,7 +86,6 @@ SECTIONS: dict[str, Section] = {
     "cheap drafts": Section(_iterations(cheap_drafts, (FUSED,)), 60, by_context=True),
     "hybrid": Section(hybrid, 40),
     "pair": Section(pair, 80),
-    "features": Section(features, 50),
     "drafts": Section(_iterations(other_drafts, (FUSED,)), 60, by_context=True),
     "more kernels": Section(partial(kernels, points=slice(1, None)), 50),
     "more baselines": Section(partial(baselines, points=slice(1, None)), 30),
