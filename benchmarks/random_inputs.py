@@ -143,18 +143,16 @@ class DeviceAttention:
 
     def exact(self, layer: Layer) -> AttentionState:
         """The reference in float64, row by row, so that memory holds the scores of one row only."""
-        nodes, rows, context = self.tree.num_nodes, [], self.context()
-        scores = {"scaling": self.scaling}
+        nodes, rows = self.tree.num_nodes, []
         for row, length in enumerate(self.lengths):
-            rows_of_batch = slice(row, row + 1)
-            keys, values = (part[rows_of_batch, :, : length + nodes].double() for part in layer)
-            query = self.query[rows_of_batch].double()
+            one = slice(row, row + 1)
+            keys, values = (part[one, :, : length + nodes].double() for part in layer)
+            query = self.query[one].double()
             prefix = keys[:, :, :length], values[:, :, :length]
             staged = keys[:, :, length:], values[:, :, length:]
-            parts = [tree_attention(query, *staged, self.tree.mask[rows_of_batch], **scores)]
+            parts = [tree_attention(query, *staged, self.tree.mask[one], scaling=self.scaling)]
             if length:
-                positions = context.positions[rows_of_batch]
-                parts.append(prefix_attention(query, *prefix, SeqLens([length]), positions=positions, **scores))
+                parts.append(prefix_attention(query, *prefix, SeqLens([length]), scaling=self.scaling))
             rows.append(merge_attention_states(parts))
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows])
 
