@@ -146,12 +146,6 @@ def added_adapter(model):
         inject_adapter_in_model(config, model).eval()
 
 
-@kind
-def layer_that_reads_training(model):
-    after_forward(lambda out, module, **_: by_size(out) if module.training else out)(model)
-    first_layer(model).mlp.train()
-
-
 # Layers that treat forwards or tokens differently.
 
 
@@ -183,9 +177,6 @@ CHANGES |= {
     "last token": Entry(after_forward(lambda out, **_: torch.cat([out[:, :-1], out[:, -1:] + DIRECTION], 1))),
     "rows that mix": Entry(after_forward(lambda out, **_: out + out.mean((0, 1)))),
     "length of the cache": Entry(after_forward(by_length, LAYER)),
-    "position": Entry(
-        after_forward(lambda out, position_ids, **_: out + DIRECTION * (position_ids % 3)[..., None], LAYER)
-    ),
     # plain `generate` shows a head one token of each row
     "head by size": Entry(
         after_forward(lambda out, **_: out.roll(int(out.shape[1] > 1), -1), "lm_head"), has_effect=False
@@ -227,24 +218,12 @@ CHANGES |= {
 # Attributes of attention and rotary modules.
 
 
-def of_dynamic_ntk(model):
-    """Return the config of a model with the rotary settings of dynamic NTK."""
+@kind
+def rotary_of_dynamic_ntk(model):
     config = copy.deepcopy(model.config)
     config.max_position_embeddings = 16
     config.rope_parameters = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 4.0}
-    return config
-
-
-@kind
-def rotary_of_dynamic_ntk(model):
-    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(of_dynamic_ntk(model))
-
-
-@kind
-def rotary_type(model):
-    rotary = model.model.rotary_emb
-    rotary.config = of_dynamic_ntk(model)
-    rotary.rope_type, rotary.max_seq_len_cached, rotary.original_max_seq_len = "dynamic", 16, 16
+    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
 
 
 @kind

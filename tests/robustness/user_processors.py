@@ -315,11 +315,6 @@ def whole_batch():
 
 
 @kind(has_effect="batch")
-def mean_of_rows():
-    return passed(lambda input_ids, scores: scores - 0.8 * scores.mean(0))
-
-
-@kind(has_effect="batch")
 def scores_of_ended_rows():
     """Adds the scores of rows that have ended to those of the others."""
 
@@ -343,15 +338,6 @@ def keeps_its_arguments():
         return result
 
     return passed(processor, state=lambda: [one.tolist() for one in kept if one.dtype == torch.long])
-
-
-@kind
-def in_place():
-    def call(held, input_ids, scores):
-        scores[:, 3 + held.calls % 9] += 8.0
-        return scores
-
-    return counted(call)
 
 
 @kind
