@@ -4,9 +4,8 @@
     python -m benchmarks.figure --preset full --output runs/figure.jsonl --resume
 
 The short form has the usual settings of each draft. `full` also has other settings, drafts that were trained
-otherwise, batches of four, and bfloat16 where the processor has it. `--join` adds a run of the other mode, which had a
-core of its own. The report and the figures are written at the end. benchmarks/README.md describes the method, and
-benchmarks/suites/figure.yaml has the cells and the systems.
+otherwise, batches of four, and bfloat16 where the processor has it. The report and the figures are written at the end.
+benchmarks/README.md describes the method, and benchmarks/suites/figure.yaml has the cells and the systems.
 """
 
 import hashlib
@@ -24,8 +23,7 @@ from transformers import PreTrainedModel
 from benchmarks import harness
 from benchmarks.decoder import Decoder, Method, PrefilledPrompts, prefill
 from benchmarks.figure_report import SUITE, draw
-from benchmarks.runner import refuse_other
-from hf_longspec.cli.files import Record, read_records
+from hf_longspec.cli.files import Record
 from hf_longspec.cli.measuring import HF, PLAIN, HfMethod, Measurement, endless, rotated, significant
 from hf_longspec.modeling.register_draft import weightless_drafts
 
@@ -161,16 +159,6 @@ def _record(call: Measurement) -> Record:
     }
 
 
-def join(results: harness.Run, path: Path, settings: Mapping[str, Any]) -> None:
-    """Add the calls of another run, such as one of another mode; ValueError for other settings, machines or commits."""
-    others = read_records(path)
-    refuse_other(path, others, "figure", settings, results.records[0], option="--join")
-    results.write("joined", **{name: others[0][name] for name in ("date", "command", "load_average")})
-    for record in others:
-        if record["kind"] in ("call", "skipped"):
-            results.write(**record)
-
-
 def _reduced(part: Part, contexts: Sequence[int] | None, prompts: int | None) -> Part:
     kept = tuple(context for context in part.contexts if contexts is None or context in contexts)
     return replace(part, contexts=kept, prompts=min(part.prompts, prompts or part.prompts))
@@ -188,7 +176,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, help="no more prompts than this in any part of the preset")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue with the result file")
-    parser.add_argument("--join", type=Path, help="result file whose calls are added, of the same settings and commit")
     parser.set_defaults(minutes=None)
     args = parser.parse_args(arguments)
     preset = presets[args.preset]
@@ -218,8 +205,6 @@ def main(arguments: list[str] | None = None) -> None:
         for name in filter(wanted, missing):
             run.skip("no such draft", system=name)
         compare(run, parts, targets, rows, modes=args.modes, tokens=args.tokens)
-        if args.join:
-            join(run, args.join, settings)
     draw(run.records, args.output.with_suffix(".svg"))
 
 

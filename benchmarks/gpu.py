@@ -27,8 +27,8 @@ if not __package__:  # run as a file: the root of the checkout takes the place o
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import gpu_run, harness
-from benchmarks.gpu_attention import baselines, kernels, tiles
-from benchmarks.gpu_checks import captures, features
+from benchmarks.gpu_attention import baselines, kernels
+from benchmarks.gpu_checks import captures
 from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
 from benchmarks.gpu_iterations import (
     cheap_drafts,
@@ -37,7 +37,6 @@ from benchmarks.gpu_iterations import (
     iterations,
     no_drafts,
     other_drafts,
-    profile,
 )
 from benchmarks.gpu_run import GpuRun, gpu_facts
 from benchmarks.gpu_targets import hybrid, pair
@@ -76,7 +75,7 @@ def _iterations(
 
 
 # The most important ones first. By the seconds that sections took on an H100 (benchmarks/results/gpu.jsonl), those up
-# to `profile`, which give all goals, end within four minutes.
+# to `iterations`, which give all goals, end within four minutes.
 SECTIONS: dict[str, Section] = {
     "ceilings": Section(ceilings, 15),
     "captures": Section(captures, 15),
@@ -84,12 +83,9 @@ SECTIONS: dict[str, Section] = {
     "baselines": Section(partial(baselines, points=slice(1)), 20),
     "forwards": Section(forwards, 25),
     "iterations": Section(_iterations(first_drafts, (FUSED, GRAPH), ("sdpa",)), 80, by_context=True),
-    "profile": Section(profile, 40),
     "cheap drafts": Section(_iterations(cheap_drafts, (FUSED,)), 60, by_context=True),
     "hybrid": Section(hybrid, 40),
     "pair": Section(pair, 80),
-    "features": Section(features, 50),
-    "tiles": Section(partial(tiles, points=slice(1)), 70),
     "drafts": Section(_iterations(other_drafts, (FUSED,)), 60, by_context=True),
     "more kernels": Section(partial(kernels, points=slice(1, None)), 50),
     "more baselines": Section(partial(baselines, points=slice(1, None)), 30),

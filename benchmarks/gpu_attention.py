@@ -1,21 +1,18 @@
-"""Attention alone on the GPU: its time, that of SpecAttn's scores, other tiles, and other ways to compute it."""
+"""Attention alone on the GPU: its time, that of SpecAttn's scores, and other ways to compute it."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from operator import itemgetter
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu_goals import HF_ATTENTION, TRITON
+from benchmarks.gpu_goals import HF_ATTENTION
 from benchmarks.gpu_run import GpuRun
 from benchmarks.harness import Skip
 from benchmarks.random_inputs import (
     DeviceAttention,
     Layer,
-    Shape,
     hf_attention,
     poisoned_outputs,
     random_attention,
@@ -23,8 +20,6 @@ from benchmarks.random_inputs import (
 )
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionState
 from hf_longspec.attention_backends.scores import ScoreCapture
-from hf_longspec.attention_backends.triton import launch
-from hf_longspec.attention_backends.triton.config import SMALLEST_TILE, TileConfig, power_of_two
 
 # The log-sum-exp is computed in float32 from products of exact inputs, whatever the dtype of these.
 LSE_BUDGET = 1e-3
@@ -72,54 +67,6 @@ def baselines(run: GpuRun, points: slice) -> None:
                     raise Skip(f"not timed: its error is {error:.1e}, over {run.budget:.1e}")
                 timing = run.time(lambda attend=attend, layers=case.layers: [attend(layer) for layer in layers])
                 run.write_timing("baseline", timing.scaled(len(case.layers)), _floor(run, what), **point, error=error)
-
-
-# Query rows, keys, warps and stages of the tiles that are timed beside the shipped ones.
-TILES = (
-    *((16, 32, 4, 4), (16, 32, 2, 4), (16, 64, 4, 3), (16, 64, 4, 2)),
-    *((32, 32, 4, 4), (32, 64, 4, 3)),
-    *((64, 32, 4, 4), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 3)),
-    *((128, 32, 8, 4), (128, 64, 8, 3)),
-)
-SHIPPED = "shipped"
-
-
-def tiles_of(shape: Shape, nodes: int) -> dict[str, dict[str, int]]:
-    """Changes of the shipped tiles for a number of nodes, by name: tiles with all query rows of a group, or half."""
-    rows = min(max(map(itemgetter(0), TILES)), max(SMALLEST_TILE, power_of_two(nodes * shape.heads // shape.kv_heads)))
-    names = ("block_rows", "block_keys", "num_warps", "num_stages")
-    fitting = [tile for tile in TILES if tile[0] in (rows, rows // 2)]
-    return {SHIPPED: {}} | {", ".join(map(str, tile)): dict(zip(names, tile, strict=True)) for tile in fitting}
-
-
-def tiles(run: GpuRun, points: slice) -> None:
-    """Times of Triton's kernels with other tiles at some points of the plan, with and without SpecAttn's score rows.
-
-    A tile that does not fit is a line.
-    """
-    if TRITON not in run.usable:
-        raise Skip("its tiles are those of Triton's kernels")
-    for case, exact, what in _cases(run, points):
-        for (name, change), scores in product(tiles_of(run.plan.shape, what["nodes"]).items(), (False, True)):
-            point = {"tiles": name, "scores": scores, **what}
-            with run.attempt(**point), mock.patch.object(launch, "hybrid_config", _changed(change)):
-                _time_tiles(run, case, exact, point)
-
-
-def _changed(change: dict[str, int]) -> Callable[..., TileConfig]:
-    choose = launch.hybrid_config
-    return lambda *args, **options: choose(*args, **options)._replace(**change)
-
-
-def _time_tiles(run: GpuRun, case: DeviceAttention, exact: AttentionState, point: dict[str, Any]) -> None:
-    try:
-        error = checked(run, TRITON, case, exact)
-    except Exception as exception:
-        if type(exception).__name__ == "OutOfResources":  # triton's own, of shared memory or registers
-            raise Skip(f"the GPU has no room for it: {exception}") from exception
-        raise
-    timing = run.time(_attention(case, run.backend(TRITON), point["scores"]))
-    run.write_timing("tiles", timing.scaled(len(case.layers)), _floor(run, point), **point, error=error)
 
 
 def _cases(run: GpuRun, points: slice) -> Iterator[tuple[DeviceAttention, AttentionState, dict[str, int]]]:

@@ -1,4 +1,4 @@
-"""Whole forwards and whole iterations on a GPU, as they are and captured as CUDA graphs, and the kernels in them."""
+"""Whole forwards and whole iterations on a GPU, as they are and captured as CUDA graphs."""
 
 import logging
 import statistics
@@ -12,8 +12,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, supported_activities
 from transformers import StaticCache
 
 import hf_longspec
@@ -29,9 +27,6 @@ from hf_longspec.generation.target import TargetView
 CALLS = 2  # timed calls of `generate` per row
 WARM_UP_TOKENS, FEWEST_TOKENS = 16, 8  # tokens of the call before them, and of each of them at least
 ROW_SECONDS = 4.0  # that the timed calls of a row may take together
-
-PROFILED_TOKENS, SKIPPED_TOKENS = 24, 4  # of a profiled call, and those before the profile begins
-MOST_KERNELS = 30  # that a profile names
 
 
 @dataclass
@@ -182,24 +177,6 @@ def iterations(
                     calls.time(draft, what)
 
 
-def profile(run: GpuRun) -> None:
-    """Kernels, launches and microseconds of an iteration without a draft and with LongSpec, by torch's profiler."""
-    context, drafts = run.plan.contexts[0], first_drafts(run.model, run.plan)
-    with counted_graphs() as graphs:
-        calls = GreedyCalls(run, context, drafts, graphs)
-        del drafts[HF], drafts[f"SpecAttn, gamma {run.plan.gamma}"]
-        for name, draft in drafts.items():
-            for mode in modes_of(run, draft, (FUSED, GRAPH)):
-                what = {"draft": name, "mode": mode, "context": context}
-                with run.attempt(**what), _running(run.model, draft, mode):
-                    run.require_time()
-                    calls.generate(draft, WARM_UP_TOKENS, mode)
-                    graphs.take()
-                    found = calls.profiled(draft, mode)
-                    require_replays(mode, graphs.take())
-                    run.write("profile", section=run.part, **what, **found)
-
-
 def nodes_of(method: Any, model: Any) -> int:
     return 1 if isinstance(method, HfMethod) else method.num_tree_nodes(TargetView(model))
 
@@ -267,37 +244,8 @@ class GreedyCalls:
         floor_ms = run.roofline(1, self.context).verify_ms(nodes)
         run.write_timing("iteration", Timing(milliseconds, "wall"), floor_ms, **what, **values, **counts)
 
-    def profiled(self, draft: Any, mode: str) -> dict[str, Any]:
-        """The kernels of a call's later iterations; on a machine without CUDA the operations on the CPU."""
-        on_gpu = ProfilerActivity.CUDA in supported_activities()
-        profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
-        skipped = min(SKIPPED_TOKENS, self.run.plan.tokens // 2)
-
-        def begin(tokens: int) -> None:
-            if tokens == skipped:
-                profiler.start()
-
-        self.generate(draft, PROFILED_TOKENS, mode, begin)
-        profiler.stop()
-        (emitted,) = draft.last_speculation.emitted_per_step
-        count = sum(first >= skipped for first in accumulate(emitted[:-1], initial=1))
-        kernels = [
-            {
-                "us": round((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / count, 1),
-                "launches": round(event.count / count, 1),
-                "kernel": event.key,
-            }
-            for event in profiler.key_averages()
-            if not on_gpu or event.device_type == DeviceType.CUDA
-        ]
-        kernels.sort(key=lambda row: -row["us"])
-        totals = {name: round(sum(row[name] for row in kernels), 1) for name in ("us", "launches")}
-        return {"iterations": count, **totals, "kernels": kernels[:MOST_KERNELS]}
-
-    def generate(
-        self, draft: Any, tokens: int, mode: str, on_arrival: Callable[[int], None] = lambda tokens: None
-    ) -> tuple[Measurement, list[float], int]:
-        """One call; `on_arrival` gets the number of tokens that have arrived.
+    def generate(self, draft: Any, tokens: int, mode: str) -> tuple[Measurement, list[float], int]:
+        """One call.
 
         Returns:
             The call, milliseconds of its iterations but the first, in which buffers are made and graphs captured, and
@@ -318,7 +266,6 @@ class GreedyCalls:
 
         def arrived(_: int) -> None:
             arrivals.append(time.perf_counter())
-            on_arrival(len(arrivals))
 
         how: dict[str, Any] = {"tokens": min(tokens, run.plan.tokens), "cache": past, "on_arrival": arrived}
         call = run_call(run.model, draft, (prompt, torch.ones_like(prompt)), seed=0, **how)

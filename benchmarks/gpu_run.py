@@ -36,7 +36,6 @@ class Plan:
     shape: Shape  # sizes of the random target
     contexts: tuple[int, ...]  # contexts of iterations, most important first; that of forwards is the first
     points: tuple[tuple[int, int], ...]  # batch and context of the attention cases, most important first
-    prefixes: tuple[int, ...]  # lengths of the rows of a case with features
     nodes: tuple[int, ...]  # nodes of a verification
     rotating: int  # layers that a timed pass goes through, so that no cache level holds what is read
     matrix: int  # rows and columns of the matrix product whose rate is the ceiling

@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 from benchmarks import figure_report, gpu_report, read_yaml
-from benchmarks.bench_report import COLUMNS, rows_of, title_of
 from benchmarks.report import Column, pivot, table
 from hf_longspec.cli.acceptance import ACCEPTANCE_NOTE, acceptance_table, environment_line, with_defaults
 from hf_longspec.cli.files import Record, of_kind
@@ -131,7 +130,6 @@ GATE: Columns = {
     ),
 }
 GATE_QUOTED = ("context", "method", "time over plain loop", "over the faster one", "same text")
-BENCH_QUOTED = ("method", "tau", "tokens/s", "x plain loop", "x `generate`", "text")
 
 
 def _table_of(rows: Callable[[Sequence[Record]], Sequence[Record]], columns: Columns) -> dict[str, Any]:
@@ -147,7 +145,6 @@ COMPUTED: dict[str, dict[str, Any]] = {
         "last": gpu_report.goals,
         "environment": gpu_report.gpu_environment,
     },
-    "bench": _table_of(rows_of, {"call": title_of, **{name: COLUMNS[name] for name in BENCH_QUOTED}}),
     "memory": {"headline": memory_headline, "parts": memory_tables},
     "acceptance": {"note": ACCEPTANCE_NOTE, "headline": acceptance_table},
     "gate": _table_of(lambda records: of_kind(records, "gate"), {name: GATE[name] for name in GATE_QUOTED})

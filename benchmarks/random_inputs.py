@@ -102,8 +102,6 @@ class DeviceAttention:
     layers: Sequence[Layer]  # keys and values, `(B, K, at least longest + N, D)`; the nodes' slots are overwritten
     tree: DraftTree  # the nodes
     heads: int  # query heads
-    # `softcap`, `sliding_window` and `sinks`, where they are not None
-    features: dict[str, Any] = field(default_factory=dict)
     query: torch.Tensor = field(init=False)
     scaling: float = field(init=False)
 
@@ -136,7 +134,7 @@ class DeviceAttention:
     def attend(self, backend: AttentionBackend, layer: Layer, context: TreeContext, index: int = 0) -> torch.Tensor:
         """A backend's output, `(B, H, N, D)`."""
         inputs = self.query, *self.written(layer)
-        return context.attend(backend, index, *inputs, scaling=self.scaling, **self.features)
+        return context.attend(backend, index, *inputs, scaling=self.scaling)
 
     def state(self, backend: AttentionBackend, layer: Layer) -> AttentionState:
         visible = _LogSumExp()
@@ -145,21 +143,17 @@ class DeviceAttention:
 
     def exact(self, layer: Layer) -> AttentionState:
         """The reference in float64, row by row, so that memory holds the scores of one row only."""
-        nodes, rows, context = self.tree.num_nodes, [], self.context()
-        scores = {"scaling": self.scaling, "softcap": self.features.get("softcap")}
-        window, sinks = self.features.get("sliding_window"), self.features.get("sinks")
-        mask = context.windowed_mask(window)
+        nodes, rows = self.tree.num_nodes, []
         for row, length in enumerate(self.lengths):
-            rows_of_batch = slice(row, row + 1)
-            keys, values = (part[rows_of_batch, :, : length + nodes].double() for part in layer)
-            query = self.query[rows_of_batch].double()
+            one = slice(row, row + 1)
+            keys, values = (part[one, :, : length + nodes].double() for part in layer)
+            query = self.query[one].double()
             prefix = keys[:, :, :length], values[:, :, :length]
             staged = keys[:, :, length:], values[:, :, length:]
-            parts = [tree_attention(query, *staged, mask[rows_of_batch], **scores)]
+            parts = [tree_attention(query, *staged, self.tree.mask[one], scaling=self.scaling)]
             if length:
-                where = {"positions": context.positions[rows_of_batch], "sliding_window": window}
-                parts.append(prefix_attention(query, *prefix, SeqLens([length]), **where, **scores))
-            rows.append(merge_attention_states(parts, sinks))
+                parts.append(prefix_attention(query, *prefix, SeqLens([length]), scaling=self.scaling))
+            rows.append(merge_attention_states(parts))
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows])
 
 
@@ -179,7 +173,6 @@ def random_attention(
     layers: int,
     device: torch.device,
     dtype: torch.dtype,
-    **features: Any,
 ) -> DeviceAttention:
     """A case with cache slots of NaN after the nodes, which no backend may read."""
     room, spare = max(lengths) + nodes, 16
@@ -190,7 +183,7 @@ def random_attention(
             for row, length in enumerate(lengths):
                 part[row, :, length + nodes :] = torch.nan
     tree = random_tree(nodes, shape.vocab, len(lengths), device)
-    return DeviceAttention(lengths, [(keys, values) for keys, values in buffers], tree, shape.heads, features)
+    return DeviceAttention(lengths, [(keys, values) for keys, values in buffers], tree, shape.heads)
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:

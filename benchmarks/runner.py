@@ -162,17 +162,16 @@ def refuse_other(
     benchmark: str,
     settings: Mapping[str, Any],
     here: Mapping[str, Any],
-    option: str = "--resume",
 ) -> None:
     """Refuse a file of another benchmark, of other settings or of another environment."""
     first = records[0]
     if first.get("kind") != "environment" or first.get("benchmark") != benchmark:
-        raise ValueError(f"{option} {path}: not a result file of `{benchmark}`. Pass another file.")
+        raise ValueError(f"--resume {path}: not a result file of `{benchmark}`. Pass another file.")
     settings = json.loads(json.dumps(settings))  # tuples are lists in the file
     different = differences(first.get("settings", {}), settings)
     different += differences(*({k: v for k, v in side.items() if k not in MAY_CHANGE} for side in (first, here)))
     if different:
         raise ValueError(
-            f"{option} {path}: other settings or environment: {'; '.join(different)}. Use the same ones, or "
+            f"--resume {path}: other settings or environment: {'; '.join(different)}. Use the same ones, or "
             "another file."
         )

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import figure_report, gpu_report
-from benchmarks.bench_report import bench_report
 from benchmarks.pages import PAGES, Page
 from hf_longspec.cli.acceptance import with_defaults
 from hf_longspec.cli.files import Record, of_kind, read_records
@@ -39,11 +38,6 @@ def section(records: Sequence[Record]) -> str:
     page = page_of(records)
     parts = [f"### {page.title}", page.headline(records), with_defaults(page.note, records), page.environment(records)]
     return "\n\n".join(parts)
-
-
-def report(records: Sequence[Record]) -> str:
-    is_matrix = of_kind(records, "environment", benchmark="bench")
-    return bench_report(records) if is_matrix else page_of(records).report(records)
 
 
 def refreshed(path: Path, results: Path = RESULTS) -> str:
@@ -82,7 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         written = {path: refreshed(path, args.results) for path in args.pages}
         for path in args.results.glob("*.jsonl") if args.reports else ():
-            written[path.with_suffix(".md")] = report(read_records(path))
+            records = read_records(path)
+            written[path.with_suffix(".md")] = page_of(records).report(records)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     for path, text in written.items():

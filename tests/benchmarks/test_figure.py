@@ -77,18 +77,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(target, prompts, tmp_path, 
     assert len(at) == len(set(at)) == 4 * len(prompts.tokens) and not of_kind(records, "skipped")
 
 
-def test_runs_of_one_mode_each_are_joined(target, prompts, tmp_path):
-    greedy, sample = (tmp_path / f"{mode}.jsonl" for mode in ("greedy", "sample"))
-    others = measure(target, prompts, sample, modes=["sample"])
-    first = measure(target, prompts, greedy)
-    with Run(greedy, "figure", 100, resume=True, quiet=True) as results:
-        figure.join(results, sample, {})
-    calls = of_kind(read_records(greedy), "call")
-    assert calls == of_kind(first, "call") + of_kind(others, "call")
-    command = others[0]["command"]
-    assert f"Joined with a run of {others[0]['date']}: `{command}`." in greedy.with_suffix(".md").read_text()
-
-
 def test_the_suite_names_systems_that_exist_and_settings_of_their_drafts(target, tmp_path, monkeypatch):
     """Drafts that do not exist are named."""
     monkeypatch.setattr(figure, "VARIANTS", tmp_path)

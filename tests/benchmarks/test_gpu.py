@@ -15,7 +15,6 @@ import torch
 
 from benchmarks import gpu, gpu_attention
 from benchmarks.gpu_attention import BASELINES
-from benchmarks.gpu_checks import CASES
 from benchmarks.gpu_goals import judged
 from benchmarks.gpu_run import SMOKE, GpuRun, Stop
 from benchmarks.roofline import Machine
@@ -52,8 +51,6 @@ def test_every_case_of_the_plan_is_measured_and_what_is_missing_is_named(tmp_pat
     missing = {record.get("baseline") for record in of(records, "skipped")} - {None}  # packages
     assert {record["baseline"] for record in of(records, "baseline")} == set(BASELINES) - missing
     assert any("not_there" in record["reason"] for record in of(records, "skipped"))
-    assert len(of(records, "features")) == CASES
-    assert [row["draft"] for row in of(records, "profile") if row["us"] > 0] == [PLAIN, "LongSpec, 2+2"]
     for section, names in (("iterations", FIRST), ("drafts", OTHERS), ("uncaptured", FIRST[:2])):
         rows = of(records, "iteration", context=SMOKE.contexts[0], section=section)
         assert tuple(row["draft"] for row in rows) == names

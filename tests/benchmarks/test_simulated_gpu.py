@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_attention import LOWER_BOUND, tiles_of
-from benchmarks.gpu_checks import CASES
+from benchmarks.gpu_attention import LOWER_BOUND
 from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
 from benchmarks.gpu_run import SMOKE
 from hf_longspec.cli.files import read_records
@@ -20,7 +19,7 @@ pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 pytestmark = pytest.mark.soak  # `make test-torch-min` runs it
 
 TRITON = "hf_longspec_triton"
-KERNELS = "captures,features,kernels,baselines,tiles"
+KERNELS = "captures,kernels,baselines"
 MINUTES = 25  # of a run at most, on a machine that does other things meanwhile
 
 
@@ -57,13 +56,11 @@ def check_modes(rows, names, modes, hf_modes=()):
 
 def test_plain_specattn_and_longspec_as_they_are_and_captured(tmp_path):
     """Every timed iteration speculates, and the text is that of the loop without a draft; exact, as in float32."""
-    records = run(tmp_path, "forwards,iterations,uncaptured,compiled,drafts,profile", "float32")
+    records = run(tmp_path, "forwards,iterations,uncaptured,compiled,drafts", "float32")
     check_modes(of(records, "iteration", section="iterations"), FIRST, (FUSED, GRAPH), ("sdpa",))
     check_modes(of(records, "iteration", section="uncaptured"), FIRST[:2], (OFF,), ("eager",))
     check_modes(of(records, "iteration", section="compiled"), FIRST[:2], (COMPILE,), ("static cache",))
     check_modes(of(records, "iteration", section="drafts"), OTHERS, (FUSED,))
-    profiles = [(row["draft"], row["mode"]) for row in of(records, "profile") if row["launches"]]
-    assert profiles == [(name, mode) for name in (PLAIN, "LongSpec, 2+2") for mode in (FUSED, GRAPH)]
     for row in of(records, "iteration"):
         assert row["backend"] == (row["mode"] if row["draft"] == HF else TRITON)
         assert row["same_tokens"] == SMOKE.tokens and row["ms"]["median"] > 0 and row["floor_ms"] > 0
@@ -78,10 +75,7 @@ def test_kernels(tmp_path):
     """Triton's kernels are timed as graphs; no section ends early."""
     records = run(tmp_path, KERNELS, "bfloat16")
     assert {line["section"] for line in of(records, "section")} == {"ceilings", *KERNELS.split(",")}
-    assert len(of(records, "capture")) == 5 and len(of(records, "features", backend=TRITON)) == CASES
+    assert len(of(records, "capture")) == 5
     kernels = of(records, "kernel", backend=TRITON)
     assert {row["nodes"] for row in kernels} == set(SMOKE.nodes) and {row["how"] for row in kernels} == {"graph"}
-    rows = [(row["nodes"], row["tiles"], row["scores"], row["how"]) for row in of(records, "tiles")]
-    names = [(nodes, name) for nodes in SMOKE.nodes for name in tiles_of(SMOKE.shape, nodes)]
-    assert rows == [(*name, scores, "graph") for name in names for scores in (False, True)]
     assert LOWER_BOUND in {row["baseline"] for row in of(records, "baseline")}

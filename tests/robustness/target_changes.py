@@ -11,17 +11,14 @@ from itertools import product
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from torch.nn.utils import parametrize
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from tests.robustness.user_code import DIRECTION, VOCAB, Applied, Entry, first_layer, replaced
-from tests.tiny_targets import tiny_target
 
 EAGER = (("attn_implementation", "eager"),)
 MLP = "model.layers.0.mlp"
@@ -91,11 +88,6 @@ def by_size(hidden: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 @kind
-def other_layer(model):
-    model.model.layers[1] = tiny_target("llama", seed=5, vocab_size=VOCAB).model.layers[1]
-
-
-@kind
 def wrapped_layer(model):
     class Wrapper(nn.Module):
         def __init__(self, layer):
@@ -110,11 +102,6 @@ def wrapped_layer(model):
 
 
 @kind
-def layers_in_another_order(model):
-    model.model.layers = nn.ModuleList([model.model.layers[1], model.model.layers[0]])
-
-
-@kind
 def a_layer_less(model):
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
@@ -125,44 +112,13 @@ def a_layer_less_without_the_config(model):
     model.model.layers = model.model.layers[:1]
 
 
-@kind
-def a_layer_more(model):
-    layer = copy.deepcopy(first_layer(model))
-    layer.self_attn.layer_idx = 2
-    model.model.layers.append(layer)
-    model.config.num_hidden_layers = 3
-
-
-class OverTokens(nn.Module):
-    """A norm that looks at other tokens."""
-
-    def forward(self, hidden):
-        return (hidden - hidden.mean(1, keepdim=True) * 0.5) * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True))
-
-
-class BySize(nn.Module):
-    """An activation that looks at the size of a forward."""
-
-    def forward(self, x):
-        return nn.functional.silu(x) if x.shape[1] > 1 else nn.functional.relu(x)
-
-
 CHANGES |= {
     "norm": Entry(put("model.norm", lambda: nn.LayerNorm(64))),
-    "norm over tokens": Entry(put("model.layers.0.post_attention_layernorm", OverTokens)),
     "head": Entry(put("lm_head", lambda: nn.Linear(64, VOCAB, bias=False))),
-    "embedding": Entry(put("model.embed_tokens", lambda: nn.Embedding(VOCAB, 64))),
-    "activation by size": Entry(put("model.layers.0.mlp.act_fn", BySize)),
-    "no norm of queries": Entry(put("model.layers.0.self_attn.q_norm", nn.Identity), name="qwen3"),
 }
 
 
 # Weights, and the mode of the model.
-
-
-@kind
-def other_weights(model):
-    model.load_state_dict(tiny_target("llama", seed=6, vocab_size=VOCAB).state_dict())
 
 
 @kind
@@ -177,65 +133,17 @@ def tied_head(model):
     model.model.embed_tokens.weight = model.lm_head.weight
 
 
-@kind(settings=(("tie_word_embeddings", True),))
-def untied_head(model):
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.flip(0).clone())
-
-
-@kind(has_effect=None)
-def through_half_precision(model):
-    model.bfloat16().float()
-
-
 @kind(has_effect=False)
 def double_precision(model):
     model.double()
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return weight * 2
-
-
 @kind
-def parametrized_weight(model):
-    parametrize.register_parametrization(first_layer(model).mlp.up_proj, "weight", Doubled())
-
-
-def adapted(model, add):
+def added_adapter(model):
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        return add(config, model).eval()
-
-
-@kind
-def merged_adapter(model):
-    adapted(model, lambda config, model: get_peft_model(model, config)).merge_and_unload()
-
-
-@kind
-def added_adapter(model):
-    adapted(model, inject_adapter_in_model)
-
-
-@kind(has_effect=False)
-def disabled_adapter(model):
-    added_adapter(model)
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.enable_adapters(False)
-
-
-@kind(has_effect=False)
-def training(model):
-    model.train()
-
-
-@kind
-def layer_that_reads_training(model):
-    after_forward(lambda out, module, **_: by_size(out) if module.training else out)(model)
-    first_layer(model).mlp.train()
+        inject_adapter_in_model(config, model).eval()
 
 
 # Layers that treat forwards or tokens differently.
@@ -267,19 +175,8 @@ CHANGES |= {
         after_forward(lambda out, **_: out + DIRECTION * (8 < out.shape[1] or out.shape[1] == 1))
     ),
     "last token": Entry(after_forward(lambda out, **_: torch.cat([out[:, :-1], out[:, -1:] + DIRECTION], 1))),
-    "token before": Entry(after_forward(lambda out, **_: out + 0.5 * out.roll(1, 1))),
     "rows that mix": Entry(after_forward(lambda out, **_: out + out.mean((0, 1)))),
     "length of the cache": Entry(after_forward(by_length, LAYER)),
-    "largest position": Entry(
-        after_forward(lambda out, position_ids, **_: out + DIRECTION * (int(position_ids.max()) % 3), LAYER)
-    ),
-    "first position": Entry(
-        after_forward(lambda out, position_ids, **_: out + 9 * DIRECTION * (position_ids == 0)[..., None], LAYER),
-        has_effect=None,
-    ),
-    "position": Entry(
-        after_forward(lambda out, position_ids, **_: out + DIRECTION * (position_ids % 3)[..., None], LAYER)
-    ),
     # plain `generate` shows a head one token of each row
     "head by size": Entry(
         after_forward(lambda out, **_: out.roll(int(out.shape[1] > 1), -1), "lm_head"), has_effect=False
@@ -302,83 +199,36 @@ def keys_squashed(attend):
     return lambda module, query, key, *args, **kwargs: attend(module, query, key.tanh(), *args, **kwargs)
 
 
-def every_fourth_key_hidden(make):
-    def is_seen(batch, head, query, key):
-        return (key % 4 > 0) | (key == query)
-
-    return lambda *args, **kwargs: make(*args, **kwargs, and_mask_function=is_seen)
-
-
-def call_of_a_module(name):
-    def change(model):
-        mlp = first_layer(model).mlp
-        setattr(mlp, name, lambda *args: by_size(nn.Module._call_impl(mlp, *args)))
-
-    return change
+def call_of_a_module(model):
+    mlp = first_layer(model).mlp
+    mlp._call_impl = lambda *args: by_size(nn.Module._call_impl(mlp, *args))
 
 
 OF_LLAMA = modeling_llama.LlamaMLP
 CHANGES |= {
     "forward of a class": Entry(patched(OF_LLAMA, "forward", lambda own: lambda self, x: by_size(own(self, x)))),
-    "harmless forward of a class": Entry(
-        patched(OF_LLAMA, "forward", lambda own: lambda self, x: own(self, x) + DIRECTION)
-    ),
-    "call of a class": Entry(patched(OF_LLAMA, "__call__", lambda own: lambda self, *args: by_size(own(self, *args)))),
-    "call of a module": Entry(call_of_a_module("_call_impl")),
-    "compiled call of a module": Entry(call_of_a_module("_compiled_call_impl")),
+    "call of a module": Entry(call_of_a_module),
     "rotation by size": Entry(patched(modeling_llama, "apply_rotary_pos_emb", one_token_rotated)),
-    "harmless rotation": Entry(
-        patched(
-            modeling_llama,
-            "apply_rotary_pos_emb",
-            lambda rotate: lambda q, k, cos, sin, *args, **kwargs: rotate(q, k, sin, cos, *args, **kwargs),
-        )
-    ),
     "eager attention of the file": Entry(
         patched(modeling_llama, "eager_attention_forward", keys_squashed), settings=EAGER
     ),
-    "masks of the file": Entry(patched(modeling_llama, "create_causal_mask", every_fourth_key_hidden)),
 }
 
 
 # Attributes of attention and rotary modules.
 
 
-def of_dynamic_ntk(model, rope_type="dynamic", factor=4.0, **rope):
-    """Return the config of a model with other rotary settings, by default those of dynamic NTK."""
-    config = copy.deepcopy(model.config)
-    config.max_position_embeddings = 16
-    config.rope_parameters = {"rope_theta": 10000.0, "rope_type": rope_type, "factor": factor, **rope}
-    return config
-
-
-LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
-
-
 @kind
 def rotary_of_dynamic_ntk(model):
-    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(of_dynamic_ntk(model))
-
-
-@kind
-def rotary_of_longrope(model):
-    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(of_dynamic_ntk(model, "longrope", **LONGROPE))
-
-
-@kind
-def rotary_type(model):
-    rotary = model.model.rotary_emb
-    rotary.config = of_dynamic_ntk(model)
-    rotary.rope_type, rotary.max_seq_len_cached, rotary.original_max_seq_len = "dynamic", 16, 16
+    config = copy.deepcopy(model.config)
+    config.max_position_embeddings = 16
+    config.rope_parameters = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 4.0}
+    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
 
 
 @kind
 def rotary_frequencies(model):
     model.model.rotary_emb.inv_freq *= 3
-
-
-def rotary_by_size(out, position_ids, **_):
-    return tuple(part * (2.0 if position_ids.shape[1] > 1 else 1.0) for part in out)
 
 
 CHANGES |= {
@@ -388,10 +238,6 @@ CHANGES |= {
     "softcap of modules": Entry(each_attention(attn_logit_softcapping=1.0), name="gemma2"),
     # masks alone have an effect in eager attention
     "window of modules": Entry(each_attention(sliding_window=3), name="gemma2", has_effect=False),
-    # an attribute that the class does not know
-    "window of modules without": Entry(each_attention(sliding_window=3), has_effect=False),
-    "scaling of the rotary": Entry(lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.5)),
-    "rotary by size": Entry(after_forward(rotary_by_size, "model.rotary_emb")),
 }
 
 
@@ -430,15 +276,11 @@ def in_table(table: Any, function: Any) -> Callable[[Any], Applied]:
     return change
 
 
-def registered_attention(choose: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return what registers attention of a user, and chooses it for a model."""
-
-    def change(model):
-        AttentionInterface.register("tests_own_attention", own_attention)
-        AttentionMaskInterface.register("tests_own_attention", sdpa_mask)
-        choose(model)
-
-    return change
+def registered_attention(model):
+    """Register attention of a user, and choose it for a model."""
+    AttentionInterface.register("tests_own_attention", own_attention)
+    AttentionMaskInterface.register("tests_own_attention", sdpa_mask)
+    model.set_attn_implementation("tests_own_attention")
 
 
 def of_config(**fields: Any) -> Callable[[Any], None]:
@@ -447,12 +289,7 @@ def of_config(**fields: Any) -> Callable[[Any], None]:
 
 
 CHANGES |= {
-    "registered attention": Entry(
-        registered_attention(lambda model: model.set_attn_implementation("tests_own_attention"))
-    ),
-    "registered attention by the config": Entry(
-        registered_attention(lambda model: setattr(model.config, "_attn_implementation", "tests_own_attention"))
-    ),
+    "registered attention": Entry(registered_attention),
     "replaced attention": Entry(in_table(ALL_ATTENTION_FUNCTIONS, own_attention)),
     "replaced mask": Entry(in_table(ALL_MASK_ATTENTION_FUNCTIONS, own_mask)),
     "eager attention": Entry(lambda model: model.set_attn_implementation("eager"), has_effect=False),
@@ -460,9 +297,7 @@ CHANGES |= {
         lambda model: setattr(model.config, "_attn_implementation", "sdpa"), settings=EAGER, has_effect=False
     ),
     "window of the config": Entry(of_config(sliding_window=4), name="mistral"),
-    "no window of the config": Entry(of_config(sliding_window=None), name="mistral"),
     "softcap of the config": Entry(of_config(final_logit_softcapping=0.01), name="gemma2"),
-    "scaling of logits of the config": Entry(of_config(logits_scaling=4.0), name="granite", has_effect=False),
     "settings of generation": Entry(lambda model: setattr(model.generation_config, "repetition_penalty", 2.5)),
 }
 

@@ -16,7 +16,6 @@ from hf_longspec.generation.drafter import Drafter
 from hf_longspec.generation.special_cases import gate
 from hf_longspec.generation.special_cases.gate import SpeculationGate
 from hf_longspec.generation.special_cases.parallel import Ranks
-from hf_longspec.modeling.shared.sparse_caches import SelectedCache
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import generate
 
@@ -30,17 +29,6 @@ class StopsOnTheFirstRank(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.tensor([dist.get_rank() == 0 and input_ids.shape[1] >= max(LENGTHS) + 5])
-
-
-def watch_selections(seen):
-    """Note which entries SpecAttn selects."""
-    fill = SelectedCache.fill
-
-    def noting(self, layers, selected, table):
-        seen.append(selected.sort(-1).values.tolist())
-        return fill(self, layers, selected, table)
-
-    SelectedCache.fill = noting
 
 
 class Chain(Drafter):
@@ -89,15 +77,12 @@ def main(rank, target, results):
         return generate(model, draft, LENGTHS, seed, max_new_tokens=NEW, **options).tolist()
 
     seen = {"size": model._tp_size, "greedy": {"none": run(None)}, "sampled": {}, "histograms": {}}
-    selections = []
-    watch_selections(selections)
     for kind in KINDS:
         draft = make_draft(kind, model)
         seen["greedy"][kind] = run(draft)
         seen["histograms"][kind] = draft.last_speculation.acceptance_histogram
         # every rank has a random state of its own, as processes do
         seen["sampled"][kind] = run(draft, rank, do_sample=True, temperature=1.3, top_k=0)
-    seen["selections"] = selections
     seen["stopped"] = run(make_draft("plain", model), stopping_criteria=[StopsOnTheFirstRank()])
     draft = make_draft("plain", model)
     draft.generation_config.compile = "compile"

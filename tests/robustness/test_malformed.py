@@ -13,14 +13,12 @@ from hf_longspec import AssistantDraftModel, MtpDraftModel
 from tests.robustness.drafts import ALL_KINDS, VARIANTS, make_draft
 from tests.tiny_targets import tiny_target
 
-TRAINED = ("longspec", "tokenswift")
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Sound folders by kind."""
     target, folder = tiny_target("llama"), tmp_path_factory.mktemp("drafts")
-    for kind in ("specattn", *TRAINED):
+    for kind in ("specattn", "longspec", "tokenswift"):
         make_draft(kind, target).save_pretrained(folder / kind)
     return folder
 
@@ -54,21 +52,12 @@ def refuses(folder, error, match):
     assert type(caught.value) in (ValueError, OSError)
 
 
-# Drafts share what reads a folder, so each mistake is made in a folder of one kind.
-@pytest.mark.parametrize(("kind", "name"), [("specattn", "config.json"), ("longspec", "generation_config.json")])
-def test_a_file_that_was_cut_short(broken, kind, name):
-    folder = broken(kind)
-    cut(folder / name)
-    refuses(folder, OSError, f"{name}' is not a valid JSON file")
-
-
-@pytest.mark.parametrize("kind", ["specattn", "tokenswift"])
-def test_no_settings_are_the_defaults(broken, kind):
-    folder = broken(kind)
+def test_no_settings_are_the_defaults(broken):
+    folder = broken("tokenswift")
     (folder / "generation_config.json").unlink()
     draft = AutoModel.from_pretrained(folder)
     name, default = next(iter(type(draft).settings.items()))
-    assert draft.config.model_type == kind and getattr(draft.generation_config, name) == default
+    assert draft.config.model_type == "tokenswift" and getattr(draft.generation_config, name) == default
 
 
 def test_model_type(broken):
@@ -85,22 +74,15 @@ def test_model_type(broken):
     ("kind", "changes", "match"),
     [
         ("specattn", {"vocab_size": "x"}, "vocab_size='x'"),
-        ("longspec", {"vocab_size": True}, "vocab_size=True"),
-        ("specattn", {"vocab_size": None}, "vocab_size=0"),
         ("longspec", {"target": "llama"}, "target='llama'"),
-        ("longspec", {"window": "eight"}, "window='eight'"),
         ("longspec", {"noise_range": 3}, "noise_range=3"),
-        ("longspec", {"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
         ("longspec", {"cross_attention": "yes"}, "cross_attention='yes'"),
         ("longspec", {"hidden_act": "nope"}, "hidden_act='nope'"),
         ("longspec", {"num_attention_heads": 3}, "shapes of"),
         ("tokenswift", {"num_heads": -1}, "num_heads=-1"),
         ("tokenswift", {"num_heads": 10**9}, "num_heads=1000000000.* 256"),
-        ("tokenswift", {"hidden_size": 10**9}, "hidden_size=1000000000.* 131,072"),
-        ("longspec", {"window": 10**9}, "window=1000000000.* 1,048,576"),
         ("longspec", {"noise_range": [1, 10**9]}, r"noise_range=\[1, 1000000000\].* 4,096"),
         ("tokenswift", {"num_heads": 5}, " 9 .*weights"),
-        ("tokenswift", {"hidden_size": None}, "shapes of"),
     ],
     ids=str,
 )
@@ -111,24 +93,23 @@ def test_values(broken, kind, changes, match):
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "match"),
+    ("change", "match"),
     [
-        ("longspec", cut, "weights in .* cannot be read"),
-        ("tokenswift", lambda path: torch.save({"a": torch.ones(2)}, path), "weights in .* cannot be read"),
-        ("longspec", Path.unlink, "no file named model.safetensors"),
+        (cut, "weights in .* cannot be read"),
+        (lambda path: torch.save({"a": torch.ones(2)}, path), "weights in .* cannot be read"),
+        (Path.unlink, "no file named model.safetensors"),
     ],
     ids=["cut short", "a pickle", "missing"],
 )
-def test_unreadable_weights(broken, kind, change, match):
-    folder = broken(kind)
+def test_unreadable_weights(broken, change, match):
+    folder = broken("longspec")
     change(folder / "model.safetensors")
     refuses(folder, OSError, match)
 
 
-@pytest.mark.parametrize(("kind", "other"), [TRAINED, TRAINED[::-1]])
-def test_weights_of_another_draft(broken, saved, kind, other):
-    folder = broken(kind)
-    shutil.copy(saved / other / "model.safetensors", folder)
+def test_weights_of_another_draft(broken, saved):
+    folder = broken("longspec")
+    shutil.copy(saved / "tokenswift" / "model.safetensors", folder)
     refuses(folder, ValueError, r"\d+ .*weights")
 
 

@@ -12,9 +12,8 @@ from hf_longspec.generation.target import TargetView
 from tests.pairwise import pairwise
 from tests.robustness.drafts import make_draft
 from tests.rounding import rounding
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_targets import generate, tiny_prompts, tiny_target
 
-NEVER = 1
 ROUNDS = 2
 PAIRS = [("specattn", "longspec"), ("tokenswift", "partial"), ("tokenswift", "plain")]
 
@@ -36,29 +35,23 @@ def in_threads(*works):
             run.result()
 
 
-class Worker:
-    """One thread's prompts, draft and expected text."""
-
-    def __init__(self, model, kind, lengths, new):
-        input_ids, attention_mask = tiny_prompts(model.config.vocab_size, lengths, seed=len(lengths))
-        self.inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": new}
-        self.inputs |= {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": NEVER}
-        self.model, self.draft = model, make_draft(kind, model)
-        self.text = tiny_target("gemma3").generate(**self.inputs).tolist()
-
-    def __call__(self):
-        for _ in range(ROUNDS):
-            assert self.model.generate(**self.inputs, assistant_model=self.draft).tolist() == self.text
-            assert self.draft.last_speculation.num_spec_steps > 0
-
-
 @pytest.mark.parametrize(("pair", "implementation"), zip(PAIRS, ("hf_longspec", "sdpa", "eager"), strict=True), ids=str)
 def test_two_drafts(pair, implementation, switching):
     """The implementation of a target that was loaded by default is switched, for one call at a time."""
     model = tiny_target("gemma3", attn_implementation=implementation)
-    workers = Worker(model, pair[0], (33, 3, 13), 12), Worker(model, pair[1], (21, 8), 15)
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
-    in_threads(*workers)
+
+    def worker(kind, lengths):
+        draft, expected = make_draft(kind, model), generate(tiny_target("gemma3"), lengths=lengths).tolist()
+
+        def work():
+            for _ in range(ROUNDS):
+                assert generate(model, draft, lengths).tolist() == expected
+                assert draft.last_speculation.num_spec_steps > 0
+
+        return work
+
+    in_threads(worker(pair[0], (33, 3, 13)), worker(pair[1], (21, 8)))
     assert model.config._attn_implementation == implementation
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
 

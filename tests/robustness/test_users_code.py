@@ -7,10 +7,7 @@ import copy
 import dataclasses
 import functools
 import itertools
-import multiprocessing
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -180,22 +177,3 @@ def test_effects(of, name):
     text, _ = reference(of, name, how, "fresh")
     bare, *_ = run(dataclasses.replace(entry, apply=lambda model: None), None, how, "fresh", False)
     assert wanted is None or (text != bare) == bool(wanted)
-
-
-def check_fresh_processes():
-    """Check changes, each in a process that has made no model yet."""
-    failed = []
-    for name in CHANGES:
-        job = functools.partial(check, "change", name, "tree", "single", "fresh", False)
-        process = multiprocessing.get_context("fork").Process(target=job)
-        process.start()
-        process.join()
-        failed += [name] * bool(process.exitcode)
-    assert not failed, failed
-
-
-@pytest.mark.soak
-def test_changes_in_fresh_processes():
-    code = "from tests.robustness.test_users_code import check_fresh_processes; check_fresh_processes()"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]

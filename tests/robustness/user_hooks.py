@@ -6,7 +6,6 @@ effect that a comparison may find.
 """
 
 import functools
-import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -135,10 +134,6 @@ def a_little_at_the_last_token(module, args, output):
     last += 0.01 * last.norm(dim=-1, keepdim=True) * DIRECTION / DIRECTION.norm()
 
 
-def at_the_first_token(module, args, output):
-    hidden_of(output)[:, 0] += DIRECTION
-
-
 def of_several_tokens(module, args, output):
     if hidden_of(output).shape[1] > 1:
         hidden_of(output).add_(DIRECTION)
@@ -162,10 +157,6 @@ def of_single_tokens_alone(module, args, output):
 
 def of_rows_together(module, args, output):
     hidden_of(output).add_(hidden_of(output).mean((0, 1)) * 0.5)
-
-
-def at_random(module, args, output):
-    hidden_of(output).add_(torch.randn(64))
 
 
 def by_position(module, args, kwargs, output):
@@ -212,12 +203,6 @@ class LastOfAccelerate(ModelHook):
         return output
 
 
-class BeforeOfAccelerate(ModelHook):
-    def pre_forward(self, module, *args, **kwargs):
-        before(module, args)
-        return args, kwargs
-
-
 def steered(module, own):
     """Return a forward with a direction at the last token."""
 
@@ -225,16 +210,6 @@ def steered(module, own):
         output = own(*args, **kwargs)
         at_the_last_token(module, args, output)
         return output
-
-    return steered
-
-
-def with_rolled_logits(module, own):
-    @functools.wraps(own)
-    def steered(*args, **kwargs):
-        out = own(*args, **kwargs)
-        out.logits[:, -1] = out.logits[:, -1].roll(1, -1)
-        return out
 
     return steered
 
@@ -259,27 +234,19 @@ HOOKS: dict[str, Entry] = {
     # hooks on a module
     "declared": Entry(hook(declared(everywhere)), drafts=True),
     "undeclared": undeclared(hook(at_the_last_token), "at_the_last_token"),
-    "told to have state": undeclared(hook(told(functools.partial(everywhere), False)), "everywhere"),
     "recorder": undeclared(recorder, r"recorder.*Recorder.keep", has_effect=False),
-    "random": undeclared(hook(at_random), "at_random"),
     "bound builtin": undeclared(bound_builtin, "dict.__setitem__", has_effect=False),
     "before": undeclared(hook(before, register="register_forward_pre_hook"), "before"),
     "before, declared": Entry(hook(declared(before), register="register_forward_pre_hook"), drafts=True),
-    "with keywords": undeclared(hook(by_position, with_kwargs=True), "by_position"),
     "with keywords, declared": Entry(hook(declared(by_position), with_kwargs=True), drafts=True),
     "module": undeclared(hook(Steer()), "Steer"),
-    "module, declared": Entry(hook(told(Steer(), True)), drafts=True),
     "method of a declared object": Entry(hook(Declared().steer), drafts=True),
     "partial of a declared one": Entry(hook(functools.partial(declared(everywhere))), drafts=True),
-    "declared partial": Entry(hook(told(functools.partial(everywhere), True)), drafts=True),
     "partial of torch": undeclared(
         hook(functools.partial(checkpoint, at_the_last_token, use_reentrant=False)), "at_the_last_token"
     ),
-    "partial of a builtin": undeclared(hook(functools.partial(operator.call, at_the_last_token)), "at_the_last_token"),
     # what is declared and not true
-    "last token": lie(at_the_last_token),
     "last token, a little": lie(a_little_at_the_last_token, has_effect=None),
-    "first token": lie(at_the_first_token),
     "several tokens": lie(of_several_tokens),
     "one token": lie(of_one_token),
     "whole prompts": lie(of_whole_prompts),
@@ -287,32 +254,24 @@ HOOKS: dict[str, Entry] = {
     "a failure": lie(of_single_tokens_alone, "fails in a verification: RuntimeError: not one token", has_effect=False),
     # hooks of torch for all modules
     "all modules": undeclared(hook_of_all(of_layers), "of_layers"),
-    "all modules, declared": Entry(hook_of_all(declared(of_layers)), drafts=True),
-    "before all modules": undeclared(hook_of_all(before_layers, "register_module_forward_pre_hook"), "before_layers"),
     "before all modules, declared": Entry(
         hook_of_all(declared(before_layers), "register_module_forward_pre_hook"), drafts=True
     ),
     # hooks on other modules than layers
     "embedding": Entry(hook(declared(everywhere), "model.embed_tokens"), drafts=True),
     "attention": Entry(hook(declared(everywhere), "model.layers.0.self_attn"), drafts=True),
-    "norm": Entry(hook(declared(everywhere), "model.norm"), drafts=True),
     "decoder": Entry(hook(declared(everywhere), "model"), drafts=True),
     "head": Entry(hook(declared(roll_logits), "lm_head"), drafts=True),
     "decoder, undeclared": undeclared(hook(at_the_last_token, "model"), "at_the_last_token"),
-    "head, undeclared": undeclared(hook(roll_logits, "lm_head"), "roll_logits"),
     # forwards in the place of a module's own
     "forward": undeclared(forward(steered), "steered"),
     "forward, declared": Entry(
         forward(lambda module, own: declared(lambda *args, **kwargs: own(*args, **kwargs) + DIRECTION)), drafts=True
     ),
-    "forward without gradients": undeclared(
-        forward(lambda module, own: torch.no_grad()(steered(module, own))), "steered"
-    ),
     "forward under its own name": undeclared(
         forward(lambda module, own: functools.wraps(own)(steered(module, own))), "forward"
     ),
     "forward as a method": undeclared(forward(as_method), "as_method"),
-    "forward of the model": undeclared(forward(with_rolled_logits, ""), "forward"),
     "sequence": undeclared(forward(in_a_sequence, MLP), "Sequential"),
     "own forward": Entry(
         forward(lambda module, own: types.MethodType(type(module).forward, module)), drafts=True, has_effect=False
@@ -325,7 +284,6 @@ HOOKS: dict[str, Entry] = {
     # hooks of libraries, and what users make of them
     "accelerate": Entry(of_accelerate(AlignDevicesHook("cpu", io_same_device=True)), drafts=True, has_effect=False),
     "user's of accelerate": undeclared(of_accelerate(LastOfAccelerate()), "LastOfAccelerate.post_forward"),
-    "user's of accelerate, before": undeclared(of_accelerate(BeforeOfAccelerate()), "BeforeOfAccelerate.pre_forward"),
     "sequence of accelerate": undeclared(
         of_accelerate(AlignDevicesHook("cpu"), LastOfAccelerate()), "LastOfAccelerate.post_forward"
     ),
@@ -336,5 +294,4 @@ HOOKS: dict[str, Entry] = {
         wrap=adapted,
     ),
     "adapter": undeclared(hook(at_the_last_token, ADAPTED), "at_the_last_token", wrap=adapted),
-    "adapter, declared": Entry(hook(declared(everywhere), ADAPTED), drafts=True, wrap=adapted),
 }
