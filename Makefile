@@ -62,7 +62,7 @@ GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
+.PHONY: help demo test house test-min test-torch-min test-cpu gpu install install-min interop lint soak bench figure tables models mutants package cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -139,6 +139,10 @@ models: $(READY) ## run every draft on every decoder of transformers, and put th
 interop: $(READY) $(READY_INTEROP) ## train drafts, load them in vLLM, and compare texts and acceptance
 	@echo "Training drafts of the tiny target, and decoding with them here and in vLLM. This takes 20 minutes or more."
 	$(VENV)/bin/python -m tests.interop --python $(VENV_INTEROP)/bin/python $(ARGS)
+
+house: $(READY) ## files and functions that an iteration and a call walk through, and mentions of special cases
+	@echo "Counting files, functions, calls and lines of the package."
+	$(VENV)/bin/python -m tests.house $(ARGS)
 
 mutants: $(READY) ## break the rules of losslessness one at a time, and show that a test catches each
 	@echo "Breaking one rule at a time in a copy of the sources. This takes some minutes."
