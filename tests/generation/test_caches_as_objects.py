@@ -16,7 +16,7 @@ from tests.pairwise import few
 from tests.robustness.peaked_weights import peak
 from tests.robustness.shrunk_configs import shrunk_config
 from tests.rounding import rounding
-from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
 from tests.user_objects import Answer, Recorder
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -161,12 +161,6 @@ def test_memory_is_that_of_the_tokens(made, name, tmp_path):
     assert own.max_length == 5000  # buffers that a user has made stay
 
 
-def test_a_cache_that_fills_its_buffers_is_not_copied(made):
-    model = made("llama")
-    _, cache = after_a_call(model, prompts(80)[0])
-    assert cache.max_length >= 80 and stored(cache) > sum(entry.nbytes for entry in cache.entries().values())
-
-
 def test_files_of_other_models_are_refused(made, tmp_path):
     model, path = made("llama"), tmp_path / "cache.safetensors"
     after_a_call(model, prompts(9)[0])[1].save(path)
@@ -257,30 +251,6 @@ def test_new_tokens_with_positions(made, name):
         options = {CACHE_NAME: options[CACHE_NAME], "assistant_model": draft, "max_new_tokens": NEW, "pad_token_id": 0}
         with pytest.raises(ValueError, match=r"holds 17 tokens, and input_ids has 5\. .* attention_mask of the whole"):
             model.generate(question[:1], **options, **more)
-
-
-def test_new_tokens_with_another_mask_are_refused(made):
-    model, held = made("llama"), DynamicCache()
-    model(prompts(17)[0], **{CACHE_NAME: held})
-    for columns in (21, 23):
-        mask = torch.ones(1, columns, dtype=torch.long)
-        mask[0, 0] = 0
-        with pytest.raises(ValueError, match=r"attention_mask has shape .* and input_ids has shape"):
-            generated(model, prompts(5, seed=3)[0], mask, PlainDraftModel.from_target(model), **{CACHE_NAME: held})
-
-
-def test_new_tokens_beyond_a_change_of_rotary_frequencies():
-    """Plain generation, with the reason."""
-    rotary = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = tiny_target("llama", rope_parameters=rotary, max_position_embeddings=24)
-    texts = []
-    for draft in (None, PlainDraftModel.from_target(model)):
-        held = DynamicCache()
-        with torch.no_grad():
-            model(prompts(17)[0], **{CACHE_NAME: held})
-        mask = torch.ones(1, 22, dtype=torch.long)
-        texts.append(generated(model, prompts(5, seed=3)[0], mask, draft, **{CACHE_NAME: held}).tolist())
-    assert texts[0] == texts[1] and "change at position 23" in draft.last_speculation.reason
 
 
 @pytest.mark.parametrize("name", few([*KINDS, "llama4_text"], 3))

@@ -121,31 +121,3 @@ def test_a_declared_hook_is_compared_with_a_model_without_any_hook():
             generate(model, make_draft("ngram", model))
     finally:
         handle.remove()
-
-
-def test_a_comparison_is_made_once(monkeypatch):
-    """For each structure of a model and each size of tree."""
-    model, sizes = tiny_target("llama"), []
-    draft = make_draft("ngram", model)
-    for layer in model.model.layers:
-        layer.register_forward_hook(declared(everywhere))
-    forward = type(model).forward
-    monkeypatch.setattr(
-        type(model), "forward", lambda *args, **kw: sizes.append(kw["input_ids"].shape) or forward(*args, **kw)
-    )
-    generate(model, draft)
-    first = len(sizes)
-    generate(model, draft)
-    assert len(sizes) - first < first - 8
-    assert sizes[first] == (2, 20)  # the prompts but their last tokens
-
-
-def test_a_hook_between_two_calls():
-    model = tiny_target("llama")
-    draft = make_draft("ngram", model)
-    generate(model, draft)
-    handle = model.model.layers[0].register_forward_hook(at_the_last_token)
-    with pytest.raises(ValueError, match=UNDECLARED):
-        generate(model, draft)
-    handle.remove()
-    generate(model, draft)

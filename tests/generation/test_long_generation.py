@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpeculativeCache
 from hf_longspec.generation import sequences
-from hf_longspec.generation.cache import ALIGNMENT, CACHE_NAME, lazy_zeros
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.drafter import Drafter
 from tests.operations import Operations
 from tests.tiny_targets import RandomTreeDrafter, tiny_target
@@ -148,16 +148,3 @@ def test_a_cache_takes_memory_as_it_fills(plain_run):
     cache = SpeculativeCache(model.config, 1, 4_000_000)
     assert run.again(run.draft("tree"), **{CACHE_NAME: cache}).tolist() == run.sequences.tolist()
     assert cache.nbytes > 500_000_000 and resident_bytes() - before < 2**26
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape"), [(torch.float32, ()), (torch.bfloat16, (0, 3)), (torch.float16, (2, 3, 5, 7))]
-)
-def test_lazy_zeros_are_zeros(dtype, shape):
-    like = torch.ones(2, dtype=dtype)
-    zeros = lazy_zeros(like, *shape)
-    assert torch.equal(zeros, torch.zeros(shape, dtype=dtype)) and zeros.dtype == dtype and zeros.is_contiguous()
-    assert zeros.data_ptr() % ALIGNMENT == 0
-    zeros += 1  # it is memory of its own
-    assert not lazy_zeros(like, *shape).any()
-    assert lazy_zeros(like.to("meta"), *shape).device.type == "meta"

@@ -121,19 +121,6 @@ def test_what_is_lent_may_be_written_to(made, name):
     assert same(before, copies(prefixes))
 
 
-def test_a_cache_of_the_user_keeps_its_buffers(made):
-    model, text = made("llama"), prompt(SYSTEM, 1)
-    prefixes, cache = PrefixCache(model, PLENTY), SpeculativeCache(model.config, 1, 64)
-    read(model, prefixes, text, prompt(SYSTEM, 2))
-    prefixes.take(prompt(SYSTEM, 2), cache)
-    layout = cache.layout
-    longer = torch.cat([text, prompt(QUESTION, 4)], 1)
-    assert prefixes.take(longer, cache) is cache and cache.layout == layout and cache.lengths.host == (SYSTEM,)
-    out = model.generate(longer, **{CACHE_NAME: cache}, **options(longer))
-    assert out.tolist() == model.generate(longer, **options(longer)).tolist()
-    assert prefixes.take(prompt(SYSTEM, 3), cache).get_seq_length() == 0
-
-
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])
 def test_texts_are_dropped_by_their_last_use(made, name):
     model, texts = made(name), [prompt(SYSTEM, seed) for seed in range(1, 5)]

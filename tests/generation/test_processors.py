@@ -1,8 +1,6 @@
 """What processors and constraints are asked about, and processors that are called as plain `generate` calls them."""
 
-import logging
 from functools import cache, partial
-from itertools import product
 
 import pytest
 import torch
@@ -97,32 +95,6 @@ def test_chains_that_are_drawn_ask_what_plain_decoding_asks(target, kind, settin
     text = constrained(model, draft, LENGTHS, do_sample=True, temperature=1.5, top_k=0)
     words = [tuple(token for token in row[max(LENGTHS) :] if token) for row in text]
     assert all(word[:-1] in of_row and word[-1] == END for word, of_row in zip(words, WORDS, strict=True))
-
-
-class Successors(LogitsProcessor):
-    """Allows some successors of the last token, and knows none of an end token."""
-
-    history_window = 1
-
-    def __call__(self, input_ids, scores):
-        mask = torch.full_like(scores, -torch.inf)
-        for row, token in enumerate(input_ids[:, -1].tolist()):
-            mask[row, {**{token: [(token * 5 + 1) % 11, (token + 3) % 11, END] for token in range(11)}}[token]] = 0
-        return scores + mask
-
-
-@pytest.mark.parametrize(
-    ("kind", "window"), [("longspec", 1), ("longspec_ngram", None), ("specattn", 1), ("tokenswift", None)]
-)
-def test_processors_are_not_asked_after_an_end_token(target, kind, window, monkeypatch):
-    """Rows that have ended before others are shown with padding, of token 0, where plain `generate` shows them."""
-    monkeypatch.setattr(Successors, "history_window", window)
-    model = target("llama", **FEW_TOKENS)
-    draft, plain = draft_of(kind, model), PlainDraftModel.from_target(model)
-    for seed in range(3):
-        more = {"lengths": (13,), "seed": seed, "eos_token_id": END, "do_sample": True, "temperature": 2.0}
-        texts = [generate(model, one, logits_processor=[Successors()], **more).tolist() for one in (plain, draft)]
-        assert texts[0] == texts[1]
 
 
 class Budget(LogitsProcessor):
@@ -223,20 +195,6 @@ def test_processor_criterion_and_streamer_are_called_in_the_order_of_plain_gener
         assert torch.equal(*texts) and made[0] == made[1]
 
 
-def test_criteria_that_count_their_calls(plain_run):
-    """They are called once for every column, as by plain `generate`."""
-
-    def stop_at_the_ninth():
-        calls = []
-        return Answer(lambda ids, scores: calls.append(1) or torch.full((len(ids),), len(calls) >= 9))
-
-    for lengths, kind in product(((9,), LENGTHS), ("tree", "chain")):
-        run = plain_run("llama", lengths, max_new_tokens=16, stopping_criteria=[stop_at_the_ninth()])
-        assert run.sequences.shape[1] == max(lengths) + 9
-        text = run.again(run.draft(kind, luck=0.9), stopping_criteria=[stop_at_the_ninth()])
-        assert text.tolist() == run.sequences.tolist()
-
-
 class Renamed(TemperatureLogitsWarper):
     """Has the name of its base."""
 
@@ -286,16 +244,6 @@ def test_processors_that_generate_makes_are_known(target):
 
     target("llama").generate(torch.ones(1, 5, dtype=torch.long), custom_generate=keep, max_new_tokens=8, **options)
     assert len(made) > 20 and [type(one).__name__ for one in made if not is_known(one)] == []
-
-
-def test_a_declaration_is_proposed(target, caplog):
-    model, logger = target("llama"), logging.getLogger("hf_longspec.generation.special_cases.processors")
-    with caplog.at_level(logging.INFO, logger.name):
-        logger.addHandler(caplog.handler)
-        generate(model, NgramDraftModel.from_target(model), logits_processor=[Budget(), Last()])
-        logger.removeHandler(caplog.handler)
-    (message,) = {record.getMessage() for record in caplog.records if record.name == logger.name}
-    assert message.startswith("Budget: called as by generate()") and "stateless = True" in message
 
 
 def test_rows_that_wait_for_others_are_refused():
