@@ -26,12 +26,13 @@ from .special_case import SPECIAL_CASES
 from .target import Known, TargetView
 from .target_modules import foreign_methods
 
-# Settings that `generate` passes on to the assistants of transformers.
+# Settings of the assistants of transformers, and `dola_layers`, for which `generate` runs code of the Hub.
 ASSISTANT_SETTINGS = (
     "assistant_confidence_threshold",
     "assistant_early_exit",
     "assistant_ensemble_weight",
     "assistant_lookbehind",
+    "dola_layers",
     "max_matching_ngram_size",
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -454,22 +455,14 @@ def why_not_in_training(model: PreTrainedModel) -> str | None:
 
 
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
-    """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`.
-
-    `dola_layers` is refused too: plain `generate` does not serve it, as the code for it is in a repository.
-    """
-    if (layers := getattr(config, "dola_layers", None)) is not None:
-        raise ValueError(
-            f"dola_layers={layers!r} is not supported with a draft. Drop dola_layers, or call generate() without "
-            "assistant_model."
-        )
+    """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`."""
     defaults = GenerationConfig._get_default_generation_params()  # values that `generate` fills in by itself
     settings = {name: getattr(config, name, None) for name in ASSISTANT_SETTINGS}
     for name, value in settings.items():
         if value is not None and value not in (defaults.get(name), getattr(of_model, name, None)):
             raise ValueError(
-                f"{name}={value!r} has no effect on this draft. Set it in draft.generation_config instead, such as "
-                "draft.generation_config.num_assistant_tokens."
+                f"{name}={value!r} has no effect on this draft. Drop it. Settings of a draft are in "
+                "draft.generation_config, such as num_assistant_tokens."
             )
 
 

@@ -23,11 +23,11 @@ def installed():
 
 
 def test_importing_installs_it_once_and_uninstalling_restores_the_very_function():
-    stock = route.stock_assisted_decoding()
+    stock = route._stock("_assisted_decoding")
     assert stock.__module__ == "transformers.generation.utils" and stock.__qualname__.endswith("_assisted_decoding")
     for _ in range(3):
         route.install()
-        assert route.stock_assisted_decoding() is stock
+        assert route._stock("_assisted_decoding") is stock
     # one layer, not four
     assert not hasattr(stock, route._STOCK)
     assert getattr(GenerationMixin._assisted_decoding, route._STOCK) is stock
@@ -59,7 +59,7 @@ def test_other_assistants_take_the_stock_function_and_drafts_do_not(plain_run, m
     """A spy takes the place of the stock function, and the patch is put over it anew."""
     run, calls = plain_run("llama", (21,), max_new_tokens=8), []
     assistant, draft = tiny_target("llama", seed=1), run.draft("specattn")
-    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", route.stock_assisted_decoding())
+    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", route._stock("_assisted_decoding"))
     note = lambda *_, assistant_model=None, **__: calls.append(assistant_model)  # noqa: E731
     before(monkeypatch, GenerationMixin, "_assisted_decoding", note)
     route.install()

@@ -172,18 +172,13 @@ def _why_not(cache: Any) -> str | None:
 
 def _refuse_other_layers(cache: Any, expected: Any) -> None:
     """Refuse a cache whose layers are not of the kinds that one for the target has."""
-    if _kinds(cache) != _kinds(expected):
+    if list(map(type, cache.layers)) != list(map(type, expected.layers)):
         arguments = "config, batch_size, max_length" if is_own(cache) else "config=config"
         raise ValueError(
             f"{CACHE_NAME} is a {type(cache).__name__} whose layers are not those of this model, which has recurrent "
             f"layers. Make it with {type(cache).__name__}({arguments}) and the config of this model, or leave the "
             "argument out."
         )
-
-
-def _kinds(cache: Any) -> list[str]:
-    """Return the kinds of the layers, by their names, as the classes of another copy of the package are others."""
-    return [type(layer).__name__ for layer in cache.layers]
 
 
 def _is_dummy(layer: Any) -> bool:
@@ -201,7 +196,7 @@ def _stored(cache: Any) -> int:
 
 
 class OwnCache(CallCache):
-    """A [`SpeculativeCache`] of the user, of this or another copy of the package."""
+    """A [`SpeculativeCache`] of the user."""
 
     is_users = True
 
@@ -227,7 +222,7 @@ class OwnCache(CallCache):
             )
         mask = torch.ones_like(tokens) if call.mask is None else call.mask
         past_lengths = self.past_lengths(mask)
-        padding = getattr(cache.rows, "padding", None) if is_ours else None  # an older copy has no such field
+        padding = cache.rows.padding if is_ours else None
         before = [0] * len(tokens) if padding is None else padding.tolist()
         if is_ours and stored and before != _padding_before(past_lengths, mask):
             raise ValueError(
