@@ -8,13 +8,11 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from tests.pairwise import few
-from tests.robustness.peaked_weights import peak
-from tests.robustness.shrunk_configs import shrunk_config
 from tests.rounding import rounding
 from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
 from tests.user_objects import Answer, Recorder
@@ -24,23 +22,6 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 # Windows; keys, values and states in one layer; layers with states alone.
 KINDS = "llama", "gemma3", "falcon_h1", "qwen3_next"
 NEW = 9
-
-
-@pytest.fixture(scope="module")
-def made(target):
-    """`made(name)`: a tiny target of a kind, made once."""
-    known = {}
-
-    def make(name):
-        if name in ("llama", "gemma3"):
-            return target(name)
-        if name not in known:
-            torch.manual_seed(0)
-            known[name] = AutoModelForCausalLM.from_config(shrunk_config(name)).eval()
-            peak(known[name], known[name].config.vocab_size)
-        return known[name]
-
-    return make
 
 
 def prompts(*lengths, seed=0):

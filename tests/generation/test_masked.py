@@ -1,6 +1,7 @@
 """Targets that are verified by a mask over prefix and nodes: the text of `generate`, and the keys of single steps."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -46,15 +47,12 @@ OLDER = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def made():
-    models = {}
-
+    @cache
     def make(name, implementation=None, **overrides):
-        key = name, implementation, *overrides.items()
-        if key not in models:
-            models[key] = build(name, **overrides)
-            if implementation is not None:
-                models[key].set_attn_implementation(implementation)
-        return models[key]
+        model = build(name, **overrides)
+        if implementation is not None:
+            model.set_attn_implementation(implementation)
+        return model
 
     return make
 

@@ -4,34 +4,15 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from hf_longspec import NgramDraftModel, PrefixCache, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from tests.pairwise import few
-from tests.robustness.peaked_weights import peak
-from tests.robustness.shrunk_configs import shrunk_config
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_prompts
 
 NEW, SYSTEM, QUESTION, CHUNK = 7, 23, 5, 8
 PLENTY = 10**8
-
-
-@pytest.fixture(scope="module")
-def made():
-    """`made(name)`: a tiny target, made once."""
-    known = {}
-
-    def make(name):
-        if name not in known:
-            torch.manual_seed(0)
-            is_tiny = name in ("llama", "gemma3")
-            known[name] = tiny_target(name) if is_tiny else AutoModelForCausalLM.from_config(shrunk_config(name)).eval()
-            if not is_tiny:
-                peak(known[name], known[name].config.vocab_size)
-        return known[name]
-
-    return make
 
 
 def prompt(length, seed):

@@ -85,18 +85,6 @@ def test_constraints_are_asked_what_plain_decoding_asks(target, kind, settings):
             assert constrained(model, draft, lengths, after_end, do_sample=True, top_k=0) == sampled
 
 
-REJECTION = [("specattn", {}), ("longspec_assistant", {})]
-
-
-@pytest.mark.parametrize(("kind", "settings"), REJECTION, ids=str)
-def test_chains_that_are_drawn_ask_what_plain_decoding_asks(target, kind, settings):
-    model = target("llama", **FEW_TOKENS)
-    draft = draft_of(kind, model, acceptance="rejection")
-    text = constrained(model, draft, LENGTHS, do_sample=True, temperature=1.5, top_k=0)
-    words = [tuple(token for token in row[max(LENGTHS) :] if token) for row in text]
-    assert all(word[:-1] in of_row and word[-1] == END for word, of_row in zip(words, WORDS, strict=True))
-
-
 class Budget(LogitsProcessor):
     """Forces a token at its 9th call, as a thinking budget does."""
 

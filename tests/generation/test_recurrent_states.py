@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -60,14 +61,7 @@ CASES += [pytest.param(*one.values, *way, marks=one.marks) for one, *way in pair
 
 @pytest.fixture(scope="module")
 def made():
-    models = {}
-
-    def make(name, **settings):
-        if (key := (name, str(settings))) not in models:
-            models[key] = build(name, SEEDS.get(name, 0), **settings)
-        return models[key]
-
-    return make
+    return cache(lambda name, **settings: build(name, SEEDS.get(name, 0), **settings))
 
 
 @pytest.mark.parametrize(("name", "chain", "lengths", "mode"), CASES, ids=str)

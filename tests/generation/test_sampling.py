@@ -127,15 +127,3 @@ def test_scores_without_a_distribution_are_the_error_of_stock_generate(plain_run
     for _ in range(2):
         assert error_of(run.model, draft, lengths=lengths, **options) == expected
     assert len(sample(run.model, draft, lengths=lengths)) == len(lengths)  # the next call works
-
-
-@pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("chain", (33,)), ("specattn", RAGGED)])
-def test_scores_after_the_text_need_no_distribution(plain_run, kind, lengths):
-    """They are computed for drafted tokens beyond the limit, and beyond an end token."""
-    run = plain_run("llama", lengths, max_new_tokens=12)
-    spoiled = {"logits_processor": [Spoiled(33 + 12, torch.nan)], "lengths": lengths}
-    draft = run.draft(kind, **({} if kind == "specattn" else {"hints": run.generated, "luck": 0.9}))
-    plain = PlainDraftModel.from_target(run.model)
-    texts = [error_of(run.model, one, top_k=2, **spoiled) for one in (plain, draft)]
-    assert "probability" not in texts and len(texts[1][0]) == 12
-    assert kind == "specattn" or texts[0] == texts[1]  # it rejects by other numbers

@@ -21,7 +21,6 @@ from hf_longspec.generation.target_modules import (
     final_norm_of,
     keywords_forwarded,
     layers_dropping_keywords,
-    rotates,
     with_final_norm_input,
 )
 from tests.robustness.enumeration import build
@@ -134,17 +133,6 @@ def test_queries_and_keys_are_rotated_as_in_every_layer(made, name, monkeypatch)
     rotary = parts.rotary(positions, unrotated[0][0])
     for with_rotation, without in zip(rotated[0], unrotated[0], strict=True):
         torch.testing.assert_close(parts.rotate_query(without, *rotary), with_rotation, **EQUAL)
-
-
-@pytest.mark.parametrize("name", ["cohere2", "smollm3", ("cohere2", "exaone4")], ids=str)
-def test_some_layers_do_not_rotate(made, name):
-    model = made(name)
-    assert [rotates(model.config, layer) for layer in range(model.config.num_hidden_layers)] == [True, False]
-    parts = TargetParts(model, 1)
-    states = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
-    rotary = parts.rotary(torch.arange(5)[None], states)
-    assert torch.equal(parts.rotate_query(states, *rotary), states)
-    assert not any(torch.equal(turned, states) for turned in parts.rotate(states, states, *rotary))
 
 
 def test_a_target_without_rotary_embedding_is_refused():
