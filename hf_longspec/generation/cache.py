@@ -218,62 +218,15 @@ class SpeculativeLayer(CacheLayerMixin):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-class CachePart:
-    """What a cache holds beside keys and values. It is staged, committed and dropped with them."""
-
-    def entries(self) -> dict[str, torch.Tensor]:
-        """Return views of what is committed, see [`SpeculativeCache.entries`]."""
-        return {}
-
-    def hold(self, entries: dict[str, torch.Tensor]) -> None:
-        """Hold what `entries` of such a part has returned."""
-
-    def stage(self, tree: DraftTree | None, lengths: SeqLens) -> None:
-        """Prepare for a forward over the nodes of a tree after committed tokens."""
-
-    def commit(self, path: torch.Tensor | None, counts: SeqLens) -> None:
-        """Keep the accepted nodes; see [`SpeculativeCache.commit`], which sets the lengths afterwards."""
-
-    def drop(self) -> None:
-        """Drop what is staged."""
-
-    def remember(self) -> None:
-        """Keep a copy for `go_back`."""
-
-    def go_back(self) -> None:
-        """Return to the copy."""
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-
-    def why_not_lengths(self, lengths: SeqLens) -> str | None:
-        """Return why the rows cannot have these lengths; `None` if they can."""
-
-    def take_row(self, row: int, other: Any) -> None:
-        """Replace what is kept of a row by what the same part of another cache keeps of its one row."""
-
-    def can_shorten(self, lengths: Sequence[int]) -> bool:
-        """Return whether rows can be cut to these lengths."""
-        return True
-
-    def copy_from(self, other: Any) -> None:
-        """Copy what the same part of another cache holds."""
-
-    def fixed(self) -> Any:
-        """Return what steps of fixed shapes read of this part; `None` if they cannot."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is committed."""
-        return 0
-
-
 # What a layer of a type keeps, if it is not keys and values alone: a function of the shared rows and a capacity.
 LAYERS: dict[str, Callable[[Rows, int], Any]] = {}
 
 
-def parts_of(cache: Any) -> list[CachePart]:
-    """Return what a cache holds beside keys and values, of the kinds that its layers name as `part_class`."""
+def parts_of(cache: Any) -> list[Any]:
+    """Return what a cache holds beside keys and values, of the kinds that its layers name as `part_class`.
+
+    A part is staged, committed and dropped with them, see [`RecurrentStates`].
+    """
     kinds = dict.fromkeys(layer.part_class for layer in cache.layers if hasattr(layer, "part_class"))
     return [kind(cache) for kind in kinds]
 
