@@ -11,12 +11,11 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
 )
 
-from hf_longspec import ContextualPenaltyLogitsProcessor, NgramDraftModel, PlainDraftModel
+from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
 from hf_longspec.generation.special_cases.processors import STATELESS, is_known
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
 from tests.pairwise import few
-from tests.robustness.architecture_variants import VARIANTS as ARCHITECTURES
 from tests.robustness.enumeration import build
 from tests.robustness.user_processors import PROCESSORS, Last
 from tests.tiny_targets import TINY_TARGETS, generate, tiny_prompts, tiny_target
@@ -232,14 +231,3 @@ def test_processors_that_generate_makes_are_known(target):
 
     target("llama").generate(torch.ones(1, 5, dtype=torch.long), custom_generate=keep, max_new_tokens=8, **options)
     assert len(made) > 20 and [type(one).__name__ for one in made if not is_known(one)] == []
-
-
-def test_rows_that_wait_for_others_are_refused():
-    """Where rotary frequencies change, rows wait; a processor of which nothing is known needs all rows at once."""
-    model = tiny_target("llama", **ARCHITECTURES["rope longrope"][1])
-    draft = NgramDraftModel.from_target(model)
-    texts = [generate(model, one, (13,), logits_processor=[Budget()]) for one in (None, draft)]
-    assert torch.equal(*texts)
-    draft.generation_config.on_unsupported = "error"
-    with pytest.raises(ValueError, match="rows of a batch wait where the rotary frequencies change"):
-        generate(model, draft, LENGTHS, logits_processor=[Budget()])
