@@ -1,12 +1,16 @@
 """A preallocated key/value cache with per-row lengths, staged writes and an in-place commit."""
 
+import hashlib
+import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
-from os import PathLike
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -218,62 +222,15 @@ class SpeculativeLayer(CacheLayerMixin):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-class CachePart:
-    """What a cache holds beside keys and values. It is staged, committed and dropped with them."""
-
-    def entries(self) -> dict[str, torch.Tensor]:
-        """Return views of what is committed, see [`SpeculativeCache.entries`]."""
-        return {}
-
-    def hold(self, entries: dict[str, torch.Tensor]) -> None:
-        """Hold what `entries` of such a part has returned."""
-
-    def stage(self, tree: DraftTree | None, lengths: SeqLens) -> None:
-        """Prepare for a forward over the nodes of a tree after committed tokens."""
-
-    def commit(self, path: torch.Tensor | None, counts: SeqLens) -> None:
-        """Keep the accepted nodes; see [`SpeculativeCache.commit`], which sets the lengths afterwards."""
-
-    def drop(self) -> None:
-        """Drop what is staged."""
-
-    def remember(self) -> None:
-        """Keep a copy for `go_back`."""
-
-    def go_back(self) -> None:
-        """Return to the copy."""
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-
-    def why_not_lengths(self, lengths: SeqLens) -> str | None:
-        """Return why the rows cannot have these lengths; `None` if they can."""
-
-    def take_row(self, row: int, other: Any) -> None:
-        """Replace what is kept of a row by what the same part of another cache keeps of its one row."""
-
-    def can_shorten(self, lengths: Sequence[int]) -> bool:
-        """Return whether rows can be cut to these lengths."""
-        return True
-
-    def copy_from(self, other: Any) -> None:
-        """Copy what the same part of another cache holds."""
-
-    def fixed(self) -> Any:
-        """Return what steps of fixed shapes read of this part; `None` if they cannot."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is committed."""
-        return 0
-
-
 # What a layer of a type keeps, if it is not keys and values alone: a function of the shared rows and a capacity.
 LAYERS: dict[str, Callable[[Rows, int], Any]] = {}
 
 
-def parts_of(cache: Any) -> list[CachePart]:
-    """Return what a cache holds beside keys and values, of the kinds that its layers name as `part_class`."""
+def parts_of(cache: Any) -> list[Any]:
+    """Return what a cache holds beside keys and values, of the kinds that its layers name as `part_class`.
+
+    A part is staged, committed and dropped with them, see [`RecurrentStates`].
+    """
     kinds = dict.fromkeys(layer.part_class for layer in cache.layers if hasattr(layer, "part_class"))
     return [kind(cache) for kind in kinds]
 
@@ -288,8 +245,20 @@ def layers_of(config: Any, rows: Rows, capacity: int, of_keys: Callable[..., Any
 
 # Nodes that one verification may stage after the committed tokens.
 DEFAULT_TREE_SLOTS = 80
-# Functions `save` and `load` of files, which a special case has.
-FILES: dict[str, Callable[..., Any]] = {}
+# Fields of a config that leave keys, values and states as they are.
+WITHOUT_EFFECT = {"architectures", "output_attentions", "output_hidden_states", "return_dict", "transformers_version"}
+WITHOUT_EFFECT |= {"use_cache"}
+
+
+def fingerprint_of(config: PreTrainedConfig) -> str:
+    """Return a hash of the fields of a config that keys, values and states depend on."""
+    fields = config.get_text_config(decoder=True).to_dict()
+    kept = {
+        name: value
+        for name, value in fields.items()
+        if name not in WITHOUT_EFFECT and not name.startswith("_") and not name.endswith("_token_id")
+    }
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class SpeculativeCache(Cache):
@@ -549,18 +518,35 @@ class SpeculativeCache(Cache):
         entries = {name: entry.clone() for name, entry in self.entries().items()}
         return type(self).holding, (self.config, entries, self.counts, self.tree_slots)
 
-    def save(self, path: str | PathLike) -> None:
-        """Write all that is held to a file of safetensors, with a fingerprint of the config."""
-        FILES["save"](self, path)
+    def save(self, path: str | os.PathLike) -> None:
+        """Write all that is held to a file of safetensors, with the lengths of the rows and a hash of the config.
+
+        A file of this name is replaced once the new one is whole.
+        """
+        entries = {name: entry.contiguous() for name, entry in self.entries().items()}
+        metadata = {"format": "pt", "config": fingerprint_of(self.config), "lengths": json.dumps(self.counts)}
+        part = f"{os.fspath(path)}.part"
+        save_file(entries, part, metadata)
+        os.replace(part, path)
 
     @classmethod
-    def load(cls, path: str | PathLike, config: PreTrainedConfig, device: Any = "cpu") -> "SpeculativeCache":
+    def load(cls, path: str | os.PathLike, config: PreTrainedConfig, device: Any = "cpu") -> "SpeculativeCache":
         """Read a cache that [`SpeculativeCache.save`] has written for a model of this config.
 
         Raises:
             ValueError: If the file was written for another config.
         """
-        return FILES["load"](cls, path, config, device)
+        with safe_open(path, "pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            if "lengths" not in metadata:
+                raise ValueError(f"{path} holds no cache. Pass a file that SpeculativeCache.save has written.")
+            if metadata["config"] != (wanted := fingerprint_of(config)):
+                raise ValueError(
+                    f"{path} holds a cache of another config: its fingerprint is {metadata['config'][:12]}, and that "
+                    f"of this config {wanted[:12]}. Load it with the config of its model, or read the text again."
+                )
+            entries = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return cls.holding(config, entries, json.loads(metadata["lengths"]))
 
     def reset(self) -> None:
         """Remove all tokens, and keep the buffers."""

@@ -26,12 +26,13 @@ from .special_case import SPECIAL_CASES
 from .target import Known, TargetView
 from .target_modules import foreign_methods
 
-# Settings that `generate` passes on to the assistants of transformers.
+# Settings of the assistants of transformers, and `dola_layers`, for which `generate` runs code of the Hub.
 ASSISTANT_SETTINGS = (
     "assistant_confidence_threshold",
     "assistant_early_exit",
     "assistant_ensemble_weight",
     "assistant_lookbehind",
+    "dola_layers",
     "max_matching_ngram_size",
     "num_assistant_tokens",
     "num_assistant_tokens_schedule",
@@ -148,7 +149,7 @@ class Call:
                 f"input_ids has shape {tuple(self.input_ids.shape)}, expected at least one token, which plain generate "
                 "needs, too. Pass the whole text, or leave its last token out of the cache."
             )
-        if (reason := why_not_begun(self.tokens, self.config, self.model_kwargs)) is not None:
+        if (reason := why_not_begun(self.config, self.model_kwargs)) is not None:
             return reason
         self._refuse_mask()
         if (rows := self._rows_with_gaps()) and (cause := self._counts_columns()) is not None:
@@ -385,7 +386,7 @@ def _why_not_fixed(target: TargetView, mode: str) -> str | None:
     return target.mode.why_not_fixed(type(target.model).__name__) if mode == "compile" else None
 
 
-def why_not_begun(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+def why_not_begun(config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
     """Return why the loop has no prompts or results as these arguments ask for, and what to do; `None` if it has."""
     if model_kwargs.get("inputs_embeds") is not None:
         return "inputs_embeds is not supported with a draft. Pass input_ids."
@@ -394,13 +395,7 @@ def why_not_begun(input_ids: torch.Tensor, config: GenerationConfig, model_kwarg
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name) and config.return_dict_in_generate:
             return f"{name}=True is not supported with a draft. Run the model once on out.sequences to get them."
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    widths = {one.shape[-1] for one in (mask, positions) if one is not None}
-    if config.token_healing and widths - {input_ids.shape[1]}:
-        return (
-            "token_healing=True has changed the length of the prompts, and plain generate keeps the mask and the "
-            "positions of those before. Call model.heal_tokens first, and pass its tokens with a mask of their own."
-        )
+    mask = model_kwargs.get("attention_mask")
     empty = [] if mask is None else (mask == 0).all(-1).nonzero().flatten().tolist()
     if empty:
         return (
@@ -454,22 +449,14 @@ def why_not_in_training(model: PreTrainedModel) -> str | None:
 
 
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
-    """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`.
-
-    `dola_layers` is refused too: plain `generate` does not serve it, as the code for it is in a repository.
-    """
-    if (layers := getattr(config, "dola_layers", None)) is not None:
-        raise ValueError(
-            f"dola_layers={layers!r} is not supported with a draft. Drop dola_layers, or call generate() without "
-            "assistant_model."
-        )
+    """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`."""
     defaults = GenerationConfig._get_default_generation_params()  # values that `generate` fills in by itself
     settings = {name: getattr(config, name, None) for name in ASSISTANT_SETTINGS}
     for name, value in settings.items():
         if value is not None and value not in (defaults.get(name), getattr(of_model, name, None)):
             raise ValueError(
-                f"{name}={value!r} has no effect on this draft. Set it in draft.generation_config instead, such as "
-                "draft.generation_config.num_assistant_tokens."
+                f"{name}={value!r} has no effect on this draft. Drop it. Settings of a draft are in "
+                "draft.generation_config, such as num_assistant_tokens."
             )
 
 

@@ -80,11 +80,7 @@ def is_installed() -> bool:
     return hasattr(GenerationMixin._assisted_decoding, _STOCK)
 
 
-def stock_assisted_decoding() -> Any:
-    """Return the function of transformers, which may be wrapped."""
-    return _stock("_assisted_decoding")
-
-
 def _stock(name: str) -> Any:
+    """Return the function of transformers, which may be wrapped."""
     current = getattr(_OWNERS[name], name)
     return getattr(current, _STOCK, current)

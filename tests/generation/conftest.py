@@ -11,7 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.compiled import compiled_steps as compiled
-from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.robustness.enumeration import build
+from tests.tiny_targets import TINY_TARGETS, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.watching import before
 
 
@@ -64,6 +65,12 @@ def _target(name: str, **overrides: Any) -> Any:
 def target():
     """`target(name, **overrides)`: a tiny target, made once."""
     return _target
+
+
+@pytest.fixture(scope="module")
+def made(target):
+    """`made(name)`: a target of any type, made once for a file."""
+    return cache(lambda name: target(name) if name in TINY_TARGETS else build(name))
 
 
 @pytest.fixture(scope="session")

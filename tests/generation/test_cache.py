@@ -5,15 +5,12 @@ import warnings
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
-from tests.operations import Operations
 from tests.rounding import rounding
 from tests.tiny_targets import WINDOW, tiny_prompts, tiny_target
-from tests.user_objects import Bomb
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -151,27 +148,6 @@ def test_too_much_is_refused_before_anything_is_written():
         ledger.cache.set_lengths([1, 2, 3])
 
 
-def test_commit_works_in_place_with_temporaries_of_the_path_only():
-    cache = make_cache(batch_size=2, max_length=4000, tree_slots=17)
-    ledger = Ledger(cache)
-    ledger.write(3900)
-    cache.set_lengths([3900, 2500])
-    cache.stage(17)
-    ledger.write(17)
-    before = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
-    sizes = []
-
-    def note(function, args, results):
-        """Bytes of tensors that are neither views of, nor written into, another one."""
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
-        sizes.extend(x.nbytes for x in results if x.untyped_storage().data_ptr() not in given)
-
-    with Operations(note):
-        cache.commit(torch.tensor([[0, 3, 9, 16]] * 2), [4, 3])
-    assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers] == before
-    assert 0 < max(sizes) <= 2 * 4 * HEADS * VALUE_SIZE * 4  # rows x nodes x heads x width x bytes
-
-
 def test_plain_generate_with_our_cache(plain_run):
     """Left-padded rows, more tokens than a window holds."""
     run = plain_run("gemma3", (21, 3, 13), max_new_tokens=WINDOW + 4)
@@ -222,18 +198,6 @@ def test_names_of_the_argument(plain_run, name):
 class TestSecondTurn:
     """A cache that holds the beginning of the text."""
 
-    @pytest.mark.parametrize("of_transformers", [False, True])
-    def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, widths, of_transformers):
-        model = target("llama")
-        run = plain_run(model, (40,), max_new_tokens=5, eos_token_id=1)
-        cache = DynamicCache() if of_transformers else SpeculativeCache(model.config, 1, 80)
-        out = run.again(run.draft("tree"), **{CACHE_NAME: cache})
-        found = widths(model)
-        text = torch.cat([out, torch.tensor([[9, 8, 7]])], dim=1)
-        options = {"do_sample": False, "max_new_tokens": 4, CACHE_NAME: cache}
-        model.generate(text, assistant_model=run.draft("tree"), **options)
-        assert max(found) <= 7  # a tree; the prompt had 40
-
     @pytest.mark.parametrize("lengths", [(9, 9), (9, 5), (4, 9)])
     def test_another_mask_is_refused(self, plain_run, target, lengths):
         """The cache holds the tokens that the first mask left."""
@@ -271,41 +235,9 @@ class TestSecondTurn:
                 cache, text = out.past_key_values, out.sequences.clone()
         assert torch.equal(text, run.again(None, max_new_tokens=18))
 
-    @pytest.mark.parametrize(("make", "first"), [(SpeculativeCache, True), (DynamicCache, False)])
-    def test_inside_and_outside_of_autocast(self, plain_run, make, first):
-        """The entries of both precisions are those that a stock cache has, up to rounding."""
-        run = plain_run("llama", (14,), max_new_tokens=6, eos_token_id=1)
-        texts, caches = [], []
-        for draft in (None, run.draft("tree")):
-            cache = make(run.model.config, 1, 24) if make is SpeculativeCache and draft else DynamicCache()
-            text = run.inputs["input_ids"]
-            for mode in (first, not first):
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode):
-                    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": 1}
-                    text = run.model.generate(text, assistant_model=draft, **{CACHE_NAME: cache}, **options)
-            texts.append(text)
-            caches.append(cache)
-        assert torch.equal(*texts)
-        held = slice(0, texts[0].shape[1] - 1)
-        for stock, own in zip(*(cache.layers for cache in caches), strict=True):
-            # bfloat16 has 8 bits, and these numbers are below 8
-            torch.testing.assert_close(own.keys[:, :, held], stock.keys, rtol=0, atol=8 / 2**7)
-            torch.testing.assert_close(own.values[:, :, held], stock.values, rtol=0, atol=8 / 2**7)
-
 
 class TestGrowth:
     """A cache that was made for one call serves longer ones."""
-
-    def test_it_grows_by_half(self):
-        """A text of n tokens is copied a number of times that grows with its logarithm."""
-        ledger = Ledger(make_cache(max_length=6, tree_slots=4))
-        ledger.grow(10)
-        sizes = []
-        for _ in range(60):
-            ledger.grow(1)
-            sizes.append(ledger.cache.layers[0].capacity)
-        assert sorted(set(sizes)) == [15, 22, 33, 49, 73]
-        ledger.check()
 
     def test_too_small_for_a_tree_or_just_large_enough(self, plain_run):
         run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=1)
@@ -364,19 +296,6 @@ class TestCachesOfTransformers:
             assert run.model.generate(out, assistant_model=assistant, **{CACHE_NAME: held}, **options).tolist() == (
                 expected.tolist()
             )
-
-    def test_a_call_that_fails_leaves_it_as_it_was(self, plain_run):
-        run, cache = plain_run("gemma3", (21,), max_new_tokens=9, eos_token_id=1), DynamicCache()
-        run.model(run.inputs["input_ids"][:, :11], **{CACHE_NAME: cache})
-        before = [(keys.clone(), values.clone()) for keys, values in self.entries(cache)]
-
-        broken = Bomb(5, RuntimeError("broken")).criterion()
-        with pytest.raises(RuntimeError, match="broken"):
-            run.again(run.draft("tree"), **{CACHE_NAME: cache}, stopping_criteria=[broken])
-        after = self.entries(cache)
-        assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
-        assert cache.get_seq_length() == 11
-        assert run.again(run.draft("tree"), **{CACHE_NAME: cache}).tolist() == run.sequences.tolist()
 
 
 def filled(run, cache, tokens, rows):

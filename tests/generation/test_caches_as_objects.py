@@ -1,4 +1,4 @@
-"""A cache that a call with a draft returns is used as a `DynamicCache` is; a `StaticCache` and new tokens are taken."""
+"""A cache that a call with a draft returns is used as a `DynamicCache` is; new tokens alone are taken."""
 
 import copy
 import io
@@ -8,15 +8,13 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from tests.pairwise import few
-from tests.robustness.peaked_weights import peak
-from tests.robustness.shrunk_configs import shrunk_config
 from tests.rounding import rounding
-from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
 from tests.user_objects import Answer, Recorder
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -24,23 +22,6 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 # Windows; keys, values and states in one layer; layers with states alone.
 KINDS = "llama", "gemma3", "falcon_h1", "qwen3_next"
 NEW = 9
-
-
-@pytest.fixture(scope="module")
-def made(target):
-    """`made(name)`: a tiny target of a kind, made once."""
-    known = {}
-
-    def make(name):
-        if name in ("llama", "gemma3"):
-            return target(name)
-        if name not in known:
-            torch.manual_seed(0)
-            known[name] = AutoModelForCausalLM.from_config(shrunk_config(name)).eval()
-            peak(known[name], known[name].config.vocab_size)
-        return known[name]
-
-    return make
 
 
 def prompts(*lengths, seed=0):
@@ -161,12 +142,6 @@ def test_memory_is_that_of_the_tokens(made, name, tmp_path):
     assert own.max_length == 5000  # buffers that a user has made stay
 
 
-def test_a_cache_that_fills_its_buffers_is_not_copied(made):
-    model = made("llama")
-    _, cache = after_a_call(model, prompts(80)[0])
-    assert cache.max_length >= 80 and stored(cache) > sum(entry.nbytes for entry in cache.entries().values())
-
-
 def test_files_of_other_models_are_refused(made, tmp_path):
     model, path = made("llama"), tmp_path / "cache.safetensors"
     after_a_call(model, prompts(9)[0])[1].save(path)
@@ -183,12 +158,11 @@ def test_files_of_other_models_are_refused(made, tmp_path):
 
 CACHES = {
     "dynamic": lambda model: DynamicCache(config=model.config),
-    "static": lambda model: StaticCache(config=model.config, max_cache_len=60),
     "own": lambda model: SpeculativeCache(model.config, 3, 40),
 }
 
 
-@pytest.mark.parametrize(("name", "cache"), [*zip(KINDS, ("own", "static", "dynamic", "own"), strict=True)])
+@pytest.mark.parametrize(("name", "cache"), [*zip(KINDS, ("own", "dynamic", "dynamic", "own"), strict=True)])
 def test_new_tokens_alone(made, name, cache):
     """Beside a filled cache, with the mask of the whole text; also scores, stream and processors are those of stock."""
     model, document, questions = made(name), prompts(17)[0].expand(3, -1), prompts(5, 5, 5, seed=3)[0]
@@ -257,79 +231,3 @@ def test_new_tokens_with_positions(made, name):
         options = {CACHE_NAME: options[CACHE_NAME], "assistant_model": draft, "max_new_tokens": NEW, "pad_token_id": 0}
         with pytest.raises(ValueError, match=r"holds 17 tokens, and input_ids has 5\. .* attention_mask of the whole"):
             model.generate(question[:1], **options, **more)
-
-
-def test_new_tokens_with_another_mask_are_refused(made):
-    model, held = made("llama"), DynamicCache()
-    model(prompts(17)[0], **{CACHE_NAME: held})
-    for columns in (21, 23):
-        mask = torch.ones(1, columns, dtype=torch.long)
-        mask[0, 0] = 0
-        with pytest.raises(ValueError, match=r"attention_mask has shape .* and input_ids has shape"):
-            generated(model, prompts(5, seed=3)[0], mask, PlainDraftModel.from_target(model), **{CACHE_NAME: held})
-
-
-def test_new_tokens_beyond_a_change_of_rotary_frequencies():
-    """Plain generation, with the reason."""
-    rotary = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model = tiny_target("llama", rope_parameters=rotary, max_position_embeddings=24)
-    texts = []
-    for draft in (None, PlainDraftModel.from_target(model)):
-        held = DynamicCache()
-        with torch.no_grad():
-            model(prompts(17)[0], **{CACHE_NAME: held})
-        mask = torch.ones(1, 22, dtype=torch.long)
-        texts.append(generated(model, prompts(5, seed=3)[0], mask, draft, **{CACHE_NAME: held}).tolist())
-    assert texts[0] == texts[1] and "change at position 23" in draft.last_speculation.reason
-
-
-@pytest.mark.parametrize("name", few([*KINDS, "llama4_text"], 3))
-@pytest.mark.parametrize("lengths", [(21,), (14, 21)], ids=str)
-def test_a_static_cache_is_filled(made, name, lengths):
-    """Over two turns, past the windows: entries of stock, in the tensors that it had; stock goes on with it."""
-    if name == "llama4_text" and CACHE_NAME == "past_key_values":
-        pytest.skip("before transformers 5.24, Llama 4 makes no masks for a StaticCache")
-    model = made(name)
-    text, mask = prompts(*lengths)
-    stock, own = (StaticCache(config=model.config, max_cache_len=64) for _ in range(2))
-    places = set()
-    for turn in range(2):
-        expected = generated(model, text, mask, **{CACHE_NAME: stock})
-        draft = drafted(model, expected, text.shape[1])
-        assert generated(model, text, mask, draft, **{CACHE_NAME: own}).tolist() == expected.tolist()
-        assert draft.last_speculation.num_accepted_draft_tokens > 0
-        assert int(own.get_seq_length()) == int(stock.get_seq_length())
-        layers = [layer for layer in own.layers if getattr(layer, "keys", None) is not None]
-        places.add(tuple(layer.keys.data_ptr() for layer in layers))
-        if mask.all():
-            check_entries(model, own, stock)
-        text = torch.cat([expected, prompts(*[4] * len(lengths), seed=turn + 2)[0]], 1)
-        mask = torch.cat([mask, torch.ones(len(mask), text.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
-    assert len(places) == 1
-    texts = [generated(model, text, mask, **{CACHE_NAME: cache}).tolist() for cache in (stock, own)]
-    assert texts[0] == texts[1]
-
-
-def check_entries(model, own, stock):
-    for layer, other in zip(own.layers, stock.layers, strict=True):
-        for name in ("keys", "values"):
-            if (entries := getattr(other, name, None)) is not None:
-                torch.testing.assert_close(
-                    getattr(layer, name), entries, **rounding(entries, model.config.num_hidden_layers)
-                )
-        for name in ("conv_states", "recurrent_states"):
-            if (states := getattr(other, name, {0: None})[0]) is not None:
-                gap = 1e-4 * states.abs().max().item()  # of float32 sums in another order, over 50 tokens
-                torch.testing.assert_close(getattr(layer, name)[0], states, rtol=0, atol=gap)
-
-
-def test_a_static_cache_with_indexers_is_not_taken(made):
-    """They choose among as many keys as it has slots: the text of stock is another one, too."""
-    model, tokens = made("deepseek_v32"), prompts(14)[0]
-    caches = [StaticCache(config=model.config, max_cache_len=64) for _ in range(2)]
-    draft = NgramDraftModel.from_target(model)
-    texts = [
-        generated(model, tokens, draft=one, **{CACHE_NAME: cache})
-        for one, cache in zip((None, draft), caches, strict=True)
-    ]
-    assert torch.equal(*texts) and "layers of the kind StaticIndexedLayer" in draft.last_speculation.reason

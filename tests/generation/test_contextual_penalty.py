@@ -59,30 +59,6 @@ def test_bad_values_are_refused(name, values):
             ContextualPenaltyLogitsProcessor(**{"penalty": 1.2, "window": 8} | {name: value})
 
 
-class Spy(ContextualPenaltyLogitsProcessor):
-    """Remembers the longest history it was shown."""
-
-    history_window = ContextualPenaltyLogitsProcessor.history_window
-    longest = 0
-
-    def __call__(self, input_ids, scores):
-        self.longest = max(self.longest, input_ids.shape[1])
-        return super().__call__(input_ids, scores)
-
-
-def test_the_loop_shows_it_no_more_than_its_window(plain_run):
-    """Rows of unequal length are copied for it: not the whole text, in every step. Others still get the whole text."""
-    spy = Spy(1.5, 6)
-    run = plain_run("llama", RAGGED, max_new_tokens=12, logits_processor=[spy], eos_token_id=NEVER)
-    assert spy.longest > 40
-    spy.longest = 0
-    assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
-    assert spy.longest == 6
-    options = {"temperature": 0.9, "top_p": 0.99, "do_sample": True, "repetition_penalty": 1.1}
-    run.again(run.draft("tree"), **options)
-    assert spy.longest > 40
-
-
 def test_padding_in_the_window_is_penalised_unless_it_is_named(plain_run):
     """As in plain `generate`. The padding is the token that the shortest row emits first."""
     run = plain_run("llama", RAGGED, max_new_tokens=8, eos_token_id=NEVER)

@@ -1,17 +1,15 @@
 """Candidates ranked by the target's token rule: against a loop over nodes, and against the target's choices."""
 
-from itertools import pairwise
-
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation.logits_process import EtaLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.sampling import SHARPNESS, Coupling, NoiseRows, TokenRule
 from hf_longspec.generation.sequences import Sequences
-from tests.tiny_targets import random_longspec_draft, random_tokenswift_draft, tiny_prompts
+from tests.tiny_targets import random_tokenswift_draft, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -75,14 +73,6 @@ def test_scores_match_the_loop(processors, do_sample):
     torch.testing.assert_close(lead, factor * expected_lead, atol=1e-4, rtol=1e-4)
 
 
-def test_an_idle_rule_leaves_the_logits_as_they_are():
-    logits = torch.randn(2, 3, VOCAB)
-    for rule in (None, make_rule([], do_sample=False)):
-        assert Coupling(rule).scores(logits, [], 0, pytest.fail) is logits
-    coupling = Coupling(make_rule([], do_sample=True))
-    assert coupling.scores(logits, coupling.known(1), 0, pytest.fail) is not logits
-
-
 def test_which_rules_fit_graphs():
     """Only known processors that read at most the last tokens fit."""
 
@@ -126,36 +116,3 @@ def test_a_draft_with_the_target_distribution_is_always_right(target, options):
     assert stats.num_draft_tokens == stats.num_spec_steps >= 30
     # the last drafted token of a row may be beyond the end of the text
     assert stats.num_accepted_draft_tokens >= stats.num_draft_tokens - 3
-
-
-class Strict(LogitsProcessor):
-    """Allow two successors of the last token, and fail after a token that was not allowed."""
-
-    stateless = True
-
-    def __init__(self, vocab_size, prompt_length):
-        self.vocab_size, self.prompt_length = vocab_size, prompt_length
-
-    def allowed(self, token):
-        return [(2 * token + 1) % self.vocab_size, (2 * token + 5) % self.vocab_size]
-
-    def __call__(self, input_ids, scores):
-        text = input_ids[0, self.prompt_length - 1 :].tolist()
-        for token, following in pairwise(text):
-            assert following in self.allowed(token)
-        mask = torch.full_like(scores, -torch.inf)
-        mask[:, self.allowed(text[-1])] = 0
-        return scores + mask
-
-
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_a_processor_that_fails_after_forbidden_tokens(target, do_sample):
-    """Levels are wider than the number of allowed tokens, so some nodes hold forbidden tokens."""
-    model = target("llama")
-    draft = random_longspec_draft(model, window=8, tree_widths=[3, 5, 4])
-    input_ids, _ = tiny_prompts(model.config.vocab_size, (21,))
-    options = {"max_new_tokens": 20, "eos_token_id": NEVER, "do_sample": do_sample}
-    torch.manual_seed(0)
-    model.generate(input_ids, assistant_model=draft, logits_processor=[Strict(model.config.vocab_size, 21)], **options)
-    # two tokens are possible at every place, and the tree holds both
-    assert draft.last_speculation.num_accepted_draft_tokens >= 12

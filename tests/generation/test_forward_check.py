@@ -259,29 +259,3 @@ def test_half_precision_warns_once(monkeypatch, blind):
     generate(model)
     generate(model)
     assert len(told) == 1 and told[0][1] == "IgnoresPositions" and "float32" in told[0][0]
-
-
-@pytest.mark.filterwarnings("ignore")  # torch announces that its quantisation moves to torchao
-def test_autocast_is_another_precision(monkeypatch):
-    """It is checked apart from float32, and differences of half precision are no reason to refuse."""
-    model, found = tiny_target("gemma2"), []  # eager attention, which rounds the probabilities
-    compare = forward_check._compare
-    monkeypatch.setattr(forward_check, "_compare", lambda *args: found.append(args) or compare(*args))
-    for half in (False, True, True, False):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-            generate(model)
-    assert len(found) == 2
-    gaps = [(one - other).abs().max() / other.std() for _, one, other, _ in found]
-    assert gaps[0] < forward_check.TOLERANCE < gaps[1] < forward_check.HALF_TOLERANCE
-
-
-# the successor of torch's own quantization is another package
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
-def test_quantised_activations_are_no_reason_to_refuse(monkeypatch):
-    """A token's logits depend on the other tokens of its forward, also without a tree."""
-    model = torch.ao.quantization.quantize_dynamic(tiny_target("llama"), {torch.nn.Linear}, dtype=torch.qint8)
-    with monkeypatch.context() as patch:
-        assert gap_of(model, RAGGED, patch) > forward_check.TOLERANCE
-    TargetView(model).known.checked.clear()
-    generate(model, RAGGED)
-    assert len(TargetView(model).known.checked) == 1

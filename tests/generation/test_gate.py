@@ -4,12 +4,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import distributed
 
 from hf_longspec.generation.drafter import Drafter
-from hf_longspec.generation.special_cases.gate import DRAFT, GROWTH, PLAIN, TRIAL_SHARE, SpeculationGate, gate_of
-from hf_longspec.generation.special_cases.parallel import Ranks
+from hf_longspec.generation.special_cases.gate import DRAFT, PLAIN, TRIAL_SHARE, SpeculationGate, gate_of
 from tests.generation.made_up_machine import PROMPT, Machine, always, geometric
 
 
@@ -22,12 +19,6 @@ def longest_run(choices, choice):
 
 
 class TestUselessDraft:
-    @pytest.mark.parametrize(("cost", "depth"), [(1.02, 4), (1.5, 4), (3.0, 8), (10.0, 4)])
-    def test_a_thousand_tokens_take_at_most_three_percent_longer_than_plain(self, cost, depth):
-        machine = Machine(always(cost), always(1), depth).run(1000)
-        assert machine.now <= 1.03 * machine.emitted
-        assert machine.choices.count(DRAFT) >= 3  # speculation was tried
-
     @pytest.mark.parametrize(("cost", "depth", "most"), [(3.0, 4, 4), (1.5, 4, 16), (6.0, 8, 4)])
     def test_off_within_a_bounded_number_of_steps(self, cost, depth, most):
         """Nothing is accepted: the optimistic prior of OPTIMISM x depth tokens is used up at cost - 1 per step."""
@@ -84,13 +75,6 @@ def test_the_gate_shuts_when_a_draft_stops_being_accepted():
     assert machine.choices[-500:].count(DRAFT) < 25
 
 
-def test_a_plain_step_is_measured_anew_as_the_prefix_grows():
-    """Speculating steps do not show that plain steps have become cheap."""
-    machine = Machine(always(1.5), always(3), plain=later(1.0, 0.3, 500)).run(4000)
-    assert [decision.choice for decision in machine.decisions] == [DRAFT, PLAIN]
-    assert machine.decisions[1].length <= PROMPT + 500 + (PROMPT + 500) * GROWTH
-
-
 class TestBound:
     """The gate uses an upper bound on the speed-up of speculation."""
 
@@ -133,18 +117,6 @@ def test_a_drafter_of_the_root_alone_has_no_gate():
     gate = gate_of(Chain(BINDING), None)
     assert type(gate) is SpeculationGate and gate.most_tokens == 5
     assert gate_of(Drafter(BINDING), None) is None
-
-
-def test_processes_without_a_sharded_target_decide_alone(monkeypatch):
-    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "get_rank", lambda group: 0)
-    monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 2)
-    pair = Ranks("pair", torch.device("cpu"))
-    assert gate_of(Chain(BINDING), None).ranks is None
-    assert gate_of(Chain(BINDING), pair).ranks is pair
-    # two groups of two ranks
-    monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 4 if group is None else 2)
-    assert gate_of(Chain(BINDING), pair) is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])

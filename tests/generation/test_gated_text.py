@@ -126,41 +126,6 @@ def test_after_plain_steps_the_tree_matches_a_fresh_drafter(target, monkeypatch,
     assert fresh.valid[:, 1:].any() or (kind == "n-grams" and pause < 19)  # the text has not repeated itself yet
 
 
-def test_specattn_after_plain_steps_attends_to_all_of_them(target, monkeypatch):
-    """With every entry selected the drafts are the target's own tokens, unless some of the last entries are missing."""
-    model = target("llama")
-    draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=1.0)
-    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda *_: RestingGate(8))
-    generate(model, draft, max_new_tokens=NEW)
-    stats = draft.last_speculation
-    assert stats.num_plain_steps == 3 * 9
-    # 30 tokens are left in each row: seven times three drafts and the bonus token, and then two tokens
-    assert stats.acceptance_histogram == [0, 3, 0, 21]
-
-
-def test_a_partial_cache_is_rebuilt_after_more_plain_steps_than_it_has_room(target, monkeypatch):
-    """A budget for all entries drafts the target's own first token, before and after plain steps."""
-    model = target("llama")
-    draft = random_tokenswift_draft(model, **(PARTIAL | {"partial_kv_budget": 200, "tree_branching": [1, 1, 1, 1]}))
-    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda *_: FlippingGate(3))
-    generate(model, draft, max_new_tokens=NEW)
-    histogram = draft.last_speculation.acceptance_histogram
-    assert histogram[0] <= 1 * len(LENGTHS) and sum(histogram) > 20  # some drafts are refused at the end of the text
-    built = []
-    small = random_tokenswift_draft(model, **PARTIAL)
-    recorded = Recorded(small, monkeypatch)
-    make = small.drafter
-    monkeypatch.setattr(small, "drafter", lambda binding: built.append(make(binding)) or built[-1])
-    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda *_: RestingGate(19))
-    generate(model, small, max_new_tokens=NEW)
-    partial = built[0].partial
-    assert recorded.trees and all(
-        length - start <= partial.policy.room(start)
-        for start, length in zip(partial.built, partial.copied, strict=True)
-    )
-    assert min(partial.built) > max(LENGTHS)  # after the prompts
-
-
 def test_decisions_are_reported_and_the_first_pause_of_a_kind_is_logged(plain_run, monkeypatch, caplog):
     run = plain_run("llama", (21,), max_new_tokens=250, eos_token_id=None)
     draft = run.draft("tree", num_nodes=5, luck=0.5)
@@ -188,16 +153,6 @@ def test_decisions_are_reported_and_the_first_pause_of_a_kind_is_logged(plain_ru
     assert stats.mean_acceptance_length > 1
     assert json.loads(json.dumps(stats.to_dict()))["gate_decisions"][0]["choice"] == PLAIN
     assert f"{stats.num_plain_steps} plain steps" in str(stats)
-
-
-def test_the_setting_gate(plain_run):
-    run = plain_run("llama", (21,), max_new_tokens=30, eos_token_id=None)
-    assert run.draft("tree").setting("gate") is True
-    for kind, gate, plain in (("tree", True, True), ("tree", False, False), ("plain", True, False)):
-        draft = run.draft(kind)
-        draft.generation_config.gate = gate
-        assert run.again(draft).tolist() == run.sequences.tolist()
-        assert (draft.last_speculation.num_plain_steps > 0) is plain
 
 
 def test_plain_steps_are_part_of_the_statistics_per_step(flipping):

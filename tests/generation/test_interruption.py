@@ -14,7 +14,7 @@ import hf_longspec
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from tests.pairwise import soaked
-from tests.robustness.test_faults import around, state_of
+from tests.robustness.test_faults import state_of
 from tests.tiny_targets import random_longspec_draft
 from tests.user_objects import Answer, Bomb, Recorder
 
@@ -133,20 +133,6 @@ def continues(run, out, cache, *drafts):
         assert again.tolist() == run.sequences.tolist()
 
 
-def test_scores_and_logits_end_with_the_text(plain):
-    run = plain(ONE)
-    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    out = run.again(run.draft("tree"), stopping_criteria=[Bomb(5, StopIteration).criterion()], **wanted)
-    assert out.speculation.interrupted
-    assert len(out.scores) == len(out.logits) == out.sequences.shape[1] - run.prompt_length == 5
-
-
-def test_a_criterion_is_asked_about_a_first_token_that_is_there_already(plain):
-    run = plain(ONE)
-    out = interrupted(run, run.draft("tree"), stopping_criteria=[Bomb().criterion()])
-    assert cut(out, run) == [run.generated[0][:1]]
-
-
 @pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("specattn", ONE)])
 def test_a_criterion_ends_the_call_by_stop_iteration(plain, kind, lengths):
     """Exact to the token in the row that it was asked about; the other rows keep what they have."""
@@ -164,19 +150,6 @@ def test_a_criterion_ends_the_call_by_stop_iteration(plain, kind, lengths):
     assert state_of(run.model) == state
     rows = check_text(out, run, streamer)
     assert max(map(len, rows)) == 7 and draft.last_speculation.interrupted
-    assert run.again(draft).tolist() == run.sequences.tolist()
-
-
-def test_a_second_interruption(plain, monkeypatch):
-    """While the first one is dealt with: text and cache are kept, and the rest is not streamed."""
-    run = plain(ONE)
-    state, draft, streamer = state_of(run.model), drafted(run, "tree"), Recording(after=Bomb(4))
-    around(SpeculativeCache, "commit", Bomb(armed=lambda: streamer.after.went_off), monkeypatch)
-    out = interrupted(run, draft, streamer=streamer)
-    monkeypatch.undo()
-    assert len(streamer.puts) == 4
-    assert cut(out, run)[0] == run.generated[0][: len(cut(out, run)[0])]
-    assert state_of(run.model) == state
     assert run.again(draft).tolist() == run.sequences.tolist()
 
 

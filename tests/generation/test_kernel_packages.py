@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -40,14 +41,7 @@ NARROWER = {"lfm3": {"conv_L_cache": 4}}
 
 @pytest.fixture(scope="module")
 def made():
-    models = {}
-
-    def make(name):
-        if name not in models:
-            models[name] = build(name, SEEDS.get(name, 0), **NARROWER.get(name, {}))
-        return models[name]
-
-    return make
+    return cache(lambda name: build(name, SEEDS.get(name, 0), **NARROWER.get(name, {})))
 
 
 def seen(name):

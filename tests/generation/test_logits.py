@@ -55,24 +55,6 @@ def test_a_processor_that_says_it_has_no_history_runs_once_per_step(plain_run):
     assert processor.calls == draft.last_speculation.num_forwards + 1  # and once for the prompt
 
 
-def test_which_processors_have_no_history():
-    class MyTopK(TopKLogitsWarper):
-        pass
-
-    class TemperatureLogitsWarper(LogitsProcessor):  # a namesake that nobody has looked at
-        def __call__(self, input_ids, scores):
-            return scores
-
-    def rule(*processors):
-        return make_rule(processors, [[1]])
-
-    assert rule().history_free
-    assert rule(TopKLogitsWarper(3)).history_free
-    assert not rule(TopKLogitsWarper(3), RepetitionPenaltyLogitsProcessor(1.1)).history_free
-    assert not rule(MyTopK(3)).history_free
-    assert not rule(TemperatureLogitsWarper()).history_free
-
-
 def test_the_listed_processors_exist_in_this_version():
     from transformers.generation import logits_process
 
@@ -178,30 +160,3 @@ def test_candidates_are_shown_to_processors_alone(window):
         kept = rule.sequences.tokens.tolist()
         assert kept == [text + [0] * (len(kept[0]) - len(text)) for text in texts]
     assert max(rule.sequences.lengths) == len(kept[0]) - 1
-
-
-@pytest.mark.parametrize("window", [2, 4, 5])
-def test_a_chain_takes_one_call_where_texts_fill_the_window(window, monkeypatch):
-    calls, processor = [], ContextualPenaltyLogitsProcessor(2.0, window)
-    monkeypatch.setattr(
-        ContextualPenaltyLogitsProcessor, "__call__", lambda _, ids, scores: calls.append(ids) or scores
-    )
-    logits = torch.zeros(2, 6, VOCAB).scatter(2, torch.tensor([[[2], [3], [9], [0], [0], [0]]] * 2), 1.0)
-    rule = make_rule([processor], [[7], [3]])
-    rule.accept(DraftTree.chain(torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)), logits)
-    assert len(calls) == (1 if window <= 4 else 3)  # else up to the first token that the target does not choose
-
-
-@pytest.mark.parametrize("is_done", [False, True])
-def test_rows_of_another_length_are_not_shown(is_done):
-    """Rows of one length in their places, and the text of one of them in the places of the others."""
-    shown = []
-    rule = make_rule([lambda ids, scores: shown.append(ids.tolist()) or scores], [[7], [1, 2, 3, 4], [4, 9], [5, 3]])
-    rule.sequences.done[0] = is_done
-    rule.scores_at(torch.randn(4, VOCAB), 0)
-    of_four, of_seven, one = [[4, 5, 4, 7]] * 4, [[4, 5, 4, 1, 2, 3, 4]] * 4, [4, 5, 4, 4, 9]
-    assert sorted(shown, key=lambda texts: len(texts[0])) == [
-        *([] if is_done else [of_four]),
-        [one, one, one, [4, 5, 4, 5, 3]],
-        of_seven,
-    ]

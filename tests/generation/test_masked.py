@@ -1,7 +1,7 @@
 """Targets that are verified by a mask over prefix and nodes: the text of `generate`, and the keys of single steps."""
 
 import copy
-import sys
+from functools import cache
 
 import pytest
 import torch
@@ -15,10 +15,8 @@ from hf_longspec import (
     TokenSwiftDraftModel,
 )
 from hf_longspec.generation.cache import CACHE_NAME
-from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.special_cases import masked
-from hf_longspec.generation.special_cases.masked import HYBRID, MASKED, IndexerChoices, PlainForwards
+from hf_longspec.generation.special_cases.masked import MASKED, IndexerChoices, PlainForwards
 from hf_longspec.generation.target import TargetView
 from tests.generation.drafted_calls import (
     MODES,
@@ -49,15 +47,12 @@ OLDER = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def made():
-    models = {}
-
+    @cache
     def make(name, implementation=None, **overrides):
-        key = name, implementation, *overrides.items()
-        if key not in models:
-            models[key] = build(name, **overrides)
-            if implementation is not None:
-                models[key].set_attn_implementation(implementation)
-        return models[key]
+        model = build(name, **overrides)
+        if implementation is not None:
+            model.set_attn_implementation(implementation)
+        return model
 
     return make
 
@@ -169,17 +164,6 @@ class TestRefusals:
         ):
             make(made("falcon"))
 
-    def test_compiled_steps(self, made):
-        model = made("falcon")
-        draft = NgramDraftModel.from_target(model, compile="compile")
-        with pytest.raises(ValueError, match="compile='compile' is not supported with FalconForCausalLM"):
-            model.generate(**arguments((9,)), assistant_model=draft)
-
-    def test_attention_implementations(self, made):
-        model = made("deepseek_v32", "hf_longspec")
-        with pytest.raises(ValueError, match=r"attn_implementation='hf_longspec' does not take; load.*'eager'"):
-            model.generate(**arguments((9,)), assistant_model=NgramDraftModel.from_target(model))
-
     @OLDER
     def test_inputs_beside_the_tokens(self, made):
         model, inputs = made("megatron-bert"), arguments((9,), do_sample=False)
@@ -208,26 +192,3 @@ def test_a_model_that_ignores_its_mask_is_refused(made):
     model.transformer.__class__ = Unmasked
     with pytest.raises(ValueError, match="does not follow a mask over prefix and nodes: logits of a tree and of"):
         model.generate(**arguments((9,)), assistant_model=NgramDraftModel.from_target(model))
-
-
-def test_an_iteration_of_other_targets_runs_nothing_of_this_way(monkeypatch):
-    model, inputs, entered = tiny_target("llama"), arguments((23, 9), do_sample=False), set()
-    assert TargetView(model).mode is HYBRID
-    iterate = Session.iterate
-
-    def watched(self):
-        def note(frame, event, argument):
-            if event == "call" and frame.f_code.co_filename == masked.__file__:
-                entered.add(frame.f_code.co_name)
-
-        sys.setprofile(note)
-        try:
-            iterate(self)
-        finally:
-            sys.setprofile(None)
-
-    monkeypatch.setattr(Session, "iterate", watched)
-    text = generated(model, **inputs)
-    draft = drafted(model, False, text, 23)
-    assert generated(model, **inputs, assistant_model=draft).tolist() == text.tolist()
-    assert draft.last_speculation.num_spec_steps > 0 and not entered

@@ -7,7 +7,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     GenerationMixin,
-    LlavaForConditionalGeneration,
     PreTrainedModel,
     Qwen2AudioForConditionalGeneration,
 )
@@ -15,14 +14,12 @@ from transformers import (
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.call import Prompts
-from hf_longspec.generation.decoding import Session
-from hf_longspec.generation.target import TargetView
 from tests.generation import test_unsupported
 from tests.generation.tiny_models import IMAGE_TOKEN, peaked, vision_language_model
 from tests.robustness.shrunk_configs import shrunk_config
 from tests.rounding import rounding
 from tests.tiny_targets import RandomTreeDraftModel, tiny_prompts
-from tests.watching import after, before
+from tests.watching import after
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -74,11 +71,6 @@ def test_text_alone(name, models):
     check(models(name), (23, 9, 40))
     if name in OF_TEXT:
         check(models(name), (23, 9), **{OF_TEXT[name]: torch.zeros(2, 23, dtype=torch.long)})
-
-
-def test_zeros_that_are_no_text(models):
-    """In PaliGemma, tokens of type 0 see each other in both directions."""
-    assert not TargetView(models("paligemma")).ignores("token_type_ids")
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
@@ -159,16 +151,6 @@ def test_image(name, lengths, models):
     assert out.speculation.num_accepted_draft_tokens > 0
     other = models(name).generate(input_ids, **call | with_image(name, lengths, after=6, seed=1)[1])
     assert (other.logits[0] - plain.logits[0]).abs().max() > WRONG
-
-
-@pytest.mark.parametrize("after", [1, 5])
-def test_text_after_the_image_seeds_the_drafter(after, models, monkeypatch):
-    """SpecAttn would see as many as its drafts have. Tokens of an image would be taken for text there."""
-    sizes = []
-    before(monkeypatch, Session, "seed", lambda session, tails: sizes.append([*map(len, tails)]))
-    draft = SpecAttnDraftModel.from_target(models("llava"))
-    check_image(models("llava"), lambda *_: draft, *with_image("llava", (14, 21), after=after))
-    assert sizes == [[after, after]]
 
 
 def test_types_of_tokens_that_matter(models):
@@ -326,21 +308,6 @@ def test_padding_with_other_inputs_of_tokens(models, monkeypatch):
     check_unsupported(model, r"segment_ids: .*padding", input_ids, call)
     input_ids, call = with_image("llava", (19, 19), after=6)
     check_image(model, random_tree, input_ids, call | {"segment_ids": torch.ones_like(input_ids)})
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_an_image_where_frequencies_change(kind):
-    half = 8  # frequencies of a head
-    rotary = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 20}
-    rotary |= {"short_factor": [1.0] * half, "long_factor": [4.0] * half} if kind == "longrope" else {}
-    config = vision_language_model("llava").config
-    config.text_config.rope_parameters, config.text_config.max_position_embeddings = rotary, 25
-    model = peaked(lambda: LlavaForConditionalGeneration(config))
-    input_ids, call = with_image("llava", (17,), after=6)
-    if kind == "dynamic":
-        check_unsupported(model, "rotary frequencies change at position 24", input_ids, call)
-        call["max_new_tokens"] = 7  # a text before the change; the other one is after it
-    check_image(model, random_tree, input_ids, call)
 
 
 def test_a_decoder_without_an_embedding_for_each_token(models, monkeypatch):

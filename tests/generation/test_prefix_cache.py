@@ -4,34 +4,15 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from hf_longspec import NgramDraftModel, PrefixCache, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
 from tests.pairwise import few
-from tests.robustness.peaked_weights import peak
-from tests.robustness.shrunk_configs import shrunk_config
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_prompts
 
 NEW, SYSTEM, QUESTION, CHUNK = 7, 23, 5, 8
 PLENTY = 10**8
-
-
-@pytest.fixture(scope="module")
-def made():
-    """`made(name)`: a tiny target, made once."""
-    known = {}
-
-    def make(name):
-        if name not in known:
-            torch.manual_seed(0)
-            is_tiny = name in ("llama", "gemma3")
-            known[name] = tiny_target(name) if is_tiny else AutoModelForCausalLM.from_config(shrunk_config(name)).eval()
-            if not is_tiny:
-                peak(known[name], known[name].config.vocab_size)
-        return known[name]
-
-    return make
 
 
 def prompt(length, seed):
@@ -119,19 +100,6 @@ def test_what_is_lent_may_be_written_to(made, name):
             cache.crop(-9)
         model(prompt(3, 6), **{CACHE_NAME: cache})
     assert same(before, copies(prefixes))
-
-
-def test_a_cache_of_the_user_keeps_its_buffers(made):
-    model, text = made("llama"), prompt(SYSTEM, 1)
-    prefixes, cache = PrefixCache(model, PLENTY), SpeculativeCache(model.config, 1, 64)
-    read(model, prefixes, text, prompt(SYSTEM, 2))
-    prefixes.take(prompt(SYSTEM, 2), cache)
-    layout = cache.layout
-    longer = torch.cat([text, prompt(QUESTION, 4)], 1)
-    assert prefixes.take(longer, cache) is cache and cache.layout == layout and cache.lengths.host == (SYSTEM,)
-    out = model.generate(longer, **{CACHE_NAME: cache}, **options(longer))
-    assert out.tolist() == model.generate(longer, **options(longer)).tolist()
-    assert prefixes.take(prompt(SYSTEM, 3), cache).get_seq_length() == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "falcon_h1"])

@@ -1,8 +1,6 @@
 """What processors and constraints are asked about, and processors that are called as plain `generate` calls them."""
 
-import logging
 from functools import cache, partial
-from itertools import product
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
 )
 
-from hf_longspec import ContextualPenaltyLogitsProcessor, NgramDraftModel, PlainDraftModel
+from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
 from hf_longspec.generation.special_cases.processors import STATELESS, is_known
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.modeling.test_contract import FEW_TOKENS, VARIANTS, draft_of
@@ -84,44 +82,6 @@ def test_constraints_are_asked_what_plain_decoding_asks(target, kind, settings):
         for after_end in ((), [0]):
             assert constrained(model, draft, lengths, after_end, do_sample=False) == greedy
             assert constrained(model, draft, lengths, after_end, do_sample=True, top_k=0) == sampled
-
-
-REJECTION = [("specattn", {}), ("longspec_assistant", {})]
-
-
-@pytest.mark.parametrize(("kind", "settings"), REJECTION, ids=str)
-def test_chains_that_are_drawn_ask_what_plain_decoding_asks(target, kind, settings):
-    model = target("llama", **FEW_TOKENS)
-    draft = draft_of(kind, model, acceptance="rejection")
-    text = constrained(model, draft, LENGTHS, do_sample=True, temperature=1.5, top_k=0)
-    words = [tuple(token for token in row[max(LENGTHS) :] if token) for row in text]
-    assert all(word[:-1] in of_row and word[-1] == END for word, of_row in zip(words, WORDS, strict=True))
-
-
-class Successors(LogitsProcessor):
-    """Allows some successors of the last token, and knows none of an end token."""
-
-    history_window = 1
-
-    def __call__(self, input_ids, scores):
-        mask = torch.full_like(scores, -torch.inf)
-        for row, token in enumerate(input_ids[:, -1].tolist()):
-            mask[row, {**{token: [(token * 5 + 1) % 11, (token + 3) % 11, END] for token in range(11)}}[token]] = 0
-        return scores + mask
-
-
-@pytest.mark.parametrize(
-    ("kind", "window"), [("longspec", 1), ("longspec_ngram", None), ("specattn", 1), ("tokenswift", None)]
-)
-def test_processors_are_not_asked_after_an_end_token(target, kind, window, monkeypatch):
-    """Rows that have ended before others are shown with padding, of token 0, where plain `generate` shows them."""
-    monkeypatch.setattr(Successors, "history_window", window)
-    model = target("llama", **FEW_TOKENS)
-    draft, plain = draft_of(kind, model), PlainDraftModel.from_target(model)
-    for seed in range(3):
-        more = {"lengths": (13,), "seed": seed, "eos_token_id": END, "do_sample": True, "temperature": 2.0}
-        texts = [generate(model, one, logits_processor=[Successors()], **more).tolist() for one in (plain, draft)]
-        assert texts[0] == texts[1]
 
 
 class Budget(LogitsProcessor):
@@ -220,20 +180,6 @@ def test_processor_criterion_and_streamer_are_called_in_the_order_of_plain_gener
             texts.append(generate(model, one, lengths, max_new_tokens=24, eos_token_id=None, **more))
             made.append(shared.events)
         assert torch.equal(*texts) and made[0] == made[1]
-
-
-def test_criteria_that_count_their_calls(plain_run):
-    """They are called once for every column, as by plain `generate`."""
-
-    def stop_at_the_ninth():
-        calls = []
-        return Answer(lambda ids, scores: calls.append(1) or torch.full((len(ids),), len(calls) >= 9))
-
-    for lengths, kind in product(((9,), LENGTHS), ("tree", "chain")):
-        run = plain_run("llama", lengths, max_new_tokens=16, stopping_criteria=[stop_at_the_ninth()])
-        assert run.sequences.shape[1] == max(lengths) + 9
-        text = run.again(run.draft(kind, luck=0.9), stopping_criteria=[stop_at_the_ninth()])
-        assert text.tolist() == run.sequences.tolist()
 
 
 class Renamed(TemperatureLogitsWarper):

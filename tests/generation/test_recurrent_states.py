@@ -2,12 +2,13 @@
 
 import copy
 import itertools
+from functools import cache
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCache
+from transformers import CONFIG_MAPPING, DynamicCache
 
 from hf_longspec import AssistantDraftModel, NgramDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
@@ -32,8 +33,6 @@ from tests.generation.drafted_calls import (
 from tests.pairwise import few, pairwise, soaked
 from tests.robustness.drafts import make_draft
 from tests.robustness.enumeration import build
-from tests.robustness.shrunk_configs import shrunk_config
-from tests.tiny_targets import generate
 from tests.user_objects import Bomb
 
 # Whether the chunks of a prompt leave out what a cache holds in stock; the text is wrong otherwise.
@@ -62,14 +61,7 @@ CASES += [pytest.param(*one.values, *way, marks=one.marks) for one, *way in pair
 
 @pytest.fixture(scope="module")
 def made():
-    models = {}
-
-    def make(name, **settings):
-        if (key := (name, str(settings))) not in models:
-            models[key] = build(name, SEEDS.get(name, 0), **settings)
-        return models[key]
-
-    return make
+    return cache(lambda name, **settings: build(name, SEEDS.get(name, 0), **settings))
 
 
 @pytest.mark.parametrize(("name", "chain", "lengths", "mode"), CASES, ids=str)
@@ -176,18 +168,6 @@ def test_rows_that_ended_continue_after_padding_as_in_stock(made):
 @pytest.mark.parametrize("name", EVERY)
 def test_states_after_a_commit_are_those_of_single_steps(made, name):
     check_a_commit(made(name))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("mode", MODES, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", EVERY)
-def test_texts_of_200_tokens(made, name, mode, chunk):
-    """Eight prompts: chains on one and on three, trees on one and on three, at lengths that chunks do not divide."""
-    if (name, chunk) == ("jamba", 16):
-        pytest.skip("transformers' Mamba-1 layers begin anew with each chunk")
-    for chain, lengths in ((True, (45,)), (True, (23, 3, 38)), (False, (51,)), (False, (17, 33, 6))):
-        check_text(made(name), lengths, chain, max_new_tokens=200, prefill_chunk_size=chunk, **mode)
 
 
 @pytest.mark.parametrize(
@@ -356,25 +336,6 @@ def test_the_target_drafts_for_itself_on_copies_of_its_states(made, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("falcon_mamba", "it has no attention layers"),
-        ("zamba2", "its attention layers share one module, whose layer_idx names none of them"),
-        ("glm5_next", "it has indexed_attention layers, whose choice of keys"),
-    ],
-)
-def test_types_that_are_refused_by_name(name, reason):
-    if name not in CONFIG_MAPPING:
-        pytest.skip("a type of a newer transformers")
-    if name != "glm5_next":
-        model = build(name)
-    else:  # it reads images
-        with torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(shrunk_config(name))
-    assert any(reason in found for found in TargetView(model).why_not())
-
-
-@pytest.mark.parametrize(
     ("name", "make"),
     [
         *((name, lambda _: DynamicCache()) for name in TYPES),
@@ -405,21 +366,3 @@ def test_what_is_refused_by_name(made):
     ):
         with pytest.raises(ValueError, match=message):
             attempt()
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_frequencies_that_change(kind):
-    """A draft is used before the change, and not after prompts beyond it, the ends of which would have to run twice."""
-    limit, half = 40, 2  # a fourth of a head of 16 is rotated
-    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 0.25}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * half, "long_factor": [4.0] * half, "original_max_position_embeddings": limit}
-    model = build(
-        "qwen3_5_text", rope_parameters=rope, max_position_embeddings=limit if kind == "dynamic" else 4 * limit
-    )
-    draft = NgramDraftModel.from_target(model)
-    for lengths, new in (((20,), 12), ((30,), 20), ((50,), 12)):
-        text = generate(model, None, lengths, max_new_tokens=new)
-        assert torch.equal(generate(model, draft, lengths, max_new_tokens=new), text)
-        reason = draft.last_speculation.reason
-        assert reason is None if lengths[0] + new < limit else "rotary frequencies change" in reason

@@ -4,7 +4,6 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longspec import SpeculativeCache
@@ -135,44 +134,12 @@ def test_padding_in_every_row():
         check_reason(check("llama", "longrope", lengths, "ngram", **inputs), where)
 
 
-def test_parameters_by_layer_type():
-    for lengths, where in ((BEFORE, "drafted"), (ACROSS, LIMIT - 1)):
-        check_reason(check("gemma3", "dynamic", lengths, "longspec"), where)
-
-
-def test_what_a_call_leaves_on_the_module():
-    """Dynamic NTK keeps its frequencies from call to call, in plain generate too."""
-    bare, drafted = build("llama", "dynamic"), build("llama", "dynamic")
-    for length in (45, 40, 20, 30, 46):
-        text = generate(bare, (length,))
-        assert generate(drafted, (length,), make_draft("longspec", drafted)) == text
-        left = [model.model.rotary_emb for model in (bare, drafted)]
-        assert torch.equal(left[0].inv_freq, left[1].inv_freq)
-        assert int(left[0].max_seq_len_cached) == int(left[1].max_seq_len_cached)
-
-
 def test_a_prefill_in_chunks():
     """Plain generate chooses the frequencies for each chunk."""
     input_ids, mask = tiny_prompts(128, (45,))
     call = {"input_ids": input_ids, "attention_mask": mask, "prefill_chunk_size": 16}
     check_unsupported(lambda: build("llama", "longrope"), "prompts of up to 45 tokens", call)
     check_reason(check("llama", "longrope", BEFORE, prefill_chunk_size=16), "drafted")
-
-
-@pytest.mark.parametrize(("length", "where"), [(8, "drafted"), (12, 20), (24, 20), (34, 20), (45, "drafted")])
-def test_layers_that_change_at_different_positions(length, where):
-    """A text after one change alone is decoded without the draft, too."""
-    config = build("gemma3", "longrope").config
-    config.rope_parameters["sliding_attention"] = parameters("longrope") | {"original_max_position_embeddings": 20}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    try:
-        text = generate(model, (length,), eos_token_id=None)
-    except UnboundLocalError:  # longrope by layer type, transformers 5.17
-        pytest.skip("plain generate fails in this version of transformers")
-    draft = make_draft("ngram", model)
-    assert generate(model, (length,), draft, eos_token_id=None) == text
-    check_reason(draft.last_speculation, where)
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("longrope", (30, 9)), ("dynamic", (30, 9)), ("longrope", (45, 9))])

@@ -1,20 +1,16 @@
 """The way into the loop: one patch that can be put on twice and taken off, and the ways without it."""
 
 import copy
-import importlib.util
 import json
 
 import pytest
 import torch
 from transformers import GenerationMixin
 
-import hf_longspec
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.generation import route
-from hf_longspec.generation.cache import CACHE_NAME
 from tests.robustness.drafts import make_draft
 from tests.tiny_targets import tiny_prompts, tiny_target
-from tests.user_objects import Answer
 from tests.watching import after, before
 
 
@@ -27,11 +23,11 @@ def installed():
 
 
 def test_importing_installs_it_once_and_uninstalling_restores_the_very_function():
-    stock = route.stock_assisted_decoding()
+    stock = route._stock("_assisted_decoding")
     assert stock.__module__ == "transformers.generation.utils" and stock.__qualname__.endswith("_assisted_decoding")
     for _ in range(3):
         route.install()
-        assert route.stock_assisted_decoding() is stock
+        assert route._stock("_assisted_decoding") is stock
     # one layer, not four
     assert not hasattr(stock, route._STOCK)
     assert getattr(GenerationMixin._assisted_decoding, route._STOCK) is stock
@@ -59,24 +55,11 @@ def test_several_samples_of_each_prompt():
         model.generate(input_ids, assistant_model=tiny_target("llama"), do_sample=True, num_return_sequences=3)
 
 
-def test_a_second_copy_of_this_module_replaces_the_patch_instead_of_stacking():
-    """As a module that was loaded again."""
-    spec = importlib.util.spec_from_file_location("hf_longspec.generation.copy_of_route", route.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    stock, ours = route.stock_assisted_decoding(), GenerationMixin._assisted_decoding
-    copy.install()
-    assert GenerationMixin._assisted_decoding is not ours
-    assert route.stock_assisted_decoding() is copy.stock_assisted_decoding() is stock
-    route.uninstall()
-    assert GenerationMixin._assisted_decoding is stock
-
-
 def test_other_assistants_take_the_stock_function_and_drafts_do_not(plain_run, monkeypatch):
     """A spy takes the place of the stock function, and the patch is put over it anew."""
     run, calls = plain_run("llama", (21,), max_new_tokens=8), []
     assistant, draft = tiny_target("llama", seed=1), run.draft("specattn")
-    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", route.stock_assisted_decoding())
+    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", route._stock("_assisted_decoding"))
     note = lambda *_, assistant_model=None, **__: calls.append(assistant_model)  # noqa: E731
     before(monkeypatch, GenerationMixin, "_assisted_decoding", note)
     route.install()
@@ -95,15 +78,6 @@ class TestCustomGenerate:
         out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, return_dict_in_generate=True)
         assert out.sequences.tolist() == run.sequences.tolist()
         assert out.speculation is draft.last_speculation and out.speculation.num_forwards > 0
-
-    def test_criteria_and_cache_reach_the_loop(self, plain_run):
-        stop = Answer(lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= 26))
-        run = plain_run("llama", (21,), max_new_tokens=20, stopping_criteria=[stop], eos_token_id=1)
-        cache = hf_longspec.SpeculativeCache(run.model.config, 1, 64)
-        draft = run.draft("tree")
-        out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, **{CACHE_NAME: cache})
-        assert out.tolist() == run.sequences.tolist() and out.shape[1] == 26
-        assert cache.get_seq_length() == 25
 
 
 def test_without_the_route_a_draft_is_refused(plain_run):

@@ -127,28 +127,3 @@ def test_scores_without_a_distribution_are_the_error_of_stock_generate(plain_run
     for _ in range(2):
         assert error_of(run.model, draft, lengths=lengths, **options) == expected
     assert len(sample(run.model, draft, lengths=lengths)) == len(lengths)  # the next call works
-
-
-@pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("chain", (33,)), ("specattn", RAGGED)])
-def test_scores_after_the_text_need_no_distribution(plain_run, kind, lengths):
-    """They are computed for drafted tokens beyond the limit, and beyond an end token."""
-    run = plain_run("llama", lengths, max_new_tokens=12)
-    spoiled = {"logits_processor": [Spoiled(33 + 12, torch.nan)], "lengths": lengths}
-    draft = run.draft(kind, **({} if kind == "specattn" else {"hints": run.generated, "luck": 0.9}))
-    plain = PlainDraftModel.from_target(run.model)
-    texts = [error_of(run.model, one, top_k=2, **spoiled) for one in (plain, draft)]
-    assert "probability" not in texts and len(texts[1][0]) == 12
-    assert kind == "specattn" or texts[0] == texts[1]  # it rejects by other numbers
-
-
-@pytest.mark.parametrize(
-    ("kind", "lengths", "processor"),
-    [
-        ("tree", RAGGED, Spoiled(37, torch.nan)),
-        ("specattn", RAGGED, SpoiledByRank(-torch.inf)),
-    ],
-)
-def test_greedy_text_with_such_scores_is_that_of_stock_generate(plain_run, kind, lengths, processor):
-    run = plain_run("llama", lengths, max_new_tokens=9, logits_processor=[processor])
-    assert any(0 in row for row in run.generated)  # the argmax of equal scores, or of nan
-    assert run.again(run.draft(kind)).tolist() == run.sequences.tolist()

@@ -1,10 +1,7 @@
 """Growing rows: stopping exact to the token, streaming every token once. Alone, and through `generate`."""
 
-import threading
-
 import pytest
 import torch
-from transformers import TextIteratorStreamer
 from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteria, StoppingCriteriaList
 
 from hf_longspec import NgramDraftModel
@@ -150,15 +147,3 @@ def test_a_streamer_gets_what_plain_generate_gives_it(plain_run, kind, lengths):
     assert run.again(run.draft(kind), streamer=ours).tolist() == run.sequences.tolist()
     assert ours.puts == plain.puts
     assert ours.ends == plain.ends == 1
-
-
-def test_text_iterator_streamer_in_a_thread(plain_run, target, tokenizer):
-    run = plain_run(target("llama", vocab_size=len(tokenizer)), (9,), max_new_tokens=14)
-    # its queue raises after this many seconds instead of waiting for an end that never comes
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    worker = threading.Thread(target=run.again, args=(run.draft("specattn"),), kwargs={"streamer": streamer})
-    worker.start()
-    pieces = list(streamer)
-    worker.join()
-    assert "".join(pieces) == tokenizer.decode(run.generated[0])
-    assert len(pieces) > 2

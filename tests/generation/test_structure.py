@@ -73,16 +73,6 @@ def test_changes_of_its_code(model, patch, monkeypatch):
     assert structure_of(model) == before
 
 
-def test_calls_and_weights_change_nothing(model):
-    before = structure_of(model)
-    generate(model, NgramDraftModel.from_target(model), max_new_tokens=4)
-    model.train().eval()
-    model.requires_grad_(False)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(2)
-    assert structure_of(model) == before
-
-
 def test_it_keeps_no_module_alive(model):
     model.model.norm.forward = types.MethodType(lambda self, x: x, model.model.norm)
     structure, norm = structure_of(model), weakref.ref(model.model.norm)
@@ -171,23 +161,3 @@ def test_methods_of_generation(model, name, monkeypatch):
     draft.generation_config.on_unsupported = "plain"
     assert torch.equal(generate(model, draft, max_new_tokens=4), text)
     assert f"Own.{name}: drafts do not run what is not of transformers" in draft.last_speculation.reason
-
-
-def of_trl(forward):
-    """A function of TRL that holds a forward, as that of the fused head of its trainers does."""
-
-    def fused(self, *args, **kwargs):
-        return forward(*args, **kwargs)
-
-    return types.FunctionType(fused.__code__, {"__name__": "trl.trainer.utils"}, "fused", None, fused.__closure__)
-
-
-def test_a_forward_that_trl_puts_on_a_model(model):
-    """It is known if the forward that it holds is."""
-    text, draft = generate(model, max_new_tokens=4), NgramDraftModel.from_target(model)
-    draft.generation_config.on_unsupported = "error"
-    model.forward = types.MethodType(of_trl(model.forward), model)
-    assert torch.equal(generate(model, draft, max_new_tokens=4), text)
-    model.forward = types.MethodType(of_trl(users), model)
-    with pytest.raises(ValueError, match="users on LlamaForCausalLM"):
-        generate(model, draft, max_new_tokens=4)

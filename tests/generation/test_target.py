@@ -141,13 +141,3 @@ def test_positions_stay_below_the_limit():
         target.verify(DraftTree.chain(torch.tensor([[5, 6, 7, 8, 9]])), cache, limit=3)
     handle.remove()
     assert seen[0].tolist() == [[0, 1, 2, 2, 2]]
-
-
-class TestTraits:
-    def test_latent_cache(self, target):
-        assert [name for name in TINY_TARGETS if TargetView(target(name)).has_latent_cache] == ["deepseek_v3"]
-
-    def test_our_own_attention_is_left_alone(self):
-        model = tiny_target("llama", attn_implementation="hf_longspec_torch")
-        with TargetView(model).attention():
-            assert model.config._attn_implementation == "hf_longspec_torch"

@@ -20,9 +20,7 @@ from hf_longspec.generation.target_modules import (
     attention_layers,
     final_norm_of,
     keywords_forwarded,
-    last_full_layer,
     layers_dropping_keywords,
-    rotates,
     with_final_norm_input,
 )
 from tests.robustness.enumeration import build
@@ -137,33 +135,6 @@ def test_queries_and_keys_are_rotated_as_in_every_layer(made, name, monkeypatch)
         torch.testing.assert_close(parts.rotate_query(without, *rotary), with_rotation, **EQUAL)
 
 
-@pytest.mark.parametrize("name", ["cohere2", "smollm3", ("cohere2", "exaone4")], ids=str)
-def test_some_layers_do_not_rotate(made, name):
-    model = made(name)
-    assert [rotates(model.config, layer) for layer in range(model.config.num_hidden_layers)] == [True, False]
-    parts = TargetParts(model, 1)
-    states = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
-    rotary = parts.rotary(torch.arange(5)[None], states)
-    assert torch.equal(parts.rotate_query(states, *rotary), states)
-    assert not any(torch.equal(turned, states) for turned in parts.rotate(states, states, *rotary))
-
-
-@pytest.mark.parametrize(
-    ("name", "num_layers", "layer"),
-    [("llama", 2, 1), ("mistral", 2, 1), ("gemma3", 3, 1), ("gpt_oss", 4, 3), ("gemma2", 3, 1)],
-)
-def test_the_last_full_layer(target, name, num_layers, layer):
-    """In gemma3 and gemma2 a layer with a window follows it, and in mistral all layers have one."""
-    assert last_full_layer(target(name, num_hidden_layers=num_layers).config) == layer
-
-
-def test_local_and_global_layers_turn_at_their_own_speed(target):
-    model = target("gemma3")
-    positions, like = torch.arange(7)[None], torch.zeros(1)
-    local, whole = (TargetParts(model, layer).rotary(positions, like)[0] for layer in (0, 1))
-    assert not torch.allclose(local, whole)
-
-
 def test_a_target_without_rotary_embedding_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, bos_token_id=1, eos_token_id=2))
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel.* rotary"):
@@ -222,30 +193,6 @@ def test_what_is_caught_can_leave_a_graph(compiles, graphs):
     assert not target_modules._traced.caught and not target_modules._traced.wanted
 
 
-def test_a_graph_that_has_not_asked_catches_nothing(graphs):
-    """Another thread may be compiling a forward while the hook is there."""
-    model = tiny_target("llama", num_hidden_layers=1)
-    with torch.no_grad(), LayerInputs(model, True) as caught:
-        torch.compile(model, fullgraph=True, backend=graphs)(torch.ones(1, 4, dtype=torch.long), use_cache=False)
-    assert graphs.frame_count == 1
-    assert not caught._caught
-    assert not target_modules._traced.caught
-
-
-def test_the_hook_goes_when_the_forward_fails():
-    model = tiny_target("llama")
-    with pytest.raises(IndexError), LayerInputs(model, True):
-        model(torch.tensor([[10**6]]))
-    assert not final_norm_of(model)._forward_pre_hooks
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
-def test_layers_of_most_models_are_found_and_withhold_nothing(target, name):
-    model = target(name)
-    assert sorted(attention_layers(model)) == list(range(model.config.num_hidden_layers))
-    assert layers_dropping_keywords(model) == []
-
-
 @pytest.mark.parametrize("name", ["stablelm", "nemotron"])
 class TestLayersThatKeepKeywords:
     def seen(self, model, **keywords):
@@ -271,14 +218,6 @@ class TestLayersThatKeepKeywords:
             assert set(self.seen(model, tree=context)) == {context}
             assert set(self.seen(model)) == {None}  # nothing is left of the forward before
         assert hooks == {module: len(module._forward_pre_hooks) for module in model.modules()}
-
-    def test_forwards_of_another_thread_keep_theirs(self, name):
-        model, other = build(name), []
-        with keywords_forwarded(model):
-            self.seen(model, tree="mine")
-            in_threads(lambda: other.extend(self.seen(model, tree="other")))
-            assert set(self.seen(model, tree="mine")) == {"mine"}
-        assert set(other) == {"other"}
 
 
 class Bytes(nn.Linear):

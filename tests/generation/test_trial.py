@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec import PlainDraftModel
 from hf_longspec.generation.special_cases import trial
 from hf_longspec.generation.target import TargetView
-from tests.generation.tiny_models import vision_language_model
 from tests.robustness.enumeration import build
 from tests.tiny_targets import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 
@@ -47,21 +45,6 @@ class TestWindows:
         assert TargetView(model).windows == windows
         check_text(plain_run, model)
 
-    def test_that_only_the_mask_contains_in_sparse_steps(self, plain_run):
-        """SpecAttn reads these layers densely and with their window."""
-        run = plain_run(build("phimoe", sliding_window=WINDOW), (40, 23), max_new_tokens=11, eos_token_id=None)
-        draft = SpecAttnDraftModel.from_target(run.model)
-        assert torch.equal(run.again(draft), run.sequences)
-        # all layers are dense, so that the draft is the target itself
-        assert draft.last_speculation.num_accepted_draft_tokens == draft.last_speculation.num_draft_tokens > 0
-
-    def test_that_are_extreme_and_without_a_longest_text(self):
-        for length in (1, 5000):
-            assert TargetView(tiny_target("mistral", sliding_window=length)).windows == (length,) * 2
-        model = tiny_target("mistral")
-        del model.config.max_position_embeddings
-        assert TargetView(model).windows == (WINDOW,) * 2
-
     def test_left_over_in_the_config(self, plain_run):
         """transformers' cache applies it and the model does not: the text without a cache is another one."""
         model = tiny_target("llama", sliding_window=WINDOW)
@@ -82,17 +65,6 @@ def test_positions_that_nothing_depends_on(plain_run):
     check_text(plain_run, tiny_target("smollm3", no_rope_layers=[0, 0]))
 
 
-def test_more_layers_than_the_config_declares():
-    (reason, *_) = TargetView(build("whisper", num_hidden_layers=1)).why_not()
-    assert reason.startswith("its layers 1, 2, 3 cache keys, but config.num_hidden_layers is 1")
-
-
-def test_inputs_that_are_missing():
-    with_backends, with_masks = TargetView(vision_language_model("idefics")).why_not()
-    assert with_backends.startswith("a forward of two tokens failed under its attention: ValueError: Exactly 1 of")
-    assert with_masks.startswith("a forward of a few tokens failed under a mask of its own: ValueError: Exactly 1 of")
-
-
 class TestTheTrial:
     def test_it_runs_once_per_model(self, monkeypatch):
         calls, run = [], trial._run
@@ -109,14 +81,6 @@ class TestTheTrial:
         model.set_default_language("en_XX")
         assert TargetView(model).why_not() == []
 
-    def test_a_compiled_forward_is_not_compiled_for_it(self):
-        def fail(graph, inputs):
-            raise AssertionError("a graph was compiled")
-
-        model = tiny_target("llama")
-        model.forward = torch.compile(model.forward, backend=fail, fullgraph=True)
-        assert TargetView(model).why_not() == []
-
     def test_it_leaves_the_model_as_it_was(self):
         model = tiny_target("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
         before = {name: tensor.clone() for name, tensor in model.named_buffers()}
@@ -124,9 +88,3 @@ class TestTheTrial:
         TargetView(model).why_not()
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_buffers())
         assert model.config._attn_implementation == implementation and set(vars(model)) == attributes
-
-    def test_the_claimed_prefix_needs_no_memory(self):
-        cache = trial.DummyCache(LlamaConfig(num_hidden_layers=2), 1 << 40)
-        keys, _ = cache.update(torch.ones(1, 2, 2, 8), torch.ones(1, 2, 2, 8), 1)
-        assert keys.shape == (1, 2, (1 << 40) + 2, 8) and keys.untyped_storage().nbytes() == 128
-        assert cache.updated == {1} and cache.get_seq_length() == 1 << 40

@@ -14,7 +14,7 @@ from hf_longspec.generation.verification import (
     gumbel_max_sample,
     walk,
 )
-from tests.distributions import random_tree, trie
+from tests.distributions import random_tree
 
 V = 6
 
@@ -75,15 +75,6 @@ def test_walk_of_a_chain_matches_a_walk_over_dictionaries(seed, num_nodes):
         assert_is(drawn, row, *dictionary_walk(chain, choice, row))
 
 
-def test_walk_stops_at_a_depth_bound():
-    """A bound below the true depth accepts fewer of the same tokens."""
-    tree = trie([[[1, 2, 3]]], root=torch.tensor([0]), num_nodes=4)
-    short = DraftTree(tree.tokens, tree.parents, tree.valid, max_depth=2)
-    choice = torch.tensor([[1, 2, 3, 4]])
-    assert walk(tree, choice).tokens.tolist() == [[1, 2, 3, 4]]
-    assert walk(short, choice).tokens.tolist() == [[1, 2, 3]]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_race_never_draws_tokens_of_probability_zero(dtype):
     scores = torch.tensor([-torch.inf, 2.0, -torch.inf, -60.0], dtype=dtype).expand(1000, -1)
@@ -124,14 +115,6 @@ def test_a_walk_ends_where_no_token_can_be_drawn(kind, name):
     assert acceptance.num_nodes.tolist() == [2, 1, 3]
     assert acceptance.tokens.tolist() == [[1, -1, 0], [3, 0, 0], [1, 2, -1]]
     assert acceptance.next_root.tolist() == [0, 3, 0]
-
-
-def test_a_draft_without_a_distribution_is_refused_and_the_token_is_drawn_from_p():
-    scores, noise = torch.randn(200, 3, V, generator=seeded()), draw_noise(200, V, generator=seeded(1))
-    tree = DraftTree.chain(torch.zeros(200, 3, dtype=torch.long), q=torch.full((200, 3, V), torch.nan))
-    acceptance = accept_rejection(tree, scores, torch.rand(200, 2, generator=seeded(2)), noise)
-    assert (acceptance.num_nodes == 1).all()
-    assert torch.equal(acceptance.tokens[:, 0], gumbel_max_sample(scores[:, 0].softmax(-1).log(), noise))
 
 
 def chain_with_q(batch_size=4, num_nodes=4, seed=0):
@@ -179,10 +162,3 @@ def test_rejection_takes_ragged_chains():
     for row, length in enumerate(lengths):
         bonus = int(gumbel_max_sample(scores[row, length - 1], noise[row]))
         assert_is(acceptance, row, list(range(length)), [*tree.tokens[row, 1:length].tolist(), bonus])
-
-
-def test_refusals_name_the_rule():
-    tree = random_tree(0, 1, 4, V)
-    for unfit in (tree, DraftTree.chain(tree.tokens)):
-        with pytest.raises(ValueError, match="chain"):
-            accept_rejection(unfit, torch.zeros(1, 4, V), torch.zeros(1, 3), torch.ones(1, V))

@@ -138,7 +138,7 @@ ROWS = (
     ("Recurrent states are not shortened", "generation/special_cases/recurrent_states.py",
      "or not any(layer.has_previous_state[0] for layer in self.layers)", "or True",
      "tests/cli/test_serve_isolation.py"),
-    ("A file with the cache of another config is refused", "generation/special_cases/cache_files.py",
+    ("A file with the cache of another config is refused", "generation/cache.py",
      'if metadata["config"] != (wanted := fingerprint_of(config)):', 'if not (wanted := metadata["config"]):',
      "tests/generation/test_caches_as_objects.py::test_files_of_other_models_are_refused"),
     ("A grammar masks each row by its own text", "generation/special_cases/grammar.py",

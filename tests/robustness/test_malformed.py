@@ -13,6 +13,7 @@ from hf_longspec import AssistantDraftModel, MtpDraftModel
 from tests.robustness.drafts import ALL_KINDS, VARIANTS, make_draft
 from tests.tiny_targets import tiny_target
 
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Sound folders by kind."""

@@ -1,8 +1,7 @@
 """Special cases of targets and calls, a file each, and their entries in the lists of the core."""
 
-from ..cache import FILES, LAYERS
+from ..cache import LAYERS
 from ..special_case import MODES, SPECIAL_CASES
-from .cache_files import load_cache, save_cache
 from .forward_check import FirstChecks, Hooks
 from .gate import Gate
 from .grammar import Grammars
@@ -20,6 +19,5 @@ def register_special_cases() -> None:
     """Register all special cases. Repeating it changes nothing."""
     MODES[:] = RECURRENT, MASKED, HYBRID  # the last one takes all targets
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
-    FILES.update({"save": save_cache, "load": load_cache})
     cases = UserCaches, Processors, Grammars, Inputs, RotaryFrequencies, FirstChecks, Hooks, Gate, Parallel
     SPECIAL_CASES.update((each.case, each()) for each in cases if each.case not in SPECIAL_CASES)

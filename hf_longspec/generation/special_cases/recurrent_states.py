@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ...attention_backends.lengths import SeqLens, on_device
-from ..cache import CACHE_NAME, CachePart, Rows, SpeculativeLayer
+from ..cache import CACHE_NAME, Rows, SpeculativeLayer
 from ..call import Call
 from ..draft_tree import DraftTree
 from ..target_modules import plain_forward, shape_of
@@ -59,8 +59,8 @@ def has_states(config: Any) -> bool:
     return not (STATE_LAYERS | HYBRID_LAYERS).isdisjoint(getattr(config, "layer_types", None) or ())
 
 
-class RecurrentStates(CachePart):
-    """The states of all layers of a cache.
+class RecurrentStates:
+    """The states of all layers of a cache: a part of it beside keys and values.
 
     Attributes:
         nodes ([`StagedNodes`], *optional*): The nodes of the verification that is staged.
@@ -84,12 +84,14 @@ class RecurrentStates(CachePart):
             layer.part = self
 
     def stage(self, tree: DraftTree | None, lengths: SeqLens) -> None:
+        """Prepare for a forward over the nodes of a tree after committed tokens."""
         if tree is None:
             raise ValueError("nodes without a tree cannot be staged in a cache with recurrent states.")
         self._reached = None
         self.nodes = StagedNodes(tree, lengths, self.cache.rows.plain)
 
     def commit(self, path: torch.Tensor | None, counts: SeqLens) -> None:
+        """Keep the accepted nodes; see [`SpeculativeCache.commit`], which sets the lengths afterwards."""
         assert self.nodes is not None
         if self._terms:
             self._commit_together(path, counts)
@@ -116,6 +118,7 @@ class RecurrentStates(CachePart):
         return StateLayer(Rows(batch_size))
 
     def fixed(self) -> Any:
+        """Return what steps of fixed shapes read of the states; `None` if they cannot."""
         return self._fixed if self._has_places() and self._fixed.place(self.layers) else None
 
     def _has_places(self) -> bool:
@@ -144,24 +147,29 @@ class RecurrentStates(CachePart):
         self._reached = tuple(ends)
 
     def drop(self) -> None:
+        """Drop what is staged."""
         self.nodes, self._terms, self._run = None, [], None
         for layer in self.layers:
             layer.drop()
 
     def remember(self) -> None:
+        """Keep a copy for `go_back`."""
         self._reached, self._copies = None, [layer.copied() for layer in self.layers]
 
     def go_back(self) -> None:
+        """Return to the copy."""
         for layer, states in zip(self.layers, self._copies or (), strict=True):
             layer.put(dict(states))
         self._reached = None
 
     def reset(self) -> None:
+        """Forget all tokens."""
         self._reached = None
         for layer in self.layers:
             StateLayer.reset(layer)
 
     def why_not_lengths(self, lengths: SeqLens) -> str | None:
+        """Return why the rows cannot have these lengths; `None` if they can."""
         if lengths.host == self._reached or not any(layer.has_previous_state[0] for layer in self.layers):
             return None
         # forwards of plain `generate` count in the layers alone
@@ -176,10 +184,12 @@ class RecurrentStates(CachePart):
         )
 
     def can_shorten(self, lengths: Sequence[int]) -> bool:
+        """Return whether rows can be cut to these lengths."""
         is_torn = self._reached is not None and self._reached != self.cache.lengths.host
         return not is_torn and tuple(lengths) == self.cache.lengths.host
 
     def copy_from(self, other: "RecurrentStates") -> None:
+        """Copy the states of another cache of the same target."""
         source = None if other._fixed is None else other.fixed()
         if source is not None and self._has_places():
             self._fixed.copy(source, self.layers)
@@ -188,15 +198,18 @@ class RecurrentStates(CachePart):
             own.put(layer.copied())
 
     def entries(self) -> dict[str, torch.Tensor]:
+        """Return views of what is committed, see [`SpeculativeCache.entries`]."""
         states = {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(self.layers) for name in STATES}
         return {name: state for name, state in states.items() if state is not None}
 
     def hold(self, entries: dict[str, torch.Tensor]) -> None:
+        """Hold what `entries` of such a part has returned."""
         self._reached = self._copies = None
         for index, layer in enumerate(self.layers):
             layer.put({name: entries.get(f"{index}.{name}") for name in STATES})
 
     def take_row(self, row: int, other: "RecurrentStates") -> None:
+        """Replace the states of a row by those that another cache keeps of its one row."""
         for own, layer in zip(self.layers, other.layers, strict=True):
             states: dict[str, torch.Tensor | None] = {}
             for name in STATES:
@@ -211,6 +224,7 @@ class RecurrentStates(CachePart):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of what is committed."""
         return sum(layer.nbytes for layer in self.layers) if self._fixed is None else self._fixed.nbytes
 
 

@@ -1,27 +1,22 @@
 """A cache that the user passed is taken over at the start of a call, and updated at its end.
 
-Plain `generate` writes to the cache that it gets. The loop cannot, because neither a `DynamicCache` nor a `StaticCache`
-can stage a tree. The layers of a `DynamicCache` become views of the used part of the loop's own buffers instead, or
-copies of it if most of the buffers is free. The tensors of a `StaticCache` stay, and get the entries. For padded texts
-all get copies, with slots for the padding: the loop drops it, and plain `generate` keeps a column for it in the cache
-and in its windows.
+Plain `generate` writes to the cache that it gets. The loop cannot, because a `DynamicCache` cannot stage a tree. Its
+layers become views of the used part of the loop's own buffers instead, or copies of it if most of the buffers is free.
+For padded texts they get copies, with slots for the padding: the loop drops it, and plain `generate` keeps a column for
+it in the cache and in its windows.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, StaticCache
+from transformers import DynamicCache
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
     LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
 )
 from transformers.utils import logging
 
@@ -36,8 +31,7 @@ try:
 except ImportError:  # before transformers 5.23
     DynamicIndexedLayer = DynamicLayer
 
-# Layers of a DynamicCache or a StaticCache that can be taken over. Those with indexers choose among as many keys as a
-# static layer has slots.
+# Layers of a DynamicCache that can be taken over.
 KNOWN_LAYERS = {
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -45,10 +39,6 @@ KNOWN_LAYERS = {
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
 }
 
 
@@ -72,8 +62,8 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
 
     Args:
         cache (*optional*): Argument `past_key_values` of the call.
-        implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as the loop
-            uses buffers of a fixed size anyway.
+        implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as `generate`
+            makes them empty and the loop uses buffers of a fixed size anyway.
     """
     if implementation == "quantized" or (implementation or "").startswith("offloaded"):
         return (
@@ -104,7 +94,7 @@ def take_over(
 ) -> None:
     """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
 
-    This frees the original, unless it is static. A layer with a sliding window holds its last tokens only. The slots
+    This frees the original. A layer with a sliding window holds its last tokens only. The slots
     before them stay zero, as no later token attends to them.
 
     With padding, the entries of the tokens are copied side by side, and the original stays as it is.
@@ -119,13 +109,11 @@ def take_over(
             buffer.adopt(layer, past_lengths, padding)
         if _holds(layer):
             buffer.lazy_initialization(layer.keys, layer.values)
-            count = min(stored, layer.keys.shape[2])  # a static layer has free slots
-            first = stored - count
+            first = stored - layer.keys.shape[2]
             if padding is None:
-                buffer.keys[:, :, first:stored] = layer.keys[:, :, :count]
-                buffer.values[:, :, first:stored] = layer.values[:, :, :count]
-                if not isinstance(layer, StaticLayer):
-                    _point(layer, buffer.keys, buffer.values, stored)
+                buffer.keys[:, :, first:stored] = layer.keys
+                buffer.values[:, :, first:stored] = layer.values
+                _point(layer, buffer.keys, buffer.values, stored)
             else:  # what a window has dropped is filled with any entry, as no later token attends to it
                 buffer.keys[:, :, :longest] = shifted(layer.keys, padding - first, 0, longest)
                 buffer.values[:, :, :longest] = shifted(layer.values, padding - first, 0, longest)
@@ -160,29 +148,20 @@ def _point(
 ) -> None:
     """Set keys and values of a layer to what it keeps of the first `length` columns: views, unless there is padding."""
     first = 0
-    if isinstance(layer, StaticLayer):
-        first = max(0, length - layer.max_cache_len)
-    elif isinstance(layer, DynamicSlidingWindowLayer):
+    if isinstance(layer, DynamicSlidingWindowLayer):
         first = max(0, length - layer.sliding_window + 1)
         layer.cumulative_length = length
     if padding is None:
         keys, values = keys[:, :, first:length], values[:, :, first:length]
     else:
         keys, values = (shifted(states, -padding, first, length) for states in (keys, values))
-    if isinstance(layer, StaticLayer):  # its tensors stay, as graphs read them
-        layer.keys[:, :, : length - first] = keys
-        layer.values[:, :, : length - first] = values
-        layer.cumulative_length.fill_(length)
-        if isinstance(layer, StaticSlidingWindowLayer):
-            layer.cumulative_length_int = length
-    else:
-        layer.keys, layer.values = keys, values
+    layer.keys, layer.values = keys, values
 
 
 def _why_not(cache: Any) -> str | None:
     """Return why the layers of this cache cannot be read and written; `None` if they can."""
-    if type(cache) not in (DynamicCache, StaticCache):
-        return "only DynamicCache, StaticCache and SpeculativeCache work with a draft"
+    if type(cache) is not DynamicCache:
+        return "only DynamicCache and SpeculativeCache work with a draft"
     if cache.offloading:
         return "offloading=True moves keys and values away from the device of the model, where the loop needs them"
     kinds = {type(layer) for layer in cache.layers if not _is_dummy(layer)}
@@ -191,42 +170,15 @@ def _why_not(cache: Any) -> str | None:
     return None
 
 
-def why_too_short(cache: Any, call: Call) -> str | None:
-    """Return why a static cache has no room for the text of a call, but for its last token; `None` if it has.
-
-    A layer with as many slots as a window has room.
-    """
-    if not isinstance(cache, StaticCache) or user_cache_of(cache) is None:
-        return None
-    sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
-    if all(size >= call.max_length - 1 or size in call.target.windows for size in sizes):
-        return None
-    return (
-        f"{CACHE_NAME} is a StaticCache of {max(sizes)} slots, and the text may have {call.max_length} tokens. Make it "
-        f"with max_cache_len={call.max_length - 1} or more."
-    )
-
-
-def _new(cache: Any, config: PreTrainedConfig) -> Any:
-    """Return an empty cache of the class of a user's cache, for this config."""
-    options = {"max_cache_len": 1} if isinstance(cache, StaticCache) else {}
-    return type(cache)(config=config, **options)
-
-
 def _refuse_other_layers(cache: Any, expected: Any) -> None:
     """Refuse a cache whose layers are not of the kinds that one for the target has."""
-    if _kinds(cache) != _kinds(expected):
+    if list(map(type, cache.layers)) != list(map(type, expected.layers)):
         arguments = "config, batch_size, max_length" if is_own(cache) else "config=config"
         raise ValueError(
             f"{CACHE_NAME} is a {type(cache).__name__} whose layers are not those of this model, which has recurrent "
             f"layers. Make it with {type(cache).__name__}({arguments}) and the config of this model, or leave the "
             "argument out."
         )
-
-
-def _kinds(cache: Any) -> list[str]:
-    """Return the kinds of the layers, by their names, as the classes of another copy of the package are others."""
-    return [type(layer).__name__ for layer in cache.layers]
 
 
 def _is_dummy(layer: Any) -> bool:
@@ -239,12 +191,12 @@ def _holds(layer: Any) -> bool:
 
 
 def _stored(cache: Any) -> int:
-    """Return the length, which is a tensor in a `StaticCache`."""
+    """Return the length, which is a tensor in some caches."""
     return int(cache.get_seq_length())
 
 
 class OwnCache(CallCache):
-    """A [`SpeculativeCache`] of the user, of this or another copy of the package."""
+    """A [`SpeculativeCache`] of the user."""
 
     is_users = True
 
@@ -260,7 +212,7 @@ class OwnCache(CallCache):
         if not (is_ours := is_own(cache)) and _why_not(cache):
             return
         if call.target.has_states:
-            _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else _new(cache, config))
+            _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else DynamicCache(config=config))
         stored = _stored(cache)
         rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
         if rows not in (None, len(tokens)):
@@ -270,7 +222,7 @@ class OwnCache(CallCache):
             )
         mask = torch.ones_like(tokens) if call.mask is None else call.mask
         past_lengths = self.past_lengths(mask)
-        padding = getattr(cache.rows, "padding", None) if is_ours else None  # an older copy has no such field
+        padding = cache.rows.padding if is_ours else None
         before = [0] * len(tokens) if padding is None else padding.tolist()
         if is_ours and stored and before != _padding_before(past_lengths, mask):
             raise ValueError(
@@ -300,7 +252,7 @@ class OwnCache(CallCache):
 
 
 class UserCache(OwnCache):
-    """A `DynamicCache` or `StaticCache` of the user, which is adopted at the start, and updated at the end."""
+    """A `DynamicCache` of the user, which is adopted at the start, and updated at the end."""
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
         cache = CallCache.open(self, call, nodes, None)
@@ -312,7 +264,7 @@ class UserCache(OwnCache):
         if session.target.has_states and not (is_kept and _ends_in_one_column(session)):
             logger.info("%s is as before the call, as states of rows of different lengths do not fit it.", CACHE_NAME)
         else:
-            if padding is None and not isinstance(self.cache, StaticCache):  # others get copies
+            if padding is None:  # others get copies
                 pack_if_mostly_free(session.cache)
             bring_up_to_date(self.cache, session.cache, padding)
 
@@ -344,7 +296,7 @@ class UserCaches(SpecialCase):
 
     def why_not(self, call: Call) -> Iterator[str]:
         cache = call.model_kwargs[CACHE_NAME]
-        if reason := why_not_stored(cache, call.config.cache_implementation) or why_too_short(cache, call):
+        if reason := why_not_stored(cache, call.config.cache_implementation):
             yield reason
         if call.columns_apart and call.inputs:
             yield (
