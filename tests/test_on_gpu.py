@@ -9,10 +9,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from torch.utils._pytree import tree_map_only
+from transformers import StaticCache
 from transformers.utils import is_flash_linear_attention_available
 
 from benchmarks.gpu_iterations import counted_graphs
 from hf_longspec import Batcher, GrammarDraftModel, NgramDraftModel, PlainDraftModel, PrefixCache, StructuredOutput
+from hf_longspec.generation.cache import CACHE_NAME
 from hf_longspec.generation.special_cases import masked
 from hf_longspec.generation.target import TargetView
 from tests.generation import test_captured_states as states
@@ -195,6 +197,8 @@ def test_texts_with_caches_as_objects(gpu, name):
     ids, mask = gpu.place(tiny_prompts(24, (21,)))
     draft = NgramDraftModel.from_target(model)
     expected = generate(model, None, ids, mask, False)
+    static = StaticCache(config=model.config, max_cache_len=64)
+    assert generate(model, draft, ids, mask, False, **{CACHE_NAME: static}).tolist() == expected.tolist()
     prefixes = PrefixCache(model, 2**24)
     how = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
     for _ in range(2):

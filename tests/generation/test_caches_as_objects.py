@@ -1,4 +1,4 @@
-"""A cache that a call with a draft returns is used as a `DynamicCache` is; new tokens alone are taken."""
+"""A cache that a call with a draft returns is used as a `DynamicCache` is; a `StaticCache` and new tokens are taken."""
 
 import copy
 import io
@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.cache import CACHE_NAME
@@ -158,11 +158,12 @@ def test_files_of_other_models_are_refused(made, tmp_path):
 
 CACHES = {
     "dynamic": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=60),
     "own": lambda model: SpeculativeCache(model.config, 3, 40),
 }
 
 
-@pytest.mark.parametrize(("name", "cache"), [*zip(KINDS, ("own", "dynamic", "dynamic", "own"), strict=True)])
+@pytest.mark.parametrize(("name", "cache"), [*zip(KINDS, ("own", "static", "dynamic", "own"), strict=True)])
 def test_new_tokens_alone(made, name, cache):
     """Beside a filled cache, with the mask of the whole text; also scores, stream and processors are those of stock."""
     model, document, questions = made(name), prompts(17)[0].expand(3, -1), prompts(5, 5, 5, seed=3)[0]
@@ -231,3 +232,55 @@ def test_new_tokens_with_positions(made, name):
         options = {CACHE_NAME: options[CACHE_NAME], "assistant_model": draft, "max_new_tokens": NEW, "pad_token_id": 0}
         with pytest.raises(ValueError, match=r"holds 17 tokens, and input_ids has 5\. .* attention_mask of the whole"):
             model.generate(question[:1], **options, **more)
+
+
+@pytest.mark.parametrize("name", few([*KINDS, "llama4_text"], 3))
+@pytest.mark.parametrize("lengths", [(21,), (14, 21)], ids=str)
+def test_a_static_cache_is_filled(made, name, lengths):
+    """Over two turns, past the windows: entries of stock, in the tensors that it had; stock goes on with it."""
+    if name == "llama4_text" and CACHE_NAME == "past_key_values":
+        pytest.skip("before transformers 5.24, Llama 4 makes no masks for a StaticCache")
+    model = made(name)
+    text, mask = prompts(*lengths)
+    stock, own = (StaticCache(config=model.config, max_cache_len=64) for _ in range(2))
+    places = set()
+    for turn in range(2):
+        expected = generated(model, text, mask, **{CACHE_NAME: stock})
+        draft = drafted(model, expected, text.shape[1])
+        assert generated(model, text, mask, draft, **{CACHE_NAME: own}).tolist() == expected.tolist()
+        assert draft.last_speculation.num_accepted_draft_tokens > 0
+        assert int(own.get_seq_length()) == int(stock.get_seq_length())
+        layers = [layer for layer in own.layers if getattr(layer, "keys", None) is not None]
+        places.add(tuple(layer.keys.data_ptr() for layer in layers))
+        if mask.all():
+            check_entries(model, own, stock)
+        text = torch.cat([expected, prompts(*[4] * len(lengths), seed=turn + 2)[0]], 1)
+        mask = torch.cat([mask, torch.ones(len(mask), text.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
+    assert len(places) == 1
+    texts = [generated(model, text, mask, **{CACHE_NAME: cache}).tolist() for cache in (stock, own)]
+    assert texts[0] == texts[1]
+
+
+def check_entries(model, own, stock):
+    for layer, other in zip(own.layers, stock.layers, strict=True):
+        for name in ("keys", "values"):
+            if (entries := getattr(other, name, None)) is not None:
+                torch.testing.assert_close(
+                    getattr(layer, name), entries, **rounding(entries, model.config.num_hidden_layers)
+                )
+        for name in ("conv_states", "recurrent_states"):
+            if (states := getattr(other, name, {0: None})[0]) is not None:
+                gap = 1e-4 * states.abs().max().item()  # of float32 sums in another order, over 50 tokens
+                torch.testing.assert_close(getattr(layer, name)[0], states, rtol=0, atol=gap)
+
+
+def test_a_static_cache_with_indexers_is_not_taken(made):
+    """They choose among as many keys as it has slots: the text of stock is another one, too."""
+    model, tokens = made("deepseek_v32"), prompts(14)[0]
+    caches = [StaticCache(config=model.config, max_cache_len=64) for _ in range(2)]
+    draft = NgramDraftModel.from_target(model)
+    texts = [
+        generated(model, tokens, draft=one, **{CACHE_NAME: cache})
+        for one, cache in zip((None, draft), caches, strict=True)
+    ]
+    assert torch.equal(*texts) and "layers of the kind StaticIndexedLayer" in draft.last_speculation.reason

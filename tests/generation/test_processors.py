@@ -231,13 +231,3 @@ def test_processors_that_generate_makes_are_known(target):
 
     target("llama").generate(torch.ones(1, 5, dtype=torch.long), custom_generate=keep, max_new_tokens=8, **options)
     assert len(made) > 20 and [type(one).__name__ for one in made if not is_known(one)] == []
-
-
-def test_a_declaration_is_proposed(target, caplog):
-    model, logger = target("llama"), logging.getLogger("hf_longspec.generation.special_cases.processors")
-    with caplog.at_level(logging.INFO, logger.name):
-        logger.addHandler(caplog.handler)
-        generate(model, NgramDraftModel.from_target(model), logits_processor=[Budget(), Last()])
-        logger.removeHandler(caplog.handler)
-    (message,) = {record.getMessage() for record in caplog.records if record.name == logger.name}
-    assert message.startswith("Budget: called as by generate()") and "stateless = True" in message

@@ -124,14 +124,14 @@ def offloaded(model):
 
 
 CACHES = {
-    "other": (lambda model: OtherCache(), "a OtherCache; only DynamicCache and"),
+    "other": (lambda model: OtherCache(), "a OtherCache; only DynamicCache, StaticCache and"),
     "other-filled": (
         lambda model: filled(model, OtherCache(), 4),
         "a OtherCache; only DynamicCache.*Pass a DynamicCache",
     ),
-    "static": (
-        lambda model: StaticCache(config=model.config, max_cache_len=32),
-        "a StaticCache; only DynamicCache and",
+    "static-short": (
+        lambda model: StaticCache(config=model.config, max_cache_len=14),
+        "a StaticCache of 14 slots, and the text may have 16 tokens. Make it with max_cache_len=15 or more",
     ),
     "quantized": (quantized, "QuantizedCache"),
     "offloaded": (offloaded, "offloading=True"),
@@ -145,8 +145,8 @@ def test_caches(target, name):
     model = target("llama")
     input_ids, mask = tiny_prompts(128, (9,))
     call = {"input_ids": input_ids, "attention_mask": mask, CACHE_NAME: make(model)}
-    error = (AssertionError, AttributeError, RuntimeError) if name == "offloaded" else None
-    check_unsupported(lambda: model, reason, call, stock_error=error)
+    errors = {"offloaded": (AssertionError, AttributeError, RuntimeError), "static-short": IndexError}
+    check_unsupported(lambda: model, reason, call, stock_error=errors.get(name))
     if name == "other-filled":
         check_plain(lambda: model, reason, call, PlainDraftModel, "custom_generate", do_sample=True)
         check_plain(lambda: model, reason, call, PlainDraftModel, do_sample=True, return_dict_in_generate=False)

@@ -1,22 +1,27 @@
 """A cache that the user passed is taken over at the start of a call, and updated at its end.
 
-Plain `generate` writes to the cache that it gets. The loop cannot, because a `DynamicCache` cannot stage a tree. Its
-layers become views of the used part of the loop's own buffers instead, or copies of it if most of the buffers is free.
-For padded texts they get copies, with slots for the padding: the loop drops it, and plain `generate` keeps a column for
-it in the cache and in its windows.
+Plain `generate` writes to the cache that it gets. The loop cannot, because neither a `DynamicCache` nor a `StaticCache`
+can stage a tree. The layers of a `DynamicCache` become views of the used part of the loop's own buffers instead, or
+copies of it if most of the buffers is free. The tensors of a `StaticCache` stay, and get the entries. For padded texts
+all get copies, with slots for the padding: the loop drops it, and plain `generate` keeps a column for it in the cache
+and in its windows.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
     LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
 from transformers.utils import logging
 
@@ -31,7 +36,8 @@ try:
 except ImportError:  # before transformers 5.23
     DynamicIndexedLayer = DynamicLayer
 
-# Layers of a DynamicCache that can be taken over.
+# Layers of a DynamicCache or a StaticCache that can be taken over. Those with indexers choose among as many keys as a
+# static layer has slots.
 KNOWN_LAYERS = {
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -39,6 +45,10 @@ KNOWN_LAYERS = {
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
 }
 
 
@@ -62,8 +72,8 @@ def why_not_stored(cache: Any, implementation: str | None) -> str | None:
 
     Args:
         cache (*optional*): Argument `past_key_values` of the call.
-        implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as `generate`
-            makes them empty and the loop uses buffers of a fixed size anyway.
+        implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as the loop
+            uses buffers of a fixed size anyway.
     """
     if implementation == "quantized" or (implementation or "").startswith("offloaded"):
         return (
@@ -94,7 +104,7 @@ def take_over(
 ) -> None:
     """Copy the entries of the user's cache to the loop's `buffers`, layer by layer, and point its layers to the copy.
 
-    This frees the original. A layer with a sliding window holds its last tokens only. The slots
+    This frees the original, unless it is static. A layer with a sliding window holds its last tokens only. The slots
     before them stay zero, as no later token attends to them.
 
     With padding, the entries of the tokens are copied side by side, and the original stays as it is.
@@ -109,11 +119,13 @@ def take_over(
             buffer.adopt(layer, past_lengths, padding)
         if _holds(layer):
             buffer.lazy_initialization(layer.keys, layer.values)
-            first = stored - layer.keys.shape[2]
+            count = min(stored, layer.keys.shape[2])  # a static layer has free slots
+            first = stored - count
             if padding is None:
-                buffer.keys[:, :, first:stored] = layer.keys
-                buffer.values[:, :, first:stored] = layer.values
-                _point(layer, buffer.keys, buffer.values, stored)
+                buffer.keys[:, :, first:stored] = layer.keys[:, :, :count]
+                buffer.values[:, :, first:stored] = layer.values[:, :, :count]
+                if not isinstance(layer, StaticLayer):
+                    _point(layer, buffer.keys, buffer.values, stored)
             else:  # what a window has dropped is filled with any entry, as no later token attends to it
                 buffer.keys[:, :, :longest] = shifted(layer.keys, padding - first, 0, longest)
                 buffer.values[:, :, :longest] = shifted(layer.values, padding - first, 0, longest)
@@ -148,26 +160,57 @@ def _point(
 ) -> None:
     """Set keys and values of a layer to what it keeps of the first `length` columns: views, unless there is padding."""
     first = 0
-    if isinstance(layer, DynamicSlidingWindowLayer):
+    if isinstance(layer, StaticLayer):
+        first = max(0, length - layer.max_cache_len)
+    elif isinstance(layer, DynamicSlidingWindowLayer):
         first = max(0, length - layer.sliding_window + 1)
         layer.cumulative_length = length
     if padding is None:
         keys, values = keys[:, :, first:length], values[:, :, first:length]
     else:
         keys, values = (shifted(states, -padding, first, length) for states in (keys, values))
-    layer.keys, layer.values = keys, values
+    if isinstance(layer, StaticLayer):  # its tensors stay, as graphs read them
+        layer.keys[:, :, : length - first] = keys
+        layer.values[:, :, : length - first] = values
+        layer.cumulative_length.fill_(length)
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int = length
+    else:
+        layer.keys, layer.values = keys, values
 
 
 def _why_not(cache: Any) -> str | None:
     """Return why the layers of this cache cannot be read and written; `None` if they can."""
-    if type(cache) is not DynamicCache:
-        return "only DynamicCache and SpeculativeCache work with a draft"
+    if type(cache) not in (DynamicCache, StaticCache):
+        return "only DynamicCache, StaticCache and SpeculativeCache work with a draft"
     if cache.offloading:
         return "offloading=True moves keys and values away from the device of the model, where the loop needs them"
     kinds = {type(layer) for layer in cache.layers if not _is_dummy(layer)}
     if other := kinds - KNOWN_LAYERS:
         return f"layers of the kind {', '.join(sorted(kind.__name__ for kind in other))} are not supported with a draft"
     return None
+
+
+def why_too_short(cache: Any, call: Call) -> str | None:
+    """Return why a static cache has no room for the text of a call, but for its last token; `None` if it has.
+
+    A layer with as many slots as a window has room.
+    """
+    if not isinstance(cache, StaticCache) or user_cache_of(cache) is None:
+        return None
+    sizes = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    if all(size >= call.max_length - 1 or size in call.target.windows for size in sizes):
+        return None
+    return (
+        f"{CACHE_NAME} is a StaticCache of {max(sizes)} slots, and the text may have {call.max_length} tokens. Make it "
+        f"with max_cache_len={call.max_length - 1} or more."
+    )
+
+
+def _new(cache: Any, config: PreTrainedConfig) -> Any:
+    """Return an empty cache of the class of a user's cache, for this config."""
+    options = {"max_cache_len": 1} if isinstance(cache, StaticCache) else {}
+    return type(cache)(config=config, **options)
 
 
 def _refuse_other_layers(cache: Any, expected: Any) -> None:
@@ -191,7 +234,7 @@ def _holds(layer: Any) -> bool:
 
 
 def _stored(cache: Any) -> int:
-    """Return the length, which is a tensor in some caches."""
+    """Return the length, which is a tensor in a `StaticCache`."""
     return int(cache.get_seq_length())
 
 
@@ -212,7 +255,7 @@ class OwnCache(CallCache):
         if not (is_ours := is_own(cache)) and _why_not(cache):
             return
         if call.target.has_states:
-            _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else DynamicCache(config=config))
+            _refuse_other_layers(cache, SpeculativeCache(config, 1, 1) if is_ours else _new(cache, config))
         stored = _stored(cache)
         rows = cache.batch_size if is_ours else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
         if rows not in (None, len(tokens)):
@@ -252,7 +295,7 @@ class OwnCache(CallCache):
 
 
 class UserCache(OwnCache):
-    """A `DynamicCache` of the user, which is adopted at the start, and updated at the end."""
+    """A `DynamicCache` or `StaticCache` of the user, which is adopted at the start, and updated at the end."""
 
     def open(self, call: Call, nodes: int, earlier: SpeculativeCache | None) -> SpeculativeCache:
         cache = CallCache.open(self, call, nodes, None)
@@ -264,7 +307,7 @@ class UserCache(OwnCache):
         if session.target.has_states and not (is_kept and _ends_in_one_column(session)):
             logger.info("%s is as before the call, as states of rows of different lengths do not fit it.", CACHE_NAME)
         else:
-            if padding is None:  # others get copies
+            if padding is None and not isinstance(self.cache, StaticCache):  # others get copies
                 pack_if_mostly_free(session.cache)
             bring_up_to_date(self.cache, session.cache, padding)
 
@@ -296,7 +339,7 @@ class UserCaches(SpecialCase):
 
     def why_not(self, call: Call) -> Iterator[str]:
         cache = call.model_kwargs[CACHE_NAME]
-        if reason := why_not_stored(cache, call.config.cache_implementation):
+        if reason := why_not_stored(cache, call.config.cache_implementation) or why_too_short(cache, call):
             yield reason
         if call.columns_apart and call.inputs:
             yield (
