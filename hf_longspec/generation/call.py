@@ -149,7 +149,7 @@ class Call:
                 f"input_ids has shape {tuple(self.input_ids.shape)}, expected at least one token, which plain generate "
                 "needs, too. Pass the whole text, or leave its last token out of the cache."
             )
-        if (reason := why_not_begun(self.config, self.model_kwargs)) is not None:
+        if (reason := why_not_begun(self.tokens, self.config, self.model_kwargs)) is not None:
             return reason
         self._refuse_mask()
         if (rows := self._rows_with_gaps()) and (cause := self._counts_columns()) is not None:
@@ -386,7 +386,7 @@ def _why_not_fixed(target: TargetView, mode: str) -> str | None:
     return target.mode.why_not_fixed(type(target.model).__name__) if mode == "compile" else None
 
 
-def why_not_begun(config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+def why_not_begun(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
     """Return why the loop has no prompts or results as these arguments ask for, and what to do; `None` if it has."""
     if model_kwargs.get("inputs_embeds") is not None:
         return "inputs_embeds is not supported with a draft. Pass input_ids."
@@ -395,7 +395,13 @@ def why_not_begun(config: GenerationConfig, model_kwargs: dict[str, Any]) -> str
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name) and config.return_dict_in_generate:
             return f"{name}=True is not supported with a draft. Run the model once on out.sequences to get them."
-    mask = model_kwargs.get("attention_mask")
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    widths = {one.shape[-1] for one in (mask, positions) if one is not None}
+    if config.token_healing and widths - {input_ids.shape[1]}:
+        return (
+            "token_healing=True has changed the length of the prompts, and plain generate keeps the mask and the "
+            "positions of those before. Call model.heal_tokens first, and pass its tokens with a mask of their own."
+        )
     empty = [] if mask is None else (mask == 0).all(-1).nonzero().flatten().tolist()
     if empty:
         return (

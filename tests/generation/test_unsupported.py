@@ -218,19 +218,19 @@ def test_inputs_that_no_forward_gets(name, inputs, lengths):
 
 @pytest.mark.parametrize("lengths", [(6,), (6, 4)])
 def test_healed_prompts_of_another_length(lengths):
-    """Plain `generate` keeps the mask and the positions of the prompts before, which do not fit the healed ones."""
+    """Plain `generate` keeps the mask and the positions of the prompts before; in the same length the draft is used."""
     tokenizer = byte_tokenizer(texts=["hello there, the other world"] * 20)
     tokenizer.bos_token, tokenizer.padding_side = "<bos>", "left"
     model = tiny_target("llama", vocab_size=len(tokenizer))
+    reason = "token_healing=True has changed the length of the prompts.*Call model.heal_tokens first"
     for spaces in (0, 2):
         texts = ["hello th" + " " * spaces, "the o"][: len(lengths)]
         call = {**tokenizer(texts, return_tensors="pt", padding=True), "token_healing": True, "tokenizer": tokenizer}
         call.pop("token_type_ids", None)
-        draft = NgramDraftModel.from_target(model)
         if spaces:
-            with pytest.raises(ValueError, match=r"attention_mask has shape|position_ids of shape"):
-                run(model, call, draft, do_sample=False)
+            check_unsupported(lambda: model, reason, call)
         else:
+            draft = NgramDraftModel.from_target(model)
             drafted, plain = (run(model, call, one, do_sample=False)[0] for one in (draft, None))
             assert torch.equal(drafted.sequences, plain.sequences) and draft.last_speculation.reason is None
 
