@@ -17,7 +17,7 @@ import torch
 from benchmarks import harness
 from hf_longspec import Batcher
 from hf_longspec.cli.measuring import TokenClock
-from hf_longspec.cli.prompts import left_padded
+from hf_longspec.cli.texts import left_padded
 from hf_longspec.modeling.register_draft import DRAFTS
 
 PROMPT, OUTPUT = (16, 384), (16, 512)

@@ -41,7 +41,7 @@ from benchmarks.gpu_iterations import (
 from benchmarks.gpu_run import GpuRun, gpu_facts
 from benchmarks.gpu_targets import hybrid, pair
 from benchmarks.harness import integers, names
-from hf_longspec.cli.machine import versions
+from hf_longspec.cli.env import versions
 from hf_longspec.cli.measuring import significant
 
 BACKENDS = ["hf_longspec_triton", "hf_longspec_torch", "hf_longspec_fa"]

@@ -19,8 +19,8 @@ from benchmarks.harness import Run, Skip
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from benchmarks.roofline import Machine, Roofline, TargetShape, shape_from_config
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, select
+from hf_longspec.cli.env import versions
 from hf_longspec.cli.files import Record, of_kind, read_records
-from hf_longspec.cli.machine import versions
 from hf_longspec.cli.measuring import significant, summarize
 from hf_longspec.generation.cache import SpeculativeCache
 

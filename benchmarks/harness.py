@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from benchmarks.decoder import PrefilledPrompts, prefill
 from benchmarks.runner import Run
+from hf_longspec.cli import BUILTIN
 from hf_longspec.cli.measuring import endless, rotated, summarize
-from hf_longspec.cli.prompts import cut_windows, encode
-from hf_longspec.cli.texts import BUILTIN, read_source
+from hf_longspec.cli.texts import cut_windows, encode, read_source
 from hf_longspec.modeling.register_draft import preset_of, weightless_drafts
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -31,7 +31,7 @@ from hf_longspec import (
     LongSpecDraftModel,
     TokenSwiftDraftModel,
 )
-from hf_longspec.cli.machine import git_commit, native_bfloat16
+from hf_longspec.cli.env import git_commit, native_bfloat16
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 from hf_longspec.training.arguments import NOISE_DISTRIBUTIONS
 

@@ -19,7 +19,7 @@ from token_streams import add_streams, cut_rows, load_streams
 from train_tiny_target import END_ID, PAD_ID, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Trainer, TrainingArguments
 
-from hf_longspec.cli.machine import native_bfloat16
+from hf_longspec.cli.env import native_bfloat16
 
 MAX_LENGTH = 8192
 

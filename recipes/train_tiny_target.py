@@ -36,7 +36,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hf_longspec.cli.machine import native_bfloat16
+from hf_longspec.cli.env import native_bfloat16
 
 # Packages and modules of the standard library that are kept for evaluation, the demo and the benchmarks.
 HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal", "mailbox")

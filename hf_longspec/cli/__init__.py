@@ -7,6 +7,8 @@ class CommandError(Exception):
 
 # Facts for the model card of a draft, beside its weights.
 CARD_FACTS = "card.json"
+# The standard library of this Python as `--data`.
+BUILTIN = "builtin"
 # Before the message of a `ValueError` that a validator raised.
 PYDANTIC = "Value error, "
 

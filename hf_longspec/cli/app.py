@@ -17,9 +17,8 @@ from typing import Annotated, Any
 try:
     import typer
 
-    from . import PYDANTIC, options
+    from . import BUILTIN, PYDANTIC, options
     from .options import INPUT_ERROR, INTERRUPTED, flag, number, output, text
-    from .texts import BUILTIN
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("typer", "rich"):

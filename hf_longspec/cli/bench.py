@@ -18,8 +18,8 @@ from hf_longspec import __version__
 from ..auditing import EXACT, NEAR_TIE
 from ..cli import CommandError, models, one_line, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
-from .files import Record, replace_file
-from .machine import environment
+from .env import environment
+from .files import Record, claim, replace_file
 from .measuring import (
     FAILED,
     HF,
@@ -39,9 +39,7 @@ from .measuring import (
 )
 from .models import Progress, noticing_others
 from .options import name_of
-from .outputs import claim
-from .prompts import around_a_message, cut_windows, encode
-from .texts import MAX_DOCUMENTS, Document, read_source
+from .texts import MAX_DOCUMENTS, Document, around_a_message, cut_windows, encode, read_source
 
 # The first call of a method is slow, on a GPU for each length of a prompt.
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8

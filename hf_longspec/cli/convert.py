@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from ..cli import options
 from ..modeling.register_draft import convert
-from .outputs import claim
+from .files import claim
 
 
 def run(args: SimpleNamespace) -> None:

@@ -14,13 +14,13 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from ..auditing import NEAR_TIE
-from ..cli import CommandError, models, options
+from ..cli import BUILTIN, CommandError, models, options
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..streaming import FileStreamer
 from .bench import load_drafts
 from .measuring import FAILED, IDENTICAL, REFERENCE, HfMethod, Measurement, judge, run_call
 from .models import PromptProgress
-from .texts import BUILTIN, read_source
+from .texts import read_source
 
 GENERATE, NO_DRAFT = "generate", "no draft"
 WARM_UP_PROMPT, WARM_UP_TOKENS, SHORTEST_PROMPT = 64, 8, 32

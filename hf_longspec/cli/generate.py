@@ -20,10 +20,9 @@ from ..cli import CommandError, options
 from ..generation.sequences import SpeculationStats
 from ..generation.special_cases.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
-from .files import replace_file
+from .files import claim, replace_file
 from .measuring import TokenClock
 from .models import LoadedModels, PromptProgress, load_models, say
-from .outputs import claim
 from .rows import continue_rows
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps

@@ -16,8 +16,8 @@ from ..hub import Card, push, write_repository
 from ..hub.code import PACKAGE, STUB
 from ..hub.repository import engine_of, write_engine
 from .acceptance import acceptance_section, records_of_draft
+from .files import claim
 from .models import loading, quiet
-from .outputs import claim
 
 # Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
 NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]

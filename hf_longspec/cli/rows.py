@@ -21,11 +21,9 @@ from transformers import set_seed
 from ..auto import AutoDraft
 from ..batching import Batcher, Request
 from ..cli import CommandError, one_line, options
-from .files import Record, replace_file
+from .files import Record, claim, replace_file
 from .models import LoadedModels, Progress, dtype_of, find_device, load_models, say
-from .outputs import claim
-from .prompts import around_a_message
-from .texts import prompts_of
+from .texts import around_a_message, prompts_of
 
 # A line of the output begins so. The last one may be cut off.
 BEGINNING = '{"row": '

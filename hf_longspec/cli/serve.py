@@ -11,8 +11,7 @@ try:
     import uvicorn
     from transformers.cli.serving.model_manager import ModelManager
 
-    from .serving.answers import BatchDecoder, Decoder
-    from .serving.metrics import Metrics
+    from .serving.answers import BatchDecoder, Decoder, Metrics
     from .serving.routes import MIB, Limits, Routes
 except ModuleNotFoundError as error:
     remedy = "pip install -U 'transformers[serving]' 'starlette>=1.6' prometheus-client"

@@ -29,10 +29,9 @@ from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
 from ..training.data import DocumentEncoder, most_frequent
 from ..training.methods import trained_drafts
 from ..training.trainer import last_complete_checkpoint
-from .files import replace_file
-from .machine import command, git_commit, without_folders
+from .env import command, git_commit, without_folders
+from .files import claim, replace_file
 from .models import check_draft, load_config, load_tokenizer, loading
-from .outputs import claim
 from .recipe import Recipe, recipe_of
 
 

@@ -21,11 +21,10 @@ from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS, weightless_drafts
 from ..modeling.settings import most_nodes
-from .files import replace_file
+from .files import claim, replace_file
 from .measuring import Measurement, changed, endless, rotated, run_call, sampling
 from .models import LoadedModels, Progress, PromptProgress, load_models, noticing_others, say
-from .outputs import claim
-from .prompts import cut_windows
+from .texts import cut_windows
 
 Settings = dict[str, Any]
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_longspec.cli.machine import command, environment, git_commit
+from hf_longspec.cli.env import command, environment, git_commit
 
 
 def test_environment_is_complete_and_fit_for_json():

@@ -10,8 +10,7 @@ from datasets import Dataset
 
 from hf_longspec.cli import CommandError
 from hf_longspec.cli.bench import prompts_of
-from hf_longspec.cli.prompts import window_starts
-from hf_longspec.cli.texts import HELD_OUT, Document, read_source
+from hf_longspec.cli.texts import HELD_OUT, Document, read_source, window_starts
 
 
 def test_lines_are_read_by_column_also_with_separators_inside(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from hf_longspec.cli.machine import git_commit
+from hf_longspec.cli.env import git_commit
 from tests.acceptance_lines import measured, write_lines
 from tests.pairwise import few
 from tests.scripts import PROJECT, run, script

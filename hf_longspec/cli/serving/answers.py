@@ -1,16 +1,18 @@
 """The thread of the model: one request after another, with the draft, and the cache that the next one may continue.
 
-Or several requests at once, in the rows of a [`Batcher`].
+Or several requests at once, in the rows of a [`Batcher`]. All requests are counted.
 """
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from fastapi import HTTPException
+from fastapi import HTTPException, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from transformers.cli.serving.utils import GenerateManager, InferenceThread, _GenerationCancelled
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -18,14 +20,59 @@ from transformers.generation.streamers import BaseStreamer
 from ...batching import Batcher
 from ...cli import one_line
 from ...generation.cache import CACHE_NAME, SpeculativeCache
+from ...generation.sequences import SpeculationStats
 from ...generation.target import TargetView
 from ...prefix_cache import PrefixCache, common_length, continues_as_one_text
 from ..models import positions_of, say
-from .metrics import Metrics
 
 Cancelled = _GenerationCancelled
 # Tokens of a prompt between two copies of recurrent states, where other prompts may continue.
 STATES_EVERY = 1024
+
+
+class Metrics:
+    """Counters of all requests, in the format of Prometheus, and a line per request on standard error."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # a time of creation for each counter, which is that of the server
+        self._registry = CollectorRegistry()
+        self._counters = {
+            name: Counter(f"hf_longspec_{name}", help, registry=self._registry)
+            for name, help in (
+                ("requests", "Requests."),
+                ("plain_requests", "Requests that were decoded without the draft."),
+                ("reused_tokens", "Tokens of prompts that an earlier request had read."),
+                ("generated_tokens", "Tokens of verifications and plain steps."),
+                ("verifications", "Verifications of drafted tokens."),
+                ("drafted_tokens", "Drafted tokens that were verified."),
+                ("accepted_tokens", "Drafted tokens that were accepted."),
+                ("prefill_seconds", "Time to the first token."),
+                ("decode_seconds", "Time after the first token."),
+            )
+        }
+
+    def count(self, stats: SpeculationStats | None, reused: int) -> None:
+        """Add a request, `reused` of whose prompt tokens were known; without `stats` it ended before its prompt."""
+        self._counters["requests"].inc()
+        self._counters["reused_tokens"].inc(reused)
+        if stats is None:
+            return
+        counts = {
+            "plain_requests": stats.reason is not None,
+            "generated_tokens": stats.num_emitted_tokens + stats.num_plain_steps,
+            "verifications": stats.num_spec_steps,
+            "drafted_tokens": stats.num_draft_tokens,
+            "accepted_tokens": stats.num_accepted_draft_tokens,
+            "prefill_seconds": stats.prefill_seconds,
+            "decode_seconds": stats.decode_seconds,
+        }
+        for name, number in counts.items():
+            self._counters[name].inc(number)
+        say(f"Without the draft: {stats.reason}" if stats.reason else str(stats), stderr=True)
+        sys.stderr.flush()
+
+    def page(self) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 
 class KeptCache:
