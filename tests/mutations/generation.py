@@ -29,7 +29,7 @@ ROWS = (
      "tests/generation/test_cache.py"),
     ("A slot shows nothing of the request before", "generation/cache.py",
      "        lengths[row] = length\n", "        lengths[row] = max(lengths[row], length)\n",
-     "tests/test_batching.py::test_a_slot_shows_nothing_of_the_request_before"),
+     "tests/test_batching.py::test_texts_and_steps_are_those_of_generate_alone"),
     ("The route is one layer, however often it is installed", "generation/route.py",
      "tuple(map(_stock, _OWNERS))", "tuple(getattr(owner, name) for name, owner in _OWNERS.items())",
      "tests/generation/test_route.py"),
