@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.cli import CommandError, demo, models, texts
+from hf_longspec.cli import CommandError, demo, models
 from hf_longspec.cli.measuring import Measurement
 from tests.cli.conftest import HUB_CARDS, run_command
 from tests.tiny_tokenizers import save_byte_target
@@ -146,14 +146,6 @@ def test_the_verdict_and_what_loses_follow_from_the_speeds(capsys, speeds, texts
     out = capsys.readouterr().out
     assert said in out and (f"{loses} docs/results.md shows" in out if loses else "No gain" not in out)
     assert rows(out)["ngram"] == [f"{speeds[2] / speeds[0]:.2f}x", f"{speeds[2]:.1f}", "50%", texts]
-
-
-def test_modules_without_sources_are_skipped(monkeypatch):
-    monkeypatch.setattr(texts, "HELD_OUT", ("sys", "no_such_module", "tarfile"))
-    assert demo.read_document()[0] == "tarfile.py of the standard library"
-    monkeypatch.setattr(texts, "HELD_OUT", ("sys",))
-    with pytest.raises(CommandError, match="--file"):
-        demo.read_document()
 
 
 def test_an_installed_package_finds_the_tiny_target_in_the_current_folder(monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
-from hf_longspec.cli.measuring import HfMethod, endless, rotated, run_call
+from hf_longspec.cli.measuring import HfMethod, endless, run_call
 from tests.cli.conftest import HUB_CARDS
 from tests.tiny_targets import tiny_prompts, tiny_target
 
@@ -84,9 +84,3 @@ def test_an_interrupted_call_is_no_measurement(name, target, prompt):
     how = HfMethod() if name == "hf" else hf_longspec.NgramDraftModel.from_target(target)
     with pytest.raises(KeyboardInterrupt):
         run_call(target, how, prompt, tokens=30, seed=0, on_arrival=interrupt)
-
-
-def test_turns_hold_every_name_once_and_rotate():
-    turns = [rotated(["a", "b", "c"], turn) for turn in range(4)]
-    assert [sorted(turn) for turn in turns] == [["a", "b", "c"]] * 4
-    assert [turn[0] for turn in turns] == ["a", "b", "c", "a"]

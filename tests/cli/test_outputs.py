@@ -12,12 +12,10 @@ from hf_longspec.cli.files import replace_file
 REFUSED = [
     ("generate TARGET notes.txt --html notes.txt", ["notes.txt", "is read"]),
     ("generate TARGET notes.txt --html link.txt --overwrite", ["link.txt", "is read"]),
-    ("generate TARGET notes.txt --html hard.txt --overwrite", ["hard.txt", "is read"]),
     ("generate TARGET notes.txt --html report.md", ["report.md exists", "--overwrite"]),
     ("generate TARGET --data data.jsonl --output data.jsonl", ["data.jsonl", "is read"]),
     ("generate TARGET --data data.jsonl --output one.jsonl", ["one.jsonl exists", "--resume", "--overwrite"]),
     ("generate TARGET --data data.jsonl --output one.jsonl --resume", ["one.jsonl, line 1", "--overwrite"]),
-    ("generate TARGET --data data.jsonl --output link.jsonl", ["link.jsonl exists"]),
     ("generate TARGET --data data.jsonl --output new.jsonl --resume --overwrite", ["Pass one of them"]),
     ("bench TARGET --output one.jsonl", ["one.jsonl exists", "--overwrite"]),
     ("bench TARGET --data lines.jsonl --column name --output lines.jsonl --overwrite", ["lines.jsonl", "is read"]),
@@ -28,7 +26,6 @@ REFUSED = [
     ("convert TARGET notes.txt --output full", ["full/.hidden and full/of exist"]),
     ("convert full/of --output full --overwrite", ["full/of", "is read"]),
     ("publish run --dry-run --base-model org/t --output run", ["run/card.json, run/checkpoint-2 and run/model.safete"]),
-    ("publish full --dry-run --base-model org/t", ["full-hub/README.md exists", "--overwrite"]),
 ]  # fmt: skip
 
 
@@ -36,24 +33,16 @@ REFUSED = [
 def test_what_exists_or_is_read_is_refused_before_any_work(main, tiny, tmp_path, monkeypatch, line, named):
     """With one line, before a model is loaded; every file stays as it was."""
     monkeypatch.chdir(tmp_path)
-    for file in ("full/of/notes.txt", "full/.hidden", "full-hub/README.md", "run/model.safetensors", "run/card.json"):
+    for file in ("full/of/notes.txt", "full/.hidden", "run/model.safetensors", "run/card.json"):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text("mine")
-    for file in (
-        "notes.txt",
-        "one.jsonl",
-        "report.md",
-        "run/checkpoint-2/config.json",
-        "draft/config.json",
-    ):
+    for file in ("notes.txt", "one.jsonl", "report.md", "run/checkpoint-2/config.json", "draft/config.json"):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text("not JSON\n")
     Path("data.jsonl").write_text('{"prompt": "one two"}\n')
     Path("lines.jsonl").write_text('{"name": "one"}\n{"name": "two"}\n')
     Path("recipe.yaml").write_text("{target: t, training: {learning_rate: 1e-3}, dataset: {path: none}}\n")
     Path("link.txt").symlink_to("notes.txt")
-    Path("link.jsonl").symlink_to(tmp_path / "lines.jsonl")
-    os.link("notes.txt", "hard.txt")
     monkeypatch.setattr(models, "load_target", lambda *_: pytest.fail("too late"))
     before = contents(tmp_path)
     status, _, errors = main(*line.replace("TARGET", f"--target {tiny.target}").split())

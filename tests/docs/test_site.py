@@ -1,10 +1,7 @@
 """The documentation as a site: it builds without a warning, and links out of docs/ are right on it."""
 
 import re
-import runpy
 import shutil
-import sys
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -52,35 +49,3 @@ def test_every_page_is_in_the_navigation():
     moved = {"index.md", "contributing.md", "changelog.md", "benchmark_scripts.md"}
     assert set(nav) == moved | {path.name for path in (PROJECT / "docs").glob("*.md")}
     assert yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["strict"] is True
-
-
-@pytest.fixture
-def hooks(monkeypatch):
-    """docs_hooks.py, with stand-ins for what it imports where mkdocs is not installed."""
-    for name in ("mkdocs", "mkdocs.config", "mkdocs.config.defaults", "mkdocs.structure"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(MkDocsConfig=None))
-    monkeypatch.setitem(sys.modules, "mkdocs.structure.files", SimpleNamespace(File=None, Files=None))
-    monkeypatch.setitem(sys.modules, "mkdocs.structure.pages", SimpleNamespace(Page=None))
-    return SimpleNamespace(**runpy.run_path(str(PROJECT / "docs_hooks.py")))
-
-
-@pytest.mark.parametrize(
-    ("page", "markdown", "expected"),
-    [
-        ("index.md", "[a](docs/faq.md#speed)", "[a](faq.md#speed)"),
-        ("index.md", "![a](docs/images/drafts.svg)", "![a](images/drafts.svg)"),
-        ("faq.md", "[a](../README.md) [b](gate.md) [c](#speed)", "[a](index.md) [b](gate.md) [c](#speed)"),
-        ("faq.md", "[a](https://x.y/z)", "[a](https://x.y/z)"),
-        ("faq.md", "```\n[a](../LICENSE)\n```\n", "```\n[a](../LICENSE)\n```\n"),
-        ("benchmark_scripts.md", "[a](../docs/faq.md)", "[a](faq.md)"),
-        ("faq.md", "[`a`](../tests/docs)", '<abbr title="in the repository: tests/docs">`a`</abbr>'),
-    ],
-)
-def test_links_are_rewritten(hooks, page, markdown, expected):
-    page = SimpleNamespace(file=SimpleNamespace(src_uri=page))
-    assert hooks.on_page_markdown(markdown, page, SimpleNamespace(repo_url=None), None) == expected
-
-
-def test_with_an_address_files_of_the_repository_are_linked(hooks):
-    page, config = SimpleNamespace(file=SimpleNamespace(src_uri="faq.md")), SimpleNamespace(repo_url="https://x.y/z/")
-    assert hooks.on_page_markdown("[a](../tests#b)", page, config, None) == "[a](https://x.y/z/blob/main/tests#b)"

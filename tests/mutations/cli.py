@@ -64,7 +64,7 @@ ROWS = (
     ("A file is replaced whole or not at all", "cli/files.py", "os.replace(new, place)", "place.write_bytes(content)",
      "tests/cli/test_outputs.py::test_a_file_is_replaced_at_once_and_a_link_stays"),
     ("Results name no folders", "cli/env.py", "shlex.join(map(without_folders,", "shlex.join(map(str,",
-     "tests/cli/test_machine.py"),
+     "tests/cli/test_env.py"),
     ("A card has the acceptance of its own draft", "cli/acceptance.py",
      'if record.get("options", {}).get("draft", draft) == draft]', "]", "tests/cli/test_publish.py"),
     ("Windows out of a text do not overlap where there is room", "cli/texts.py",
