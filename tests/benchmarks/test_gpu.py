@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -143,3 +145,59 @@ def test_a_section_that_ends_badly_ends_alone(tmp_path, monkeypatch):
         assert found == [reason]
     assert of(records, "capture", step="before it was lost")
     assert of(records, "kernel") and records[-1]["kind"] == "end"
+
+
+# Runs programs to which these packages seem not to be installed, each in a fork of a process that has imported torch.
+# Others look for the packages: they are not found, not broken.
+BARE = """
+import json, os, runpy, sys
+HIDDEN = {hidden}
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+import torch, transformers.generation.utils, transformers.modeling_utils
+for folder, *arguments in json.loads(sys.argv[1]):
+    if os.fork():
+        assert os.wait()[1] == 0, arguments
+        continue
+    os.chdir(folder)
+    sys.argv = arguments
+    if arguments[0] == "-m":
+        sys.path[0] = folder
+        sys.argv = arguments[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
+    break
+"""
+HIDDEN = {"accelerate", "datasets", "matplotlib", "numba", "pandas", "peft", "rich", "scipy", "sklearn", "tabulate"}
+HIDDEN |= {"typer", "yaml_include", "hypothesis"}
+
+
+@pytest.mark.soak
+def test_it_runs_from_a_checkout_with_torch_and_transformers_alone(tmp_path):
+    """Where the package is not installed (`-S` leaves out the site's .pth files) and optional packages are missing."""
+    script = tmp_path / "bare.py"
+    script.write_text(BARE.replace("{hidden}", repr(HIDDEN)))
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    small = ["--smoke", "--sections", "iterations,drafts", "--contexts", "48", "--dtype", "float32", "--threads", "1"]
+    output = tmp_path / "gpu.jsonl"
+    # as a file from elsewhere, and as a module from the root of the checkout
+    programs = [[str(tmp_path), str(ROOT / "benchmarks" / "gpu.py"), *small, "--output", str(output)],
+                [str(ROOT), "-m", "benchmarks.gpu", "--help"]]  # fmt: skip
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": packages}
+    command = [sys.executable, "-S", str(script), json.dumps(programs)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "--sections" in done.stdout
+    records = read_records(output)
+    assert records[-1]["kind"] == "end" and not of(records, "failed")
+    assert tuple(row["draft"] for row in of(records, "iteration", context=48)) == FIRST + OTHERS
+    assert all(row["same_tokens"] == SMOKE.tokens for row in of(records, "iteration"))  # exact: in float32
+    assert records[0]["commit"]
