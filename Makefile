@@ -160,8 +160,9 @@ cards: $(READY) ## build the bundled drafts' complete repositories in build/hub_
 	@echo "Writing the repositories of all bundled drafts below build/hub_cards. Nothing is uploaded."
 	@mkdir -p build/hub_cards
 	@for name in $(filter-out tiny-target README.md,$(notdir $(wildcard hub_cards/*))); do \
+		$(VENV)/bin/python -m benchmarks.acceptance_card benchmarks/results/drafts.jsonl $$name > build/acceptance.md && \
 		$(VENV)/bin/python -m hf_longspec.cli.app publish hub_cards/$$name --dry-run \
-			--results benchmarks/results/drafts.jsonl --output build/hub_cards/$$name --overwrite || exit; \
+			--acceptance build/acceptance.md --output build/hub_cards/$$name --overwrite || exit; \
 	done
 
 clean: ## remove caches and build output; the environments stay

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import read_yaml
+from benchmarks.acceptance_card import FEWEST, estimate
+from benchmarks.records import of_kind, read_records
 from benchmarks.report import mean_interval, pivot, table
-from hf_longspec.cli.acceptance import FEWEST, estimate
-from hf_longspec.cli.files import Record, of_kind, read_records
+from hf_longspec.cli.files import Record
 from hf_longspec.cli.measuring import HF, PLAIN
 
 SUITE = read_yaml("suites/figure.yaml")

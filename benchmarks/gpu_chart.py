@@ -10,7 +10,8 @@ from typing import Any
 
 from benchmarks.figure_report import POINTS, STYLES, WIDTH, make_panels, save
 from benchmarks.gpu_goals import FUSED
-from hf_longspec.cli.files import Record, of_kind, read_records
+from benchmarks.records import of_kind, read_records
+from hf_longspec.cli.files import Record
 from hf_longspec.cli.measuring import HF, PLAIN
 
 HEIGHT = 3.1

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from benchmarks import read_yaml
+from benchmarks.records import of_kind
 from benchmarks.report import table
-from hf_longspec.cli.files import Record, of_kind
+from hf_longspec.cli.files import Record
 from hf_longspec.cli.measuring import PLAIN
 
 SUITE = read_yaml("suites/gpu.yaml")

@@ -6,8 +6,9 @@ from typing import Any
 from benchmarks import gpu_goals
 from benchmarks.figure_report import CLASSES, fill_table
 from benchmarks.gpu_goals import FUSED, GRAPH, HF_ATTENTION, TRITON, ratio
+from benchmarks.records import of_kind
 from benchmarks.report import Column, range_of, table
-from hf_longspec.cli.files import Record, of_kind
+from hf_longspec.cli.files import Record
 from hf_longspec.cli.measuring import HF, PLAIN
 
 

@@ -17,10 +17,11 @@ import torch
 from benchmarks.gpu_goals import SUITE
 from benchmarks.harness import Run, Skip
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
+from benchmarks.records import of_kind, read_records
 from benchmarks.roofline import Machine, Roofline, TargetShape, shape_from_config
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, select
 from hf_longspec.cli.env import versions
-from hf_longspec.cli.files import Record, of_kind, read_records
+from hf_longspec.cli.files import Record
 from hf_longspec.cli.measuring import significant, summarize
 from hf_longspec.generation.cache import SpeculativeCache
 

@@ -9,9 +9,10 @@ from itertools import chain
 from typing import Any
 
 from benchmarks import figure_report, gpu_report, read_yaml
+from benchmarks.acceptance_card import ACCEPTANCE_NOTE, acceptance_table, environment_line, with_defaults
+from benchmarks.records import of_kind
 from benchmarks.report import Column, pivot, table
-from hf_longspec.cli.acceptance import ACCEPTANCE_NOTE, acceptance_table, environment_line, with_defaults
-from hf_longspec.cli.files import Record, of_kind
+from hf_longspec.cli.files import Record
 from hf_longspec.cli.measuring import HF, PLAIN
 
 Columns = Mapping[str, Column]

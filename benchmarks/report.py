@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hf_longspec.cli.acceptance import FEWEST, estimate, markdown_table
+from benchmarks.acceptance_card import FEWEST, estimate, markdown_table
 from hf_longspec.cli.files import Record
 from hf_longspec.cli.measuring import significant
 

@@ -10,8 +10,9 @@ from typing import Any, Self, TypeVar
 import torch
 
 from benchmarks.pages import PAGES
+from benchmarks.records import of_kind, read_records
 from hf_longspec.cli.env import environment
-from hf_longspec.cli.files import Record, differences, of_kind, read_records, replace_file
+from hf_longspec.cli.files import Record, differences, replace_file
 
 T = TypeVar("T")
 NO_TIME = "no time left"

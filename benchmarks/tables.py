@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import figure_report, gpu_report
+from benchmarks.acceptance_card import with_defaults
 from benchmarks.pages import PAGES, Page
-from hf_longspec.cli.acceptance import with_defaults
-from hf_longspec.cli.files import Record, of_kind, read_records
+from benchmarks.records import of_kind, read_records
+from hf_longspec.cli.files import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -22,7 +22,7 @@ from typing import Any
 from transformers import AutoModel
 
 import hf_longspec
-from hf_longspec.cli.acceptance import acceptance_section, records_of_draft
+from benchmarks.acceptance_card import acceptance_section, records_of_draft
 from hf_longspec.hub import Card, write_repository
 
 ROOT = Path(__file__).resolve().parents[1]

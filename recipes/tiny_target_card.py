@@ -7,7 +7,7 @@ from typing import Any
 from train_tiny_target import COOLDOWN, MATRIX_LR, OTHER_LR
 from transformers import PreTrainedModel
 
-from hf_longspec.cli.acceptance import markdown_table
+from benchmarks.acceptance_card import markdown_table
 
 FRONT_MATTER = """\
 ---

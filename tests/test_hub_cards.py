@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
+from benchmarks.acceptance_card import acceptance_section, records_of_draft
 from tests.cli.conftest import run_command
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -72,7 +73,9 @@ def built(tmp_path_factory):
     cards.mkdir()
     (cards / TARGET.name).symlink_to(TARGET)
     for folder in BUNDLED:
-        arguments = "--dry-run", "--output", cards / folder.name, "--results", RESULTS
+        measured = cards.with_name(f"{folder.name}.md")
+        measured.write_text(acceptance_section(records_of_draft(RESULTS, folder.name)), encoding="utf-8")
+        arguments = "--dry-run", "--output", cards / folder.name, "--acceptance", measured
         assert run_command("publish", folder, *arguments).exit_code == 0
     return cards
 

@@ -379,8 +379,7 @@ def publish(
     dry_run: Annotated[bool, flag("--dry-run", "Write to a folder instead of uploading.")] = False,
     output: Annotated[Path | None, text("Folder of a dry run. Default: DIR-hub.")] = None,
     overwrite: options.Overwrite = False,
-    results: Annotated[Path | None, text("Result file of benchmarks/acceptance.py for the draft.")] = None,
-    name: Annotated[str | None, text("Name of the draft in --results. Default: that of DIR.")] = None,
+    acceptance: Annotated[Path | None, text("Markdown file with what you measured, for the card.")] = None,
     base_model: Annotated[str | None, text("Hub id of the target, such as Qwen/Qwen3-8B.")] = None,
     license: Annotated[str | None, text("License of the weights, by its id on the Hub, such as mit.")] = None,
     private: Annotated[bool, flag("--private", "Make a new repository private.")] = False,
@@ -400,7 +399,7 @@ def publish(
 
     - hf-longspec publish runs/longspec --dry-run --base-model Qwen/Qwen3-8B
     - hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --license apache-2.0
-    - hf-longspec publish runs/longspec --dry-run --results acceptance.jsonl --name mine
+    - hf-longspec publish runs/longspec --dry-run --acceptance measured.md
     - hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --engine org/engine
 
     Exit status: 0; 2 for what cannot be published.

@@ -15,7 +15,6 @@ from ..cli import CARD_FACTS, CommandError, one_line, options
 from ..hub import Card, push, write_repository
 from ..hub.code import PACKAGE, STUB
 from ..hub.repository import engine_of, write_engine
-from .acceptance import acceptance_section, records_of_draft
 from .files import claim
 from .models import loading, quiet
 
@@ -30,8 +29,6 @@ def run(args: SimpleNamespace) -> None:
         raise CommandError("no repository to upload to. Pass --repo, or --dry-run.")
     if not args.dry_run and args.output is not None:
         raise CommandError(f"--output {args.output} needs --dry-run. Without it, the draft is uploaded.")
-    if args.name is not None and args.results is None:
-        raise CommandError(f"--name {args.name} names a draft in --results. Pass --results, or drop it.")
     engine = engine_of(args.repo, args.engine, args.self_contained)
     name = args.source.resolve().name
     output = args.output or args.source.resolve().with_name(f"{name}-hub")
@@ -42,9 +39,8 @@ def run(args: SimpleNamespace) -> None:
     facts = options.read_json(file) if file.is_file() else {}
     given = {"repo": args.repo, "base_model": args.base_model, "license": args.license}
     card = Card.read(facts | {name: value for name, value in given.items() if value is not None})
-    if args.results is not None:
-        measured = records_of_draft(args.results, args.name or name)
-        card = replace(card, acceptance=acceptance_section(measured))
+    if args.acceptance is not None:
+        card = replace(card, acceptance=options.read_text(args.acceptance, None)[1].strip())
     options.require_model("draft", str(args.source))
     draft = load(args.source)
     if args.dry_run:

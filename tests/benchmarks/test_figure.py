@@ -9,8 +9,8 @@ import torch
 import hf_longspec
 from benchmarks import figure, figure_report
 from benchmarks.decoder import Method
+from benchmarks.records import of_kind, read_records
 from benchmarks.runner import Run
-from hf_longspec.cli.files import of_kind, read_records
 from hf_longspec.cli.measuring import HF, PLAIN, HfMethod, endless
 from tests.benchmarks.conftest import make_drafts
 from tests.tiny_targets import tiny_target

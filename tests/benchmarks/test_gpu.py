@@ -17,12 +17,12 @@ from benchmarks import gpu, gpu_attention
 from benchmarks.gpu_attention import BASELINES
 from benchmarks.gpu_goals import judged
 from benchmarks.gpu_run import SMOKE, GpuRun, Stop
+from benchmarks.records import read_records
 from benchmarks.roofline import Machine
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import register_backend
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.cli.files import read_records
 from hf_longspec.cli.measuring import HF, PLAIN
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks.harness import ratios, time_in_turns
+from benchmarks.records import of_kind, read_records
 from benchmarks.runner import Run
-from hf_longspec.cli.files import of_kind, read_records
 
 # A row of the page that `host` has.
 ROW = {"loop_us": {"median": 1.0}, "stock_us": {"median": 1.0}, "ratio": {"median": 1.0, "low": 1.0, "high": 1.0}}

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.gpu_attention import LOWER_BOUND
 from benchmarks.gpu_goals import COMPILE, FUSED, GRAPH, OFF
 from benchmarks.gpu_run import SMOKE
-from hf_longspec.cli.files import read_records
+from benchmarks.records import read_records
 from hf_longspec.cli.measuring import HF, PLAIN
 from tests.benchmarks.test_gpu import BARE, FIRST, HIDDEN, OTHERS, of
 from tests.simulated_cuda import why_not

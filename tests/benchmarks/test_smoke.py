@@ -12,9 +12,9 @@ from benchmarks.decoder import MODES, Decoder, Decoding
 from benchmarks.gate import GateBenchmark
 from benchmarks.long_generation import LongBenchmark, LongRow
 from benchmarks.random_inputs import Shape
+from benchmarks.records import of_kind
 from benchmarks.runner import Run
 from hf_longspec.attention_backends.triton.config import INTERPRETED
-from hf_longspec.cli.files import of_kind
 from hf_longspec.cli.measuring import HF, PLAIN, HfMethod
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.benchmarks.conftest import make_drafts, specattn

@@ -8,9 +8,9 @@ from itertools import combinations
 import pytest
 from scipy import stats
 
+from benchmarks.acceptance_card import estimate
 from benchmarks.figure_report import holm, ratio_interval
 from benchmarks.report import mean_interval
-from hf_longspec.cli.acceptance import estimate
 
 
 @pytest.mark.parametrize(("count", "quantile"), [(3, 4.303), (6, 2.571), (24, 2.069)])

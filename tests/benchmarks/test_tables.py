@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import figure_report, gpu_chart, tables
 from benchmarks.gpu_report import without_draft
+from benchmarks.records import read_records
 from benchmarks.tables import BLOCK, main, page_of, refreshed, section
-from hf_longspec.cli.files import read_records
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "benchmarks" / "results"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.records import of_kind, read_records
 from hf_longspec import NgramDraftModel
 from hf_longspec.cli import bench
-from hf_longspec.cli.files import of_kind, read_records
 from hf_longspec.cli.measuring import HF, PLAIN
 from tests.cli.conftest import HUB_CARDS, run_command
 from tests.tiny_targets import tiny_target

@@ -156,9 +156,7 @@ ERRORS = [
     ("publish full --dry-run", "'full': it has no config.json."),
     ("publish DRAFT", "no repository to upload to. Pass --repo, or --dry-run."),
     ("publish DRAFT --repo a/b --output out", "--output out needs --dry-run"),
-    ("publish DRAFT --dry-run --results none.jsonl", "none.jsonl: No such file"),
-    ("publish DRAFT --dry-run --name mine", "--name mine names a draft in --results. Pass --results, or drop it."),
-    ("publish DRAFT --dry-run --base-model a/b --results data.jsonl", "no acceptance of the draft 'tiny"),
+    ("publish DRAFT --dry-run --acceptance none.md", "cannot read none.md: No such file"),
     # bench and tune
     ("tune TARGET notes.txt --draft auto --dry-run", "--draft auto chooses a draft for a text, and tune measures"),
     ("tune TARGET notes.txt --draft ngram --dry-run", "ngram drafts have nothing to tune. Pass one of dflash or "),

@@ -12,7 +12,6 @@ import hf_longspec
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.hub import repository
 from hf_longspec.hub.code import STUB
-from tests.acceptance_lines import measured, write_lines
 from tests.cli.conftest import run_command
 from tests.tiny_targets import tiny_target
 
@@ -83,18 +82,15 @@ class TestDryRun:
             assert (output / "README.md").read_text() == before
             assert run(*arguments, "--overwrite").exit_code == 0
 
-    def test_the_facts_beside_the_draft_and_the_measured_table(self, folder, tmp_path):
+    def test_the_facts_beside_the_draft_and_what_was_measured(self, folder, tmp_path):
         facts = {"base_model": "org/t", "training": "3 steps.", "command": "hf-longspec train", "commit": "c0ffee"}
         (folder / "card.json").write_text(json.dumps(facts))
-        results = tmp_path / "acceptance.jsonl"
-        write_lines(results, measured("mine", 2.5), measured("mine", 2.25, length=4096), measured("another", 1.5))
-        assert run(folder, "--dry-run", "--results", results, "--name", "mine").exit_code == 0
+        measured = tmp_path / "measured.md"
+        measured.write_text("tau 2.50 ± 0.10 at 1024 tokens.\n", encoding="utf-8")
+        assert run(folder, "--dry-run", "--acceptance", measured).exit_code == 0
         text = (folder.with_name("draft-hub") / "README.md").read_text()
-        assert "| mode | setting | tau at 1024 | tau at 4096 |" in text and "2.50 ± 0.10 | 2.25 ± 0.10" in text
-        assert "1.50" not in text and "Not measured" not in text and "python benchmarks/acceptance.py" in text
+        assert "\ntau 2.50 ± 0.10 at 1024 tokens.\n" in text and "Not measured" not in text
         assert "3 steps." in text and "c0ffee" in text
-        other = run(folder, "--dry-run", "--results", results, "--overwrite")
-        assert other.exit_code == 2 and "no acceptance of the draft 'draft', only of mine, another" in other.output
 
     def test_an_engine_beside_a_draft_with_a_stub(self, folder):
         """An upload names the engine's commit, which a dry run does not know; a commit that is given is kept."""
@@ -119,7 +115,6 @@ class TestDryRun:
         ("arguments", "text", "complaint"),
         [
             (["--dry-run"], "", "not a Hub id"),
-            (["--dry-run", "--base-model", "org/t", "--results", "config.json"], "", "config.json, line 1: "),
             (["--dry-run", "--base-model", "org/t"], "{", "is not JSON"),
             (["--dry-run", "--base-model", "org/t"], "[]", "holds a list"),
         ],

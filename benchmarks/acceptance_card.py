@@ -1,10 +1,16 @@
-"""tau of a draft in a result file of `benchmarks/acceptance.py`, as its model card quotes it."""
+"""tau of a draft in a result file of `benchmarks/acceptance.py`, as its model card quotes it.
 
+python -m benchmarks.acceptance_card benchmarks/results/drafts.jsonl tiny-longspec > acceptance.md
+hf-longspec publish hub_cards/tiny-longspec --dry-run --acceptance acceptance.md
+"""
+
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import Record, of_kind, read_records
+from benchmarks.records import of_kind, read_records
+from hf_longspec.cli.files import Record
 
 # Fewest values that an interval is shown for: with two of them Student's t multiplies the standard error by 13.
 FEWEST = 3
@@ -109,3 +115,7 @@ def with_defaults(note: str, records: Sequence[Record]) -> str:
     defaults = of_kind(records, "environment")[0].get("settings", {}).get("defaults", {})
     named = ", ".join(f"{name}={value}" for name, value in defaults.items())
     return note + (f" Defaults: {named}." if named else "")
+
+
+if __name__ == "__main__":
+    print(acceptance_section(records_of_draft(Path(sys.argv[1]), sys.argv[2])))
