@@ -1,7 +1,7 @@
 """Result files: one JSON object per line."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,3 +28,8 @@ def read_records(path: Path) -> list[Record]:
 def of_kind(records: Sequence[Record], kind: str, **values: Any) -> list[Record]:
     fields = {"kind": kind, **values}
     return [record for record in records if all(record.get(name) == value for name, value in fields.items())]
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What has another value, in words."""
+    return [f"{key} was {old.get(key)}, now {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]

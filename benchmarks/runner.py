@@ -10,9 +10,9 @@ from typing import Any, Self, TypeVar
 import torch
 
 from benchmarks.pages import PAGES
-from benchmarks.records import of_kind, read_records
+from benchmarks.records import differences, of_kind, read_records
 from hf_longspec.cli.env import environment
-from hf_longspec.cli.files import Record, differences, replace_file
+from hf_longspec.cli.files import Record, replace_file
 
 T = TypeVar("T")
 NO_TIME = "no time left"

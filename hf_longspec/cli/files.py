@@ -5,7 +5,7 @@ What exists is refused before any work, except what `--resume` continues, and wh
 
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,11 +38,6 @@ def replace_file(path: Path, content: str | bytes, through_links: bool = True) -
         if place.exists():
             shutil.copymode(place, new)
         os.replace(new, place)
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What has another value, in words."""
-    return [f"{key} was {old.get(key)}, now {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
 def claim(
