@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch.nn.functional import kl_div, nll_loss
+from torch.nn.functional import nll_loss
 from torch.utils.checkpoint import checkpoint
 
 from ..generation.target_modules import PartOfHead, TargetEnds
@@ -117,7 +117,7 @@ def score(
     if log_target is None:
         losses = nll_loss(log_draft, wanted, reduction="none")
     else:
-        losses = kl_div(log_draft, log_target, reduction="none", log_target=True).sum(-1)
+        losses = (log_target.exp() * (log_target - log_draft)).sum(-1)  # on a CPU half the time of kl_div
     return losses @ counts.to(losses.dtype), rank(logits.detach(), wanted)
 
 
