@@ -83,7 +83,7 @@ def captured(x, pool):
 
 
 def test_memory_of_graphs(cuda):
-    """A workspace of cuBLAS ends with the graphs of its pool. A failed capture leaves generator and pool behind."""
+    """A workspace of cuBLAS ends with the graphs of its pool. A failed capture leaves its generator and its pool."""
     x, pool = cuda.place(torch.eye(2)), torch.cuda.graph_pool_handle()
     first, _ = captured(x, torch.cuda.graph_pool_handle())
     second, _ = captured(x, torch.cuda.graph_pool_handle())

@@ -13,7 +13,7 @@ from ..generation.target_modules import TargetEnds, final_norm_of
 from ..modeling.register_draft import DRAFTS
 from .arguments import DraftTrainingArguments
 from .data import IGNORED
-from .losses import DraftLoss
+from .losses import DraftLoss, missed
 from .target_states import TargetPass
 
 
@@ -103,6 +103,7 @@ class LevelsMethod(TrainingMethod):
     """
 
     level = "step"
+    ranking = staticmethod(missed)  # of the wanted tokens, see [`DraftLoss`]
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class LevelsMethod(TrainingMethod):
         self.target_pass = TargetPass(target, args.target_chunk_size, layers)
         token_ids = None if getattr(draft, "d2t", None) is None else draft.token_ids
         self.ends = TargetEnds(target)
-        self.objective = DraftLoss(args.loss, self.ends, args.loss_chunk_size, self.norm, token_ids)
+        self.objective = DraftLoss(args.loss, self.ends, args.loss_chunk_size, self.norm, token_ids, self.ranking)
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of the losses `(levels,)`, and counts `(B, *count_shape)`, on states `(B, L, hidden)`."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from hf_longspec.training.losses import DraftLoss, rank
+from hf_longspec.training.losses import DraftLoss, missed, rank
 from tests.tiny_targets import tiny_target
 
 LEVELS, PLACES, VOCAB = 2, 37, 53
@@ -92,6 +92,7 @@ def test_ranks_count_the_tokens_before_the_wanted_one(case, loss, ids):
 def test_ranks_of_equal_logits_are_those_of_a_stable_order():
     logits = torch.tensor([[2.0, 5.0, 5.0, 1.0, 5.0]]).expand(5, -1)
     assert rank(logits, torch.arange(5)).tolist() == [3, 0, 1, 4, 2]
+    assert missed(logits, torch.arange(-1, 4)).tolist() == [1, 1, 0, 1, 1]
 
 
 def test_never_more_logits_than_a_chunk_and_those_of_the_target_once(case):

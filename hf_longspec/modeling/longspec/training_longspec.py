@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ...generation.target_modules import TargetParts
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
-from ...training.losses import DraftLoss
+from ...training.losses import DraftLoss, missed
 from ...training.methods import TrainingMethod, acceptance, counted
 from ...training.row_noise import RowNoise, anchor_offset_positions
 from ...training.target_states import TargetPass, TargetStates
@@ -32,7 +32,7 @@ class LongSpecMethod(TrainingMethod):
         self.noise = RowNoise(args.seed, noise_range, self.position_limit, args.max_offset, distribution)
         self.target_pass = TargetPass(target, args.target_chunk_size, None, self.parts.kv_layer)
         token_ids = None if draft.d2t is None else draft.token_ids
-        self.objective = DraftLoss(args.loss, self.parts, args.loss_chunk_size, token_ids=token_ids)
+        self.objective = DraftLoss(args.loss, self.parts, args.loss_chunk_size, token_ids=token_ids, ranking=missed)
         self.count_shape = self.noise.gaps[1] - self.noise.gaps[0] + 1, 2
         self.longest_position = draft.config.trained_max_length or 0
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
+from ...training.losses import rank
 from ...training.methods import FinalStateMethod
 
 TOP = 3  # number of children that a tree usually gives to a node of a head
@@ -23,6 +24,8 @@ class TokenSwiftMethod(FinalStateMethod):
     `loss="kl"` the wanted distribution is the target's at index t + i. A head has no loss where the row has no such
     token, or no label for it.
     """
+
+    ranking = staticmethod(rank)
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         super().__init__(draft, target, args, (draft.config.num_heads, 3))
