@@ -90,7 +90,7 @@ def gates_flip():
     from tests.gates import FlippingGate
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GATE_OF, lambda *_: FlippingGate())
+        patch.setattr(GATE_OF, lambda drafter, *_: FlippingGate(drafter))
         yield
 
 

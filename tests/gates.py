@@ -3,14 +3,18 @@
 import random
 from typing import Any
 
+from hf_longspec.generation.special_cases.costs import Costs
 from hf_longspec.generation.special_cases.gate import SpeculationGate
 
 
 class FlippingGate(SpeculationGate):
-    """Opens and closes at random, for one to four steps of each kind, from a seed; `turns` counts that."""
+    """Opens and closes at random, for one to four steps of each kind, from a seed; `turns` counts that.
 
-    def __init__(self, seed: int = 0):
-        super().__init__(2)
+    While it is open, each step drafts one of the trees that the drafter can draft, and verifies some of the n-grams.
+    """
+
+    def __init__(self, drafter: Any, seed: int = 0):
+        super().__init__(drafter, lambda power, earlier: Costs())
         self.random = random.Random(seed)
         self.speculating = False
         self.left = self.turns = 0
@@ -21,11 +25,17 @@ class FlippingGate(SpeculationGate):
             self.speculating, self.left = not self.speculating, self.random.randint(1, 4)
             self.turns += 1
         self.left -= 1
+        self.widths = self.random.choice(self._choices)[0]
         return self.speculating
 
-    def record(self, tokens: int, rows: int, length: int) -> None:
+    def cut(self, rows: Any, nodes: int, most: int) -> Any:
+        """Return some of the paths, and beginnings of them."""
+        paths = [[path[: self.random.randint(1, len(path))] for path, _ in row] for row in rows]
+        return paths, self.random.randint(0, most)
+
+    def record(self, *step: Any) -> None:
         """Measure nothing."""
 
 
-def ungated(drafter: Any, ranks: Any, known: Any = None) -> None:
+def ungated(*inputs: Any) -> None:
     """Replace `gate_of` where steps are counted: all of them speculate, however long they take."""

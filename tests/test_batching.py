@@ -448,7 +448,7 @@ def test_an_error_in_the_block_cancels_and_the_end_of_the_block_waits(llama):
 
 
 def test_a_gate_that_pauses_the_draft_changes_no_text(monkeypatch):
-    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda *_: FlippingGate())
+    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda drafter, *_: FlippingGate(drafter))
     model = tiny_target("llama", vocab_size=VOCAB)
     with Batcher(model, draft_of("longspec_eagle3", model), rows=2, max_length=50, chunk_size=8) as batcher:
         futures = [batcher.submit(ids, seed=row, **how) for row, (ids, how) in enumerate(requests(MIXES["mixed"]))]

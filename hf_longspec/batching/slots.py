@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from ..generation.cache import SpeculativeCache
-from ..generation.call import Call, CallCache
+from ..generation.call import PACKED, Call, CallCache
 from ..generation.decoding import Session
 from ..generation.draft_tree import DraftTree
 from ..generation.drafter import Binding, Drafter
@@ -371,6 +371,8 @@ class SlotSession(Session):
         """Return a gated drafter that appends forced tokens, if there is room for them."""
         drafter, count = self.draft.drafter(binding), self.call.more_nodes
         drafter = SlotDrafter(drafter, self.slots, self.rule, count) if count else drafter
+        if PACKED in self.call.special_cases:
+            drafter = SPECIAL_CASES[PACKED].drafter(drafter, self)
         return SPECIAL_CASES[GATE].drafter(drafter, self) if self.draft.setting("gate") else drafter
 
     def make_rows(self, input_ids: torch.Tensor) -> tuple[Any, Any]:

@@ -18,7 +18,6 @@ from transformers.generation.streamers import BaseStreamer
 from ..auto import AutoDraft
 from ..cli import CommandError, options
 from ..generation.sequences import SpeculationStats
-from ..generation.special_cases.gate import PLAIN, message_of
 from ..streaming import FileStreamer, IncrementalDecoder
 from .files import claim, replace_file
 from .measuring import TokenClock
@@ -77,8 +76,6 @@ def run(args: SimpleNamespace) -> int:
                 piped = "Drafted tokens are coloured only in a terminal; --html FILE writes them to a page."
                 Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
             say(str(stats), stderr=True)
-            if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
-                say(message_of(stats.gate_decisions[-1], stats.method), stderr=True)
         if args.html is not None:
             replace_file(args.html, page_of(loaded, text, steps or [], stats))
     return options.INTERRUPTED if stats.interrupted else 0

@@ -60,6 +60,9 @@ KNOWN_MODEL_KWARGS = {
 # Names of special cases, in the order in which their reasons are looked for.
 USER_CACHE, PROCESSORS = f"{CACHE_NAME} with tokens", "logits processors"
 IMAGES, HOOKS, GRAMMAR = "inputs beside the tokens", "forward hooks", "a grammar"
+PACKED = "packed weights"
+# Number of weights from which products on a CPU are worth packing.
+LARGE = 2**20
 # The targets and settings for which drafts were last checked.
 _checked: WeakKeyDictionary[torch.nn.Module, tuple[Known, dict[str, Any]]] = WeakKeyDictionary()
 
@@ -128,8 +131,13 @@ class Call:
             PROCESSORS: not all(map(is_history_free, self.logits_processor)),
             IMAGES: has_axes or any(value is not None for value in others),
             HOOKS: self.target.has_hooks and self.draft.setting("check_target"),
+            PACKED: self.draft.setting("compile") == "auto" and self._is_large_on_cpu(),
         }
         return [name for name, is_present in cases.items() if is_present] + self.target.special_cases
+
+    def _is_large_on_cpu(self) -> bool:
+        parameters = list(self.target.model.parameters())
+        return {part.device.type for part in parameters} == {"cpu"} and sum(map(torch.numel, parameters)) >= LARGE
 
     def _passes_cache(self) -> bool:
         """Return whether the user passed a cache, or asks for one of another kind than the loop makes."""

@@ -202,11 +202,13 @@ class Session:
         self.outputs.keep(scores, step.logits, acceptance.path, list(map(len, tokens)))
         emitted = self.sequences.append(tokens, self.outputs.scores_of if self.outputs.wants_scores else None)
         self.rule.advance(emitted)
-        if is_counted:
-            self._count(tree, host, emitted)
         tokens = [row[:count] for row, count in zip(tokens, emitted, strict=True)]
         counts = SeqLens(emitted, self._counts_on_device(emitted, [row[0] for row in host], acceptance.num_nodes))
-        return Verification.of(tree, step, acceptance.path, counts, tokens)
+        first = 3 + tree.max_depth  # place of the path
+        nodes = [row[first : first + count] for row, count in zip(host, emitted, strict=True)]
+        if is_counted:
+            self._count(tree, host, emitted, nodes)
+        return Verification.of(tree, step, acceptance.path, counts, tokens, nodes)
 
     def _counts_on_device(self, emitted: list[int], accepted: list[int], num_nodes: torch.Tensor) -> torch.Tensor:
         """Return the emitted counts on the device, without a copy unless a row has just stopped."""
@@ -219,14 +221,12 @@ class Session:
             self._going = going, on_device(going, num_nodes.device)
         return num_nodes * self._going[1]
 
-    def _count(self, tree: DraftTree, host: list[list[int]], emitted: list[int]) -> None:
-        """Add a step to the statistics, by the rows of its [`packed`] result."""
+    def _count(self, tree: DraftTree, host: list[list[int]], emitted: list[int], nodes: list[list[int]]) -> None:
+        """Add a step to the statistics, by the rows of its [`packed`] result and the nodes that they kept."""
         is_plain = tree.num_nodes == 1 < self.drafter.num_nodes
         ngrams, first = [0] * len(host), self.drafter.first_ngram_node
         if first is not None:
-            root = 3 + tree.max_depth  # place of the path
-            paths = (row[root + 1 : root + count] for row, count in zip(host, emitted, strict=True))
-            ngrams = [sum(node >= first for node in path) for path in paths]
+            ngrams = [sum(node >= first for node in path[1:]) for path in nodes]
         self.stats.record(emitted, None if is_plain else [row[1] - 1 for row in host], ngrams)
 
     def close(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
 from typing import Any
 
 import torch
@@ -47,6 +46,8 @@ class Verification:
     capture: Any = None  # the result of [`Drafter.capture`], filled
     # tokens that each row emitted, on the host. The last one is the next root. Empty for rows that have ended.
     tokens: list[list[int]] = field(default_factory=list)
+    # nodes that each row kept, on the host, node 0 first
+    nodes: list[list[int]] = field(default_factory=list)
     hidden: torch.Tensor | None = None  # `(batch, N, hidden)`: what `wants_hidden` of the drafter names, at every node
     tree: DraftTree | None = None  # the verified tree
     logits: torch.Tensor | None = None  # `(batch, N, vocab)`: the target's logits after every node
@@ -64,11 +65,13 @@ class Verification:
         path: torch.Tensor,
         num_nodes: SeqLens | Sequence[int],
         tokens: list[list[int]],
+        nodes: list[list[int]] | None = None,
     ) -> "Verification":
         """Return the result of a step over a tree in which these nodes were kept and these tokens emitted."""
         context = step.context
         counts = SeqLens.of(num_nodes)
-        return cls(path, counts, context.lengths, context.capture, tokens, step.hidden, tree, step.logits)
+        found = path, counts, context.lengths, context.capture, tokens, nodes or []
+        return cls(*found, step.hidden, tree, step.logits)
 
 
 def last_of(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -99,13 +102,53 @@ class Drafter(CandidateGenerator):
     """Depth of the nodes that other drafters add to verified trees, from `num_nodes` on; a path may contain them."""
     first_ngram_node: int | None = None
     """Index of the first node that only n-grams propose; all later nodes are of this kind."""
+    largest: Sequence[int] = ()
+    """Number of candidates of each level of its largest tree, if it drafts smaller ones when `widths_now` says so."""
+    chooses_nodes: bool = False
+    """Whether the number of nodes is chosen when they are known, by [`SpeculationGate.cut`]."""
+    level_cost: float = 0.1
+    """Time of drafting a level in plain steps, before it is measured."""
+    first_chance: float = 0.6
+    """Chance that its best candidate is accepted, before it is measured."""
+    plan: Any = None
+    """The [`SpeculationGate`] that chooses how much is drafted; `None` if it is always all."""
 
     def __init__(self, binding: Binding):
         self.binding = binding
 
-    def speedup_bound(self) -> float:
-        """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
-        return inf
+    def follow(self, plan: Any) -> None:
+        """Draft in each step what a [`SpeculationGate`] has chosen."""
+        self.plan = plan
+
+    @property
+    def widths_now(self) -> Sequence[int]:
+        """Number of candidates of each level of the next tree."""
+        return self.largest if self.plan is None else self.plan.widths
+
+    def level_sizes(self, widths: Sequence[int]) -> Sequence[int]:
+        """Return the number of nodes of each level of a tree with so many candidates in each."""
+        return widths
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether trees have all nodes of their levels, one level after the other."""
+        return bool(self.largest) and 1 + sum(self.level_sizes(self.largest)) == self.num_nodes
+
+    def nodes_of(self, widths: Sequence[int]) -> int:
+        """Return the number of nodes of a tree with so many candidates in each level, root included."""
+        return min(self.num_nodes, 1 + sum(self.level_sizes(widths)))
+
+    def ranks_of(self, nodes: Sequence[int], widths: Sequence[int]) -> list[int]:
+        """Return for the nodes of a path, from the first level on, which candidate each is, as far as they are its."""
+        if not self.has_levels:
+            return [0] * len(nodes)
+        first, ranks = 1, list[int]()
+        for node, size, width in zip(nodes, self.level_sizes(widths), widths, strict=False):
+            if not first <= node < first + size:
+                break
+            ranks.append((node - first) % width)
+            first += size
+        return ranks
 
     @property
     def seed_tokens(self) -> int:

@@ -44,19 +44,6 @@ def busy_machine(seconds: float = 0.0, processor_seconds: float = 0.0) -> str | 
     return None
 
 
-@dataclass(frozen=True)
-class GateDecision:
-    """A decision of the gate, recorded when it differs from the one before."""
-
-    choice: str  # the fastest choice: `plain` or `draft`
-    length: int  # tokens of the longest row at that time, prompt included
-    plain_tokens_per_second: float  # speed of steps without drafting, all growing rows together
-    draft_tokens_per_second: float  # speed of speculation
-    # tokens per verification and row in the steps that this speed was measured on. 0 if speculation was not tried.
-    # The speed then is the bound that holds if every draft is accepted.
-    tau: float
-
-
 @dataclass
 class SpeculationStats:
     """Counts and times of one call, summed over the rows of the batch. They are complete when the call has returned.
@@ -93,7 +80,9 @@ class SpeculationStats:
     num_processed_nodes: int = 0  # number of verified columns and drafted nodes that they were asked about
     decode_seconds: float = 0.0  # time after the first token
     draft_state_bytes: int = 0  # bytes that the drafter kept besides the target's cache
-    gate_decisions: list[GateDecision] = field(default_factory=list)  # decisions of the gate, one for each change
+    num_expected_tokens: float = 0.0  # like `num_emitted_tokens`, as the gate expected before each verification
+    # tokens per second over those of plain steps, by the times that the gate measured; `None` if it measured none
+    speedup: float | None = None
     # on a processor, what shows that other programs slowed the call, see `busy_machine`
     busy: str | None = field(default=None, compare=False)
     interrupted: bool = False  # whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call
@@ -116,6 +105,11 @@ class SpeculationStats:
     def draft_acceptance_rate(self) -> float:
         """Share of the drafted tokens that were emitted."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def nodes_per_step(self) -> float:
+        """Nodes per row-step that speculated, root included; 0 before the first verification."""
+        return 1 + self.num_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
 
     @property
     def rest_seconds(self) -> float:
@@ -156,8 +150,8 @@ class SpeculationStats:
         sums = asdict(replace(self, partial_sequences=None, emitted_per_step=[], drafted_per_step=[]))
         for name in ("partial_sequences", "emitted_per_step", "drafted_per_step"):
             del sums[name]
-        ratios = ("mean_acceptance_length", "draft_acceptance_rate", "rest_seconds", "tokens_per_second")
-        return sums | {name: getattr(self, name) for name in ratios}
+        ratios = "mean_acceptance_length", "draft_acceptance_rate", "nodes_per_step", "rest_seconds"
+        return sums | {name: getattr(self, name) for name in (*ratios, "tokens_per_second")}
 
     def __str__(self) -> str:
         if self.reason is not None:
@@ -169,6 +163,7 @@ class SpeculationStats:
             f"{self.tokens_per_second:.1f} tokens/s after {self.prefill_seconds:.2f} s of prefill"
             f"{', interrupted' if self.interrupted else ''}"
             f"{f', on a busy machine ({self.busy})' if self.busy else ''}"
+            f"{f', {self.speedup:.2f}x of no draft' if self.speedup else ''}"
         )
 
 

@@ -74,6 +74,8 @@ def structure_of(model: nn.Module) -> list[Any]:
             elif type(value) in (dict, list, set, tuple):
                 items = (*value, *value.values()) if type(value) is dict else value
                 state.append(tuple(item for item in items if type(item) in PLAIN))
+            elif getattr(value, "is_of_loop", False):
+                continue  # the forward of a layer while the loop runs
             elif callable(value) and not isinstance(value, nn.Module | weakref.ref):
                 state.append(weakly(value))
             elif isinstance(value, PreTrainedConfig):

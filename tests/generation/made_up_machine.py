@@ -1,93 +1,91 @@
-"""Simulated time for tests of the gate: a machine with given costs, and a clock for real calls."""
+"""Simulated time for tests of the gate: steps with given costs, and drafts with given chances."""
 
 import random
+from types import SimpleNamespace
 
-from hf_longspec.generation.special_cases.gate import DRAFT, PLAIN, SpeculationGate, gate_of
+from hf_longspec.generation.drafter import Drafter
+from hf_longspec.generation.special_cases.costs import Costs
+from hf_longspec.generation.special_cases.gate import SpeculationGate, choices
 
-PROMPT = 1024
+BINDING = SimpleNamespace(target=SimpleNamespace(clock=None))
+
+
+class Levels(Drafter):
+    """A drafter of trees with so many candidates in each level."""
+
+    def __init__(self, largest):
+        super().__init__(BINDING)
+        self.largest, self.num_nodes, self.max_depth = largest, 1 + sum(largest), len(largest)
 
 
 class Machine:
-    """Run steps of simulated time and simulated numbers of tokens."""
+    """Run steps of simulated time under a gate.
 
-    def __init__(
-        self, cost, accepted, depth=4, plain=lambda _: 1.0, noise=0.0, rows=1, prompt=PROMPT, seed=0, speedup_bound=None
-    ):
-        self.now = 0.0
-        self.cost, self.plain = cost, plain  # seconds of a step, given the number of tokens emitted so far
-        self.accepted = accepted  # tokens that a speculative step emits per row, given the machine
-        self.noise = noise  # times are multiplied by 1 to 1 + noise; if it is not 0, one in 20 is ten times as long
-        self.rows, self.length = rows, prompt
+    Args:
+        verifying: Seconds of a verification, given the number of nodes.
+        drafting: Seconds of drafting, given the number of levels.
+        rate: Chance that the best candidate of a level is right, given the number of tokens so far. The next ones are
+            right with this chance where all better ones are wrong.
+        largest: Number of candidates of each level.
+        load: Factor of the time of a step, given a source of random numbers.
+    """
+
+    def __init__(self, verifying, drafting, rate, largest=(1,) * 4, load=lambda _: 1.0, seed=0, is_captured=False):
+        self.verifying, self.drafting, self.rate, self.load = verifying, drafting, rate, load
         self.random = random.Random(seed)
-        bound = {} if speedup_bound is None else {"speedup_bound": lambda: speedup_bound(self)}
-        self.gate = SpeculationGate(depth + 1, clock=lambda: self.now, **bound)  # depth of the tree
-        self.emitted = 0
-        self.resting = False
-        self.choices, self.decisions = [], []
+        self.drafter = Levels(largest)
+        self.costs = {}
+        self.gate = SpeculationGate(self.drafter, self.costs_of, is_captured=is_captured)
+        self.gate.reach(1024)
+        self.now, self.emitted, self.was_open, self.steps = 0.0, 0, True, []
+
+    def costs_of(self, power, earlier):
+        return self.costs.setdefault(power, Costs(earlier))
 
     def step(self):
-        """Run one step as the loop does: speculation begins with a plain step that brings the drafter up to date."""
-        speculates = self.gate.speculates()
-        proposes = speculates and not self.resting
-        self.resting = not speculates
-        tokens = [self.accepted(self) if proposes else 1 for _ in range(self.rows)]
-        seconds = self.cost(self.emitted) if proposes else self.plain(self.emitted)
-        if self.noise:
-            seconds *= 1 + self.noise * self.random.random()
-            seconds *= 10 if self.random.random() < 0.05 else 1
-        self.now += seconds
-        self.emitted += max(tokens)
-        self.length += max(tokens)
-        self.choices.append(DRAFT if proposes else PLAIN)
-        if decision := self.gate.record(sum(tokens), self.rows, self.length):
-            self.decisions.append(decision)
-        return seconds
+        """Run one step as the loop does: drafting begins with a plain step that brings the drafter up to date."""
+        is_open = self.gate.speculates()
+        drafts, self.was_open = is_open and self.was_open, is_open
+        widths = self.gate.widths if drafts else ()
+        path, rate = [0], self.rate(self.emitted)
+        for depth, width in enumerate(widths):
+            rank = next((rank for rank in range(width) if self.random.random() < rate), None)
+            if rank is None:
+                break
+            path.append(1 + sum(widths[:depth]) + rank)
+        nodes, levels, load = 1 + sum(widths), len(widths), self.load(self.random)
+        drafting, verifying = load * self.drafting(levels), load * self.verifying(nodes)
+        verified = SimpleNamespace(tokens=[path], nodes=[path], tree=SimpleNamespace(num_nodes=nodes))
+        self.now += (drafting + verifying) / load
+        self.emitted += len(path)
+        self.steps.append(widths)
+        self.gate.record(verified, drafting, verifying, drafts)
 
     def run(self, tokens):
+        """Run until so many tokens are emitted."""
         while self.emitted < tokens:
             self.step()
         return self
 
+    def call(self, tokens):
+        """Run a further call, and return its seconds and tokens."""
+        started, self.emitted, self.was_open = self.now, 0, True
+        self.gate.release()
+        self.gate.resume(self.drafter)
+        self.run(tokens)
+        return self.now - started, self.emitted
+
+    def best(self):
+        """Return the seconds per token of the best fixed tree or of plain steps, without load."""
+        rate, seconds = self.rate(0), [self.verifying(1)]
+        for widths, nodes in choices(self.drafter, self.gate.is_captured):
+            reached, tokens = 1.0, 1.0
+            for width in widths:
+                reached *= 1 - (1 - rate) ** width
+                tokens += reached
+            seconds.append((self.verifying(nodes) + self.drafting(len(widths))) / tokens)
+        return min(seconds)
+
 
 def always(value):
     return lambda _: value
-
-
-def geometric(rate, depth=4):
-    """Return the acceptance of a draft whose tokens are right with probability `rate` each."""
-
-    def draw(machine):
-        tokens = 1
-        while tokens <= depth and machine.random.random() < rate:
-            tokens += 1
-        return tokens
-
-    return draw
-
-
-class StepClock:
-    """A clock that a gate reads before and after each step, which takes `seconds(gate, number of the step)`."""
-
-    def __init__(self, gate, seconds):
-        self.gate, self.seconds, self.now, self.calls = gate, seconds, 0.0, 0
-
-    def __call__(self):
-        self.calls += 1
-        if self.calls % 2 == 0:
-            self.now += self.seconds(self.gate, self.calls // 2)
-        return self.now
-
-
-def gates_on_a_clock(monkeypatch, seconds, keep=False):
-    """Give all gates a [`StepClock`]; return pairs of a gate and the earlier one, which it continues under `keep`."""
-    made = []
-
-    def make(drafter, ranks, known=None):
-        gate = gate_of(drafter, ranks, known if keep else None)
-        if isinstance(gate, SpeculationGate):
-            gate.clock = StepClock(gate, seconds)
-        made.append((gate, known))
-        return gate
-
-    monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", make)
-    return made

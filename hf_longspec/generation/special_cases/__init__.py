@@ -1,5 +1,7 @@
 """Special cases of targets and calls, a file each, and their entries in the lists of the core."""
 
+from typing import Any
+
 from ..cache import LAYERS
 from ..special_case import MODES, SPECIAL_CASES
 from .forward_check import FirstChecks, Hooks
@@ -7,6 +9,7 @@ from .gate import Gate
 from .grammar import Grammars
 from .images import Inputs
 from .masked import LAYERS_OF_INDEXERS, MASKED
+from .packed_products import PackedProducts
 from .parallel import Parallel
 from .processors import Processors
 from .recurrent_states import LAYERS_OF_STATES, RECURRENT
@@ -19,5 +22,7 @@ def register_special_cases() -> None:
     """Register all special cases. Repeating it changes nothing."""
     MODES[:] = RECURRENT, MASKED, HYBRID  # the last one takes all targets
     LAYERS.update(LAYERS_OF_STATES | LAYERS_OF_INDEXERS)
-    cases = UserCaches, Processors, Grammars, Inputs, RotaryFrequencies, FirstChecks, Hooks, Gate, Parallel
+    calls = UserCaches, Processors, Grammars, Inputs, FirstChecks, Hooks
+    targets = RotaryFrequencies, Parallel, PackedProducts
+    cases: tuple[Any, ...] = *calls, *targets, Gate
     SPECIAL_CASES.update((each.case, each()) for each in cases if each.case not in SPECIAL_CASES)

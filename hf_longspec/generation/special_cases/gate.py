@@ -1,251 +1,253 @@
-"""The gate: switch speculation off while plain decoding is faster.
+"""The gate: choose in every step how much is drafted and verified, from measured costs and calibrated chances.
 
-Whether speculation pays depends on the machine, the batch, the length of the context and the text, so it is measured. A
-call begins with a few plain steps, then speculates until measurements refute it, and tries again from time to time. A
-fixed share of the time may be lost to such trials. In a plain step the root alone is verified and each row emits one
-token. All speeds are per growing row, so that rows that finish change nothing.
+A step takes the tree that emits the most tokens per second: (1 + chances of its nodes) / (drafting + verification). The
+root alone, a plain step, is one of the choices. Costs belong to the target and are shared by all of its drafts; chances
+belong to the draft, and both outlive a call. What is tried and does not pay is bounded by a credit, in plain steps:
+`CREDIT` at first, and `SHARE` of each plain step afterwards. All of it is per growing row.
 
-[`SpeculationGate`] decides step by step, and [`GatedDrafter`] hides plain steps from the draft. A gate outlives its
-call: the next call of the same kind takes it, begins with the choice that was better, and goes on to measure. Trials
-then cost a share of the time of all calls, however short each of them is.
+Choices by the ratio of expected tokens and time: SmartSpec, https://huggingface.co/papers/2406.14066, and Sequoia,
+https://huggingface.co/papers/2402.12374. [`SpeculationGate`] decides, and [`GatedDrafter`] hides plain steps from the
+draft.
 """
 
-import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers.utils import logging
 
 from ..draft_tree import DraftTree
 from ..drafter import Drafter, DrafterAround, Verification
-from ..sequences import GateDecision, SpeculationStats
+from ..sequences import SpeculationStats
 from ..special_case import GATE, SpecialCase
+from .costs import FADING, Chances, Costs, Match, common
 
-logger = logging.get_logger(__name__)
-
-PLAIN, DRAFT = "plain", "draft"
-
-# Steps over which tokens and times are averaged.
-TOKENS_WINDOW, SECONDS_WINDOW = 128, 16
-# Imagined row-steps in which everything was accepted. They are the only evidence for a draft of which nothing was
-# accepted yet, so that refuting it costs about OPTIMISM x depth plain steps, whatever a step costs.
-OPTIMISM = 2
-# Fewest steps that can refute a draft, and steps that confirm that it pays.
-FEWEST, CONFIRMING = 2, 16
-# Steps that are not counted. The first step of a phase may compile or fill caches, and after plain steps speculation
-# begins with one more of them, which brings the drafter up to date.
-WARM_UP = {PLAIN: 1, DRAFT: 2}
-# Plain steps take equally long: of this many, two may be outliers.
-PLAIN_SAMPLES = 3
-# Share of the time that may be lost to trying what is switched off.
-TRIAL_SHARE = 0.01
-# Plain steps are measured again when the longest prefix has grown by this factor.
-GROWTH = 1.25
-
-
-class StepStatistics:
-    """Measured time and tokens per kind of step: tokens over `TOKENS_WINDOW` steps, times over `SECONDS_WINDOW`."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget everything."""
-        self.count = self.row_steps = 0
-        self._tokens: deque[float] = deque(maxlen=TOKENS_WINDOW)
-        self._seconds: deque[float] = deque(maxlen=SECONDS_WINDOW)
-
-    def fade(self) -> None:
-        """Keep the tokens of the last few steps only, so that those of another text soon outweigh them."""
-        self._tokens = deque(list(self._tokens)[-CONFIRMING:], maxlen=TOKENS_WINDOW)
-        self.count = self.row_steps = len(self._tokens)
-
-    def add(self, tokens: int, rows: int, seconds: float) -> None:
-        """Count a step in which `rows` growing rows emitted `tokens` together."""
-        self.count += 1
-        self.row_steps += rows
-        self._tokens.append(tokens / rows)
-        self._seconds.append(seconds)
-
-    @property
-    def seconds(self) -> float:
-        """Lower quartile of the times, the fastest of three: disturbances only make a step slower."""
-        return sorted(self._seconds)[(len(self._seconds) - 1) // 4]
-
-    @property
-    def tokens(self) -> float:
-        """Mean tokens per step and row."""
-        return sum(self._tokens) / len(self._tokens)
-
-    @property
-    def error(self) -> float:
-        """Standard error of `tokens`."""
-        mean, count = self.tokens, len(self._tokens)
-        variance = sum((tokens - mean) ** 2 for tokens in self._tokens) / max(1, count - 1)
-        return (variance / count) ** 0.5
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second and row."""
-        return self.tokens / max(self.seconds, 1e-9)
-
-    def lost(self, steps: int, plain: float) -> float:
-        """Return the seconds that `steps` steps take beyond plain steps that emit as much, at least 0."""
-        return max(0.0, steps * (self.seconds - self.tokens * plain))
-
-    def may_pay(self, most: int, plain: float) -> bool:
-        """Return whether plain steps of `plain` seconds do not refute steps that emit at most `most` tokens per row.
-
-        The upper estimate of `tokens` is their mean, the standard error, and a fading share of `most`.
-        """
-        if self.count < FEWEST:
-            return True
-        hope = OPTIMISM * (most - self.tokens) / (self.row_steps + OPTIMISM)
-        return (self.tokens + self.error + hope) * plain >= self.seconds
-
-    def pays(self, plain: float) -> bool:
-        """Return whether these steps were measured to be faster than plain steps of `plain` seconds."""
-        return self.count >= CONFIRMING and self.tokens * plain >= self.seconds
+# Plain steps that may be lost to trying a draft, most of them that are saved up from gains, and the share of later
+# plain steps that may be lost.
+CREDIT, MOST_CREDIT, SHARE = 2.5, 16.0, 0.01
+# Speculating steps before plain ones are measured again; their number then grows.
+CHECK_AFTER, GROWTH = 128, 4
+# Each of so many speculating steps takes sizes that were never measured to be as fast as the next smaller one.
+TRY_EVERY = 16
+# Nodes of a tree over those of the largest one that was measured, and time of a step over the expected one, at most.
+REACH, OUTLIER = 4, 2.0
+# Share of what is known about a draft that is forgotten in a plain step, and in a new call.
+FADE_PLAIN, FADE_CALL = 1 / 256, 0.5
 
 
 class SpeculationGate:
-    """Choose between plain steps and speculation, step by step.
+    """Choose how much is drafted and verified, step by step.
 
-    `speculates` is read when a step begins, and `record` is called when it has ended. Nothing is tried while
-    `speedup_bound`, an upper bound of the gain of the next step, is below the cost of trying.
+    [`Drafter.plan`] is this object: drafters read `widths`, and n-grams are shortened by `cut`.
+
+    Args:
+        drafter ([`Drafter`]): The drafter of the first call, which says how much it can draft.
+        costs_of (`Callable`): Function of the power of two of a length, and of the [`Costs`] of shorter texts, to the
+            [`Costs`] of verifications.
+        ranks (`Any`, *optional*): The processes that share the target. The first measures and decides for all.
+        is_captured (`bool`, *optional*): Whether a graph is captured for each size, so that few sizes are tried.
     """
 
     def __init__(
         self,
-        most_tokens: int,
-        speedup_bound: Callable[[], float] = lambda: float("inf"),
-        clock: Callable[[], float] = time.perf_counter,
+        drafter: Any,
+        costs_of: Callable[[int, Costs | None], Costs],
+        ranks: Any = None,
+        is_captured: bool = False,
     ):
-        self.most_tokens = most_tokens
-        self.clock = clock
-        self.ranks: Any = None  # share the target, and so must their steps: the first measures and decides for all
-        self.choice = PLAIN  # of the present phase
-        self._speedup_bound = speedup_bound
-        self._plain, self._draft = StepStatistics(), StepStatistics()
-        self._is_confirmed = False  # whether drafts paid before they were refuted
-        self._verdict: str | None = None
-        self._last_verdict: str | None = None  # verdict of the call before, until this call has reported it
-        self._steps = 0  # of the present phase
-        self._started = 0.0
-        self._now = 0.0  # seconds of all steps so far; time between steps is the caller's
-        self._plain_length = 0
-        self._check_plain_at = self._try_draft_at = 0.0
+        self.ranks, self.is_captured, self._costs_of = ranks, is_captured, costs_of
+        self.costs, self._power = Costs(), 0
+        self.chances = Chances(drafter.first_chance)
+        self.credit, self.expected = CREDIT, 1.0
+        self._drafting = Costs(is_free=True)
+        self._matches: list[list[Match]] = []
+        self._speculating, self._check_at = 0, CHECK_AFTER
+        self.resume(drafter)
+
+    def resume(self, drafter: Any) -> None:
+        """Begin another call of the same kind with what is known."""
+        self._drafter = drafter
+        self._choices = choices(drafter, self.is_captured)
+        self.widths = self._choices[-1][0]
+        # seconds of plain steps that emit as much as all steps of this call, and of these steps
+        self.worth = self.seconds = 0.0
+        self.chances.fade(FADE_CALL)
 
     def release(self) -> None:
-        """Drop what belongs to the call that ends, such as its cache, and keep what was measured."""
-        self._speedup_bound, self.clock = lambda: float("inf"), time.perf_counter
+        """Drop what belongs to the call that ends."""
+        self._drafter, self._matches = None, []
 
-    def resume(self, speedup_bound: Callable[[], float], clock: Callable[[], float]) -> None:
-        """Begin another call of the same kind with the present choice, and with what was measured."""
-        self._speedup_bound, self.clock = speedup_bound, clock
-        self._last_verdict, self._verdict = self._verdict, None
-        self._steps = 0
-        self._draft.fade()
+    def reach(self, length: int) -> None:
+        """Take the costs for texts of this length."""
+        if (power := length.bit_length()) != self._power:
+            self.costs = self._costs_of(power, self.costs if self._power else None)
+            self._power = power
 
     def speculates(self) -> bool:
-        """Return whether the step that begins now speculates."""
-        self._started = self.clock()
-        if self.ranks is None:
-            return self.choice == DRAFT
-        return bool(self.ranks.first([self.choice == DRAFT])[0])
+        """Return whether the step that begins now speculates, and set `widths`."""
+        choice = self._best()
+        if self.ranks is not None:
+            choice = int(self.ranks.first([choice])[0])
+        if choice < 0:
+            return False
+        self.widths = self._choices[choice][0]
+        self.expected = self.tokens(self.widths)
+        return True
 
-    def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
-        """Count the step that has ended, and return a decision if it changed."""
-        if self.ranks is not None and self.ranks.rank:
-            return None  # the first process measures
-        seconds = self.clock() - self._started
-        self._now += seconds
-        self._steps += 1
-        if self._steps > WARM_UP[self.choice]:
-            (self._draft if self.choice == DRAFT else self._plain).add(tokens, rows, seconds)
-        verdict = self._after_draft(length) if self.choice == DRAFT else self._after_plain(length)
-        is_measured = self._plain.count and (self.choice == PLAIN or self._draft.count)
-        if verdict is None and is_measured and self._last_verdict == self.choice:
-            verdict = self._last_verdict  # still true
-        self._last_verdict = None
-        if verdict is None or verdict == self._verdict:
-            return None
-        self._verdict = verdict
-        return self._decision(verdict, rows, length)
+    def _best(self) -> int:
+        """Return the index of the best choice; -1 for a plain step."""
+        if not self.costs.is_certain(1):
+            return -1
+        if self._speculating >= self._check_at:  # plain steps are measured again
+            self._speculating, self._check_at = 0, GROWTH * self._check_at
+            return -1
+        if self._drafter.chooses_nodes:  # as soon as it has found them
+            return 0 if self.credit > 0 else -1
+        plain, tries = self.costs(1), self._speculating % TRY_EVERY == TRY_EVERY - 1
+        best, rate, limit = -1, 1 / plain, (1 + self.credit) * plain
+        for index, (widths, nodes) in enumerate(self._choices):
+            if nodes > REACH * self.costs.largest:
+                continue
+            seconds = self.drafting(len(widths)) + (self.costs.floor(nodes) if tries else self.costs(nodes))
+            found = self.tokens(widths) / seconds
+            if found > rate and (seconds <= limit or self._surely(self.tokens, widths) * plain > seconds):
+                best, rate = index, found
+        return best
 
-    def _decision(self, verdict: str, rows: int, length: int) -> GateDecision:
-        plain, draft = rows * self._plain.speed, self._draft
-        if not draft.count:  # nothing was tried, because the bound is too low
-            return GateDecision(verdict, length, plain, plain * self._speedup_bound(), 0.0)
-        return GateDecision(verdict, length, plain, rows * draft.speed, draft.tokens)
+    def tokens(self, widths: Sequence[int]) -> float:
+        """Return the tokens per row that a step with a tree of these widths is expected to emit."""
+        return self.chances.tokens(widths if self._drafter.has_levels else [1] * len(widths))
 
-    def _after_draft(self, length: int) -> str | None:
-        """Go on until refuted, or until the plain step that it is compared with is out of date."""
-        plain = self._plain.seconds
-        is_stale = length >= GROWTH * self._plain_length and self._now >= self._check_plain_at
-        if is_stale or not self._draft.may_pay(self.most_tokens, plain):
-            self._turn_to(PLAIN)  # plain steps are measured again before that is final
-            return None
-        if not self._draft.pays(plain):
-            return None
-        self._is_confirmed = True
-        return DRAFT
+    def _surely(self, tokens: Callable[..., float], *inputs: Any) -> float:
+        """Return the result of a function by lower bounds of all chances."""
+        self.chances.is_careful = True
+        found = tokens(*inputs)
+        self.chances.is_careful = False
+        return found
 
-    def _after_plain(self, length: int) -> str | None:
-        plain, draft = self._plain, self._draft
-        if plain.count < PLAIN_SAMPLES:
-            return None
-        if plain.count == PLAIN_SAMPLES:
-            self._plain_length = length
-            steps = WARM_UP[PLAIN] + PLAIN_SAMPLES + 1
-            self._check_plain_at = self._now + steps * plain.seconds / TRIAL_SHARE
-            if draft.count and not draft.may_pay(self.most_tokens, plain.seconds):
-                # a draft that paid before it failed has cost the steps of one window at most
-                steps = min(draft.count, TOKENS_WINDOW) if self._is_confirmed else draft.count
-                self._try_draft_at = self._now + draft.lost(steps + WARM_UP[DRAFT], plain.seconds) / TRIAL_SHARE
-                return PLAIN
-        elif self._now < self._try_draft_at:
-            return None
-        if self._speedup_bound() <= 1 + TRIAL_SHARE:
-            return PLAIN
-        if plain.count > PLAIN_SAMPLES:
-            draft.restart()
-            self._is_confirmed = False
-        self._turn_to(DRAFT)
-        return None
+    def drafting(self, levels: int) -> float:
+        """Return the seconds of drafting some levels."""
+        if not self._drafting.is_known:
+            return float(self._drafter.level_cost) * levels * self.costs(1)
+        return self._drafting(levels)
 
-    def _turn_to(self, choice: str) -> None:
-        self.choice, self._steps = choice, 0
-        if choice == PLAIN:
-            self._plain.restart()
+    def cut(self, rows: Sequence[list[Match]], nodes: int, most: int) -> tuple[list[list[Sequence[int]]], int]:
+        """Return the paths of n-grams of each row as far as they are worth their verification, and their nodes.
+
+        Args:
+            rows (`Sequence[list[tuple]]`): Paths of each row, best first, and how many tokens before them match.
+            nodes (`int`): Number of nodes of the tree without them, root included.
+            most (`int`): Most nodes of n-grams in a row.
+        """
+        self._matches = list(rows)
+        if self.ranks is not None:  # all processes draft the same
+            return [[path for path, _ in paths] for paths in rows], most
+        gains = [self.chances.gains(paths)[:most] for paths in rows]
+        drafts = nodes > 1
+        tokens, drafting = (self.tokens(self.widths), self.drafting(len(self.widths))) if drafts else (1.0, 0.0)
+        rate, kept, self.expected = tokens / (drafting + self.costs(nodes)), 0, tokens
+        plain = self.costs(1)
+        limit = (1 + self.credit) * plain
+        for count in range(1, 1 + max(map(len, gains), default=0)):
+            tokens += sum(row[count - 1][0] for row in gains if len(row) >= count) / len(rows)
+            if nodes + count > REACH * self.costs.largest:
+                break
+            if self.is_captured and count < most:
+                continue
+            seconds = drafting + self.costs(nodes + count)
+            if tokens / seconds <= rate:
+                continue
+            if seconds <= limit or self._surely(self._joined, rows, count, nodes) * plain > seconds:
+                rate, kept, self.expected = tokens / seconds, count, tokens
+        return [shortened(paths, row[:kept]) for paths, row in zip(rows, gains, strict=True)], kept
+
+    def _joined(self, rows: Sequence[list[Match]], count: int, nodes: int) -> float:
+        """Return the tokens per row of a step with so many nodes of n-grams in each row, beside a tree."""
+        gains = [gain for paths in rows for gain, _ in self.chances.gains(paths)[:count]]
+        return (self.tokens(self.widths) if nodes > 1 else 1.0) + sum(gains) / len(rows)
+
+    def record(self, verification: Verification, drafting: float, verifying: float, is_draft: bool) -> None:
+        """Learn from a step that has ended: its verification, the seconds of both parts, and whether it drafted."""
+        rows, tree = sum(map(bool, verification.tokens)), verification.tree
+        if not rows or tree is None or (self.ranks is not None and self.ranks.rank):
+            return
+        nodes, levels = tree.num_nodes, len(self.widths)
+        self.costs.add(nodes, verifying)
+        plain = seconds = self.costs(1)
+        worth = plain * sum(map(len, verification.tokens)) / rows
+        if is_draft:
+            self._drafting.add(levels, drafting)
+            self._learn(verification, nodes)
+            self._speculating += 1
+            seconds = min(drafting + verifying, OUTLIER * (self.drafting(levels) + self.costs(nodes)))
+            self.credit = min(MOST_CREDIT, self.credit + (worth - seconds) / plain)
+        else:
+            self.credit = max(self.credit, min(CREDIT, self.credit + SHARE)) - min(1.0, drafting / plain)
+            self.chances.fade(FADE_PLAIN)
+        self.worth, self.seconds = self.worth + worth, self.seconds + seconds
+
+    def _learn(self, verification: Verification, nodes: int) -> None:
+        """Count which of the nodes were accepted."""
+        drafter = self._drafter
+        for matches, tokens in zip(self._matches, verification.tokens, strict=False):
+            self.chances.add_match(matches, tokens)
+        if drafter.chooses_nodes:
+            return
+        own = nodes if drafter.first_ngram_node is None else drafter.first_ngram_node
+        for kept, tokens in zip(verification.nodes, verification.tokens, strict=True):
+            if tokens:
+                ranks = drafter.ranks_of([node for node in kept[1:] if node < own], self.widths)
+                self.chances.add_path(self.widths if drafter.has_levels else [1] * len(self.widths), ranks)
+                self.chances.extra += FADING * (len(tokens) - 1 - len(ranks) - self.chances.extra)
+
+
+def choices(drafter: Any, is_captured: bool) -> list[tuple[Sequence[int], int]]:
+    """Return the trees that a drafter can draft, as the widths of their levels and their number of nodes.
+
+    Their levels are those of the largest tree, or the first ones, and have at most 1, 2, 4, ... nodes each. If a graph
+    is captured for each, there are two: the largest tree, and a chain.
+    """
+    largest = tuple(drafter.largest)
+    if not largest:  # it always drafts the same
+        return [((1,) * drafter.max_depth, drafter.num_nodes)]
+    most, depths = max(largest), range(1, len(largest) + 1)
+    bounds = [min(most, 2**power) for power in range(most.bit_length() + 1)] if drafter.has_levels else [most]
+    if is_captured:
+        bounds, depths = [bounds[0], most], depths[-1:]
+    found = {tuple(min(bound, width) for width in largest[:depth]): None for bound in bounds for depth in depths}
+    return [(widths, drafter.nodes_of(widths)) for widths in found]
+
+
+def shortened(paths: Sequence[Match], nodes: Sequence[tuple[float, int]]) -> list[Sequence[int]]:
+    """Return the beginnings of paths that have these nodes, which are those of [`Chances.gains`]."""
+    first = paths[0][0] if paths else ()
+    counts = Counter(index for _, index in nodes)
+    return [
+        path[: counts[index] + (common(path, first) if index else 0)]
+        for index, (path, _) in enumerate(paths)
+        if counts[index]
+    ]
 
 
 class GatedDrafter(DrafterAround):
-    """Propose the root alone while speculation does not pay, else the tree of another drafter.
+    """Propose the tree of another drafter as far as it pays, else the root alone.
 
     Plain steps are hidden from the other drafter: it neither captures nor observes them. Before it proposes again, it
     is resumed with the text so far and the verification of one more root. So the first step after a pause is plain.
     `keep` is called when the text is complete.
     """
 
-    def __init__(
-        self,
-        inner: Drafter,
-        gate: SpeculationGate,
-        stats: SpeculationStats,
-        keep: Callable[[], None],
-    ):
+    def __init__(self, inner: Drafter, gate: SpeculationGate, stats: SpeculationStats, keep: Callable[[], None]):
         super().__init__(inner)
         self.gate = gate
-        self._stats = stats
-        self._keep = keep
+        inner.follow(gate)
+        self._stats, self._keep, self._clock = stats, keep, inner.binding.target.clock
         self._is_open = self._was_open = True
+        self._began = self._drafted = 0.0
         self._prompts: list[torch.Tensor] = []
         self._emitted: list[array[int]] = []
 
@@ -260,7 +262,9 @@ class GatedDrafter(DrafterAround):
         return self._was_open or not self._is_open
 
     def keep(self) -> None:
-        """Keep the gate, and what the other drafter keeps."""
+        """Keep the gate, and what the other drafter keeps; complete the statistics."""
+        if self.gate.seconds:
+            self._stats.speedup = self.gate.worth / self.gate.seconds
         self._keep()
         self.inner.keep()
 
@@ -278,8 +282,16 @@ class GatedDrafter(DrafterAround):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the other drafter's tree, or the root alone."""
+        self._began = self._clock()
+        self.gate.reach(max(self.binding.cache.lengths.host))
         self._was_open, self._is_open = self._is_open, self.gate.speculates()
-        return self.inner.propose(root) if self._is_open and self._was_open else DraftTree.root_only(root)
+        tree = self.inner.propose(root) if self._drafts else DraftTree.root_only(root)
+        self._drafted = self._clock()
+        return tree
+
+    @property
+    def _drafts(self) -> bool:
+        return self._is_open and self._was_open
 
     def capture(self, tree: DraftTree) -> Any:
         """Return the other drafter's capture while the gate is open."""
@@ -287,18 +299,15 @@ class GatedDrafter(DrafterAround):
 
     def observe(self, verification: Verification) -> None:
         """Pass the verification on while the gate is open, and measure the step."""
+        verified = self._clock()
         for row, new in zip(self._emitted, verification.tokens, strict=True):
             row.extend(new)
         if self._is_open:
             self._inform(verification)
-        tokens = sum(map(len, verification.tokens))
-        rows = sum(map(bool, verification.tokens))
-        decision = self.gate.record(tokens, rows, max(self.binding.cache.lengths.host))
-        if decision is not None:
-            self._stats.gate_decisions.append(decision)
-            if decision.choice == PLAIN and self._stats.method not in _reported:
-                _reported.add(self._stats.method)
-                logger.info(message_of(decision, self._stats.method))
+        drafting = self._clock() - verified + self._drafted - self._began if self._is_open else 0.0
+        if self._drafts and verification.tree.num_nodes > 1:  # type: ignore[union-attr]
+            self._stats.num_expected_tokens += self.gate.expected * sum(map(bool, verification.tokens))
+        self.gate.record(verification, drafting, verified - self._drafted, self._drafts)
 
     def _inform(self, verification: Verification) -> None:
         """Let the other drafter go on, or resume after plain steps."""
@@ -310,37 +319,29 @@ class GatedDrafter(DrafterAround):
         self.inner.resume(texts, verification)
 
 
-# Gates that no call is using, by draft, target, and everything else that steps of a call depend on.
-_kept: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, SpeculationGate]]] = WeakKeyDictionary()
-_kept_lock = Lock()
-# Kinds of drafts of which a log message has reported that drafting is paused.
-_reported: set[str] = set()
+# Gates that no call is using, by draft, target, and everything else that steps of a call depend on. Costs, by target.
+_kept: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[Hashable, SpeculationGate]]] = WeakKeyDictionary()
+_costs: WeakKeyDictionary[nn.Module, dict[Hashable, Costs]] = WeakKeyDictionary()
+_lock = Lock()
 
 
-def gate_of(drafter: Drafter, ranks: Any, last: SpeculationGate | None = None) -> SpeculationGate | None:
-    """Return the gate of one call, the `last` of its kind; None if every step may speculate.
+def gate_of(
+    drafter: Any,
+    costs_of: Callable[[int, Costs | None], Costs],
+    ranks: Any = None,
+    is_captured: bool = False,
+    last: SpeculationGate | None = None,
+) -> SpeculationGate | None:
+    """Return the gate of one call, the `last` of its kind; `None` if every step may speculate.
 
     Copies of a sharded target that run side by side, which was never tried, have no gate.
     """
     if drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
         return None
-    clock = drafter.binding.target.clock
-    if last is not None:
-        last.resume(drafter.speedup_bound, clock)
-        return last
-    gate = SpeculationGate(drafter.max_depth + 1, drafter.speedup_bound, clock)
-    gate.ranks = ranks
-    return gate
-
-
-def message_of(decision: GateDecision, method: str) -> str:
-    """Return the line that says that drafting with a draft of this name is paused."""
-    draft, plain = decision.draft_tokens_per_second, decision.plain_tokens_per_second
-    if not decision.tau:
-        speeds = f"at most {draft:.3g} tokens/s if every draft were accepted, {plain:.3g} without"
-    else:
-        speeds = f"{draft:.3g} vs {plain:.3g} tokens/s"
-    return f"{method}: drafting paused, plain decoding is faster here ({speeds}); see docs/gate.md"
+    if last is None:
+        return SpeculationGate(drafter, costs_of, ranks, is_captured)
+    last.resume(drafter)
+    return last
 
 
 class Gate(SpecialCase):
@@ -349,25 +350,32 @@ class Gate(SpecialCase):
     case = GATE
 
     def drafter(self, inner: Any, session: Any) -> Any:
-        """Return the drafter of a [`Session`], hidden from steps that do not speculate, unless every step may.
+        """Return the drafter of a [`Session`] within a gate, unless every step may speculate.
 
-        Decisions of the gate are added to the statistics. The first time that a kind of draft is paused, this is
-        logged. A gate that does not share its decisions with other processes is kept for the next call of its kind: the
-        same draft, settings, target, way to choose tokens, number of rows and power of two of tokens.
+        A gate is kept for the next call of its kind: the same draft, settings, target, way to choose tokens and number
+        of rows. Gates of processes that decide together are not kept.
         """
         draft, target, rule = session.draft, session.target, inner.binding.rule
-        model, cache = target.model, session.cache
-        place = model.device, model.dtype, model.config._attn_implementation, rule is not None and rule.do_sample
+        ranks, model = target.ranks, target.model
+        how = model.dtype, model.config._attn_implementation, draft.setting("compile"), torch.get_num_threads()
+        place = model.device, session.cache.batch_size, *how
         settings = tuple(repr(draft.setting(name)) for name in draft.settings)
-        kind = place, settings, cache.batch_size, session.max_length.bit_length(), inner.num_nodes
+        kind = place, settings, rule is not None and rule.do_sample, inner.num_nodes
+        # drafting and verification are told apart where a step ends before the next one begins
+        shared = place if model.device.type == "cpu" else (*place, draft.method)
+
+        def costs_of(power: int, earlier: Costs | None) -> Costs:
+            with _lock:
+                known = _costs.setdefault(model, {})
+                return known.setdefault((shared, power), Costs(earlier))
 
         def keep() -> None:
-            if gate is not None and gate.ranks is None:
+            if gate is not None and ranks is None:
                 gate.release()
-                with _kept_lock:
+                with _lock:
                     _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate
 
-        with _kept_lock:
+        with _lock:
             last = _kept.get(draft, {}).get(model, {}).pop(kind, None)
-        gate = gate_of(inner, target.ranks, last)
+        gate = gate_of(inner, costs_of, ranks, target.steps.runner is not None, last)
         return inner if gate is None else GatedDrafter(inner, gate, session.stats, keep)

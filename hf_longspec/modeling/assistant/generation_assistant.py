@@ -123,6 +123,7 @@ class AssistantDrafter(Drafter):
         self.is_drawn = draft.setting("acceptance") == "rejection"
         self.shape: Shape = draft.shape()
         self.num_nodes, self.max_depth = size_of(self.shape)
+        self.largest = [1] * self.shape if isinstance(self.shape, int) else self.shape
         embedding = assistant.model.get_input_embeddings().weight
         self.device, self.num_embeddings = assistant.model.device, embedding.shape[0]
         self.coupling = binding.coupling()
@@ -183,7 +184,8 @@ class AssistantDrafter(Drafter):
         return self.mask_token is not None or self.ngram_depth > 0 or self.assistant.has_states
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        shape, start, rule = self.shape, self.cache.lengths, self.binding.rule
+        widths, start, rule = self.widths_now, self.cache.lengths, self.binding.rule
+        self.shape = shape = len(widths) if isinstance(self.shape, int) else list(widths)
         counts = self.counts.on(self.device) if self._is_ragged else None
         dropped = None if self.window is None else self.cache.dropped.on(self.device)
         inputs = Inputs(root.to(self.device), self.pending, self._last_position, counts, dropped)

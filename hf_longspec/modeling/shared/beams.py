@@ -153,8 +153,9 @@ class BeamDrafter(Drafter):
         super().__init__(binding)
         self._owner, self.draft = draft, draft.placed_at(place or draft.place(binding.target.model))
         self.coupling = binding.coupling()
-        self.widths, self.num_nodes = self.shape_of(draft)
-        self.max_depth = len(self.widths)
+        self.largest, self.num_nodes = self.shape_of(draft)
+        self.widths: Sequence[int] = self.largest
+        self.max_depth = len(self.largest)
         self.device, self.dtype = self.draft.device, self.draft.dtype
         head_dim = draft.config.head_dim
         self.scaling = head_dim**-0.5
@@ -236,6 +237,7 @@ class BeamDrafter(Drafter):
         return self.rotates_as_target and self.binding.cache.rows.offsets is not None
 
     def propose(self, root: torch.Tensor) -> DraftTree:
+        self.widths = self.widths_now
         inputs, known, prefix = self.inputs(root), self.coupling.known(len(self.widths)), self.prefix()
         fields = self._grow(inputs, known, prefix)
         return DraftTree.of_fields(fields, len(self.widths), is_chain=max(self.widths) == 1)

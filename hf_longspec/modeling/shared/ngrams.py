@@ -13,7 +13,6 @@ same tokens share nodes.
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
 from typing import Any
 
 import torch
@@ -103,8 +102,10 @@ class TextIndex:
             return copied
         return tuple(copied[place % len(copied)] for place in range(count))
 
-    def lookup(self, length: int) -> list[tuple[int, ...]]:
+    def lookup(self, length: int) -> dict[tuple[int, ...], int]:
         """Return different continuations of the last tokens, `length` tokens each, that of the longest suffix first.
+
+        Each comes with the number of tokens before it that match.
 
         Prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding) copies the tokens after the first
         match of a few tokens. Here the longest match comes first, and the most recent of equally long matches.
@@ -112,35 +113,39 @@ class TextIndex:
         >>> index = TextIndex(longest_key=1, capacity=64)
         >>> index.extend([1, 2, 7, 7, 5, 2, 8, 8, 1, 2])
         >>> index.lookup(length=2)
-        [(7, 7), (8, 8)]
+        {(7, 7): 2, (8, 8): 1}
         """
         for key_length in range(self.longest_key, 0, -1):
             matches = self._matches(key_length)
             if matches:
-                end = self.text[-MAX_SUFFIX:]
+                end, found = self.text[-MAX_SUFFIX:], dict[tuple[int, ...], int]()
+                suffixes = [(index._suffix_length(position, end), index, position) for index, position in matches]
                 # sorting is stable also in reverse, so the most recent of equally long matches comes first
-                matches.sort(key=lambda match: match[0]._suffix_length(match[1], end), reverse=True)
-                return list(dict.fromkeys(index.after(position, length) for index, position in matches))
-        return []
+                for suffix, index, position in sorted(suffixes, key=lambda match: match[0], reverse=True):
+                    found.setdefault(index.after(position, length), suffix)
+                return found
+        return {}
 
-    def pool(self, length: int, count: int) -> list[tuple[int, ...]]:
+    def pool(self, length: int, count: int) -> dict[tuple[int, ...], int]:
         """Return at least `count` different continuations of `length` tokens, or all if there are fewer, best first.
 
-        Continuations are ordered by the length of their key, then by frequency, then by recency.
+        Continuations are ordered by the length of their key, then by frequency, then by recency. Each comes with the
+        length of its key.
 
         >>> index = TextIndex(longest_key=2, capacity=64)
         >>> index.extend([1, 2, 3, 9, 2, 3, 8, 2, 3, 9, 2])
         >>> index.pool(length=2, count=3)
-        [(3, 8), (3, 9)]
+        {(3, 8): 2, (3, 9): 2}
         """
-        paths: dict[tuple[int, ...], None] = {}
+        paths: dict[tuple[int, ...], int] = {}
         for key_length in range(self.longest_key, 0, -1):
             counts = Counter(index.after(position, length) for index, position in self._matches(key_length))
             # most_common keeps the order of equal counts, so the most recent comes first
-            paths.update(dict.fromkeys(path for path, _ in counts.most_common()))
+            for path, _ in counts.most_common():
+                paths.setdefault(path, key_length)
             if len(paths) >= count:
                 break
-        return list(paths)
+        return paths
 
     def _matches(self, key_length: int) -> list[tuple["TextIndex", int]]:
         """Return the occurrences of the last `key_length` tokens here, then those in the memory, with their index."""
@@ -190,7 +195,7 @@ class TextMemory:
     >>> index = TextIndex(2, 64, memory.index)
     >>> index.extend([7, 1, 2])
     >>> index.lookup(length=5)
-    [(3, 4)]
+    {(3, 4): 2}
     """
 
     def __init__(self, longest_key: int, capacity: int, tokens: Iterable[int] = ()):
@@ -225,6 +230,8 @@ class NgramDrafter(Drafter):
     """
 
     first_ngram_node = 1
+    chooses_nodes = True
+    level_cost = 0.0
 
     def __init__(
         self,
@@ -276,22 +283,28 @@ class NgramDrafter(Drafter):
         super().take(row, other)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        target, cache, max_depth = self.binding.target, self.binding.cache, self.max_depth
-        fields = target.run(_trie, cache, self.table(root), root, max_depth=max_depth)
+        target, cache, table = self.binding.target, self.binding.cache, self.table(root)
+        if table.shape[2] == 1:
+            return DraftTree.root_only(root)
+        max_depth = min(self.max_depth, table.shape[2] - 1)
+        fields = target.run(_trie, cache, table, root, max_depth=max_depth)
         return DraftTree.of_fields(fields, max_depth)
 
-    def table(self, root: torch.Tensor) -> torch.Tensor:
-        """Return the [`trie_table`] of the best paths after `root` `(batch,)`."""
-        paths = [self._paths(index) for index in self.indexes]
-        return trie_table(paths, root, self.num_nodes, self.max_depth)
+    def table(self, root: torch.Tensor, nodes: int = 1) -> torch.Tensor:
+        """Return the [`trie_table`] of the best paths after `root` `(batch,)`, beside a tree of so many nodes."""
+        matches = [self._paths(index) for index in self.indexes]
+        if self.plan is None:
+            return trie_table([[path for path, _ in row] for row in matches], root, self.num_nodes, self.max_depth)
+        paths, count = self.plan.cut(matches, nodes, self.num_nodes - 1)
+        return trie_table(paths, root, 1 + count, self.max_depth)
 
-    def _paths(self, index: TextIndex) -> list[tuple[int, ...]]:
-        """Return the paths of one row, best first. They are more than `candidates`, because paths share nodes."""
+    def _paths(self, index: TextIndex) -> list[tuple[tuple[int, ...], int]]:
+        """Return the paths of one row, best first, and their matches. They are many, because paths share nodes."""
         length, source = self.max_depth, self.source
-        lookup = index.lookup(length) if source != "pool" else []
-        if source == "lookup":
-            return lookup
-        return lookup[:1] + index.pool(length, count=self.num_nodes - 1)
+        found = list(index.lookup(length).items()) if source != "pool" else []
+        if source != "lookup":
+            found = found[:1] + list(index.pool(length, count=self.num_nodes - 1).items())
+        return found
 
     def _empty_index(self) -> TextIndex:
         memory = None if self.memory is None else self.memory.index
@@ -320,9 +333,10 @@ class JoinedDrafter(DrafterAround):
         inner.ngram_depth = ngrams.max_depth
         self.first_ngram_node = inner.num_nodes
 
-    def speedup_bound(self) -> float:
-        """Return no bound, as n-grams cost nothing that the bound of the other drafter counts."""
-        return inf
+    def follow(self, plan: Any) -> None:
+        """Let both drafters follow a plan."""
+        self.inner.follow(plan)
+        self.ngrams.follow(plan)
 
     @property
     def state_bytes(self) -> int:
@@ -349,7 +363,12 @@ class JoinedDrafter(DrafterAround):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return one tree after `root` `(batch,)`: that of the other drafter, then n-grams that it does not contain."""
         inner_tree = self.inner.propose(root)
-        table, target, cache = self.ngrams.table(root), self.binding.target, self.binding.cache
+        self.first_ngram_node = inner_tree.num_nodes
+        table = self.ngrams.table(root, inner_tree.num_nodes)
+        if table.shape[2] == 1:
+            self._proposed = inner_tree, inner_tree
+            return inner_tree
+        target, cache = self.binding.target, self.binding.cache
         depths = {"own_depth": inner_tree.max_depth, "more_depth": self.ngrams.max_depth}
         fields = target.run(_merged, cache, table, root, *inner_tree.fields, **depths)
         tree = DraftTree.of_fields(fields, max(depths.values()))

@@ -128,6 +128,7 @@ class SelfDrafter(Drafter):
     """
 
     sparse: Any
+    first_chance = 0.85
     steps_have_one_shape: bool = True
     """Whether a drafting step has the shapes of the one before, so that it may be compiled or captured."""
 
@@ -136,7 +137,7 @@ class SelfDrafter(Drafter):
         copied = draft.weights_for(binding.target.model)
         self.stepper = binding.target if copied is None else TargetView(copied, binding.target.steps.runner)
         self.gamma = self.max_depth = draft.setting("num_assistant_tokens")
-        self.num_nodes = self.gamma + 1
+        self.num_nodes, self.largest = self.gamma + 1, [1] * self.gamma
         self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
         self._is_drawn = draft.setting("acceptance") == "rejection"
 
@@ -148,12 +149,15 @@ class SelfDrafter(Drafter):
         """Return how many of `length` committed tokens a drafting step reads in a sparse layer, or fewer."""
         return budget(length, self.sparse_ratio, self.sparse_min_tokens)
 
-    def speedup_bound(self) -> float:
+    @property
+    def level_cost(self) -> float:  # type: ignore[override]
+        """Lower bound on the bytes that a drafting step reads, as a share of those of a plain step."""
         lengths = self.binding.cache.lengths.host
         share = sum(map(self.num_selected, lengths)) / max(1, sum(lengths))
         layers = [self.binding.cache.layers[index] for index in self.sparse.sparse_layers]
         weights, drafting = self._weight_bytes
-        return speedup_bound(self.max_depth, share, weights, entry_bytes(layers) * sum(lengths), drafting)
+        kv = entry_bytes(layers) * sum(lengths) * KV_FACTOR
+        return (drafting + kv * share) / (weights + kv) if weights + kv else 0.0
 
     @cached_property
     def _weight_bytes(self) -> tuple[int, int]:
@@ -170,6 +174,7 @@ class SelfDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`, drafted in one graph if that is possible."""
         rule = self.binding.rule
+        self.gamma = len(self.widths_now)
         noise = noise_of_chain(self.binding, self.gamma, self._is_drawn)
         with_q = self._is_drawn and noise is not None
         drafted = self.captured_chain(root, noise, with_q)
@@ -183,25 +188,6 @@ class SelfDrafter(Drafter):
         logits: torch.Tensor = self.sparse.step(self.stepper, token, limit, fixed_shape=is_fixed)[0]
         self.sparse.advance()
         return logits
-
-
-def speedup_bound(gamma: int, share: float, weights: float, kv: float, drafting: float) -> float:
-    """Return an upper bound on the tokens per second of speculation, relative to plain steps.
-
-    A plain step reads `weights` bytes of weights, and `kv` bytes of keys and values for all rows together. A drafting
-    step reads `drafting` bytes of weights, and of the keys and values the `share` from 0 to 1.
-
-    >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0, drafting=1.0), speedup_bound(4, 1.0, 1.0, 1e9, 1.0)
-    (1.0, 1.0)
-    >>> speedup_bound(gamma=4, share=0.0, weights=0.0, kv=1.0, drafting=0.0)
-    5.0
-    >>> speedup_bound(gamma=4, share=1.0, weights=1.0, kv=0.0, drafting=0.25)
-    2.5
-    """
-    if not weights and not kv:
-        return float(gamma + 1)
-    kv *= KV_FACTOR
-    return (gamma + 1) * (weights + kv) / (weights + gamma * drafting + kv * (1 + gamma * share))
 
 
 def weight_bytes(target: TargetView) -> int:

@@ -13,6 +13,8 @@ candidates becomes a path of the tree. The hidden state comes from one of two pl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from operator import mul
 from typing import Any, cast
 
 import torch
@@ -208,7 +210,7 @@ class TokenSwiftDrafter(Drafter):
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
         self.draft = draft
-        self.widths = draft.levels()
+        self.widths = self.largest = draft.levels()
         self.num_nodes = num_static_nodes(self.widths)
         self.max_depth = len(self.widths)
         # Graphs hold the addresses of the heads' weights: those of a copy are dropped with it.
@@ -225,6 +227,7 @@ class TokenSwiftDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the tree of all combinations of the best candidates for the next tokens after `root` `(batch,)`."""
+        self.widths = self.widths_now
         if self.partial is None:
             levels = self._rank(root, self.hidden)
         else:
@@ -232,6 +235,10 @@ class TokenSwiftDrafter(Drafter):
             assert hidden is not None
             levels = self._rank(root, hidden, logits)
         return sibling_tree(root, levels, self.widths) if self.heads.sequential else static_tree(root, levels)
+
+    def level_sizes(self, widths: Sequence[int]) -> Sequence[int]:
+        """Return the number of nodes of each level, each of which has all candidates."""
+        return list(accumulate(widths, mul))
 
     def row_states(self) -> Sequence[torch.Tensor]:
         return (self.hidden,)

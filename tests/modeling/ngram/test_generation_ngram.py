@@ -139,7 +139,9 @@ class TestMemory:
         """The drafter remembers the text of steps that it did not observe."""
         model, input_ids, options, plain = case
         draft = NgramDraftModel.from_target(model, ngram_memory=500)
-        monkeypatch.setattr("hf_longspec.generation.special_cases.gate.gate_of", lambda *_: FlippingGate())
+        monkeypatch.setattr(
+            "hf_longspec.generation.special_cases.gate.gate_of", lambda drafter, *_: FlippingGate(drafter)
+        )
         model.generate(input_ids, assistant_model=draft, **options)
         assert draft.last_speculation.num_plain_steps
         assert draft.memory.index.text[-21:].tolist() == [*plain[-1, -20:].tolist(), -1]

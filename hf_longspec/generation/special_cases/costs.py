@@ -1,0 +1,238 @@
+"""What the gate knows: seconds of steps by their size, and the chance that a drafted token is accepted.
+
+[`Costs`] are measured from the steps that run anyway. Other programs only make a step slower, so the fastest of several
+counts, and a larger step bounds the smaller ones. [`Chances`] are shares of recent trials, which begin with a prior.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
+from statistics import median
+
+# Last steps of a size whose median counts.
+SAMPLES = 16
+# Steps of a size after which its time is taken as it is. The first one may fill caches, or share the processor.
+CERTAIN = 3
+# Steps take equally long within this factor; otherwise so many of them are measured.
+EQUAL, MANY = 1.3, 6
+# Time of one more node in plain steps, and weight of a prior in trials, before anything is measured. The first is low,
+# so that larger trees are tried.
+NODE_COST, STRENGTH = 0.06, 4.0
+# Share of the trials so far that the next one replaces.
+FADING = 1 / 64
+# Share of the misses that twice as many candidates avoid, before that is measured.
+MORE = 0.5
+# Tokens of the longest match of n-grams that is told apart, and the chance of its next token after 1, 2, ... tokens.
+MATCHES = (0.1, 0.25, 0.35, 0.45, 0.5, 0.55, 0.6, 0.65)
+# Likewise, that another path is right where the first one is wrong.
+SECOND_PATH = 0.2
+# A path of n-grams, and how many tokens before it match.
+Match = tuple[Sequence[int], int]
+
+
+class Costs:
+    """Seconds of steps by size: the number of nodes of a verification, or the number of drafted levels.
+
+    A size that was not measured lies on the line between its neighbours.
+
+    Args:
+        earlier ([`Costs`], *optional*): Costs after shorter texts. They hold, in proportion, until sizes are measured.
+        is_free (`bool`, *optional*): Whether size 0 takes no time.
+
+    >>> costs = Costs()
+    >>> for size, seconds in [(1, 1.0), (5, 1.2), (9, 1.3), (9, 1.5), (9, 9.9)]:
+    ...     costs.add(size, seconds)
+    >>> costs(1), costs(5), costs(7), costs(17)
+    (1.0, 1.2, 1.35, 2.0)
+    """
+
+    def __init__(self, earlier: "Costs | None" = None, is_free: bool = False):
+        self._samples: dict[int, deque[float]] = {}
+        self._points: list[tuple[int, float]] = []
+        self._free = {0: 0.0} if is_free else {}
+        self._earlier = {} if earlier is None else dict(earlier._points)
+
+    def add(self, size: int, seconds: float) -> None:
+        """Count a step of a size."""
+        self._samples.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
+        found = {size: self._typical(size) for size in self._samples}
+        if self._earlier:
+            grown = [found[size] / self._earlier[size] for size in found.keys() & self._earlier.keys()]
+            factor = min(grown, default=1.0)
+            found = {size: cost * factor for size, cost in self._earlier.items()} | found
+        # the nearest costs that grow with the size, in the sense of least squares
+        blocks: list[tuple[float, list[int]]] = []
+        for point in sorted(found | self._free):
+            cost, sizes = (found | self._free)[point], [point]
+            while blocks and blocks[-1][0] > cost:
+                above, others = blocks.pop()
+                weights = self._weight(others), self._weight(sizes)
+                cost, sizes = (above * weights[0] + cost * weights[1]) / sum(weights), others + sizes
+            blocks.append((cost, sizes))
+        self._points = [(point, cost) for cost, sizes in blocks for point in sizes]
+
+    def _typical(self, size: int) -> float:
+        """Return the typical time of a size, nearer to the assumption the fewer steps there were."""
+        seconds = median(self._samples[size])
+        if size <= 1 or self.count(size) >= CERTAIN or not self.count(1):
+            return seconds
+        assumed = median(self._samples[1]) * (1 + NODE_COST * (size - 1))
+        return min(seconds, assumed + (seconds - assumed) * self.count(size) / CERTAIN)
+
+    def _weight(self, sizes: Sequence[int]) -> float:
+        return sum(max(1, self.count(size)) for size in sizes)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a step was measured."""
+        return bool(self._samples)
+
+    @property
+    def largest(self) -> int:
+        """The largest size that was measured."""
+        return max([*self._samples, *self._earlier])
+
+    def is_certain(self, size: int) -> bool:
+        """Whether steps of a size took equally long, or were many."""
+        samples = self._samples.get(size, ())
+        return len(samples) >= MANY or (len(samples) > 0 and max(samples) <= EQUAL * min(samples))
+
+    def floor(self, size: int) -> float:
+        """Return the seconds of the largest measured size up to `size`, which bound those of a step of this size."""
+        return next((cost for point, cost in reversed(self._points) if point <= size), 0.0)
+
+    def count(self, size: int) -> int:
+        """Return how many steps of a size count."""
+        return len(self._samples.get(size, ()))
+
+    def __call__(self, size: int) -> float:
+        """Return the seconds of a step of a size; 0 if no step was measured."""
+        points = self._points or sorted(self._earlier.items())
+        if not points:
+            return 0.0
+        (first, least), (last, most) = points[0], points[-1]
+        if size < first:
+            return least / (1 + NODE_COST * (first - size))
+        if size > last:
+            slope = (most - least) / (last - first) if last > first else least * NODE_COST
+            return most + slope * (size - last)
+        for (low, start), (high, end) in pairwise([*points, points[-1]]):
+            if low <= size <= high:
+                return start + (end - start) * (size - low) / max(1, high - low)
+        return most
+
+
+class Chances:
+    """Chances of acceptance by what is known of a token before its verification.
+
+    Args:
+        first (`float`): Chance of the best candidate of the first level before anything is known.
+
+    >>> chances = Chances(0.5)
+    >>> for _ in range(4):
+    ...     chances.add_path([1, 1], ranks=[0])
+    >>> round(chances.level(0, 1), 2), round(chances.level(1, 1), 2), round(chances.tokens([1, 1]), 2)
+    (0.75, 0.38, 2.03)
+    """
+
+    def __init__(self, first: float):
+        self.first = first
+        self.extra = 0.0  # tokens per step that others than the draft proposed
+        self.is_careful = False  # whether chances are lower bounds, by a standard error
+        self._trials: dict[Hashable, float] = {}
+        self._hits: dict[Hashable, float] = {}
+
+    def add(self, key: Hashable, is_hit: bool) -> None:
+        """Count a trial."""
+        self._trials[key] = self._trials.get(key, 0.0) * (1 - FADING) + 1
+        self._hits[key] = self._hits.get(key, 0.0) * (1 - FADING) + is_hit
+
+    def of(self, key: Hashable, prior: float) -> float:
+        """Return the chance of a kind of token, which is `prior` before any trial."""
+        weight = self._trials.get(key, 0.0) + STRENGTH
+        chance = (self._hits.get(key, 0.0) + STRENGTH * prior) / weight
+        return max(0.0, chance - (chance * (1 - chance) / weight) ** 0.5) if self.is_careful else chance
+
+    def fade(self, share: float) -> None:
+        """Forget a share of all trials."""
+        for counts in (self._trials, self._hits):
+            for key in counts:
+                counts[key] *= 1 - share
+
+    def level(self, depth: int, width: int) -> float:
+        """Return the chance that one of the best `width` nodes of a level is accepted, if the level above was."""
+        prior = self.first if depth == 0 else self.level(depth - 1, 1)
+        chance, count = self.of((depth, 1), prior), 1
+        while count < width:
+            count = min(2 * count, width)
+            chance = max(chance, self.of((depth, count), 1 - (1 - chance) * (1 - MORE)))
+        return chance
+
+    def tokens(self, widths: Sequence[int]) -> float:
+        """Return the tokens that a verification of a tree is expected to emit per row, the bonus token included."""
+        total = reached = 1.0
+        for depth, width in enumerate(widths):
+            reached *= self.level(depth, width)
+            total += reached
+        return total + self.extra
+
+    def add_path(self, widths: Sequence[int], ranks: Sequence[int]) -> None:
+        """Count a verified tree of which nodes of these `ranks` in their levels were accepted."""
+        for depth, width in enumerate(widths):
+            rank = ranks[depth] if depth < len(ranks) else width
+            count = 1
+            while True:
+                self.add((depth, count), rank < count)
+                if count >= width:
+                    break
+                count = min(2 * count, width)
+            if rank >= width:
+                return
+
+    def match(self, length: int) -> float:
+        """Return the chance of the token after a match of n-grams of some tokens."""
+        place = min(length, len(MATCHES))
+        return self.of(("match", place), MATCHES[place - 1])
+
+    def gains(self, paths: Sequence[Match]) -> list[tuple[float, int]]:
+        """Return for each node of the paths of a row its chance and the index of its path, best first.
+
+        Tokens that a path shares with the first one are nodes of the first one.
+        """
+        found: list[tuple[float, int]] = []
+        first, chances = paths[0][0] if paths else (), [1.0]
+        for index, (path, length) in enumerate(paths):
+            shared = common(path, first) if index else 0
+            chance = chances[shared]
+            if index:
+                chance = max(0.0, chance - chances[min(shared + 1, len(chances) - 1)]) * self.of("second", SECOND_PATH)
+            for depth in range(shared, len(path)):
+                if not index or depth > shared:
+                    chance *= self.match(length + depth)
+                if not index:
+                    chances.append(chance)
+                found.append((chance, index))
+        return sorted(found, key=lambda node: -node[0])
+
+    def add_match(self, paths: Sequence[Match], tokens: Sequence[int]) -> None:
+        """Count the paths of n-grams before the emitted `tokens`, also those that were not verified."""
+        if not paths or not tokens:
+            return
+        path, length = paths[0]
+        for depth, (token, right) in enumerate(zip(path, tokens, strict=False)):
+            self.add(("match", min(length + depth, len(MATCHES))), token == right)
+            if token != right:
+                break
+        others = {other[0] for other, _ in paths[1:] if other[0] != path[0]}
+        if others and path[0] != tokens[0]:
+            self.add("second", tokens[0] in others)
+
+
+def common(path: Sequence[int], other: Sequence[int]) -> int:
+    """Return with how many tokens both paths begin.
+
+    >>> common((7, 8, 9), (7, 8))
+    2
+    """
+    pairs = zip(path, other, strict=False)
+    return next((place for place, (own, theirs) in enumerate(pairs) if own != theirs), min(len(path), len(other)))
