@@ -49,12 +49,20 @@ class Costs:
     def __init__(self, earlier: "Costs | None" = None, is_free: bool = False):
         self._samples: dict[int, deque[float]] = {}
         self._points: list[tuple[int, float]] = []
+        self._steps = 0
         self._free = {0: 0.0} if is_free else {}
         self._earlier = {} if earlier is None else dict(earlier._points)
 
     def add(self, size: int, seconds: float) -> None:
         """Count a step of a size."""
-        self._samples.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
+        samples = self._samples.setdefault(size, deque(maxlen=SAMPLES))
+        samples.append(seconds)
+        self._steps += 1
+        if len(samples) < SAMPLES or self._steps % 4 == 0:  # what is known well changes slowly
+            self._update()
+
+    def _update(self) -> None:
+        """Compute the typical cost of each size."""
         found = {size: self._typical(size) for size in self._samples}
         if self._earlier:
             grown = [found[size] / self._earlier[size] for size in found.keys() & self._earlier.keys()]
@@ -139,11 +147,13 @@ class Chances:
         self.first = first
         self.extra = 0.0  # tokens per step that others than the draft proposed
         self.is_careful = False  # whether chances are lower bounds, by a standard error
+        self._levels: dict[tuple[int, int, bool], float] = {}  # results of `level` since the last trial
         self._trials: dict[Hashable, float] = {}
         self._hits: dict[Hashable, float] = {}
 
     def add(self, key: Hashable, is_hit: bool) -> None:
         """Count a trial."""
+        self._levels.clear()
         self._trials[key] = self._trials.get(key, 0.0) * (1 - FADING) + 1
         self._hits[key] = self._hits.get(key, 0.0) * (1 - FADING) + is_hit
 
@@ -155,13 +165,16 @@ class Chances:
 
     def fade(self, share: float) -> None:
         """Forget a share of all trials."""
+        self._levels.clear()
         for counts in (self._trials, self._hits):
             for key in counts:
                 counts[key] *= 1 - share
 
     def level(self, depth: int, width: int) -> float:
         """Return the chance that one of the best `width` nodes of a level is accepted, if the level above was."""
-        prior = self.first if depth == 0 else self.level(depth - 1, 1)
+        prior = (
+            self.first if depth == 0 else self._levels.get((depth - 1, 1, self.is_careful)) or self.level(depth - 1, 1)
+        )
         chance, count = self.of((depth, 1), prior), 1
         while count < width:
             count = min(2 * count, width)
@@ -171,8 +184,11 @@ class Chances:
     def tokens(self, widths: Sequence[int]) -> float:
         """Return the tokens that a verification of a tree is expected to emit per row, the bonus token included."""
         total = reached = 1.0
-        for depth, width in enumerate(widths):
-            reached *= self.level(depth, width)
+        for place in enumerate(widths):
+            key = *place, self.is_careful
+            if (chance := self._levels.get(key)) is None:
+                chance = self._levels[key] = self.level(*place)
+            reached *= chance
             total += reached
         return total + self.extra
 

@@ -31,6 +31,8 @@ from .costs import FADING, Chances, Costs, Match, common
 CREDIT, MOST_CREDIT, SHARE = 2.5, 16.0, 0.01
 # Speculating steps before plain ones are measured again; their number then grows.
 CHECK_AFTER, GROWTH = 128, 4
+# After so many steps of a call, every fourth one decides for the next ones, too: a decision takes 0.1 ms or more.
+STEADY, DECIDE_EVERY = 32, 4
 # Each of so many speculating steps takes sizes that were never measured to be as fast as the next smaller one.
 TRY_EVERY = 16
 # Nodes of a tree over those of the largest one that was measured, and time of a step over the expected one, at most.
@@ -75,6 +77,7 @@ class SpeculationGate:
         self.widths = self._choices[-1][0]
         # seconds of plain steps that emit as much as all steps of this call, and of these steps
         self.worth = self.seconds = 0.0
+        self._steps, self._choice = 0, -1
         self.chances.fade(FADE_CALL)
 
     def release(self) -> None:
@@ -89,7 +92,10 @@ class SpeculationGate:
 
     def speculates(self) -> bool:
         """Return whether the step that begins now speculates, and set `widths`."""
-        choice = self._best()
+        self._steps += 1
+        if self._steps <= STEADY or self._steps % DECIDE_EVERY == 0 or (self._choice >= 0 and self.credit <= CREDIT):
+            self._choice = self._best()
+        choice = self._choice
         if self.ranks is not None:
             choice = int(self.ranks.first([choice])[0])
         if choice < 0:
@@ -110,13 +116,18 @@ class SpeculationGate:
         plain, tries = self.costs(1), self._speculating % TRY_EVERY == TRY_EVERY - 1
         best, rate, limit = -1, 1 / plain, (1 + self.credit) * plain
         for index, (widths, nodes) in enumerate(self._choices):
-            if nodes > REACH * self.costs.largest:
+            if nodes > self._reach:
                 continue
             seconds = self.drafting(len(widths)) + (self.costs.floor(nodes) if tries else self.costs(nodes))
             found = self.tokens(widths) / seconds
             if found > rate and (seconds <= limit or self._surely(self.tokens, widths) * plain > seconds):
                 best, rate = index, found
         return best
+
+    @property
+    def _reach(self) -> float:
+        """Most nodes that are tried. Where graphs are captured, all sizes are, as there are two."""
+        return float("inf") if self.is_captured else REACH * self.costs.largest
 
     def tokens(self, widths: Sequence[int]) -> float:
         """Return the tokens per row that a step with a tree of these widths is expected to emit."""
@@ -154,7 +165,7 @@ class SpeculationGate:
         limit = (1 + self.credit) * plain
         for count in range(1, 1 + max(map(len, gains), default=0)):
             tokens += sum(row[count - 1][0] for row in gains if len(row) >= count) / len(rows)
-            if nodes + count > REACH * self.costs.largest:
+            if nodes + count > self._reach:
                 break
             if self.is_captured and count < most:
                 continue
