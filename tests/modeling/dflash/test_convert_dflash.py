@@ -142,7 +142,6 @@ OTHERS = [
     ("zlab_full", {"dflash_config": NESTED | {"projector_type": "domino"}}, "projector_type='domino'"),
     ("zlab_full", {"dflash_config": {"target_layer_ids": [1, 3]}}, "no mask_token_id"),
     ("zlab_full", {"dflash_config": {"mask_token_id": 97}}, r"mask_token_id=97: .*below 97"),
-    ("zlab_full", {"has_embed_tokens": True}, r"unknown fields \['has_embed_tokens'\]"),
     ("zlab_full", {"quantization_config": {"bits": 4}}, "quantized drafts"),
     ("zlab_full", {"tensors": {"prefix_gru.weight": torch.ones(1)}}, r"unknown tensors \['prefix_gru.weight'\]"),
     ("zlab_full", {"drop": ("layers.0.self_attn.q_norm.weight",)}, "missing tensors"),
