@@ -13,7 +13,7 @@ from ..generation.target_modules import TargetEnds, final_norm_of
 from ..modeling.register_draft import DRAFTS
 from .arguments import DraftTrainingArguments
 from .data import IGNORED
-from .losses import DraftLoss, missed
+from .losses import DraftLoss
 from .target_states import TargetPass
 
 
@@ -69,14 +69,6 @@ class TrainingMethod:
         """Compute the metrics of the log from counts of shape `count_shape`."""
         raise NotImplementedError
 
-    def facts(self) -> dict[str, Any]:
-        """Return everything except the rows and the target that stored states depend on."""
-        raise NotImplementedError
-
-    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """Compute the states of the target that are stored for the training row `number`, tokens `(L,)`."""
-        raise NotImplementedError
-
     def resume(self, checkpoint: str) -> None:
         """Restore `longest_position` from the draft's configuration in the folder `checkpoint` of an earlier run."""
         if os.path.isfile(os.path.join(checkpoint, "config.json")):
@@ -103,7 +95,6 @@ class LevelsMethod(TrainingMethod):
     """
 
     level = "step"
-    ranking = staticmethod(missed)  # of the wanted tokens, see [`DraftLoss`]
 
     def __init__(
         self,
@@ -116,12 +107,14 @@ class LevelsMethod(TrainingMethod):
         super().__init__(draft, target, args)
         if (steps := count_shape[0]) < 1:
             raise ValueError(f"training_steps={steps} in the draft's config: expected at least 1; 3 is usual.")
+        if args.max_offset:
+            raise ValueError(f"max_offset={args.max_offset}: these drafts have no positions to offset. Leave it out.")
         self.count_shape = count_shape
         self.target, self.norm = target, final_norm_of(target)
         self.target_pass = TargetPass(target, args.target_chunk_size, layers)
         token_ids = None if getattr(draft, "d2t", None) is None else draft.token_ids
         self.ends = TargetEnds(target)
-        self.objective = DraftLoss(args.loss, self.ends, args.loss_chunk_size, self.norm, token_ids, self.ranking)
+        self.objective = DraftLoss(args.loss, self.ends, args.loss_chunk_size, self.norm, token_ids)
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of the losses `(levels,)`, and counts `(B, *count_shape)`, on states `(B, L, hidden)`."""
@@ -144,8 +137,8 @@ class LevelsMethod(TrainingMethod):
         return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
 
     def _hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
-        hidden: torch.Tensor | None = inputs.get("hidden")
-        return self.target_pass(inputs["input_ids"]).hidden if hidden is None else hidden
+        hidden: torch.Tensor = self.target_pass(inputs["input_ids"]).hidden
+        return hidden
 
     def of_all_levels(self, results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums `(levels,)` and counts `(B, levels, 2)` of the first levels; of others, there are none."""
@@ -153,21 +146,6 @@ class LevelsMethod(TrainingMethod):
         missing = self.count_shape[0] - len(results)
         pad = torch.nn.functional.pad
         return pad(totals, (0, missing)), pad(counts, (0, 0, 0, missing))
-
-    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        return {"hidden": self.target_pass(tokens[None].to(self.args.device)).hidden[0]}
-
-
-class FinalStateMethod(LevelsMethod):
-    """Base of methods whose drafts read the input of the target's final norm and end in the target's own head."""
-
-    def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments, count_shape: tuple[int, int]):
-        super().__init__(draft, target, args, count_shape)
-        if args.max_offset:
-            raise ValueError(f"max_offset={args.max_offset}: these drafts have no positions to offset. Leave it out.")
-
-    def facts(self) -> dict[str, Any]:
-        return {"states": "final_norm_input", "max_length": self.args.max_length}
 
 
 def trained_drafts() -> dict[str, type[PreTrainedModel]]:

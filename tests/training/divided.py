@@ -38,7 +38,7 @@ def make_trainer(folder, rows, accumulation, kind):
 def history(trainer):
     """The logged values of each step, without times."""
     names = ["loss", "grad_norm", "num_input_tokens_seen", "acceptance_gap_1", "acceptance_gap_5"]
-    names += ["head_1_top1", "head_3_top3"]
+    names += ["acceptance_head_1", "acceptance_head_3"]
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [{name: step[name] for name in names if name in step} for step in steps]
 

@@ -72,14 +72,8 @@ def templated(tokenizer):
 @pytest.mark.parametrize(
     ("row", "template", "match"),
     [
-        (GOOD | {"tools": TOOLS}, None, "does not name the column 'tools'.*Remove"),
-        (GOOD | {"documents": ["x"]}, None, "column 'documents'"),
-        (GOOD | {"chat_template_kwargs": {"x": 1}}, None, "column 'chat_template_kwargs'"),
         (SHARED, None, r"messages.*\['from', 'value'\].*role and content.*Rename"),
-        (SHARED, STRICT, r"\['from', 'value'\]"),
         ({"messages": ["hi"]}, None, "role and content"),
-        ({"messages": [{"role": "gpt", "content": "hi"}]}, None, "does not name the role 'gpt'.*rename"),
-        ({"messages": [{"role": "user", "content": "hi", "thinking": "h"}]}, None, "does not name the key 'thinking'"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, STRICT, "refuses.*assistant.*Users alone"),
     ],
 )
@@ -104,14 +98,6 @@ def test_a_template_without_marks_cannot_train_on_the_assistant_only(args, templ
     args.assistant_only = True
     with pytest.raises(ValueError, match="assistant_only"):
         DocumentEncoder(args, templated(WITH_TOOLS))(GOOD)
-
-
-def test_keys_and_roles_that_the_template_names_are_written(args, templated):
-    template = "{% for m in messages %}{{ 'gpt' if m.role == 'gpt' }}{{ m.thinking }}{{ m.content }}{% endfor %}"
-    tokens, _ = DocumentEncoder(args, templated(template))(
-        {"messages": [{"role": "gpt", "content": "hi", "thinking": "I", "weight": None}], "id": 3}
-    )
-    assert templated().decode(tokens) == "gptIhi"
 
 
 def test_batches_are_padded_on_the_right(args):

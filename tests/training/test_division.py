@@ -62,7 +62,7 @@ def two_processes(tmp_path_factory):
 
 
 EVALUATED = {"longspec": ("eval_acceptance_gap_1", "eval_acceptance_gap_5")}
-EVALUATED |= {"heads": ("eval_head_1_top1", "eval_head_3_top3")}
+EVALUATED |= {"heads": ("eval_acceptance_head_1", "eval_acceptance_head_3")}
 
 
 def test_two_processes_equal_one(references, tmp_path):

@@ -16,7 +16,6 @@ from tests.training.first_step import (
     losses_of_steps,
     texts_of,
 )
-from tests.watching import before
 
 
 def definition(draft, target, rows, loss, window=None):
@@ -57,18 +56,6 @@ def test_the_loss_is_the_definition(make_trainer, make_eagle3, target, labelled,
     log = check_first_step(make_trainer, draft, labelled, loss, expected, shares, loss_chunk_size=7)
     tau = 1 + shares["acceptance_step_1"] * (1 + shares["acceptance_step_2"] * (1 + shares["acceptance_step_3"]))
     assert log["estimated_tau"] == pytest.approx(tau)
-
-
-def test_positions_after_the_anchors_are_shifted(make_trainer, make_eagle3, monkeypatch):
-    seen = []
-    before(monkeypatch, Eagle3DraftModel, "forward", lambda _, **inputs: seen.append(inputs["position_ids"]))
-    make_trainer(model=make_eagle3(), max_offset=200, anchors=3, max_steps=2).train()
-    positions = torch.cat(seen)
-    assert (positions[:, :3] == torch.arange(3)).all() and (positions[:, 3:].diff() == 1).all()
-    assert positions[:, 3].unique().numel() > 1 and positions.max() > 33
-    seen.clear()
-    make_trainer(model=make_eagle3(), max_steps=1).train()
-    assert (seen[0] == torch.arange(32)).all()
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])

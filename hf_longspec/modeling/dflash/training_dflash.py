@@ -42,7 +42,7 @@ class DFlashMethod(AuxMethod):
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
         """Add anchors `(B, A)`, and put the labels of their blocks `(B, A, levels)` in place of those of the row."""
-        self.longest_position = max(self.longest_position, int(batch["attention_mask"].sum(1).max()))
+        super().prepare(batch, step, total, rows)
         # a row draws by its own index, so that the draws do not depend on how a step is divided
         generators = [torch.Generator().manual_seed(mixed(self.args.seed, step, row)) for row in rows]
         shares = [torch.rand(self.draft.config.training_blocks, generator=generator) for generator in generators]

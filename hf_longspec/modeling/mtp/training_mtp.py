@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ...training.arguments import DraftTrainingArguments
-from ...training.methods import STEP_WEIGHT, FinalStateMethod, counted
+from ...training.methods import STEP_WEIGHT, LevelsMethod, counted
 
 
-class MtpMethod(FinalStateMethod):
+class MtpMethod(LevelsMethod):
     """Trains `config.training_steps` chained steps of one layer on whole rows, or one step of each of several layers.
 
     Entry p joins the output of the target's final norm at token p with token p + 1. Step s (from 0) continues from the
@@ -37,8 +37,8 @@ class MtpMethod(FinalStateMethod):
             places = trained[:, step + 2 :]
             states = outputs[:, : places.shape[1]][places]
             goals = labels[:, step + 2 :] if self.args.loss == "ce" else hidden[:, step + 1 : -1]
-            totals, ranks = self.objective(states[None], goals[places])
-            return STEP_WEIGHT**step * totals[0], counted(ranks[0] == 0, places.nonzero()[:, 0], len(tokens))
+            totals, hits = self.objective(states[None], goals[places])
+            return STEP_WEIGHT**step * totals[0], counted(hits[0], places.nonzero()[:, 0], len(tokens))
 
         results = model(
             hidden_states=self.norm(hidden[:, :-1]),
