@@ -92,7 +92,7 @@ def test_names_on_the_command_line():
     """The folder of each draft without weights, and the names that its authors gave it later."""
     names = weightless_drafts()
     assert {*names.values()} == {draft.model for draft in DRAFTS.values() if not draft.training and not draft.reads}
-    assert all(names[model.__module__.split(".")[2]] is model for model in names.values())
+    assert all(names[model.config_class.short_name()] is model for model in names.values())
     assert names["self-int4"] is names["specattn"]
     assert preset_of("self-int4")["draft_weights"] == "int4" and not preset_of("specattn")
     assert names["ngram"] is NgramDraftModel and names["vegas"] is names["specattn"]
