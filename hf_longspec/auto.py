@@ -18,7 +18,7 @@ from .generation.sequences import SpeculationStats
 from .generation.target import TargetView
 from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig, text_config
-from .modeling.register_draft import DRAFTS, preset_of, reader_of, weightless_drafts
+from .modeling.register_draft import DRAFTS, draft_class_of, preset_of, weightless_drafts
 from .modeling.saved_config import read_config, shortened
 
 logger = logging.get_logger(__name__)
@@ -242,9 +242,8 @@ def draft_named_by(target: PreTrainedModel) -> Any:
 
 def class_of(config: dict[str, Any]) -> Any:
     """Return the class of the draft that reads a config.json: a saved one, of another project, or a small model's."""
-    kind = config.get("model_type")
-    draft = DRAFTS[kind].model if kind in DRAFTS else reader_of(config)
-    is_model = draft is None and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    draft = draft_class_of(config)
+    is_model = draft is None and config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return DRAFTS[ASSISTANT].model if is_model else draft
 
 

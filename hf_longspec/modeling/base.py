@@ -18,20 +18,19 @@ from ..generation.call import refuse_target
 from ..generation.compiled.cuda_graphs import release_workspaces
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
-from ..generation.route import install, loaders
+from ..generation.route import install
 from ..generation.sequences import SpeculationStats
 from ..generation.special_cases import register_special_cases
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from .configuration_base import DraftConfig
-from .loading import draft_by_name, of_hub, read_settings, readable_errors, require_complete
+from .loading import of_hub, read_settings, readable_errors, require_complete
 from .saved_config import read_config
 from .settings import COMMON, NGRAMS, Setting
 from .shared.ngrams import JoinedDrafter, NgramDrafter
 
 register()
 register_special_cases()
-loaders.append(draft_by_name)
 install()
 
 # Maximum number of nodes of a tree. Its mask has an entry for each pair of nodes.

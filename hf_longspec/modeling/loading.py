@@ -1,19 +1,17 @@
 """Loading of drafts: settings, weights, and readable errors for missing, truncated or unknown files."""
 
 import json
-import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .saved_config import UNEXPECTED, described, read_config, readable, shortened
 
@@ -249,44 +247,3 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(weights, dict):
         raise TypeError(f"expected named tensors, found {type(weights).__name__}")
     return {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
-
-
-# Functions of a config.json that return the class of draft that reads it. The registry of drafts adds its own.
-readers: list[Callable[[dict[str, Any]], Any]] = []
-# Drafts that calls gave by their names, for each target.
-_named: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-
-
-def draft_by_name(name: str | os.PathLike | type, target: Any, or_none: bool = False) -> Any:
-    """Return the draft of a folder or Hub id, loaded once for each target. No code of a repository is run.
-
-    It is a saved one, or a checkpoint of another project that a draft of the installed package reads. A repository that
-    is no draft is refused, or with `or_none` the result is `None`.
-    """
-    if isinstance(name, type):
-        raise ValueError(
-            f"assistant_model is the class {name.__name__}. Pass a draft, such as "
-            "SpecAttnDraftModel.from_target(model)."
-        )
-    drafts = _named.setdefault(target, {})
-    if (name := os.fspath(name)) not in drafts:
-        try:
-            config = read_config(name)
-        except OSError as error:
-            raise OSError(
-                f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}). Pass a draft, or the "
-                "folder or Hub id of a saved or published one."
-            ) from error
-        kind = config.get("model_type")
-        draft: Any = MODEL_MAPPING.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
-        if not getattr(draft, "_is_longspec_draft", False):
-            draft = next((found for reader in readers if (found := reader(config)) is not None), None)
-        if draft is None and or_none:
-            return None
-        if draft is None:
-            raise ValueError(
-                f"assistant_model={name!r} has model_type={kind!r} and is not a draft. For a small language model, "
-                "pass AssistantDraftModel.from_pretrained(name, target=model)."
-            )
-        drafts[name] = draft.from_pretrained(name, target=target, trust_remote_code=False)
-    return drafts[name]

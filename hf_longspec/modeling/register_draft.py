@@ -3,20 +3,22 @@
 It also converts checkpoints that the authors of a method published: the names of their tensors decide who reads them.
 """
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.resources import files
 from pkgutil import resolve_name
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from ..generation.route import loaders
 from .base import DraftModel
 from .configuration_base import DraftConfig
-from .loading import WEIGHT_FILES, Checkpoint, readers
-from .saved_config import readable
+from .loading import WEIGHT_FILES, Checkpoint
+from .saved_config import read_config, readable
 
 
 @dataclass(frozen=True)
@@ -102,20 +104,57 @@ def preset_of(name: str) -> dict[str, Any]:
     return next((draft.presets[name] for draft in DRAFTS.values() if name in draft.presets), {})
 
 
-def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:
-    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project, or `None`."""
-    if config.get("model_type") in DRAFTS:
-        return None
+def draft_class_of(config: dict[str, Any]) -> type[DraftModel] | None:
+    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint with this config.json, or `None`.
+
+    It is that of a saved draft, or one that reads checkpoints of other projects.
+    """
 
     def reader(fields: dict[str, Any]) -> type[DraftModel] | None:
         known = (draft for draft in DRAFTS.values() if draft.reads is not None)
         return next((draft.model for draft in known if draft.load("reads")(fields)), None)
 
+    if (kind := config.get("model_type")) in DRAFTS:
+        return DRAFTS[kind].model
     with readable("config.json", config, reader):
         return reader(config)
 
 
-readers.append(reader_of)
+# Drafts that calls gave by their names, for each target.
+_named: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+
+
+def draft_by_name(name: str | os.PathLike | type, target: Any, or_none: bool = False) -> Any:
+    """Return the draft of a folder or Hub id, loaded once for each target. No code of a repository is run.
+
+    A repository that is no draft is refused, or with `or_none` the result is `None`.
+    """
+    if isinstance(name, type):
+        raise ValueError(
+            f"assistant_model is the class {name.__name__}. Pass a draft, such as "
+            "SpecAttnDraftModel.from_target(model)."
+        )
+    drafts = _named.setdefault(target, {})
+    if (name := os.fspath(name)) not in drafts:
+        try:
+            config = read_config(name)
+        except OSError as error:
+            raise OSError(
+                f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}). Pass a draft, or the "
+                "folder or Hub id of a saved or published one."
+            ) from error
+        if (draft := draft_class_of(config)) is None:
+            if or_none:
+                return None
+            raise ValueError(
+                f"assistant_model={name!r} has model_type={config.get('model_type')!r} and is not a draft. For a small "
+                "language model, pass AssistantDraftModel.from_pretrained(name, target=model)."
+            )
+        drafts[name] = draft.from_pretrained(name, target=target, trust_remote_code=False)
+    return drafts[name]
+
+
+loaders.append(draft_by_name)
 
 
 @dataclass(frozen=True)
@@ -128,10 +167,6 @@ class Converter:
     # checkpoint, that returns the draft
     draft: Callable[..., DraftModel]
     formats: Sequence[str] = WEIGHT_FILES  # names of weight files that `from_pretrained` reads, the preferred one first
-
-
-def converters() -> list[Converter]:
-    return [draft.load("convert") for draft in DRAFTS.values() if draft.convert is not None]
 
 
 def read_published(
@@ -158,11 +193,6 @@ def read_published(
         return converter.draft(checkpoint, target, dtype)
 
 
-def published_targets() -> dict[str, str]:
-    """Return the target of each published draft, by the id of the draft."""
-    return {source: target for converter in converters() for source, target in converter.published.items()}
-
-
 def convert(source: str, target: str | None = None) -> DraftModel:
     """Convert a checkpoint of a method's authors, in its dtype; the names of its tensors decide which method it is.
 
@@ -172,19 +202,19 @@ def convert(source: str, target: str | None = None) -> DraftModel:
 
     Tensors that are missing, unknown or of other shapes than the target's are refused.
     """
-    targets = published_targets()
+    converters: list[Converter] = [draft.load("convert") for draft in DRAFTS.values() if draft.convert is not None]
+    targets = {name: own for converter in converters for name, own in converter.published.items()}
     if target is None and source not in targets:
-        near = get_close_matches(source, targets, 1)
         raise ValueError(
-            f"the target of {source!r} is unknown, and it is none of the {len(targets)} drafts whose targets are known."
-            f"{f' Did you mean {near[0]!r}?' if near else ''} Pass the target, its id or config.json."
+            f"the target of {source!r} is unknown, and it is none of the {len(targets)} drafts whose targets are "
+            "known. Pass the target, its id or config.json."
         )
     config = AutoConfig.from_pretrained(target or targets[source])
     checkpoint = Checkpoint(source)
-    for converter in converters():
+    for converter in converters:
         if any(re.search(converter.marker, name) for name in checkpoint.names):
             return converter.draft(checkpoint, config)
-    markers = " or ".join(repr(converter.marker) for converter in converters())
+    markers = " or ".join(repr(converter.marker) for converter in converters)
     raise ValueError(
         f"{source} is not a checkpoint of a known method: no tensor name contains {markers}. Pass a checkpoint in the "
         "format of the authors' training code."

@@ -9,7 +9,7 @@ import torch
 from hf_longspec import DFlashDraftModel, Eagle3DraftModel
 from hf_longspec.modeling.dflash.convert_dflash import save_speculators
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators as save_eagle3
-from hf_longspec.modeling.register_draft import convert, reader_of
+from hf_longspec.modeling.register_draft import convert, draft_class_of
 from tests.interop import CHAIN, VARIANTS
 from tests.interop import DRAFTS as INTEROP
 from tests.modeling.checkpoints import changed_copy, check_round_trip, devices_of_refusal, weights_of
@@ -34,7 +34,7 @@ def copy_of(tmp_path):
 def test_a_config_chooses_its_class_and_converts(name, tmp_path):
     """The code that a folder may contain is never run; the saved draft has the logits of the published one."""
     raw = json.loads((FIXTURES / name / "config.json").read_text())
-    assert reader_of(raw) is DFlashDraftModel
+    assert draft_class_of(raw) is DFlashDraftModel
     model = tiny_target("llama", **SIZES)
     model.config.save_pretrained(tmp_path / "target")
     folder = shutil.copytree(FIXTURES / name, tmp_path / "theirs")
