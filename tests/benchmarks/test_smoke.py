@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks import host, hybrid, read_yaml, verification
+from benchmarks import hybrid, read_yaml, verification
 from benchmarks.acceptance import measure, plan
 from benchmarks.decoder import MODES, Decoder, Decoding
 from benchmarks.gate import GateBenchmark
@@ -14,7 +14,6 @@ from benchmarks.long_generation import LongBenchmark, LongRow
 from benchmarks.random_inputs import Shape
 from benchmarks.records import of_kind
 from benchmarks.runner import Run
-from hf_longspec.attention_backends.triton.config import INTERPRETED
 from hf_longspec.cli.measuring import HF, PLAIN, HfMethod
 from hf_longspec.modeling.register_draft import DRAFTS
 from tests.benchmarks.conftest import make_drafts, specattn
@@ -125,10 +124,3 @@ def test_hybrid(run, monkeypatch):
     (row,), _ = run("hybrid", lambda to: hybrid.measure(to, models, 70, repeats=2))
     assert row["recurrence"] == "gated delta rule"
     assert all(row[name]["count"] == 2 and row[name]["median"] > 0 for name in ("stock", "commit", "chain", "tree"))
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="where there is a GPU, the kernels take no tensors of the CPU")
-def test_host_launches_one_kernel_per_layer(run):
-    (row,), _ = run("host", lambda to: host.measure(to, host.SHAPE | {"num_hidden_layers": 3}, repeats=2))
-    assert row["launches_per_step"] == row["layers"] == 3
-    assert all(row[name]["count"] == 2 and row[name]["median"] > 0 for name in ("loop_us", "stock_us", "ratio"))
