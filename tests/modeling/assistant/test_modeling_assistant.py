@@ -8,14 +8,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModel, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
-from hf_longspec import AssistantDraftModel, SpeculativeCache
-from hf_longspec.generation.drafter import Binding
-from hf_longspec.generation.target import TargetView
+from hf_longspec import AssistantDraftModel
 from hf_longspec.hub import Card, write_repository
 from hf_longspec.modeling.assistant.generation_assistant import AssistantDrafter, Translation
 from tests.modeling.calls import LENGTHS, check_sampled_text, generate
 from tests.pairwise import few
-from tests.tiny_targets import tiny_prompts, tiny_target
+from tests.tiny_targets import tiny_target
 from tests.tiny_tokenizers import byte_tokenizer, character_tokenizer
 from tests.watching import after
 
@@ -267,15 +265,3 @@ def test_a_model_in_training_and_in_another_dtype_drafts_in_eval_mode(model):
         assert torch.equal(generate(model, draft), generate(model, None))
         histograms.append(draft.last_speculation.acceptance_histogram)
     assert small.training and histograms[0] == histograms[1] and histograms[0][1] > 0
-
-
-def test_the_candidate_generator_runs_only_what_is_missing(small, widths):
-    model = tiny_target("qwen3", vocab_size=12)
-    draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=2)
-    view = TargetView(model)
-    drafter = draft.drafter(Binding(view, SpeculativeCache(model.config, 1, 64, tree_slots=3), None, 64))
-    input_ids, _ = tiny_prompts(12, (30,))
-    drafter.get_candidates(input_ids[:, :25])
-    seen = widths(small)
-    drafter.get_candidates(input_ids)
-    assert sum(seen) == 4 + 2 + 1  # what is missing but for the last token; it and the root; one step

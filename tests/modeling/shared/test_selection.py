@@ -69,47 +69,6 @@ def filled_cache(lengths, num_layers=3, max_length=60, tree_slots=6):
     return cache
 
 
-def fill(selected, counts, tails, chosen):
-    """Begin a phase with the entries `chosen` `(B, 1 or K, n)` in all sparse layers."""
-    selected.begin(counts, tails)
-    ((device, layers),) = selected.layers_by_device().items()
-    selected.allocate(layers)
-    selected.fill(layers, chosen[None], selected.table(device))
-
-
-# Committed tokens, selected entries and tail of every row.
-PHASES = [((50, 30), (6, 6), (2, 2)), ((54, 31), (6, 6), (4, 1)), ((55, 36), (9, 5), (1, 5))]
-PHASES += [((59, 37), (4, 8), (4, 1)), ((60, 40), (7, 7), (1, 3))]
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-def test_compact_copies_slot_by_slot(heads):
-    """Selected entries, then the tail, then room for the drafts, for every row, head and layer of every phase."""
-    cache, room = filled_cache((1, 1)), 3
-    selected = SelectedCache(cache, frozenset({1}), room)
-    assert selected.sparse_layers == [0, 2]
-    for lengths, counts, tails in PHASES:
-        cache.set_lengths(lengths)
-        chosen = torch.stack([torch.arange(max(counts)) * (3 + head) for head in range(heads)]).expand(2, -1, -1)
-        fill(selected, counts, tails, chosen)
-        for layer in selected.sparse_layers:
-            for row, (length, count, tail) in enumerate(zip(lengths, counts, tails, strict=True)):
-                for head in range(2):
-                    slots = [*chosen[row, head % heads, :count].tolist(), *range(length - tail, length)]
-                    for name in ("keys", "values"):
-                        full = getattr(cache.layers[layer], name)[row, head, slots]
-                        compact = getattr(selected.layers[layer], name)[row, head, : count + tail]
-                        assert torch.equal(compact, full)
-            assert selected.layers[layer].keys.shape[2] >= max(selected.used.lengths.host) + room
-        assert selected.used.lengths.host == tuple(count + tail for count, tail in zip(counts, tails, strict=True))
-        # dense layers are the target's own buffers
-        assert selected.layers[1].keys.data_ptr() == cache.layers[1].keys.data_ptr()
-        assert selected.dense_used.lengths.host == lengths
-        selected.advance()
-        assert selected.used.lengths.host[0] == counts[0] + tails[0] + 1
-        assert selected.dense_used.lengths.host[0] == lengths[0] + 1
-
-
 @pytest.mark.parametrize("counts", [(6, 6), (9, 5)], ids=["equal counts", "unequal counts"])
 @pytest.mark.parametrize("any_counts", [False, True], ids=["of this phase", "of any phase"])
 def test_all_layers_select_together(counts, any_counts):
