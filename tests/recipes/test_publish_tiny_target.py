@@ -74,17 +74,6 @@ def published(script, trained, novels, tmp_path_factory):
     return publish(script, trained, novels, tmp_path_factory.mktemp("published"))
 
 
-def test_losses_are_those_of_one_forward(script, monkeypatch):
-    """Chunks with a cache against the loss that the model itself computes."""
-    monkeypatch.setattr(script, "CHUNK", 7)
-    model = tiny_target("llama")
-    ids, _ = tiny_prompts(128, [50])
-    losses = script.losses_of(model, ids)
-    assert len(losses) == 49
-    with torch.no_grad():
-        assert losses.mean().item() == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
-
-
 def test_short_losses_are_those_of_the_same_bytes_with_less_before_them(script):
     """Byte by byte: 512 to 1,023 bytes of context against a forward of exactly these bytes."""
     model = tiny_target("llama", max_position_embeddings=CONTEXT)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests import scripts
 from tests.tiny_targets import tiny_target
@@ -15,16 +15,6 @@ from tests.tiny_targets import tiny_target
 @pytest.fixture(scope="module")
 def script():
     return scripts.script("train_tiny_target")
-
-
-def test_a_token_is_a_byte(script, tmp_path):
-    script.byte_tokenizer().save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text = "def f(x):\n\treturn 'é→日'  \x00\n\n end"
-    ids = tokenizer(text)["input_ids"]
-    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-    assert tokenizer("a<|endoftext|>b")["input_ids"] == [97, 256, 98] and len(tokenizer) == 258
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257)
 
 
 def test_held_out_files_are_not_read(script, tmp_path):

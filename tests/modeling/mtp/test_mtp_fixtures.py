@@ -63,9 +63,6 @@ def test_logits_are_those_of_the_publisher(family):
     assert not torch.allclose(chain_logits(draft, wrong, ids, 0, target)[0][0, : len(wanted)], wanted, **CLOSE)
 
 
-WAYS = ({}, {"do_sample": True, "lengths": (21,)})
-
-
 @pytest.mark.parametrize(
     ("family", "count", "widths"),
     [("qwen3_5", 1, [1, 1, 1]), ("mimo_derived", 1, [2, 2]), ("deepseek_v3", 2, [2, 2])],
