@@ -140,10 +140,10 @@ def test_a_memory_mapped_stream_is_not_written_to(tmp_path):
     assert windows[1]["input_ids"].tolist() == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(("tokens", "length"), [([1, 2], 3), ([1, 2, 3], 1)])
-def test_windows_that_hold_no_row_are_refused(tokens, length):
-    with pytest.raises(ValueError, match=r"fewer than one row|needs 2 tokens"):
-        TokenWindows(tokens, length)
+def test_windows_that_hold_no_row_are_refused():
+    for tokens, length, message in (([1, 2], 3, "fewer than one row"), ([1, 2, 3], 1, "needs 2 tokens")):
+        with pytest.raises(ValueError, match=message):
+            TokenWindows(tokens, length)
 
 
 @pytest.mark.parametrize(("streaming", "packed"), [(False, False), (True, True)])

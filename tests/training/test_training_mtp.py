@@ -12,11 +12,8 @@ from tests.tiny_targets import write_mtp_layers
 from tests.training.first_step import (
     check_checkpointing,
     check_first_step,
-    check_learning,
-    check_loaded,
     discounted,
     losses_of_steps,
-    texts_of,
 )
 
 FIXTURES = Path(__file__).parents[1] / "modeling" / "mtp" / "fixtures"
@@ -118,21 +115,6 @@ def test_checkpointing_changes_no_gradient(make_trainer, target, labelled, count
     source = str(tmp_path) if count > 1 else None
     inner = f"layers.{count - 1}.block.self_attn.o_proj"
     check_checkpointing(make_trainer, lambda: MtpDraftModel.from_target(target, source), inner, labelled)
-
-
-CHAIN = {"tree_widths": [1, 1, 1], "gate": False, "on_unsupported": "error"}
-
-
-@pytest.mark.parametrize("target", ["qwen3_5"], indirect=True)
-def test_the_draft_learns_and_drafts_better(make_trainer, target, tokens, tmp_path):
-    """On texts of the target, which the saved draft continues without the target's files."""
-    starts, texts = texts_of(target, tokens)
-    draft = MtpDraftModel.from_target(target, **CHAIN)
-    settings = {"max_steps": 30, "learning_rate": 1e-2}
-    trainer, trained = check_learning(make_trainer, target, draft, starts, texts, 0.3, **settings)
-    trainer.save_model(tmp_path / "saved")
-    loaded = MtpDraftModel.from_pretrained(tmp_path / "saved", **CHAIN)
-    check_loaded(loaded, draft, target, starts, texts, trained)
 
 
 @pytest.mark.parametrize("target", ["mimo_derived"], indirect=True)
