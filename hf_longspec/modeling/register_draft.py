@@ -71,14 +71,6 @@ def register_draft(config: type[DraftConfig], model: type[DraftModel], **parts: 
     """
     kind = config.model_type
     draft = RegisteredDraft(config, model, **parts)
-    if model.config_class is not config:
-        raise ValueError(
-            f"{model.__name__}.config_class is {model.config_class.__name__}, but {config.__name__} was passed: pass "
-            "two classes that belong together."
-        )
-    for role in ("training", "convert", "tune", "card", "reads"):
-        if (name := getattr(draft, role)) is not None and not all(name.partition(":")):
-            raise ValueError(f"{role}={name!r}: expected 'module:attribute', or 'package:file.md' for a card.")
     if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind].__module__.startswith("transformers."):
         raise ValueError(
             f"model_type={kind!r} belongs to a model of transformers: choose another one for {config.__name__}."

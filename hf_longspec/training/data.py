@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -73,16 +72,9 @@ class DocumentEncoder:
         self._check_messages(messages)
         beside = {name: row[name] for name in TEMPLATE_COLUMNS if row.get(name)}
         beside = {name: json.loads(value) if isinstance(value, str) else value for name, value in beside.items()}
-        try:
-            encoded = self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=self.assistant_only, **beside
-            )
-        except TemplateError as error:
-            roles = [message["role"] for message in messages]
-            raise ValueError(
-                f"the chat template refuses a conversation of the roles {roles}: {error}. Change the rows, or set "
-                "tokenizer.chat_template."
-            ) from error
+        encoded = self.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=self.assistant_only, **beside
+        )
         tokens = torch.tensor(encoded["input_ids"])
         if not self.assistant_only:
             return tokens, tokens

@@ -50,10 +50,8 @@ def test_conversations_go_through_the_template(args, tokenizer, assistant_only):
     assert row["input_ids"] == tokens.tolist() * 2 and row["labels"] == labels.tolist() * 2
 
 
-STRICT = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('Users alone') }}{% endif %}{% endfor %}"
 WITH_TOOLS = "{% if tools %}{{ tools[0].name }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
 GOOD = {"messages": [{"role": "user", "content": "hi"}]}
-SHARED = {"messages": [{"from": "human", "value": "hi"}]}
 TOOLS = [{"name": "look", "parameters": {}}]
 
 
@@ -69,21 +67,13 @@ def templated(tokenizer):
     return make
 
 
-@pytest.mark.parametrize(
-    ("row", "template", "match"),
-    [
-        (SHARED, None, r"messages.*\['from', 'value'\].*role and content.*Rename"),
-        ({"messages": ["hi"]}, None, "role and content"),
-        ({"messages": [{"role": "assistant", "content": "hi"}]}, STRICT, "refuses.*assistant.*Users alone"),
-    ],
-)
-def test_conversations_that_the_template_would_not_write_are_refused(make_trainer, templated, row, template, match):
-    """Before training, also packed; under a template that writes nothing of them, and under one that fails."""
-    tokenizer = templated(template)
-    with pytest.raises(ValueError, match=match):
+@pytest.mark.parametrize("row", [{"messages": [{"from": "human", "value": "hi"}]}, {"messages": ["hi"]}])
+def test_messages_that_a_template_would_not_write_are_refused(make_trainer, tokenizer, row):
+    """Before training, also packed."""
+    with pytest.raises(ValueError, match=r"messages has a message .*role and content.*Rename"):
         make_trainer(dataset=[row], tokenizer=tokenizer)
-    args = make_trainer(dataset=[GOOD], tokenizer=templated()).args
-    with pytest.raises(ValueError, match=match):
+    args = make_trainer(dataset=[GOOD], tokenizer=tokenizer).args
+    with pytest.raises(ValueError, match="role and content"):
         pack(datasets.Dataset.from_list([row]), tokenizer, args, 100)
 
 

@@ -135,11 +135,15 @@ def _layer_config(draft: Any) -> dict[str, Any]:
 
 
 def fields_of(draft: Any, kind: str, count: int, target: PreTrainedModel | None) -> dict[str, Any]:
-    """Return the fields of config.json that all drafts have: a draft of this kind, chains of `count` tokens."""
+    """Return the fields of config.json that all drafts have: a draft of this kind, greedy chains of `count` tokens."""
+    method = {"proposal_type": "greedy", "speculative_tokens": count, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    architectures = [] if target is None else [type(target).__name__]
+    proposals: dict[str, Any] = {"algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": [method]}
+    proposals["verifier"] = {"name_or_path": draft.config.target_name_or_path, "architectures": architectures}
     return {
         "draft_vocab_size": draft.config.draft_vocab_size or draft.config.vocab_size,
         "dtype": str(draft.dtype).removeprefix("torch."),
-        "speculators_config": _proposals(draft, kind, count, target),
+        "speculators_config": proposals,
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "tie_word_embeddings": False,
@@ -153,15 +157,6 @@ def read_layers(draft: Any, target: PreTrainedModel | None) -> list[int]:
     if not layers and target is None:
         raise ValueError("the draft's config does not name the target's layers that it reads: pass target=.")
     return list(layers) or list(draft.layers_of(text_config(target)))
-
-
-def _proposals(draft: Any, algorithm: str, count: int, target: PreTrainedModel | None) -> dict[str, Any]:
-    """Return the field of speculators that says how an engine drafts: greedy chains of `count` tokens."""
-    method = {"proposal_type": "greedy", "speculative_tokens": count, "accept_tolerance": 0.0, "verifier_accept_k": 1}
-    architectures = [] if target is None else [type(target).__name__]
-    verifier = {"name_or_path": draft.config.target_name_or_path, "architectures": architectures}
-    algorithm_fields = {"algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [method]}
-    return algorithm_fields | {"verifier": verifier}
 
 
 # Parts that some drafts have of their own and that the format requires, and the method of a target that gives its part.
