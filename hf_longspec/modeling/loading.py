@@ -3,7 +3,7 @@
 import json
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -148,25 +148,48 @@ class Checkpoint:
         return tensors
 
     def tensors(
-        self, names: Mapping[str, str], expected: Mapping[str, torch.Tensor], what: str
+        self,
+        names: Mapping[str, str],
+        expected: Mapping[str, torch.Tensor],
+        what: str,
+        finished: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors of a module, by the `names` of the checkpoint's; zeros for biases that it does not have.
+        """Return the tensors of a module; zeros for biases that the checkpoint does not have.
 
         Other names or shapes than expected are refused before a tensor is read.
+
+        Args:
+            names (`Mapping[str, str]`): Name in the module of each tensor that is used, by that in the checkpoint.
+            expected (`Mapping[str, torch.Tensor]`): Tensors with the expected names and shapes.
+            what (`str`): What the module is, for messages.
+            finished (`Callable`, *optional*): Makes the module's tensors of those that were read or of their shapes.
         """
-        sources = tuple(names)
-        shapes = {names[name]: value.shape for name, value in self.read(sources, "meta").items() if name in names}
+
+        def read(device: str) -> dict[str, torch.Tensor]:
+            found = self.read(tuple(names), device)
+            return finished({names[name]: value for name, value in found.items() if name in names})
+
+        shapes = {name: value.shape for name, value in read("meta").items()}
         missing = sorted(name for name in expected.keys() - shapes.keys() if not name.endswith(".bias"))
         unknown = sorted(shapes.keys() - expected.keys())
         if missing or unknown:
             raise ValueError(
                 f"{self.source} has no {what}: missing tensors {missing}, unknown tensors {unknown}. Pass a checkpoint "
-                "in the format of the authors' training code."
+                "in the format of the authors' training code, without quantization."
             )
-        remedy = "Pass the target that the draft was trained for, and use files that were saved together."
-        refuse_other_shapes(self.source, shapes, expected, remedy)
-        weights = {names[name]: value for name, value in self.read(sources).items() if name in names}
-        refuse_integers(self.source, weights, expected)
+        for name, shape in shapes.items():
+            if shape != expected[name].shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(shape)} in {self.source}, expected {tuple(expected[name].shape)}. Pass "
+                    "the target that the draft was trained for, and use files that were saved together."
+                )
+        weights = read("cpu")
+        for name, value in weights.items():
+            if expected[name].is_floating_point() and not value.is_floating_point():
+                raise ValueError(
+                    f"{name} has type {value.dtype} in {self.source}, expected floating point. Quantized weights are "
+                    "not supported: pass a checkpoint without quantization."
+                )
         return {name: torch.zeros(expected[name].shape) for name in expected.keys() - weights.keys()} | weights
 
     def _find(self) -> str:
@@ -180,26 +203,6 @@ class Checkpoint:
 
     def _fetch(self, files: Iterable[str]) -> None:
         self._folder = Path(snapshot_download(self.source, allow_patterns=list(files), **self._hub))
-
-
-def refuse_other_shapes(
-    source: str, shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Tensor], remedy: str
-) -> None:
-    """Refuse tensors of other shapes than the expected ones."""
-    for name, shape in shapes.items():
-        if shape != expected[name].shape:
-            wanted = tuple(expected[name].shape)
-            raise ValueError(f"{name} has shape {tuple(shape)} in {source}, expected {wanted}. {remedy}")
-
-
-def refuse_integers(source: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse integers and booleans in place of weights."""
-    for name, value in found.items():
-        if expected[name].is_floating_point() and not value.is_floating_point():
-            raise ValueError(
-                f"{name} has type {value.dtype} in {source}, expected floating point. Quantized weights are not "
-                "supported: pass a checkpoint without quantization."
-            )
 
 
 def _is_plain_name(file: Any, ending: str = "") -> bool:
