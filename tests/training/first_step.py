@@ -103,8 +103,7 @@ def check_learning(make_trainer, target, draft, starts, texts, gain, **settings)
     trainer.train()
     after = trainer.evaluate()
     assert after["eval_loss"] < 0.7 * before["eval_loss"]
-    if "eval_estimated_tau" in after:
-        assert after["eval_estimated_tau"] > before["eval_estimated_tau"] + 0.3
+    assert after["eval_estimated_tau"] > before["eval_estimated_tau"] + 0.3
     trained = tau(target, draft.eval(), starts, texts)
     assert trained > untrained + gain
     return trainer, trained

@@ -1,10 +1,8 @@
-"""Whole runs of every method: what they change, what they do not depend on, and that they learn."""
+"""Whole runs of every method: what they change, and what they do not depend on."""
 
 import pytest
 import torch
-from transformers import AutoModel
 
-from hf_longspec.training import TokenWindows
 from tests.training.first_step import SGD_TOLERANCE, check_checkpointing
 
 RECURRENT = {"markov_rank": 3, "markov_head_type": "rnn", "sample_from_anchor": True}
@@ -95,25 +93,3 @@ def test_bfloat16_is_near(make_trainer, make, target, kind, loss, dtype):
     assert history(trainer)[0][0] == pytest.approx(exact, rel=0.05)
     assert all(tensor.dtype == torch.float32 for tensor in after.values())
     assert target.dtype == dtype and target.forward == forward
-
-
-@KINDS
-def test_the_loss_falls_and_accuracy_rises(make_trainer, make, tokens, tmp_path, kind):
-    """Eight rows, until the draft has learned them at every gap or head. The saved draft has the trained weights."""
-    rows = TokenWindows(tokens[: 8 * 33], 33)
-    if kind == "heads":
-        draft, settings = make[kind](num_heads=2), {"loss": "ce", "max_steps": 40, "learning_rate": 3e-2}
-        names = ["eval_acceptance_head_1", "eval_acceptance_head_2"]
-    else:
-        draft, settings = make[kind](), {"max_steps": 30, "learning_rate": 2e-2, "max_offset": 0}
-        names = ["eval_estimated_tau", *(f"eval_acceptance_gap_{gap}" for gap in range(1, 6))]
-    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, per_device_train_batch_size=8, **settings)
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    assert after["eval_loss"] < 0.7 * before["eval_loss"]
-    assert all(after[name] > before[name] + 0.2 for name in names)
-    trainer.save_model(tmp_path / "draft")
-    loaded = AutoModel.from_pretrained(tmp_path / "draft")
-    assert type(loaded) is type(draft)
-    assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in loaded.state_dict().items())

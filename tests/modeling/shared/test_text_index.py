@@ -54,13 +54,6 @@ def test_longest_key_then_count_then_recency(text, longest, length):
     assert index_of(text, longest).pool(length, count=1000) == ranked(text, longest, length)
 
 
-def test_only_recent_occurrences_are_counted():
-    """A continuation that was frequent long ago is dropped."""
-    old, new = [5, 1] * 100, [5, 2] * MAX_OCCURRENCES
-    assert index_of([*old, 9, *new, 5], longest=1).pool(1, count=9) == [(2,)]
-    assert index_of([*old, 9, *new[2:], 5], longest=1).pool(1, count=9) == [(2,), (1,)]
-
-
 def suffix_lengths(text):
     """Return for each earlier position how many tokens before it match the end of the text, by a double loop."""
     found = {}
