@@ -24,7 +24,7 @@ class TrainingMethod:
     matter how the step is divided into batches and processes.
     """
 
-    count_shape: tuple[int, int]  # of the counts that are logged: levels of the draft, counts per level
+    levels: int  # of the draft, for each of which hits and predicted tokens are counted
     longest_position = 0  # recorded as `trained_max_length` in the draft's config, unless it is 0
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
@@ -58,15 +58,15 @@ class TrainingMethod:
         raise NotImplementedError
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of the terms `(terms,)` and the counts `count_shape` of a prepared batch."""
+        """Return the sums of the terms `(terms,)` and the counts `(levels, 2)` of a prepared batch."""
         raise NotImplementedError
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss of a batch that was not prepared, and the counts of each row `(B, *count_shape)`."""
+        """Return the mean loss of a batch that was not prepared, and the counts of each row `(B, levels, 2)`."""
         raise NotImplementedError
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compute the metrics of the log from counts of shape `count_shape`."""
+        """Compute the metrics of the log from counts `(levels, 2)`."""
         raise NotImplementedError
 
     def resume(self, checkpoint: str) -> None:
@@ -101,15 +101,15 @@ class LevelsMethod(TrainingMethod):
         draft: Any,
         target: PreTrainedModel,
         args: DraftTrainingArguments,
-        count_shape: tuple[int, int],
+        levels: int,
         layers: bool | tuple[int, ...] = True,
     ):
         super().__init__(draft, target, args)
-        if (steps := count_shape[0]) < 1:
-            raise ValueError(f"training_steps={steps} in the draft's config: expected at least 1; 3 is usual.")
+        if levels < 1:
+            raise ValueError(f"training_steps={levels} in the draft's config: expected at least 1; 3 is usual.")
         if args.max_offset:
             raise ValueError(f"max_offset={args.max_offset}: these drafts have no positions to offset. Leave it out.")
-        self.count_shape = count_shape
+        self.levels = levels
         self.target, self.norm = target, final_norm_of(target)
         self.target_pass = TargetPass(target, args.target_chunk_size, layers)
         token_ids = None if getattr(draft, "d2t", None) is None else draft.token_ids
@@ -117,7 +117,7 @@ class LevelsMethod(TrainingMethod):
         self.objective = DraftLoss(args.loss, self.ends, args.loss_chunk_size, self.norm, token_ids)
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of the losses `(levels,)`, and counts `(B, *count_shape)`, on states `(B, L, hidden)`."""
+        """Return the sums of the losses `(levels,)`, and counts `(B, levels, 2)`, on states `(B, L, hidden)`."""
         raise NotImplementedError
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -125,25 +125,21 @@ class LevelsMethod(TrainingMethod):
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
         present = self.is_trained(labels)
-        return torch.stack([present[:, level + 2 :].sum() for level in range(self.count_shape[0])])
+        return torch.stack([present[:, level + 2 :].sum() for level in range(self.levels)])
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        totals, counts = self.run(model, inputs, self._hidden(inputs))
+        totals, counts = self.run(model, inputs, self.target_pass(inputs["input_ids"]).hidden)
         return totals, counts.sum(0)
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         bare = {name: inputs[name] for name in ("input_ids", "labels")}
-        totals, counts = self.run(model, bare, self._hidden(inputs))
+        totals, counts = self.run(model, bare, self.target_pass(inputs["input_ids"]).hidden)
         return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
-
-    def _hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
-        hidden: torch.Tensor = self.target_pass(inputs["input_ids"]).hidden
-        return hidden
 
     def of_all_levels(self, results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums `(levels,)` and counts `(B, levels, 2)` of the first levels; of others, there are none."""
         totals, counts = (torch.stack(parts, dim) for dim, parts in enumerate(zip(*results, strict=True)))
-        missing = self.count_shape[0] - len(results)
+        missing = self.levels - len(results)
         pad = torch.nn.functional.pad
         return pad(totals, (0, missing)), pad(counts, (0, 0, 0, missing))
 

@@ -102,7 +102,7 @@ class DraftTrainer(Trainer):
         if getattr(target, "hf_device_map", None) is None and not is_quantized(target):
             target.to(args.device)
         # counted since the last log
-        self.counts = torch.zeros(self.method.count_shape, dtype=torch.float64, device=args.device)
+        self.counts = torch.zeros(self.method.levels, 2, dtype=torch.float64, device=args.device)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train, optionally from a checkpoint's folder; `True` stands for the last complete one in `output_dir`.

@@ -33,7 +33,7 @@ class LongSpecMethod(TrainingMethod):
         self.target_pass = TargetPass(target, args.target_chunk_size, None, self.parts.kv_layer)
         token_ids = None if draft.d2t is None else draft.token_ids
         self.objective = DraftLoss(args.loss, self.parts, args.loss_chunk_size, token_ids=token_ids)
-        self.count_shape = self.noise.gaps[1] - self.noise.gaps[0] + 1, 2
+        self.levels = self.noise.gaps[1] - self.noise.gaps[0] + 1
         self.longest_position = draft.config.trained_max_length or 0
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class LongSpecMethod(TrainingMethod):
         states = self.target_pass(inputs["input_ids"], inputs["position_ids"])
         total, hits, rows = self._run(model, inputs, states, inputs["gaps"])
         levels = torch.tensor(inputs["gaps"], device=rows.device)[rows] - self.noise.gaps[0]
-        return total, counted(hits, levels, self.count_shape[0])
+        return total, counted(hits, levels, self.levels)
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss of a batch over all gaps at the positions 0, 1, 2, ..., and each row's counts by gap."""

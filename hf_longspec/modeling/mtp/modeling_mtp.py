@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
-from weakref import ref
 
 import torch
 from torch import nn
@@ -272,7 +271,6 @@ class MtpDraftModel(DraftModel):
         super().__init__(config, *args, **kwargs)
         decoder = decoder_like(config)
         self.layers = nn.ModuleList(MtpLayer(config, decoder) for _ in range(config.num_mtp_layers))
-        self._target: ref[PreTrainedModel] | None = None  # the one that was checked last
         self.post_init()
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
@@ -325,8 +323,8 @@ class MtpDraftModel(DraftModel):
         self,
         hidden_states: torch.Tensor,
         tokens: torch.Tensor,
+        target: PreTrainedModel,
         steps: int = 1,
-        target: PreTrainedModel | None = None,
         window: int | None = None,
         sinks: int = 0,
         score: Callable[[int, torch.Tensor], Any] | None = None,
@@ -336,8 +334,8 @@ class MtpDraftModel(DraftModel):
         Args:
             hidden_states (`torch.Tensor` of shape `(B, T, hidden)`): Output of the target's final norm at T tokens.
             tokens (`torch.LongTensor` of shape `(B, L)`): The tokens after the first of these, at least T.
+            target (`PreTrainedModel`): The target.
             steps (`int`, *optional*, defaults to 1): Number of chained steps, at most that of several layers.
-            target (`PreTrainedModel`, *optional*): The target; by default the one that the draft was checked with.
             window (`int`, *optional*): Number of entries of the text that each place attends to. All by default.
             sinks (`int`, *optional*, defaults to 0): First entries that all places attend to in addition to the window.
             score (`Callable`, *optional*): Function of the step and of its outputs `(B, n, hidden)`, for training.
@@ -359,15 +357,8 @@ class MtpDraftModel(DraftModel):
             results.append(parts.head(states) if score is None else score(step, states))
         return results
 
-    def parts_of(self, target: PreTrainedModel | None = None) -> TargetParts:
-        """Return embedding, head and rotary embedding of the target; by default of the one that was checked last.
-
-        Raises:
-            ValueError: If there is none.
-        """
-        target = self._target() if target is None and self._target is not None else target
-        if target is None:
-            raise ValueError("this draft uses the target's embedding and head: pass target=.")
+    def parts_of(self, target: PreTrainedModel) -> TargetParts:
+        """Return embedding, head and rotary embedding of the target."""
         return TargetParts(target, self.config.layer_idx)
 
     @property
@@ -393,7 +384,6 @@ class MtpDraftModel(DraftModel):
                 f"compile={compiled!r}: the steps of a draft with {len(self.layers)} MTP layers are not compiled. Set "
                 "compile to 'auto' or 'off'."
             )
-        self._target = ref(target.model)
 
 
 class TextEntries:

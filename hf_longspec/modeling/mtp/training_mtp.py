@@ -24,7 +24,7 @@ class MtpMethod(LevelsMethod):
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         self.steps = draft.config.training_steps if len(draft.layers) == 1 else len(draft.layers)
-        super().__init__(draft, target, args, (self.steps, 2))
+        super().__init__(draft, target, args, self.steps)
         window = draft.setting("window")
         self.span = {"window": None if window == "all" else window, "sinks": draft.setting("sinks")}
 

@@ -21,7 +21,7 @@ class AuxMethod(LevelsMethod):
         text = target.config.get_text_config(decoder=True)
         self.layers = draft.layers_of(text)
         hidden_layers = (*self.layers, text.num_hidden_layers) if args.loss == "kl" else self.layers
-        super().__init__(draft, target, args, (levels, 2), hidden_layers)
+        super().__init__(draft, target, args, levels, hidden_layers)
         self.width = len(self.layers) * draft.config.target_hidden_size
         setting = getattr(draft.generation_config, "window", None)
         self.window: int | None = setting if isinstance(setting, int) else None

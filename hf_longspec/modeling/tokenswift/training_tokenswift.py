@@ -24,7 +24,7 @@ class TokenSwiftMethod(LevelsMethod):
     level = "head"
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
-        super().__init__(draft, target, args, (draft.config.num_heads, 2))
+        super().__init__(draft, target, args, draft.config.num_heads)
 
     def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the heads; the counts are hits and predicted tokens."""

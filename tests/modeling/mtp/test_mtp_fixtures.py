@@ -32,10 +32,10 @@ def chain_logits(draft, states, tokens, steps, target):
     State p is joined with token p + 1.
     """
     states, tokens = states[:, :-1], tokens[:, 1:]
-    logits = draft(states, tokens, target=target)
+    logits = draft(states, tokens, target)
     for step in range(1, steps + 1):
         tokens = torch.cat([tokens, logits[-1][:, -1:].argmax(-1)], 1)
-        logits.append(draft(states, tokens, step + 1, target)[-1][:, -1:])
+        logits.append(draft(states, tokens, target, step + 1)[-1][:, -1:])
     return logits
 
 
