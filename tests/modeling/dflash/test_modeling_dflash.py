@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hf_longspec import DFlashDraftModel
 from tests.modeling.dflash.block_logits import block_logits, ends_of
 from tests.rounding import rounding, share
-from tests.tiny_targets import random_draft, randomize, tiny_target
+from tests.tiny_targets import random_draft, tiny_target
 
 FIXTURES = Path(__file__).with_name("fixtures")
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
@@ -71,31 +71,6 @@ def test_layers_that_are_read_are_counted_in_two_ways():
     assert load("spec_dflash_anchor").config.target_layer_ids == raw["aux_hidden_state_layer_ids"]
     outputs = expected_of("zlab_full")["target_layer_ids"].tolist()
     assert load("zlab_full").config.target_layer_ids == [layer + 1 for layer in outputs]
-
-
-@pytest.mark.parametrize(("window", "sinks"), [(3, 0), (3, 2)])
-def test_a_window_hides_entries(window, sinks):
-    """The block sees what a text of the visible entries alone would show, as entries do not depend on others."""
-    model = tiny_target("llama", vocab_size=31)
-    draft = DFlashDraftModel.from_target(model, num_hidden_layers=2, block_size=4)
-    randomize(draft)
-    aux = torch.randn(1, 11, 3 * 64, generator=torch.Generator().manual_seed(0))
-    tokens = torch.arange(12)[None] + 3
-    rotary = draft.rotary_embedding(tokens.device)
-    seen = [p for p in range(9) if p < sinks or p >= 9 - window]
-    with torch.no_grad():
-        states = draft(aux, tokens, torch.tensor([[9]]), model, window, sinks)[0, 0]
-        context = draft.context(aux)[:, seen]
-        angles = rotary(context, torch.tensor([seen]))
-        kept = [layer.entries(context, angles) for layer in draft.layers]
-
-        def attend(index, query, key, value):
-            key, value = (torch.cat(pair, 2) for pair in zip(kept[index], (key, value), strict=True))
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-
-        embedded = draft.embed_block(tokens[:, 9], model)
-        alone = draft.run(embedded, rotary(embedded, torch.arange(9, 13)[None]), attend)[0]
-    torch.testing.assert_close(states, alone, rtol=0, atol=TOLERANCE * float(alone.abs().max()))
 
 
 def restated(draft, model, aux, root, causal):
