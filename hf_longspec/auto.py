@@ -157,18 +157,6 @@ class AutoDraft(DraftModel):
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         return self._draft_of(model, input_ids, **kwargs).longspec_decoding(model, input_ids, **kwargs)
 
-    def custom_generate(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        **kwargs: Any,
-    ) -> Any:
-        draft = self._draft_of(model, input_ids, generation_config, **kwargs)
-        return draft.custom_generate(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-
     @property
     def last_speculation(self) -> SpeculationStats | None:
         return None if self.choice is None else self.chosen.last_speculation

@@ -139,17 +139,9 @@ class DraftModel(PreTrainedModel):
             kwargs.pop(name, None)
         return decode(model, self, input_ids, **kwargs)
 
-    def custom_generate(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> Any:
+    def custom_generate(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         """Generate without the installed route. Transformers passes no streamer to a `custom_generate` function."""
-        return decode(model, self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        return self.longspec_decoding(model, input_ids, **kwargs)
 
     def release_buffers(self) -> None:
         """Drop the buffers and CUDA graphs that calls of `generate` left for the next call."""
