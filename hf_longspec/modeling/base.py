@@ -54,8 +54,6 @@ class DraftModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
-    # Whether `from_pretrained` also reads checkpoints of other projects, by the installed package.
-    reads_published: ClassVar[bool] = False
     drafter_class: ClassVar[Any]
     settings: ClassVar[dict[str, Any]] = {}
     declared: ClassVar[dict[str, Setting]] = COMMON
@@ -375,7 +373,7 @@ class DraftModel(PreTrainedModel):
         its config.json, unless a config was passed.
         """
         hub, info = of_hub(kwargs), {}
-        if cls.reads_published and fields is not None and fields.get("model_type") != cls.config_class.model_type:
+        if fields is not None and fields.get("model_type") != cls.config_class.model_type:
             read = resolve_name("hf_longspec.modeling.register_draft:read_published")  # which imports this module
             if draft := read(cls.config_class.model_type, path, target, kwargs.get("dtype"), **hub):
                 return draft, {}

@@ -154,7 +154,7 @@ class Checkpoint:
         what: str,
         finished: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors of a module; zeros for biases that the checkpoint does not have.
+        """Return the tensors of a module.
 
         Other names or shapes than expected are refused before a tensor is read.
 
@@ -170,8 +170,7 @@ class Checkpoint:
             return finished({names[name]: value for name, value in found.items() if name in names})
 
         shapes = {name: value.shape for name, value in read("meta").items()}
-        missing = sorted(name for name in expected.keys() - shapes.keys() if not name.endswith(".bias"))
-        unknown = sorted(shapes.keys() - expected.keys())
+        missing, unknown = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
         if missing or unknown:
             raise ValueError(
                 f"{self.source} has no {what}: missing tensors {missing}, unknown tensors {unknown}. Pass a checkpoint "
@@ -190,7 +189,7 @@ class Checkpoint:
                     f"{name} has type {value.dtype} in {self.source}, expected floating point. Quantized weights are "
                     "not supported: pass a checkpoint without quantization."
                 )
-        return {name: torch.zeros(expected[name].shape) for name in expected.keys() - weights.keys()} | weights
+        return weights
 
     def _find(self) -> str:
         """Return the name of the preferred weight file. Indices are tried first, to download only needed shards."""

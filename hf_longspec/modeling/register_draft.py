@@ -33,7 +33,7 @@ class RegisteredDraft:
     tune: str | None = None
     card: str | None = None  # template of the model card as `"package:file.md"`, needed to publish the draft
     # a function of the contents of a config.json: whether `from_pretrained(path, target=)` of the draft reads this
-    # checkpoint of another project. A class with `reads_published` does it by `convert`
+    # checkpoint of another project, by `convert`
     reads: str | None = None
     aliases: tuple[str, ...] = ()  # further names on the command line, for drafts without weights
     presets: dict[str, dict[str, Any]] = field(default_factory=dict)  # likewise, with the settings they stand for
@@ -164,10 +164,10 @@ class Converter:
 def read_published(
     kind: str, source: Any, target: PreTrainedModel | PreTrainedConfig | None, dtype: Any = None, **hub: Any
 ) -> DraftModel | None:
-    """Return a checkpoint of another project as a draft of this `model_type`; `None` if no such draft is registered.
+    """Return a checkpoint of another project as a draft of this `model_type`; `None` if no such draft reads any.
 
     Args:
-        kind (`str`): The `model_type` of a draft with `reads_published`.
+        kind (`str`): The `model_type` of the draft.
         source (`str` or `os.PathLike`): Folder or Hub id.
         target (`PreTrainedModel` or `PreTrainedConfig`, *optional*): The target, whose facts the draft records.
         dtype (`torch.dtype` or `str`, *optional*): Type of the weights; that of the checkpoint by default.
@@ -177,7 +177,7 @@ def read_published(
         OSError: If there is no config.json.
         ValueError: If it is no draft of this kind, or its files do not fit together or to the target.
     """
-    if kind not in DRAFTS:
+    if kind not in DRAFTS or DRAFTS[kind].reads is None:
         return None
     converter: Converter = DRAFTS[kind].load("convert")
     checkpoint = Checkpoint(str(source), converter.formats, **hub)

@@ -86,13 +86,6 @@ def dflash_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedCon
     raw = checkpoint.read_config()
     names = renamed(checkpoint.names, MUSE_NAMES)
     config = _config_of(checkpoint.source, raw, set(names.values()), target)
-    biases = [f"layers.{i}.self_attn.{part}_proj.bias" for i in range(config.num_hidden_layers) for part in "qkvo"]
-    heads = {"gated": ["markov_head.gate_proj.bias"], "rnn": ["markov_head.joint_proj.bias"]}
-    wanted = biases if config.attention_bias else []
-    wanted += heads.get(config.markov_head_type, []) if config.markov_rank else []
-    wanted += ["confidence_head.proj.bias"] if config.confidence_head else []
-    if missing := sorted(set(wanted) - set(names.values())):
-        refuse(checkpoint.source, f"missing tensors {missing}", "which config.json implies")
     draft = draft_of(checkpoint, raw, names, config, "complete DFlash draft", dtype)
     if (scale := (raw.get("dflash_config") or {}).get("attention_value_scale")) is not None:
         for layer in draft.layers:  # values are used only here, so their factor may be part of the projection

@@ -94,7 +94,6 @@ class Eagle3DraftModel(AuxDraftModel):
     """
 
     config_class = Eagle3Config
-    reads_published = True
     _no_split_modules = ["Eagle3Layer"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": WIDTHS,  # 16 nodes with the root, which is a whole tile of the kernels
