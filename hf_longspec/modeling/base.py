@@ -24,7 +24,7 @@ from ..generation.special_cases import register_special_cases
 from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from .configuration_base import DraftConfig
-from .loading import of_hub, read_settings, readable_errors, require_complete
+from .loading import of_hub, read_settings, readable_errors, refuse_missing_weights
 from .saved_config import read_config
 from .settings import COMMON, NGRAMS, Setting
 from .shared.ngrams import JoinedDrafter, NgramDrafter
@@ -290,10 +290,6 @@ class DraftModel(PreTrainedModel):
         """Data type of the parameters; float32 for a draft without any."""
         return torch.float32 if self.weightless else super().dtype
 
-    def _init_weights(self, module: torch.nn.Module) -> None:
-        if not self.weightless:
-            super()._init_weights(module)
-
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Write config.json, generation_config.json and, if there are any, the weights.
 
@@ -385,7 +381,9 @@ class DraftModel(PreTrainedModel):
         else:
             with readable_errors(path):
                 draft, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        require_complete(path, info.get("missing_keys"), draft.config.vocab_size)
+        refuse_missing_weights(draft, info)
+        if (size := draft.config.vocab_size) < 1:
+            raise ValueError(f"config.json in {path} has vocab_size={size}: expected the target's, at least 1.")
         read_settings(draft, path, **hub)
         return draft, info
 

@@ -49,25 +49,14 @@ def readable_errors(path: Any) -> Iterator[None]:
         ) from error
 
 
-def require_complete(path: Any, missing: Any, vocab_size: int) -> None:
-    """Refuse a draft with missing weights, which would be random, or without a vocabulary size."""
-    if missing:
-        names = ", ".join(sorted(missing)[:3])
-        raise ValueError(
-            f"{path} lacks {len(missing)} of the weights that its config.json stands for ({names}...), which would be "
-            "random. Use files that were saved together, or create a new draft with from_target(target)."
-        )
-    if vocab_size < 1:
-        raise ValueError(f"config.json in {path} has vocab_size={vocab_size}: expected the target's, at least 1.")
-
-
 def refuse_missing_weights(model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """Refuse weights of another architecture: transformers initialises missing weights at random and continues."""
     for kind in ("missing", "mismatched"):
         if names := sorted(map(str, info.get(f"{kind}_keys") or ())):
             raise ValueError(
                 f"model_type={model.config.model_type!r} in config.json: {len(names)} weights of "
-                f"{type(model).__name__} are {kind}, for example {names[0]}"
+                f"{type(model).__name__} are {kind}, for example {names[0]}, and would be random. Use files that were "
+                "saved together."
             )
 
 
