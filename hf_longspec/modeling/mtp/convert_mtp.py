@@ -115,13 +115,9 @@ class MtpCheckpoint:
                 break
         else:
             _refuse_none(checkpoint.source, stripped)
-        if depth > 1 and family is not FAMILIES["DeepSeek"]:
-            raise ValueError(
-                f"{checkpoint.source} has {depth} MTP layers; more than one is supported only for DeepSeek "
-                "checkpoints. Use another draft."
-            )
-        fields = family.fields | {"num_mtp_layers": depth}
-        return cls(checkpoint, names, fields | {"layer_idx": _kind_of_layer(target, set(names.values()))})
+        if depth > 1:
+            raise ValueError(f"{checkpoint.source} has {depth} MTP layers: expected one. Use another draft.")
+        return cls(checkpoint, names, family.fields | {"layer_idx": _kind_of_layer(target, set(names.values()))})
 
     def tensors(self, expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return the tensors of a draft, see [`Checkpoint`]; `dtype` is that of weights that are stored in float8."""

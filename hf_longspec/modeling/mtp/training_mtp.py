@@ -1,7 +1,7 @@
 """Training of MTP layers: chained steps, in which the draft continues from its own outputs as it does when drafting.
 
-Source: DeepSeek-V3 (https://huggingface.co/papers/2412.19437), section 2.2, for several layers. One layer that drafts
-all levels is trained on its own outputs as in EAGLE-3 (https://huggingface.co/papers/2503.01840), section 3.2.
+Source: DeepSeek-V3 (https://huggingface.co/papers/2412.19437), section 2.2. A layer that drafts all levels is trained
+on its own outputs as in EAGLE-3 (https://huggingface.co/papers/2503.01840), section 3.2.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from ...training.methods import STEP_WEIGHT, LevelsMethod, counted
 
 
 class MtpMethod(LevelsMethod):
-    """Trains `config.training_steps` chained steps of one layer on whole rows, or one step of each of several layers.
+    """Trains `config.training_steps` chained steps on whole rows.
 
     Entry p joins the output of the target's final norm at token p with token p + 1. Step s (from 0) continues from the
     output of the step before with token p + s + 1, and predicts token p + s + 2. With `loss="kl"` the wanted
@@ -23,7 +23,7 @@ class MtpMethod(LevelsMethod):
     """
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
-        self.steps = draft.config.training_steps if len(draft.layers) == 1 else len(draft.layers)
+        self.steps = draft.config.training_steps
         super().__init__(draft, target, args, self.steps)
         window = draft.setting("window")
         self.span = {"window": None if window == "all" else window, "sinks": draft.setting("sinks")}
