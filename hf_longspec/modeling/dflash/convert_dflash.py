@@ -86,7 +86,7 @@ def dflash_draft(checkpoint: Checkpoint, target: PreTrainedModel | PreTrainedCon
     raw = checkpoint.read_config()
     names = renamed(checkpoint.names, MUSE_NAMES)
     config = _config_of(checkpoint.source, raw, set(names.values()), target)
-    draft = draft_of(checkpoint, raw, names, config, "complete DFlash draft", dtype)
+    draft = draft_of(checkpoint, names, config, "complete DFlash draft", dtype)
     if (scale := (raw.get("dflash_config") or {}).get("attention_value_scale")) is not None:
         for layer in draft.layers:  # values are used only here, so their factor may be part of the projection
             for weight in layer.self_attn.v_proj.parameters():

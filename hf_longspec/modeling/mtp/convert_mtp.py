@@ -110,13 +110,13 @@ class MtpCheckpoint:
         checkpoint = _opened(target, source)
         stripped = {name: PREFIX.sub("", name) for name in checkpoint.names if not name.endswith(UNUSED)}
         for family in FAMILIES.values():
-            names, depth = _renamed(family, stripped, text.num_hidden_layers)
-            if depth:
+            if names := _renamed(family, stripped, text.num_hidden_layers):
                 break
         else:
             _refuse_none(checkpoint.source, stripped)
-        if depth > 1:
-            raise ValueError(f"{checkpoint.source} has {depth} MTP layers: expected one. Use another draft.")
+        second = family.block.format(n=text.num_hidden_layers + 1, j=1)
+        if any(bare.startswith(second) for bare in stripped.values()):
+            raise ValueError(f"{checkpoint.source} has several MTP layers: expected one. Use another draft.")
         return cls(checkpoint, names, family.fields | {"layer_idx": _kind_of_layer(target, set(names.values()))})
 
     def tensors(self, expected: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -182,26 +182,20 @@ def _opened(target: PreTrainedModel, source: str | None) -> Checkpoint:
         ) from error
 
 
-def _renamed(family: Family, stripped: Mapping[str, str], num_layers: int) -> tuple[dict[str, str], int]:
-    """Return the names of a family's tensors in a draft, by those in a checkpoint, and the number of layers."""
-    names: dict[str, str] = {}
-    depth = 0
-    while True:
-        places = {"n": num_layers + depth, "j": depth}
-        parts = {old.format(**places): f"layers.{depth}.{new}" for old, new in family.parts.items()}
-        block = family.block.format(**places)
-        of_layer = [name for name in stripped.values() if name.startswith(block)]
-        has_projection = any(
-            name.startswith(old) for old, new in parts.items() for name in stripped.values() if new.endswith("eh_proj.")
-        )
-        if not of_layer or not has_projection:
-            return names, depth
-        parts[block] = f"layers.{depth}.block."  # last, as the others may begin with it
-        for name, bare in stripped.items():
-            new_name = next((new + bare.removeprefix(old) for old, new in parts.items() if bare.startswith(old)), None)
-            if new_name is not None:
-                names[name] = new_name
-        depth += 1
+def _renamed(family: Family, stripped: Mapping[str, str], num_layers: int) -> dict[str, str]:
+    """Return the names of a family's tensors in a draft, by those in a checkpoint; none if it has no such layer."""
+    places = {"n": num_layers, "j": 0}
+    parts = {old.format(**places): f"layers.0.{new}" for old, new in family.parts.items()}
+    block = family.block.format(**places)
+    projections = tuple(old for old, new in parts.items() if new.endswith("eh_proj."))
+    if not all(any(bare.startswith(part) for bare in stripped.values()) for part in (block, projections)):
+        return {}
+    parts[block] = "layers.0.block."  # last, as the others may begin with it
+    found = {
+        name: next((new + bare.removeprefix(old) for old, new in parts.items() if bare.startswith(old)), None)
+        for name, bare in stripped.items()
+    }
+    return {name: new_name for name, new_name in found.items() if new_name is not None}
 
 
 def _refuse_none(source: str, stripped: Mapping[str, str]) -> None:

@@ -13,13 +13,10 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..configuration_base import DraftConfig, text_config
 from ..loading import Checkpoint
 from ..register_draft import DRAFTS
-
-logger = logging.get_logger(__name__)
 
 # Tensors that are in some files and are the target's, or follow from config.json.
 UNUSED = ("verifier_norm.", "verifier_lm_head.")
@@ -32,14 +29,11 @@ LAYER_FIELDS = (
 USUAL_LENGTH = 2048
 
 
-def draft_of(
-    checkpoint: Checkpoint, raw: Mapping[str, Any], names: dict[str, str], config: DraftConfig, what: str, dtype: Any
-) -> Any:
+def draft_of(checkpoint: Checkpoint, names: dict[str, str], config: DraftConfig, what: str, dtype: Any) -> Any:
     """Return the draft of a configuration with the tensors of a checkpoint, in eval mode.
 
     Args:
         checkpoint ([`Checkpoint`]): The checkpoint.
-        raw (`Mapping[str, Any]`): Its config.json.
         names (`dict[str, str]`): Name in the draft of every tensor, by its name in the checkpoint.
         config ([`DraftConfig`]): Configuration of the draft.
         what (`str`): What the draft is, for messages.
@@ -63,7 +57,6 @@ def draft_of(
     typed = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     draft.load_state_dict(typed, assign=True)
     draft.config.dtype = dtype
-    _compare_names(checkpoint.source, raw, config.target_name_or_path)
     return draft.eval()
 
 
@@ -105,15 +98,6 @@ def _check_vocabulary(source: str, d2t: torch.Tensor, marks: torch.Tensor | None
             f"{source}: d2t maps to {len(ids.unique())} tokens from {int(ids[0])} to {int(ids[-1])}, expected "
             f"{len(ids)} distinct ids below {vocab_size}, those that t2d marks. d2t holds offsets: the target's id of "
             "draft token i is i + d2t[i]. Use files that were saved together."
-        )
-
-
-def _compare_names(source: str, raw: Mapping[str, Any], target: str | None) -> None:
-    """Warn if config.json names another target than the one that was passed."""
-    named = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    if named and target and Path(named).name.lower() != Path(target).name.lower():
-        logger.warning(
-            "%s was made for %s, but the target is %s: fewer drafted tokens may be accepted.", source, named, target
         )
 
 

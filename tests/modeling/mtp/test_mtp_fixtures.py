@@ -173,7 +173,7 @@ def test_several_layers_are_refused(tmp_path):
     weights, first = load_file(folder / "model.safetensors"), target.config.num_hidden_layers
     second = {name.replace(f"layers.{first}.", f"layers.{first + 1}."): x.clone() for name, x in weights.items()}
     save_file(second | weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="has 2 MTP layers: expected one"):
+    with pytest.raises(ValueError, match="has several MTP layers: expected one"):
         MtpDraftModel.from_target(target, str(folder))
 
 
