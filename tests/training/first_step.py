@@ -1,13 +1,10 @@
-"""The first step of a run beside a definition of the loss, one place after another; and drafts that learn a text."""
+"""The first step of a run beside a definition of the loss, one place after another."""
 
 import pytest
 import torch
 from transformers import TrainingArguments
 
-from hf_longspec.training import TokenWindows
-
 IN_ONE_BATCH = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
-GREEDY = {"max_new_tokens": 28, "do_sample": False, "eos_token_id": 999, "pad_token_id": 0}  # no token is 999
 
 
 def losses_of_steps(rows, logits_of, loss, steps, ids=None):
@@ -80,36 +77,3 @@ def check_checkpointing(make_trainer, make, inner, rows):
     torch.testing.assert_close(weights, expected, **SGD_TOLERANCE)
     assert again == [pytest.approx(step, rel=1e-4) for step in steps]
     assert twice == 2 * once > 0
-
-
-def texts_of(target, tokens):
-    """Eight prompts, and how the target continues them."""
-    starts = tokens[: 8 * 5].view(8, 5)
-    return starts, target.generate(starts, **GREEDY)
-
-
-def tau(target, draft, starts, texts):
-    """Tokens per verification; the text stays that of the target."""
-    assert torch.equal(target.generate(starts, assistant_model=draft, **GREEDY), texts)
-    return getattr(draft, "get_base_model", lambda: draft)().last_speculation.mean_acceptance_length
-
-
-def check_learning(make_trainer, target, draft, starts, texts, gain, **settings):
-    """The draft learns the texts and drafts better; returns the trainer and tau."""
-    untrained, rows = tau(target, draft, starts, texts), TokenWindows(texts.flatten(), 33)
-    batch = {"per_device_train_batch_size": 8}
-    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, **batch, **settings)
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    assert after["eval_loss"] < 0.7 * before["eval_loss"]
-    assert after["eval_estimated_tau"] > before["eval_estimated_tau"] + 0.3
-    trained = tau(target, draft.eval(), starts, texts)
-    assert trained > untrained + gain
-    return trainer, trained
-
-
-def check_loaded(loaded, draft, target, starts, texts, trained):
-    """What was written is the trained draft."""
-    assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
-    assert tau(target, loaded, starts, texts) == trained
