@@ -8,12 +8,12 @@ IN_ONE_BATCH = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 
 
 
 def losses_of_steps(rows, logits_of, loss, steps, ids=None):
-    """Losses, and ranks of the wanted tokens, by step.
+    """Losses, and whether the wanted tokens are the most likely ones, by step.
 
     `logits_of(tokens)` returns the draft's logits by step and entry, and the target's `(L, vocabulary)`; `ids` are the
     tokens of the draft.
     """
-    losses, ranks = [[] for _ in range(steps)], [[] for _ in range(steps)]
+    losses, hits = [[] for _ in range(steps)], [[] for _ in range(steps)]
     for row in rows:
         labels = row.get("labels", row["input_ids"]).tolist()
         drafted, wanted = logits_of(row["input_ids"])
@@ -28,15 +28,14 @@ def losses_of_steps(rows, logits_of, loss, steps, ids=None):
                 theirs = theirs[known].log_softmax(-1)
                 divergence = (theirs.exp() * (theirs - own)).sum()
                 losses[step].append(divergence if loss == "kl" else -own[known.index(token)])
-                order = [known[place] for place in own.argsort(descending=True).tolist()]
-                ranks[step].append(order.index(token) if token in known else len(known))
-    return losses, ranks
+                hits[step].append(known[int(own.argmax())] == token)
+    return losses, hits
 
 
-def discounted(losses, ranks):
+def discounted(losses, hits):
     """The sum of the mean losses, each step weighing 0.8 of the one before, and the shares of hits."""
     mean = sum(0.8**step * float(sum(own)) / len(own) for step, own in enumerate(losses))
-    return mean, {f"acceptance_step_{step}": own.count(0) / len(own) for step, own in enumerate(ranks, start=1)}
+    return mean, {f"acceptance_step_{step}": sum(own) / len(own) for step, own in enumerate(hits, start=1)}
 
 
 def check_first_step(make_trainer, draft, rows, loss, expected, shares, **settings):
